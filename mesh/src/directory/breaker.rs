@@ -1,6 +1,6 @@
 //! When a peer is not asked any more, and when it is tried again.
 
-use crate::transport::{Fault, Refusal};
+use crate::transport::{Fault, Refusal, Stage};
 
 /// When a peer is left alone, and for how long.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -12,6 +12,9 @@ pub struct Limits {
     pub forgive_ms: u64,
     /// Milliseconds within which faults count as one strike: a connection that breaks fails all that was asked over it.
     pub strike_ms: u64,
+    /// Milliseconds after an answer of the peer within which a fetch that takes too long is no strike: it waited behind
+    /// others, most of the time on this side.
+    pub lively_ms: u64,
     /// The first time that a peer is left alone for, milliseconds; doubled each time until its strikes are forgiven.
     pub wait_ms_min: u64,
     pub wait_ms_max: u64,
@@ -23,6 +26,8 @@ pub(super) enum Verdict {
     /// It answers as it should, if only that it has no such block.
     Good,
     Strike,
+    /// The fetch took too long, which is a strike unless the peer has answered just before.
+    Late,
     /// Nothing: the end was this side's doing, or it has too much to do.
     Nothing,
 }
@@ -44,6 +49,8 @@ pub(super) struct Breaker {
     state: State,
     /// When the last strike was.
     struck_ms: Option<u64>,
+    /// When it last answered as it should.
+    answered_ms: Option<u64>,
     /// How long the peer is left alone the next time.
     wait_ms: u64,
     pub(super) trips_total: u64,
@@ -53,7 +60,14 @@ pub(super) struct Breaker {
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { strikes_max: 3, forgive_ms: 10_000, strike_ms: 50, wait_ms_min: 1_000, wait_ms_max: 30_000 }
+        Self {
+            strikes_max: 3,
+            forgive_ms: 10_000,
+            strike_ms: 50,
+            lively_ms: 500,
+            wait_ms_min: 1_000,
+            wait_ms_max: 30_000,
+        }
     }
 }
 
@@ -64,6 +78,7 @@ impl Verdict {
         match result {
             Ok(_) | Err(Fault::Absent) => Self::Good,
             Err(Fault::Stopped | Fault::Refused(Refusal::Busy)) => Self::Nothing,
+            Err(Fault::Timeout(Stage::Whole)) => Self::Late,
             Err(
                 Fault::Corrupt
                 | Fault::Short
@@ -81,7 +96,7 @@ impl Verdict {
 impl Breaker {
     pub(super) fn new(limits: &Limits) -> Self {
         let state = State::Closed { strikes: 0 };
-        Self { state, struck_ms: None, wait_ms: limits.wait_ms_min, trips_total: 0 }
+        Self { state, struck_ms: None, answered_ms: None, wait_ms: limits.wait_ms_min, trips_total: 0 }
     }
 
     pub(super) fn is_open(&self) -> bool {
@@ -98,7 +113,17 @@ impl Breaker {
 
     /// A block that the peer was asked for has ended. While the peer is left alone, ends of earlier fetches say nothing.
     pub(super) fn ended(&mut self, verdict: Verdict, now_ms: u64, limits: &Limits) {
-        let since_strike_ms = self.struck_ms.map_or(u64::MAX, |struck_ms| now_ms.saturating_sub(struck_ms));
+        let since_ms =
+            |then_ms: Option<u64>| then_ms.map_or(u64::MAX, |then_ms| now_ms.saturating_sub(then_ms));
+        let verdict = match verdict {
+            Verdict::Late if since_ms(self.answered_ms) < limits.lively_ms => Verdict::Nothing,
+            Verdict::Late => Verdict::Strike,
+            verdict => verdict,
+        };
+        if verdict == Verdict::Good {
+            self.answered_ms = Some(now_ms);
+        }
+        let since_strike_ms = since_ms(self.struck_ms);
         let forgiven = since_strike_ms >= limits.forgive_ms;
         match (self.state, verdict) {
             (State::Closed { .. }, Verdict::Good) if forgiven => self.wait_ms = limits.wait_ms_min,
@@ -128,8 +153,14 @@ impl Breaker {
 mod tests {
     use super::*;
 
-    const LIMITS: Limits =
-        Limits { strikes_max: 3, forgive_ms: 500, strike_ms: 50, wait_ms_min: 1_000, wait_ms_max: 3_000 };
+    const LIMITS: Limits = Limits {
+        strikes_max: 3,
+        forgive_ms: 500,
+        strike_ms: 50,
+        lively_ms: 500,
+        wait_ms_min: 1_000,
+        wait_ms_max: 3_000,
+    };
 
     fn struck(breaker: &mut Breaker, times: &[u64]) {
         times.iter().for_each(|now_ms| breaker.ended(Verdict::Strike, *now_ms, &LIMITS));
@@ -174,6 +205,29 @@ mod tests {
         struck(&mut breaker, &[9_700, 9_800, 9_900]);
         assert!(breaker.lets_pass(10_900, 0), "forgiven, the wait is short again");
         assert_eq!(breaker.trips_total, 3);
+    }
+
+    #[test]
+    fn a_fetch_that_is_late_is_no_strike_while_the_peer_answers() {
+        let late = Verdict::of(&Err(Fault::Timeout(Stage::Whole)));
+        let mut breaker = Breaker::new(&LIMITS);
+        for now_ms in (0..10_000).step_by(10) {
+            breaker.ended(Verdict::Good, now_ms, &LIMITS);
+            if now_ms % 100 == 0 {
+                breaker.ended(late, now_ms, &LIMITS);
+            }
+        }
+        assert_eq!(breaker.trips_total, 0);
+        let answered_ms = 9_990;
+        for after_ms in [499, 500, 600] {
+            breaker.ended(late, answered_ms + after_ms, &LIMITS);
+        }
+        assert!(!breaker.is_open(), "two strikes, both after its last answer had aged");
+        breaker.ended(late, answered_ms + 700, &LIMITS);
+        assert!(breaker.is_open(), "a frozen peer");
+        let mut silent = Breaker::new(&LIMITS);
+        [0, 100, 200].into_iter().for_each(|now_ms| silent.ended(late, now_ms, &LIMITS));
+        assert!(silent.is_open(), "one that never answered");
     }
 
     #[test]

@@ -164,8 +164,12 @@ impl Link {
     /// A stream failed: what is not connected pauses.
     pub(super) fn failed(&self, fault: Fault, limits: &Limits) {
         let mut state = lock(&self.state);
-        state.pause = (state.pause * 2).clamp(limits.back_off_min, limits.back_off_max);
-        state.failed = Some((fault, now() + state.pause));
+        let now = now();
+        // What breaks fails all streams at about one moment.
+        if state.failed.is_none_or(|(_, end)| end <= now) {
+            state.pause = (state.pause * 2).clamp(limits.back_off_min, limits.back_off_max);
+        }
+        state.failed = Some((fault, now + state.pause));
         state.boot = None;
         drop(state);
         // Pieces may wait that nobody will take now.
@@ -206,5 +210,31 @@ impl State {
                 return Some(piece);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::transport::NodeId;
+
+    #[test]
+    fn streams_that_fail_at_one_moment_are_one_failure() {
+        let peer =
+            Peer { node: NodeId::new("peer").unwrap(), boot: None, address: "127.0.0.1:1".parse().unwrap() };
+        let link = Link::new(PeerNumber(1), peer, 8);
+        let (back_off_min, back_off_max) = (Duration::from_secs(60), Duration::from_secs(3600));
+        let limits = Limits { back_off_min, back_off_max, ..Limits::default() };
+        let fail = || (0..8).for_each(|_| link.failed(Fault::Short, &limits));
+        let pause_is_over = || lock(&link.state).failed = Some((Fault::Short, now()));
+        let pause = || lock(&link.state).pause;
+        fail();
+        assert_eq!(pause(), limits.back_off_min);
+        pause_is_over();
+        fail();
+        assert_eq!(pause(), limits.back_off_min * 2, "a further failure");
+        link.answered();
+        fail();
+        assert_eq!(pause(), limits.back_off_min, "a first one again");
     }
 }

@@ -2,7 +2,8 @@
 
 mod rig;
 
-use std::net::{SocketAddr, TcpListener};
+use std::io::Read;
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -367,6 +368,28 @@ fn mutual_tls_carries_inventories_and_new_files_are_used_without_a_restart() {
     files[0].write(&next, &next, NAME, 2099);
     let number = one.joined("two", 1);
     one.keeps(number, 0..10, 100..200);
+}
+
+#[test]
+fn connections_that_say_nothing_make_room_for_peers() {
+    let ca = Authority::new();
+    let all = [address(), address()];
+    let files = Folder::with(&ca, &ca, NAME, 2099);
+    let node = |name, at: usize| {
+        let security = Security::Tls(files.tls());
+        Plan { security, ..Plan::listing(name, all[at], &all) }.start()
+    };
+    let one = node("one", 0);
+    let mut silent: Vec<_> = (0..257).map(|_| TcpStream::connect(all[0]).unwrap()).collect();
+    silent[0].set_read_timeout(Some(WATCHDOG)).unwrap();
+    assert!(matches!(silent[0].read(&mut [0; 8]), Ok(0)), "the oldest is hung up on");
+    let two = node("two", 1);
+    two.joined("one", 1);
+    one.refused(Reason::Full, 1);
+    // As long as it has room, a connection that is slow stays.
+    let last = silent.last_mut().unwrap();
+    last.set_nonblocking(true).unwrap();
+    assert!(last.read(&mut [0; 8]).is_err(), "the last one is not");
 }
 
 #[test]

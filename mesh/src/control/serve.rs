@@ -1,5 +1,6 @@
 //! The side that is followed: connections, and what goes out on each.
 
+use std::collections::VecDeque;
 use std::io::ErrorKind;
 use std::net::SocketAddr;
 use std::pin::Pin;
@@ -11,7 +12,7 @@ use hyper::server::conn::http2;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{Notify, Semaphore, mpsc, watch};
+use tokio::sync::{Notify, Semaphore, mpsc, oneshot, watch};
 use tokio::time::Instant;
 use tokio_rustls::TlsAcceptor;
 use tokio_stream::Stream;
@@ -40,6 +41,14 @@ const EXHAUSTED: Duration = Duration::from_millis(100);
 const HEADER_BYTES_MAX: u32 = 8 << 10;
 /// Calls of a connection at a time: the one that follows, and one that says that the follower waits.
 const CALLS_MAX: u32 = 2;
+
+/// Connections without a TLS session, enough for the peers that come back at one moment. Beyond it the oldest is hung up on: whoever
+/// reaches the port can have as many.
+const STRANGERS_MAX: usize = 256;
+
+/// Connections that have no TLS session yet, the oldest first. Dropping the sender of one hangs up on it.
+#[derive(Default)]
+struct Strangers(VecDeque<oneshot::Sender<()>>);
 
 /// How far a connection is.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -76,38 +85,48 @@ struct Replies(mpsc::Receiver<FollowReply>);
 /// Takes connections, for ever.
 pub(super) async fn listen(shared: Arc<Shared>, listener: TcpListener) {
     let room = Arc::new(Semaphore::new(MEMBERS_MAX));
+    let mut strangers = Strangers::default();
     loop {
-        match (listener.accept().await, Arc::clone(&room).try_acquire_owned()) {
-            (Ok((tcp, from)), Ok(permit)) => {
-                let shared = Arc::clone(&shared);
-                tokio::spawn(async move {
-                    serve(&shared, tcp, from).await;
-                    drop(permit);
-                });
-            }
-            (Ok((_, from)), Err(_)) => {
+        let Ok((tcp, from)) = listener.accept().await else {
+            shared.count(Reason::Resources);
+            tokio::time::sleep(EXHAUSTED).await;
+            continue;
+        };
+        let (shared, room, crowded) = (Arc::clone(&shared), Arc::clone(&room), strangers.enter(&shared));
+        tokio::spawn(async move {
+            let Some(wire) = meet(&shared, tcp, from, crowded).await else { return };
+            if let Ok(_permit) = room.try_acquire() {
+                serve(&shared, wire).await;
+            } else {
                 shared.count(Reason::Full);
                 shared.note_rarely(format!("{from} is turned away: {MEMBERS_MAX} connections are served"));
             }
-            (Err(_), _) => {
-                shared.count(Reason::Resources);
-                tokio::time::sleep(EXHAUSTED).await;
-            }
-        }
+        });
     }
 }
 
-/// One connection, until either side has enough of it.
-async fn serve(shared: &Arc<Shared>, tcp: TcpStream, from: SocketAddr) {
+/// The session of a connection; none where that failed, took too long, or `crowded` ended before.
+async fn meet(
+    shared: &Shared,
+    tcp: TcpStream,
+    from: SocketAddr,
+    crowded: oneshot::Receiver<()>,
+) -> Option<Box<dyn Wire>> {
     let limit = shared.config.limits.connect;
-    let accepted = tokio::time::timeout(limit, accept(shared, tcp)).await.unwrap_or_else(|_| {
+    let accepted = tokio::select! {
+        accepted = tokio::time::timeout(limit, accept(shared, tcp)) => accepted,
+        _ = crowded => return None,
+    };
+    let accepted = accepted.unwrap_or_else(|_| {
         shared.count(Reason::Silent);
         Err(format!("the TLS session took longer than {} ms", limit.as_millis()))
     });
-    let wire = match accepted {
-        Ok(wire) => wire,
-        Err(why) => return shared.note_rarely(format!("{from} is not served: {why}")),
-    };
+    accepted.inspect_err(|why| shared.note_rarely(format!("{from} is not served: {why}"))).ok()
+}
+
+/// One connection, until either side has enough of it.
+async fn serve(shared: &Arc<Shared>, wire: Box<dyn Wire>) {
+    let limit = shared.config.limits.connect;
     let (phase, mut phases) = watch::channel(Phase::Idle);
     let (shared_too, phase) = (Arc::clone(shared), Arc::new(phase));
     let connection =
@@ -156,6 +175,22 @@ async fn enough(phases: &mut watch::Receiver<Phase>, limit: Duration) -> bool {
         tokio::time::sleep(PARTING).await;
     }
     false
+}
+
+// === impl Strangers ===
+
+impl Strangers {
+    /// What a new connection holds until it has its session; it ends where others need the room.
+    fn enter(&mut self, shared: &Shared) -> oneshot::Receiver<()> {
+        self.0.retain(|stranger| !stranger.is_closed());
+        if self.0.len() >= STRANGERS_MAX {
+            shared.count(Reason::Full);
+            self.0.pop_front();
+        }
+        let (stranger, crowded) = oneshot::channel();
+        self.0.push_back(stranger);
+        crowded
+    }
 }
 
 // === impl Connection ===

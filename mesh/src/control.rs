@@ -34,10 +34,11 @@ use crate::Error;
 pub use crate::backlog::Room;
 use crate::digest::{Change, Digest};
 use crate::listen::listen;
-pub use crate::membership::{DataAddresses, MEMBERS_MAX, News, Parting};
+pub use crate::membership::{DataAddresses, News, Parting};
 use crate::pace;
 use crate::refusals::Refusals;
 use crate::tls::Security;
+pub use crate::transport::MEMBERS_MAX;
 use crate::transport::{BootId, NodeId, PeerNumber};
 
 /// The name of a mesh, unless told otherwise.

@@ -20,10 +20,8 @@ use crate::backlog::Room;
 use crate::digest::{Change, Digest};
 use crate::directory::Filter;
 use crate::refusals::Reason;
-use crate::transport::{BootId, NodeId, Peer, PeerNumber};
+use crate::transport::{BootId, MEMBERS_MAX, NodeId, Peer, PeerNumber};
 
-/// Members that a node knows of, and the most that it serves: each costs a stream, its filter and 256 KiB.
-pub const MEMBERS_MAX: usize = 1024;
 /// Addresses that are followed or tried: those of all members and, while pods are replaced, an old one beside each.
 pub const ENDPOINTS_MAX: usize = 2 * MEMBERS_MAX;
 

@@ -27,6 +27,8 @@ use crate::refusals::Reason;
 
 /// Bytes of the longest name of a node: that of the longest DNS name.
 pub const NODE_BYTES_MAX: usize = 253;
+/// Members that a node knows of, and the most that it serves: each costs a stream, its filter and 256 KiB.
+pub const MEMBERS_MAX: usize = 1024;
 
 /// A node's name, the same in all its lives: its pod's name, or host:port.
 #[derive(Clone, Debug, Eq, Hash, PartialEq)]
@@ -134,6 +136,11 @@ pub enum Refusal {
     /// As much is under way as may be.
     #[error("too much is under way")]
     Busy,
+    /// As many connections are served as may be.
+    #[error(
+        "as many connections are served as may be: lower --tcp-streams, or --qps-per-peer with --nics, on every node"
+    )]
+    Full,
     /// It is about to end.
     #[error("about to end")]
     Draining,
@@ -270,6 +277,7 @@ impl From<Refusal> for Reason {
             Refusal::NotMember => Self::NotMember,
             Refusal::Certificate => Self::Certificate,
             Refusal::Busy => Self::Busy,
+            Refusal::Full => Self::Full,
             Refusal::Draining => Self::Draining,
             Refusal::Malformed => Self::Malformed,
             Refusal::Queues { .. } => Self::Queues,

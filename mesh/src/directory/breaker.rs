@@ -236,7 +236,9 @@ mod tests {
         assert_eq!(Verdict::of(&Err(Fault::Absent)), Verdict::Good);
         assert_eq!(Verdict::of(&Err(Fault::Refused(Refusal::Busy))), Verdict::Nothing);
         assert_eq!(Verdict::of(&Err(Fault::Stopped)), Verdict::Nothing);
-        for fault in [Fault::Corrupt, Fault::Short, Fault::Refused(Refusal::NotMember)] {
+        for fault in
+            [Fault::Corrupt, Fault::Short, Fault::Refused(Refusal::NotMember), Fault::Refused(Refusal::Full)]
+        {
             assert_eq!(Verdict::of(&Err(fault)), Verdict::Strike);
         }
     }

@@ -301,7 +301,7 @@ impl Block {
 }
 
 /// The order is the wire's: a new reason goes to the end.
-const REASONS: [Refusal; 9] = [
+const REASONS: [Refusal; 10] = [
     Refusal::Malformed,
     Refusal::Version(0),
     Refusal::OtherNode,
@@ -311,6 +311,7 @@ const REASONS: [Refusal; 9] = [
     Refusal::Busy,
     Refusal::Draining,
     Refusal::Queues { nics: 0, pairs: 0 },
+    Refusal::Full,
 ];
 
 fn encode_refusal(refusal: Refusal, out: &mut Vec<u8>) -> u16 {

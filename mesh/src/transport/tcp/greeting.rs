@@ -129,7 +129,7 @@ fn judge(shared: &Shared, hello: &Hello) -> Result<Arc<Link>, Refusal> {
         return Err(Refusal::Draining);
     }
     if shared.served.full() {
-        return Err(Refusal::Busy);
+        return Err(Refusal::Full);
     }
     if hello.wanted_node != shared.config.node {
         return Err(Refusal::OtherNode);

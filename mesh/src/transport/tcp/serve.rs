@@ -15,13 +15,17 @@ use shm_protocol::wait;
 pub(super) use self::stream::Stream;
 use super::link::Link;
 use super::wire::{Broken, Wire};
-use super::{Shared, cut, greeting};
+use super::{STREAMS_DEFAULT, STREAMS_MAX, Shared, cut, greeting};
 use crate::refusals::Reason;
 use crate::sync::lock;
-use crate::transport::{Fault, Granted, PeerNumber, Stage, Up};
+use crate::transport::{Fault, Granted, MEMBERS_MAX, PeerNumber, Stage, Up};
 
-/// Connections of peers: 64 of 16 streams. Beyond it a peer is told that this side is busy.
-const STREAMS_MAX: usize = 1024;
+/// Connections of peers: of every member as many as it opens by default. Each is a thread and takes 40 KiB, more with TLS. Beyond it a
+/// peer is told what to lower.
+const CONNECTIONS_MAX: usize = MEMBERS_MAX * STREAMS_DEFAULT;
+/// Connections of one peer: twice what it opens, since some that it has given up may not have ended here. Beyond it its oldest is hung up
+/// on.
+const PEER_CONNECTIONS_MAX: usize = 2 * STREAMS_MAX;
 /// Connections that have not said yet who they are. Beyond it the one that says nothing for the longest is hung up on: whoever reaches
 /// the port can have as many.
 const GREETINGS_MAX: usize = 64;
@@ -142,13 +146,7 @@ impl Served {
     /// The number of a connection, and whether another one had to go for it.
     fn connected(&self, stream: &Arc<TcpStream>) -> (u64, bool) {
         let mut table = lock(&self.0);
-        let strangers = table.streams.iter().filter(|(_, connected)| connected.peer.is_none());
-        let strangers: Vec<u64> = strangers.map(|(number, _)| *number).collect();
-        let crowded = strangers.len() >= GREETINGS_MAX;
-        let oldest = strangers.into_iter().min().filter(|_| crowded);
-        if let Some(gone) = oldest.and_then(|oldest| table.streams.remove(&oldest)) {
-            cut(&gone.stream);
-        }
+        let crowded = table.make_room(None, GREETINGS_MAX);
         table.last += 1;
         let number = table.last;
         table.streams.insert(number, Connected { stream: Arc::clone(stream), peer: None });
@@ -158,11 +156,14 @@ impl Served {
     /// Whether no more peers' connections are served.
     pub(super) fn full(&self) -> bool {
         let known = lock(&self.0).streams.values().filter(|connected| connected.peer.is_some()).count();
-        known >= STREAMS_MAX
+        known >= CONNECTIONS_MAX
     }
 
+    /// A connection is a peer's. False where it had to go meanwhile.
     fn admitted(&self, stream: u64, peer: PeerNumber) -> bool {
-        lock(&self.0).streams.get_mut(&stream).is_some_and(|connected| {
+        let mut table = lock(&self.0);
+        table.make_room(Some(peer), PEER_CONNECTIONS_MAX);
+        table.streams.get_mut(&stream).is_some_and(|connected| {
             connected.peer = Some(peer);
             true
         })
@@ -182,6 +183,22 @@ impl Served {
         let ask = table.last;
         table.asks.insert(ask, Waiting { desk: Arc::clone(desk), blocks });
         Some(ask)
+    }
+}
+
+// === impl Table ===
+
+impl Table {
+    /// Hangs up on the oldest connection of `peer`, or of who has not said who it is, where there are `max`. Whether there were.
+    fn make_room(&mut self, peer: Option<PeerNumber>, max: usize) -> bool {
+        let same = self.streams.iter().filter(|(_, connected)| connected.peer == peer);
+        let same: Vec<u64> = same.map(|(number, _)| *number).collect();
+        let crowded = same.len() >= max;
+        let oldest = same.into_iter().min().filter(|_| crowded);
+        if let Some(gone) = oldest.and_then(|oldest| self.streams.remove(&oldest)) {
+            cut(&gone.stream);
+        }
+        crowded
     }
 }
 
@@ -229,9 +246,21 @@ mod tests {
         assert_eq!([&peer, &silent[0], &silent[1]].map(|stream| is_cut(stream)), [false, true, false]);
         assert!(!served.admitted(numbers[0], PeerNumber(1)) && served.admitted(numbers[1], PeerNumber(1)));
         assert!(!served.connected(&connection()).1, "one of them has said who it is");
-        while !served.full() {
-            let (number, _) = served.connected(&peer);
-            assert!(served.admitted(number, PeerNumber(1)));
-        }
+    }
+
+    #[test]
+    fn one_peer_cannot_take_the_room_of_the_others() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let stream = Arc::new(TcpStream::connect(listener.local_addr().unwrap()).unwrap());
+        let served = Served::default();
+        let admit = |peer| {
+            let (number, _) = served.connected(&stream);
+            assert!(served.admitted(number, PeerNumber(peer)));
+        };
+        (0..CONNECTIONS_MAX).for_each(|_| admit(1));
+        assert!(!served.full());
+        assert_eq!(lock(&served.0).streams.len(), PEER_CONNECTIONS_MAX);
+        (2..=MEMBERS_MAX as u32).for_each(|peer| (0..STREAMS_DEFAULT).for_each(|_| admit(peer)));
+        assert!(served.full(), "every member, and one with more streams than it opens");
     }
 }

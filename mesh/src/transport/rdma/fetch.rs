@@ -323,8 +323,11 @@ impl Reader {
             State::Lent => None,
             State::Read => Some((loan.since + limits.progress, Stage::Progress)),
         });
-        let (until, stage) =
-            answer.chain(reading).min_by_key(|(until, _)| *until).expect("something is awaited");
+        // However well READs go on.
+        let held = self.loans.iter().filter_map(Loan::held_in_vain_since);
+        let held = held.map(|since| (since + limits.progress, Stage::Progress));
+        let awaited = answer.chain(reading).chain(held);
+        let (until, stage) = awaited.min_by_key(|(until, _)| *until).expect("something is awaited");
         match self.wire.wait(true, &self.queue, until) {
             Ok(true) => {
                 self.queue.disarm();
@@ -384,6 +387,12 @@ impl Loan {
         self.since = now();
     }
 
+    /// Since when its fetch is stopped while slots of it are held.
+    fn held_in_vain_since(&self) -> Option<Instant> {
+        let held = self.blocks.iter().any(|block| block.arriving > 0 || block.result.is_some());
+        self.piece.fetch.stopped_at().filter(|_| held)
+    }
+
     /// No READ of this block is under way any more, nor will be.
     fn settle(&mut self, at: usize, shared: &Shared) {
         let (index, block) = (self.piece.indexes.start + at as u32, &mut self.blocks[at]);
@@ -415,4 +424,33 @@ fn failure(status: u32) -> Fault {
         wc::IBV_WC_WR_FLUSH_ERR => ErrorKind::ConnectionAborted,
         _ => ErrorKind::Other,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{FREE, Node, label};
+    use super::*;
+    use crate::transport::tcp::frame::Status;
+    use crate::transport::tcp::piece::Running;
+
+    #[test]
+    fn slots_of_a_stopped_fetch_are_held_since_it_was_stopped() {
+        let (node, begun) = (Node::start("reader"), now());
+        let blocks = vec![(label(), FREE)];
+        let fetch = Running::begin_all(&node.tcp.shared, 1, blocks, begun + Duration::from_secs(30));
+        let place = Place { address: 0, checksum: 0, bytes: label().bytes, status: Status::Whole };
+        let block = Reading { place, begun: place.bytes, arriving: 1, result: None };
+        let piece = Piece::new(&fetch, 0..1);
+        let mut loan =
+            Loan { piece, state: State::Lent, since: begun, until: begun, blocks: vec![block], left: 1 };
+        assert!(fetch.begin(0) && loan.held_in_vain_since().is_none(), "it is wanted");
+        fetch.stop(Fault::Timeout(Stage::Whole));
+        let stopped = loan.held_in_vain_since().expect("a READ writes its slot");
+        assert!((begun..=now()).contains(&stopped));
+        loan.blocks[0].arriving = 0;
+        assert!(loan.held_in_vain_since().is_none(), "its slot is given back");
+        loan.blocks[0].result = Some(Ok(7));
+        loan.enter(State::Read);
+        assert_eq!(loan.held_in_vain_since(), Some(stopped), "the owner has not said that the lease stood");
+    }
 }

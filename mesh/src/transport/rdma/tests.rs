@@ -24,11 +24,11 @@ const POOL_BYTES: usize = 1 << 20;
 const BLOCK_BYTES: usize = 300_000;
 /// Where the owner has the block, and where it goes.
 const KEPT: u64 = 4096;
-const FREE: u64 = 512 << 10;
+pub(super) const FREE: u64 = 512 << 10;
 
 /// A node whose NICs have not registered its pool.
-struct Node {
-    tcp: Tcp,
+pub(super) struct Node {
+    pub(super) tcp: Tcp,
     blocks: Blocks,
     ups: Receiver<Up>,
 }
@@ -37,7 +37,7 @@ fn node(name: &str) -> NodeId {
     NodeId::new(name).unwrap()
 }
 
-fn label() -> Label {
+pub(super) fn label() -> Label {
     let bytes = BLOCK_BYTES as u32;
     Label { namespace: NamespaceDigest([7; 16]), group: 0, hash: BlockHash([9; 32]), bytes }
 }
@@ -47,7 +47,7 @@ fn content() -> Vec<u8> {
 }
 
 impl Node {
-    fn start(name: &str) -> Self {
+    pub(super) fn start(name: &str) -> Self {
         let fd = rustix::fs::memfd_create("rdma", MemfdFlags::CLOEXEC).unwrap();
         rustix::fs::ftruncate(&fd, POOL_BYTES as u64).unwrap();
         let region = Region::map(fd.as_fd(), POOL_BYTES, Access::ReadWrite).unwrap();

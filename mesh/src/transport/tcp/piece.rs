@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use super::Shared;
 use super::frame::{Ask, Frame};
+use crate::sync::now;
 use crate::transport::{Done, Fault, Label, Up};
 
 /// Bytes of a piece: enough that asking costs nothing, few enough that the streams end together.
@@ -23,8 +24,8 @@ pub(in crate::transport) struct Running {
     states: Box<[AtomicU8]>,
     left: AtomicUsize,
     until: Instant,
-    /// Why it ends early.
-    stopped: OnceLock<Fault>,
+    /// Why it ends early, and since when.
+    stopped: OnceLock<(Fault, Instant)>,
     shared: Arc<Shared>,
 }
 
@@ -38,7 +39,7 @@ pub(in crate::transport) struct Piece {
 
 impl Running {
     /// All of its blocks wait.
-    pub(super) fn begin_all(
+    pub(in crate::transport) fn begin_all(
         shared: &Arc<Shared>,
         ticket: u64,
         blocks: Vec<(Label, u64)>,
@@ -79,13 +80,18 @@ impl Running {
     }
 
     /// All ends early: what has not begun now, the rest when its stream looks.
-    pub(super) fn stop(&self, fault: Fault) {
-        let _ = self.stopped.set(fault);
+    pub(in crate::transport) fn stop(&self, fault: Fault) {
+        let _ = self.stopped.set((fault, now()));
         (0..self.blocks.len() as u32).for_each(|index| self.end_waiting(index, fault));
     }
 
     pub(in crate::transport) fn stopped(&self) -> Option<Fault> {
-        self.stopped.get().copied()
+        self.stopped.get().map(|(fault, _)| *fault)
+    }
+
+    #[cfg(feature = "rdma")]
+    pub(in crate::transport) fn stopped_at(&self) -> Option<Instant> {
+        self.stopped.get().map(|(_, at)| *at)
     }
 
     fn change(&self, index: u32, from: u8, to: u8) -> bool {
@@ -107,7 +113,7 @@ impl Running {
 // === impl Piece ===
 
 impl Piece {
-    pub(super) fn new(fetch: &Arc<Running>, indexes: Range<u32>) -> Self {
+    pub(in crate::transport) fn new(fetch: &Arc<Running>, indexes: Range<u32>) -> Self {
         Self { fetch: Arc::clone(fetch), indexes }
     }
 

@@ -2,87 +2,46 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Why a connection between two nodes came to nothing, whichever of them made it.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub enum Reason {
-    /// Another version of a protocol.
-    Version,
-    /// A peer of another mesh.
-    Mesh,
-    /// No TLS session: a certificate is missing, expired, or not of the mesh's authority and name.
-    Certificate,
-    /// Nothing was said in time.
-    Silent,
-    /// What was said is none of the protocol.
-    Malformed,
-    /// The peer is no member, or no more.
-    NotMember,
-    /// Another node, or another life of it, than the one that was meant.
-    OtherLife,
-    /// Two nodes have one name.
-    Name,
-    /// As many connections, members or addresses as there may be.
-    Full,
-    /// What was sent was not taken, or what was lent not read, in time.
-    Slow,
-    /// As much is under way as may be.
-    Busy,
-    /// One of them is about to end.
-    Draining,
-    /// Another number of NICs or of queue pairs.
-    Queues,
-    /// No descriptors, threads or queue pairs are left.
-    Resources,
-    /// The other side would not, and has counted why.
-    Refused,
+shm_protocol::labels! {
+    /// Why a connection between two nodes came to nothing, whichever of them made it.
+    #[derive(Copy, Clone, Debug, Eq, PartialEq)]
+    pub enum Reason {
+        /// Another version of a protocol.
+        Version = "version",
+        /// A peer of another mesh.
+        Mesh = "mesh",
+        /// No TLS session: a certificate is missing, expired, or not of the mesh's authority and name.
+        Certificate = "certificate",
+        /// Nothing was said in time.
+        Silent = "silent",
+        /// What was said is none of the protocol.
+        Malformed = "malformed",
+        /// The peer is no member, or no more.
+        NotMember = "not_member",
+        /// Another node, or another life of it, than the one that was meant.
+        OtherLife = "other_life",
+        /// Two nodes have one name.
+        Name = "name",
+        /// As many connections, members or addresses as there may be.
+        Full = "full",
+        /// What was sent was not taken, or what was lent not read, in time.
+        Slow = "slow",
+        /// As much is under way as may be.
+        Busy = "busy",
+        /// One of them is about to end.
+        Draining = "draining",
+        /// Another number of NICs or of queue pairs.
+        Queues = "queues",
+        /// No descriptors, threads or queue pairs are left.
+        Resources = "resources",
+        /// The other side would not, and has counted why.
+        Refused = "refused",
+    }
 }
 
 /// Counts by reason since the start.
 #[derive(Debug, Default)]
 pub struct Refusals([AtomicU64; Reason::ALL.len()]);
-
-// === impl Reason ===
-
-impl Reason {
-    pub const ALL: [Self; 15] = [
-        Self::Version,
-        Self::Mesh,
-        Self::Certificate,
-        Self::Silent,
-        Self::Malformed,
-        Self::NotMember,
-        Self::OtherLife,
-        Self::Name,
-        Self::Full,
-        Self::Slow,
-        Self::Busy,
-        Self::Draining,
-        Self::Queues,
-        Self::Resources,
-        Self::Refused,
-    ];
-
-    /// As metrics name it.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Version => "version",
-            Self::Mesh => "mesh",
-            Self::Certificate => "certificate",
-            Self::Silent => "silent",
-            Self::Malformed => "malformed",
-            Self::NotMember => "not_member",
-            Self::OtherLife => "other_life",
-            Self::Name => "name",
-            Self::Full => "full",
-            Self::Slow => "slow",
-            Self::Busy => "busy",
-            Self::Draining => "draining",
-            Self::Queues => "queues",
-            Self::Resources => "resources",
-            Self::Refused => "refused",
-        }
-    }
-}
 
 // === impl Refusals ===
 

@@ -10,19 +10,21 @@ use shm_protocol::namespace::Facts;
 /// Layers of a form: more than any model has, few enough that no facts make the form large.
 const LAYERS_MAX: usize = 4096;
 
-/// What the bytes of a layer are.
-#[derive(Copy, Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
-pub enum Number {
-    Float32,
-    Float16,
-    /// The upper half of binary32.
-    Bfloat16,
-    /// 4 bits of exponent, 3 of mantissa, no infinity.
-    Float8E4m3,
-    /// The upper half of binary16.
-    Float8E5m2,
-    /// Nothing that can be read as one number each: what differs is the share of bytes that are not equal.
-    Byte,
+shm_protocol::labels! {
+    /// What the bytes of a layer are.
+    #[derive(Copy, Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
+    pub enum Number {
+        Float32 = "float32",
+        Float16 = "float16",
+        /// The upper half of binary32.
+        Bfloat16 = "bfloat16",
+        /// 4 bits of exponent, 3 of mantissa, no infinity.
+        Float8E4m3 = "float8_e4m3",
+        /// The upper half of binary16.
+        Float8E5m2 = "float8_e5m2",
+        /// Nothing that can be read as one number each: what differs is the share of bytes that are not equal.
+        Byte = "byte",
+    }
 }
 
 /// The layers of one rank's part of a block, in their order.
@@ -51,9 +53,6 @@ pub struct Difference {
 // === impl Number ===
 
 impl Number {
-    pub const ALL: [Self; 6] =
-        [Self::Float32, Self::Float16, Self::Bfloat16, Self::Float8E4m3, Self::Float8E5m2, Self::Byte];
-
     /// Of a layer with one before it; see [`Difference::limit`]. The table says what `benches/run gpu/limits` saw on an H200 and vLLM's
     /// CPU build, both runners, eager and compiled, prompts computed whole, in chunks, in batches and token by token, 4 to 80 layers,
     /// by the same measure: right KV at most, of so many checks; wrong KV at least.
@@ -76,18 +75,6 @@ impl Number {
             Self::Float8E4m3 => 1e-1,
             Self::Float8E5m2 => 2e-1,
             Self::Byte => 0.75,
-        }
-    }
-
-    /// Its name in metrics and notices.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Float32 => "float32",
-            Self::Float16 => "float16",
-            Self::Bfloat16 => "bfloat16",
-            Self::Float8E4m3 => "float8_e4m3",
-            Self::Float8E5m2 => "float8_e5m2",
-            Self::Byte => "byte",
         }
     }
 

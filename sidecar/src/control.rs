@@ -245,7 +245,7 @@ impl Handler {
         };
         result.unwrap_or_else(|Refused { cause, text }| {
             self.refusals.count(cause);
-            tracing::debug!(cause = cause.label(), reason = text, "a control request is refused");
+            tracing::debug!(cause = cause.name(), reason = text, "a control request is refused");
             page(cause.status(), &json!({ "error": text }))
         })
     }

@@ -16,7 +16,7 @@ use prometheus::{Counter, GaugeVec, IntCounter, IntCounterVec, IntGauge, Opts, R
 use tiers::ssd::Backend;
 
 use self::durations::Durations;
-use self::figures::{Figure, Figures, Reading, counter, counters, gauge, raise, show};
+use self::figures::{Figure, Figures, Reading, counter, counters, counters_of, gauge, raise, show};
 use self::holders::HoldersMetrics;
 use self::peers::PeersMetrics;
 use self::ssd::SsdMetrics;
@@ -25,17 +25,19 @@ use crate::config::Disk;
 use crate::core::{Holder, PeersStats, SsdStats, Stats, Timed};
 use crate::quotas::Levels;
 
-/// Why a session ended; the label of `pillion_sessions_closed_total`.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub enum CloseReason {
-    /// The engine process ended or closed its socket.
-    HangUp,
-    /// It wrote what no engine of this version writes.
-    Malformed,
-    /// Its messages are well formed and contradict each other or the engine's other sessions.
-    Rejected,
-    /// Copies into its memory lie behind a gate that its engine closed.
-    Parked,
+shm_protocol::labels! {
+    /// Why a session ended; the label of `pillion_sessions_closed_total`.
+    #[derive(Copy, Clone, Debug, Eq, PartialEq)]
+    pub enum CloseReason {
+        /// The engine process ended or closed its socket.
+        HangUp = "hang_up",
+        /// It wrote what no engine of this version writes.
+        Malformed = "malformed",
+        /// Its messages are well formed and contradict each other or the engine's other sessions.
+        Rejected = "rejected",
+        /// Copies into its memory lie behind a gate that its engine closed.
+        Parked = "parked",
+    }
 }
 
 /// All metrics of the sidecar.
@@ -181,21 +183,6 @@ const RELEASED: &[(&str, Reading<Stats>)] =
 const LOST: &[(&str, Reading<Stats>)] =
     &[("reuse", |s| s.handover_lost_to_reuse), ("dropped", |s| s.handover_dropped)];
 
-// === impl CloseReason ===
-
-impl CloseReason {
-    const ALL: [Self; 4] = [Self::HangUp, Self::Malformed, Self::Rejected, Self::Parked];
-
-    fn label(self) -> &'static str {
-        match self {
-            Self::HangUp => "hang_up",
-            Self::Malformed => "malformed",
-            Self::Rejected => "rejected",
-            Self::Parked => "parked",
-        }
-    }
-}
-
 /// A counter for each reason.
 fn by_reason(
     registry: &Registry,
@@ -238,8 +225,8 @@ impl Metrics {
         let unsummed = gauge(registry, "pool_unsummed_blocks", unsummed)?;
         let parked = "Ranks whose copies lie behind a gate that their engine closed: restart that engine.";
         let parked = gauge(registry, "parked_ranks", parked)?;
-        let closed = counters(registry, "sessions_closed_total", "Sessions ended, by reason.", &["reason"])?;
-        CloseReason::ALL.iter().for_each(|reason| closed.with_label_values(&[reason.label()]).inc_by(0));
+        let (ended, whys) = ("Sessions ended, by reason.", CloseReason::ALL.map(CloseReason::name));
+        let closed = counters_of(registry, "sessions_closed_total", ended, "reason", &whys)?;
         let pinning = PinningMetrics {
             bytes: gauge(registry, "pool_pinned_bytes", "Bytes of the pool that are locked for GPUs.")?,
             failures: counter(
@@ -356,7 +343,7 @@ impl Metrics {
 
     /// Counts a session's end.
     pub fn session_closed(&self, reason: CloseReason) {
-        self.closed.with_label_values(&[reason.label()]).inc();
+        self.closed.with_label_values(&[reason.name()]).inc();
     }
 
     /// The pool file was cut.

@@ -7,64 +7,36 @@ use shm_protocol::PROTOCOL_VERSION;
 use shm_protocol::handshake::{self, HandshakeError, Reply};
 use shm_protocol::transport;
 
-use crate::metrics::figures::counters;
+use crate::metrics::figures::counters_of;
 
-/// Why a connection is refused; the label of `pillion_connections_refused_total`.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub enum Cause {
-    /// It is another user's.
-    User,
-    /// It said no hello in time.
-    Silent,
-    /// What it said is no hello, or breaks a limit.
-    Malformed,
-    /// No protocol version is common to both sides.
-    Version,
-    /// As many engine processes are connected as there may be.
-    Full,
-    /// Its blocks are none of the namespace that it claims.
-    Namespace,
-    /// It contradicts the other processes of its engine.
-    Contradiction,
-    /// Its memory cannot be opened or mapped.
-    Memory,
-    /// The sidecar has no descriptors or memory for it.
-    Resources,
+shm_protocol::labels! {
+    /// Why a connection is refused; the label of `pillion_connections_refused_total`.
+    #[derive(Copy, Clone, Debug, Eq, PartialEq)]
+    pub enum Cause {
+        /// It is another user's.
+        User = "user",
+        /// It said no hello in time.
+        Silent = "silent",
+        /// What it said is no hello, or breaks a limit.
+        Malformed = "malformed",
+        /// No protocol version is common to both sides.
+        Version = "version",
+        /// As many engine processes are connected as there may be.
+        Full = "full",
+        /// Its blocks are none of the namespace that it claims.
+        Namespace = "namespace",
+        /// It contradicts the other processes of its engine.
+        Contradiction = "contradiction",
+        /// Its memory cannot be opened or mapped.
+        Memory = "memory",
+        /// The sidecar has no descriptors or memory for it.
+        Resources = "resources",
+    }
 }
 
 /// Tells who is turned away, and counts them.
 #[derive(Clone, Debug)]
 pub struct Refusals(IntCounterVec);
-
-// === impl Cause ===
-
-impl Cause {
-    const ALL: [Self; 9] = [
-        Self::User,
-        Self::Silent,
-        Self::Malformed,
-        Self::Version,
-        Self::Full,
-        Self::Namespace,
-        Self::Contradiction,
-        Self::Memory,
-        Self::Resources,
-    ];
-
-    fn label(self) -> &'static str {
-        match self {
-            Self::User => "user",
-            Self::Silent => "silent",
-            Self::Malformed => "malformed",
-            Self::Version => "version",
-            Self::Full => "full",
-            Self::Namespace => "namespace",
-            Self::Contradiction => "contradiction",
-            Self::Memory => "memory",
-            Self::Resources => "resources",
-        }
-    }
-}
 
 impl From<&HandshakeError> for Cause {
     fn from(error: &HandshakeError) -> Self {
@@ -84,14 +56,13 @@ impl Refusals {
     pub fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
         let help =
             "Connections of engine processes refused, by reason: the log line of each names what to change.";
-        let counters = counters(registry, "connections_refused_total", help, &["reason"])?;
-        Cause::ALL.iter().for_each(|cause| counters.with_label_values(&[cause.label()]).inc_by(0));
-        Ok(Self(counters))
+        let causes = Cause::ALL.map(Cause::name);
+        Ok(Self(counters_of(registry, "connections_refused_total", help, "reason", &causes)?))
     }
 
     /// Counts one that cannot be told.
     pub fn count(&self, cause: Cause) {
-        self.0.with_label_values(&[cause.label()]).inc();
+        self.0.with_label_values(&[cause.name()]).inc();
     }
 
     /// Tells a process why it is not served.

@@ -2,19 +2,21 @@
 
 use std::fmt;
 
-/// Why a pool file or a log is given up.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub enum Cause {
-    /// Its layout is another release's, and this release does not read it.
-    Version,
-    /// It was made for other sizes.
-    Sizes,
-    /// It was made before this machine started.
-    Boot,
-    /// The life that wrote it ended before it was whole, or memory was taken from it since.
-    Unfinished,
-    /// Its header is not what a sidecar writes.
-    Damaged,
+shm_protocol::labels! {
+    /// Why a pool file or a log is given up.
+    #[derive(Copy, Clone, Debug, Eq, PartialEq)]
+    pub enum Cause {
+        /// Its layout is another release's, and this release does not read it.
+        Version = "version",
+        /// It was made for other sizes.
+        Sizes = "sizes",
+        /// It was made before this machine started.
+        Boot = "boot",
+        /// The life that wrote it ended before it was whole, or memory was taken from it since.
+        Unfinished = "unfinished",
+        /// Its header is not what a sidecar writes.
+        Damaged = "damaged",
+    }
 }
 
 /// A file that is given up, and what an operator should know of it.
@@ -22,22 +24,6 @@ pub enum Cause {
 pub struct GivenUp {
     pub cause: Cause,
     text: String,
-}
-
-// === impl Cause ===
-
-impl Cause {
-    pub const ALL: [Self; 5] = [Self::Version, Self::Sizes, Self::Boot, Self::Unfinished, Self::Damaged];
-
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Version => "version",
-            Self::Sizes => "sizes",
-            Self::Boot => "boot",
-            Self::Unfinished => "unfinished",
-            Self::Damaged => "damaged",
-        }
-    }
 }
 
 // === impl GivenUp ===

@@ -132,22 +132,24 @@ pub enum Fault {
     Stopped,
 }
 
-/// Faults as they are counted.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub enum FaultKind {
-    /// ENOSPC, EDQUOT or EFBIG: the file cannot hold what it was made for.
-    NoSpace,
-    /// EIO and its like: the device failed.
-    Io,
-    /// ENODEV, ENXIO: the device is gone.
-    Gone,
-    /// A transfer ended early.
-    Short,
-    /// Other bytes than were written.
-    Corrupt,
-    /// A job took longer than [`Config::late_ms`].
-    Late,
-    Other,
+shm_protocol::labels! {
+    /// Faults as they are counted.
+    #[derive(Copy, Clone, Debug, Eq, PartialEq)]
+    pub enum FaultKind {
+        /// ENOSPC, EDQUOT or EFBIG: the file cannot hold what it was made for.
+        NoSpace = "no_space",
+        /// EIO and its like: the device failed.
+        Io = "io",
+        /// ENODEV, ENXIO: the device is gone.
+        Gone = "gone",
+        /// A transfer ended early.
+        Short = "short",
+        /// Other bytes than were written.
+        Corrupt = "corrupt",
+        /// A job took longer than [`Config::late_ms`].
+        Late = "late",
+        Other = "other",
+    }
 }
 
 /// What a device tells its caller.
@@ -225,21 +227,4 @@ impl Fault {
 
 // === impl FaultKind ===
 
-impl FaultKind {
-    /// Every kind, in the order of [`DeviceStats::faults`].
-    pub const ALL: [Self; 7] =
-        [Self::NoSpace, Self::Io, Self::Gone, Self::Short, Self::Corrupt, Self::Late, Self::Other];
-
-    /// Its name in metrics.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::NoSpace => "no_space",
-            Self::Io => "io",
-            Self::Gone => "gone",
-            Self::Short => "short",
-            Self::Corrupt => "corrupt",
-            Self::Late => "late",
-            Self::Other => "other",
-        }
-    }
-}
+impl FaultKind {}

@@ -3,31 +3,33 @@
 use hyper::StatusCode;
 use prometheus::{IntCounterVec, Registry};
 
-use crate::metrics::figures::counters;
+use crate::metrics::figures::counters_of;
 
-/// Why a request is refused; the label of `pillion_control_refused_total`.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(super) enum Cause {
-    /// It is another user's.
-    User,
-    /// The token is missing or wrong.
-    Token,
-    /// There is no such request.
-    Path,
-    Method,
-    Malformed,
-    /// It is longer than any request.
-    TooLarge,
-    /// It did not come in time.
-    Slow,
-    /// No block of this namespace was ever here.
-    Namespace,
-    /// Blocks of earlier lives are still to come.
-    Starting,
-    /// As many requests wait for the data thread as may.
-    Busy,
-    /// The data thread has not answered in time.
-    Unanswered,
+shm_protocol::labels! {
+    /// Why a request is refused; the label of `pillion_control_refused_total`.
+    #[derive(Copy, Clone, Debug, Eq, PartialEq)]
+    pub(super) enum Cause {
+        /// It is another user's.
+        User = "user",
+        /// The token is missing or wrong.
+        Token = "token",
+        /// There is no such request.
+        Path = "path",
+        Method = "method",
+        Malformed = "malformed",
+        /// It is longer than any request.
+        TooLarge = "too_large",
+        /// It did not come in time.
+        Slow = "slow",
+        /// No block of this namespace was ever here.
+        Namespace = "namespace",
+        /// Blocks of earlier lives are still to come.
+        Starting = "starting",
+        /// As many requests wait for the data thread as may.
+        Busy = "busy",
+        /// The data thread has not answered in time.
+        Unanswered = "unanswered",
+    }
 }
 
 /// A refusal, with the text that says what to change.
@@ -44,36 +46,6 @@ pub(super) struct Refusals(IntCounterVec);
 // === impl Cause ===
 
 impl Cause {
-    const ALL: [Self; 11] = [
-        Self::User,
-        Self::Token,
-        Self::Path,
-        Self::Method,
-        Self::Malformed,
-        Self::TooLarge,
-        Self::Slow,
-        Self::Namespace,
-        Self::Starting,
-        Self::Busy,
-        Self::Unanswered,
-    ];
-
-    pub(super) fn label(self) -> &'static str {
-        match self {
-            Self::User => "user",
-            Self::Token => "token",
-            Self::Path => "path",
-            Self::Method => "method",
-            Self::Malformed => "malformed",
-            Self::TooLarge => "too_large",
-            Self::Slow => "slow",
-            Self::Namespace => "namespace",
-            Self::Starting => "starting",
-            Self::Busy => "busy",
-            Self::Unanswered => "unanswered",
-        }
-    }
-
     pub(super) fn status(self) -> StatusCode {
         match self {
             Self::User => StatusCode::FORBIDDEN,
@@ -103,12 +75,11 @@ impl Refusals {
     /// The counters, every one there from the start.
     pub(super) fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
         let help = "Control requests refused, by reason: the answer of each says what to change.";
-        let counters = counters(registry, "control_refused_total", help, &["reason"])?;
-        Cause::ALL.iter().for_each(|cause| counters.with_label_values(&[cause.label()]).inc_by(0));
-        Ok(Self(counters))
+        let causes = Cause::ALL.map(Cause::name);
+        Ok(Self(counters_of(registry, "control_refused_total", help, "reason", &causes)?))
     }
 
     pub(super) fn count(&self, cause: Cause) {
-        self.0.with_label_values(&[cause.label()]).inc();
+        self.0.with_label_values(&[cause.name()]).inc();
     }
 }

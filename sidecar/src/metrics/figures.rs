@@ -65,6 +65,19 @@ pub(crate) fn counters(
     register(registry, IntCounterVec::new(named(name, help), labels)?)
 }
 
+/// Counters of one name, told apart by one label that has these values: each is there from the start.
+pub(crate) fn counters_of(
+    registry: &Registry,
+    name: &str,
+    help: &str,
+    label: &str,
+    values: &[&str],
+) -> Result<IntCounterVec, prometheus::Error> {
+    let counters = counters(registry, name, help, &[label])?;
+    values.iter().for_each(|value| counters.with_label_values(&[value]).inc_by(0));
+    Ok(counters)
+}
+
 /// Gauges of one name, told apart by `labels`.
 pub(crate) fn gauges(
     registry: &Registry,

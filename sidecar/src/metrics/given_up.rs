@@ -8,23 +8,12 @@ use super::figures::counters;
 const HELP: &str = "Pool files and logs on disks of earlier sidecars that start empty, by reason; version: their release is too far \
                     from this one.";
 
-/// What a file is for.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub enum File {
-    Pool,
-    Ssd,
-}
-
-// === impl File ===
-
-impl File {
-    const ALL: [Self; 2] = [Self::Pool, Self::Ssd];
-
-    fn label(self) -> &'static str {
-        match self {
-            Self::Pool => "pool",
-            Self::Ssd => "ssd",
-        }
+shm_protocol::labels! {
+    /// What a file is for.
+    #[derive(Copy, Clone, Debug, Eq, PartialEq)]
+    pub enum File {
+        Pool = "pool",
+        Ssd = "ssd",
     }
 }
 
@@ -35,9 +24,9 @@ pub fn count(
 ) -> Result<(), prometheus::Error> {
     let files = counters(registry, "files_given_up_total", HELP, &["file", "reason"])?;
     for file in File::ALL {
-        Cause::ALL.iter().for_each(|cause| files.with_label_values(&[file.label(), cause.name()]).inc_by(0));
+        Cause::ALL.iter().for_each(|cause| files.with_label_values(&[file.name(), cause.name()]).inc_by(0));
     }
-    given_up.for_each(|(file, cause)| files.with_label_values(&[file.label(), cause.name()]).inc());
+    given_up.for_each(|(file, cause)| files.with_label_values(&[file.name(), cause.name()]).inc());
     Ok(())
 }
 

@@ -8,7 +8,7 @@ use mesh::refusals::{Reason, Refusals};
 use mesh::transport::PeerNumber;
 use prometheus::{Gauge, IntCounterVec, IntGauge, IntGaugeVec, Registry};
 
-use super::figures::{Figure, Figures, Reading, counters, gauge, gauges, raise, show};
+use super::figures::{Figure, Figures, Reading, counters, counters_of, gauge, gauges, raise, show};
 use crate::core::{FAULT_NAMES, PeersStats};
 
 const COUNTERS: &[Figure<PeersStats>] = &[
@@ -101,11 +101,10 @@ impl PeersMetrics {
             peer_counters.push((made, figure));
         }
         let help = "Blocks that a peer did not give, by kind; absent: it had them no more, or never.";
-        let faults = counters(registry, "mesh_faults_total", help, &["kind"])?;
-        FAULT_NAMES.iter().for_each(|kind| faults.with_label_values(&[kind]).inc_by(0));
+        let faults = counters_of(registry, "mesh_faults_total", help, "kind", &FAULT_NAMES)?;
         let help = "Connections and asks between this sidecar and peers that one of them refused, by reason; the log says who and why.";
-        let refusals = counters(registry, "mesh_refusals_total", help, &["reason"])?;
-        Reason::ALL.iter().for_each(|reason| refusals.with_label_values(&[reason.name()]).inc_by(0));
+        let reasons = Reason::ALL.map(Reason::name);
+        let refusals = counters_of(registry, "mesh_refusals_total", help, "reason", &reasons)?;
         let shown = BTreeSet::new();
         Ok(Self {
             figures,

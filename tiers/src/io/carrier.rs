@@ -12,12 +12,14 @@ use super::threads::Threads;
 use super::transfer::Transfer;
 use super::uring::Ring;
 
-/// How bytes are moved between a device and memory.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub enum Backend {
-    IoUring,
-    /// Threads that each wait for one transfer.
-    Threads,
+shm_protocol::labels! {
+    /// How bytes are moved between a device and memory.
+    #[derive(Copy, Clone, Debug, Eq, PartialEq)]
+    pub enum Backend {
+        IoUring = "io_uring",
+        /// Threads that each wait for one transfer.
+        Threads = "threads",
+    }
 }
 
 /// Decides in tests what the kernel is taken to have answered.
@@ -36,20 +38,6 @@ pub(crate) struct Carrier {
     pub(crate) refused: Option<io::Error>,
     #[cfg(test)]
     pub(crate) inject: Option<Inject>,
-}
-
-// === impl Backend ===
-
-impl Backend {
-    pub const ALL: [Self; 2] = [Self::IoUring, Self::Threads];
-
-    /// Its name in options and metrics.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::IoUring => "io_uring",
-            Self::Threads => "threads",
-        }
-    }
 }
 
 // === impl Carrier ===

@@ -1,4 +1,5 @@
-//! The fact `page_form`: where each element of K and V is in a page, by strides. `PROTOCOL.md`, section 1, defines the text.
+//! The fact `page_form`: the layers of a block, and where each element of K and V is in a page, by strides.
+//! `PROTOCOL.md`, section 1, defines the text.
 
 use std::collections::BTreeMap;
 use std::ffi::CStr;
@@ -7,7 +8,7 @@ use std::str::FromStr;
 use thiserror::Error;
 
 /// Of one text: more layers than any model has, so that a reader may list them.
-const LAYERS_MAX: u32 = 4096;
+const LAYERS_MAX: u64 = 4096;
 /// Of one layer's page: what the handshake allows all regions of a block.
 const PAGE_BYTES_MAX: u64 = 1 << 40;
 /// The axes of K and V but the last one, `keys` or `values`.
@@ -90,10 +91,47 @@ pub struct Page {
     pub v: Place,
 }
 
-/// The pages of one shard of a block, layer after layer.
+/// One layer's page, whatever arranges its inside.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct Layer {
+    /// Bytes of its page.
+    pub bytes: u64,
+    /// The data type of its elements.
+    pub dtype: Dtype,
+}
+
+/// The layers of one shard of a block, in their order, also of pages that no strides describe. `None`: the text does not say
+/// what they are.
+pub fn layers(text: &str) -> Option<Vec<Layer>> {
+    let mut layers = Vec::new();
+    for page in text.split("; ") {
+        let (mut count, mut elements, mut content, mut dtype) = (0u32, 1u64, 0u64, None);
+        for (name, value) in page.split(' ').filter_map(|word| word.split_once('=')) {
+            match name {
+                "layers" => count = value.parse().ok()?,
+                "dtype" => dtype = Dtype::named(value),
+                "keys" | "values" => content = content.checked_add(value.parse().ok()?)?,
+                _ if ["tokens", "kv_heads"].contains(&name) || name.starts_with("axis") => {
+                    elements = elements.checked_mul(value.parse().ok()?)?;
+                }
+                _ => {}
+            }
+        }
+        let dtype = dtype?;
+        let bytes =
+            elements.checked_mul(content.max(1))?.checked_mul(dtype.bytes).filter(|bytes| *bytes > 0)?;
+        if layers.len() as u64 + u64::from(count) > LAYERS_MAX {
+            return None;
+        }
+        layers.extend(std::iter::repeat_n(Layer { bytes, dtype }, count as usize));
+    }
+    Some(layers)
+}
+
+/// The pages of one shard of a block, layer after layer, where strides describe all of them.
 pub fn parse(text: &str) -> Result<Vec<Page>, PageFormError> {
     let pages = text.split("; ").map(Page::parse).collect::<Result<Vec<_>, _>>()?;
-    if pages.iter().map(|page| u64::from(page.layers)).sum::<u64>() > LAYERS_MAX.into() {
+    if pages.iter().map(|page| u64::from(page.layers)).sum::<u64>() > LAYERS_MAX {
         return Err(unreadable(text, format!("more than {LAYERS_MAX} layers")));
     }
     Ok(pages)
@@ -111,6 +149,10 @@ fn number<T: FromStr>(text: &str) -> Option<T> {
 // === impl Dtype ===
 
 impl Dtype {
+    fn named(name: &str) -> Option<Self> {
+        DTYPES.into_iter().find(|dtype| dtype.text() == name)
+    }
+
     /// Its name as text.
     pub fn text(self) -> &'static str {
         self.name.to_str().expect("ASCII")
@@ -179,8 +221,8 @@ impl Page {
         let kernel_block = optional(&mut words, "kernel_block")?.unwrap_or(tokens);
         let mut word = |name| words.remove(name).ok_or_else(|| unreadable(text, format!("no {name}")));
         let name = word("dtype")?;
-        let dtype = DTYPES.into_iter().find(|dtype| dtype.text() == name);
-        let dtype = dtype.ok_or_else(|| unreadable(text, format!("dtype={name} is not known here")))?;
+        let dtype =
+            Dtype::named(name).ok_or_else(|| unreadable(text, format!("dtype={name} is not known here")))?;
         let mut place = |name, content| {
             let text_of = word(name)?;
             let wrong = || {
@@ -254,6 +296,31 @@ mod tests {
         assert_eq!((both.len(), both[1].lengths(1), both[1].bytes()), (2, [1, 2, 4, 1], 24));
         let least = "layers=1 tokens=1 kv_heads=1 keys=1 values=1 dtype=int8 k=0 v=1 packing=none";
         assert_eq!(parse(least).unwrap()[0].v, Place { offset: 1, strides: [0; 4] });
+    }
+
+    #[test]
+    fn the_layers_of_every_text_are_known_whatever_arranges_its_pages() {
+        let sizes = |text: &str| {
+            let found = layers(text);
+            found.map(|found| found.iter().map(|layer| (layer.bytes, layer.dtype.text())).collect::<Vec<_>>())
+        };
+        assert_eq!(sizes(PROTOCOL), Some(vec![(32_768, "float32"); 3]));
+        let packed = "layers=2 tokens=16 kernel_block=16 kv_heads=2 keys=32 values=32 dtype=bfloat16 order=x packing=amx; \
+                      layers=1 axis0=2 axis1=16 axis3=9 dtype=uint8 order=axis3,axis1,axis0 packing=none";
+        assert_eq!(sizes(packed), Some(vec![(4096, "bfloat16"), (4096, "bfloat16"), (288, "uint8")]));
+        for text in [
+            "",
+            "layers=3",
+            "layers=x tokens=8 dtype=int8",
+            "layers=1 tokens=8 dtype=int4",
+            "layers=1 tokens=0 dtype=int8",
+        ] {
+            assert_eq!(sizes(text), None, "{text}");
+        }
+        let most = "layers=4096 tokens=1 dtype=int8";
+        assert_eq!(sizes(most).map(|layers| layers.len()), Some(4096));
+        assert_eq!(sizes(&format!("{most}; layers=1 tokens=1 dtype=int8")), None);
+        assert_eq!(sizes("layers=1 tokens=18446744073709551615 kv_heads=2 dtype=int8"), None);
     }
 
     #[test]

@@ -6,9 +6,7 @@
 //! ([`Number::limit`]). Pure: bytes are read through the caller's eyes.
 
 use shm_protocol::namespace::Facts;
-
-/// Layers of a form: more than any model has, few enough that no facts make the form large.
-const LAYERS_MAX: usize = 4096;
+use shm_protocol::page_form;
 
 shm_protocol::labels! {
     /// What the bytes of a layer are.
@@ -27,16 +25,9 @@ shm_protocol::labels! {
     }
 }
 
-/// The layers of one rank's part of a block, in their order.
+/// The layers of one rank's part of a block, in their order, each with its bytes and what they are.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub struct PageForm(Vec<Layer>);
-
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-struct Layer {
-    from: u64,
-    bytes: u64,
-    number: Number,
-}
+pub struct Layers(Vec<(u64, Number)>);
 
 /// How far two blocks differ in the layer that differs most, each measured by its limit.
 #[derive(Copy, Clone, Debug, PartialEq)]
@@ -168,50 +159,17 @@ fn e4m3(bits: u8) -> f32 {
     if bits & 0x80 == 0 { value } else { -value }
 }
 
-// === impl PageForm ===
+// === impl Layers ===
 
-impl PageForm {
-    /// As an engine's facts state it; where they say nothing that fits `shard_bytes`, one layer of mere bytes.
+impl Layers {
+    /// As an engine's facts state them; where they say nothing that fits `shard_bytes`, one layer of mere bytes.
     pub fn of(facts: &Facts, shard_bytes: u64) -> Self {
-        let stated = facts.get("page_form").and_then(|text| Self::parse(text, facts));
-        let whole = |form: &Self| form.0.last().is_some_and(|layer| layer.from + layer.bytes == shard_bytes);
-        let unknown = || Self(vec![Layer { from: 0, bytes: shard_bytes, number: Number::Byte }]);
-        stated.filter(whole).unwrap_or_else(unknown)
-    }
-
-    /// Groups of equal layers: `layers=2 tokens=16 kernel_block=16 kv_heads=8 keys=64 values=64 dtype=bfloat16 ...; ...`, or
-    /// with `axis0=2 axis1=16 ...` in place of the sizes.
-    fn parse(text: &str, facts: &Facts) -> Option<Self> {
-        let mut layers = Vec::new();
-        let mut from = 0u64;
-        for group in text.split("; ") {
-            let (mut count, mut elements, mut content) = (0u32, 1u64, 0u64);
-            let mut number = None;
-            for (name, value) in group.split(' ').filter_map(|field| field.split_once('=')) {
-                match name {
-                    "layers" => count = value.parse().ok()?,
-                    "dtype" => number = Some(Number::of(value, facts)),
-                    "keys" | "values" => content = content.checked_add(value.parse().ok()?)?,
-                    "tokens" | "kv_heads" => elements = elements.checked_mul(value.parse().ok()?)?,
-                    _ if name.starts_with("axis") => elements = elements.checked_mul(value.parse().ok()?)?,
-                    _ => {}
-                }
-            }
-            let item = u64::try_from(number?.bytes()).ok()?;
-            let bytes = elements.checked_mul(content.max(1))?.checked_mul(item).filter(|bytes| *bytes > 0)?;
-            if layers.len() + count as usize > LAYERS_MAX {
-                return None;
-            }
-            for _ in 0..count {
-                layers.push(Layer { from, bytes, number: number? });
-                from = from.checked_add(bytes)?;
-            }
+        let stated = facts.get("page_form").and_then(|text| page_form::layers(text)).unwrap_or_default();
+        let whole = stated.iter().try_fold(0u64, |bytes, layer| bytes.checked_add(layer.bytes));
+        if stated.is_empty() || whole != Some(shard_bytes) {
+            return Self(vec![(shard_bytes, Number::Byte)]);
         }
-        Some(Self(layers))
-    }
-
-    fn shard_bytes(&self) -> u64 {
-        self.0.last().map_or(0, |layer| layer.from + layer.bytes)
+        Self(stated.iter().map(|layer| (layer.bytes, Number::of(layer.dtype.text(), facts))).collect())
     }
 
     /// Compares two blocks of so many shards. `kept` and `computed` read from so many bytes behind a block's start.
@@ -222,16 +180,16 @@ impl PageForm {
         computed: impl Fn(u64, &mut [u8]),
     ) -> Difference {
         let (mut one, mut other) = (Vec::new(), Vec::new());
-        let mut worst = Difference { layer: 0, number: self.0[0].number, amount: 0.0 };
-        for start in (0..u64::from(shards)).map(|shard| shard * self.shard_bytes()) {
-            for (number, layer) in (0..).zip(&self.0) {
-                let bytes = layer.bytes as usize;
-                one.resize(bytes, 0);
-                other.resize(bytes, 0);
-                kept(start + layer.from, &mut one);
-                computed(start + layer.from, &mut other);
-                let amount = layer.number.difference(&one, &other);
-                worst = worst.max(Difference { layer: number, number: layer.number, amount });
+        let mut worst = Difference { layer: 0, number: self.0[0].1, amount: 0.0 };
+        let mut from = 0;
+        for _ in 0..shards {
+            for (layer, &(bytes, number)) in (0..).zip(&self.0) {
+                one.resize(bytes as usize, 0);
+                other.resize(bytes as usize, 0);
+                kept(from, &mut one);
+                computed(from, &mut other);
+                from += bytes;
+                worst = worst.max(Difference { layer, number, amount: number.difference(&one, &other) });
             }
         }
         worst

@@ -4,19 +4,15 @@ fn facts(list: &[(&str, &str)]) -> Facts {
     list.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
 }
 
-fn form(page_form: &str, kv_dtype: &str, kv_quant: &str, bytes: u64) -> PageForm {
+fn stated(page_form: &str, kv_dtype: &str, kv_quant: &str, bytes: u64) -> Layers {
     let facts = facts(&[("page_form", page_form), ("kv_dtype", kv_dtype), ("kv_quant", kv_quant)]);
-    PageForm::of(&facts, bytes)
+    Layers::of(&facts, bytes)
 }
 
-fn layers(form: &PageForm) -> Vec<(u64, u64, Number)> {
-    form.0.iter().map(|layer| (layer.from, layer.bytes, layer.number)).collect()
-}
-
-/// Two blocks of a form, compared.
-fn compared(form: &PageForm, shards: u32, kept: &[u8], computed: &[u8]) -> Difference {
+/// Two blocks of these layers, compared.
+fn compared(layers: &Layers, shards: u32, kept: &[u8], computed: &[u8]) -> Difference {
     let read = |from: &[u8], at: u64, out: &mut [u8]| out.copy_from_slice(&from[at as usize..][..out.len()]);
-    form.compare(shards, |at, out| read(kept, at, out), |at, out| read(computed, at, out))
+    layers.compare(shards, |at, out| read(kept, at, out), |at, out| read(computed, at, out))
 }
 
 /// Numbers that look like KV: of both signs, over some orders of magnitude.
@@ -52,31 +48,30 @@ fn encode(number: Number, value: f64) -> Vec<u8> {
 }
 
 #[test]
-fn a_form_is_read_as_engines_state_it() {
+fn layers_are_read_as_engines_state_them() {
     let one = "layers=2 tokens=16 kernel_block=16 kv_heads=2 keys=32 values=32 dtype=bfloat16 order=kv_heads,tokens,content packing=none";
     let bytes = 16 * 2 * 64 * 2;
     let number = Number::Bfloat16;
-    assert_eq!(layers(&form(one, "auto", "0", 2 * bytes)), [(0, bytes, number), (bytes, bytes, number)]);
+    assert_eq!(stated(one, "auto", "0", 2 * bytes).0, [(bytes, number), (bytes, number)]);
     let two = format!(
         "{one}; layers=1 axis1=2 axis2=16 axis3=576 dtype=float32 order=axis1,axis2,axis3 packing=none"
     );
     let more = 2 * 16 * 576 * 4;
-    let found = layers(&form(&two, "auto", "0", 2 * bytes + more));
-    assert_eq!(found[2], (2 * bytes, more, Number::Float32));
+    assert_eq!(stated(&two, "auto", "0", 2 * bytes + more).0[2], (more, Number::Float32));
     let kernel =
         "layers=1 tokens=64 kernel_block=16 kv_heads=1 keys=8 values=0 dtype=float16 order=x packing=none";
-    assert_eq!(layers(&form(kernel, "auto", "none", 64 * 8 * 2)), [(0, 64 * 8 * 2, Number::Float16)]);
+    assert_eq!(stated(kernel, "auto", "none", 64 * 8 * 2).0, [(64 * 8 * 2, Number::Float16)]);
 }
 
 #[test]
 fn what_says_nothing_or_does_not_fit_is_compared_by_its_bytes() {
-    let stated =
+    let float32 =
         "layers=1 tokens=2 kernel_block=2 kv_heads=1 keys=2 values=2 dtype=float32 order=x packing=none";
     for (text, bytes) in [
         ("", 32),
         ("layers=1", 32),
         ("a page", 32),
-        (stated, 33),
+        (float32, 33),
         ("layers=x tokens=8 dtype=float32", 32),
         ("layers=0 tokens=8 dtype=float32", 32),
         ("layers=4097 tokens=1 dtype=float32", 4097 * 4),
@@ -84,9 +79,9 @@ fn what_says_nothing_or_does_not_fit_is_compared_by_its_bytes() {
         ("layers=4 tokens=18446744073709551615 kv_heads=2 dtype=float32", 32),
         ("layers=1 tokens=0 dtype=float32", 32),
     ] {
-        assert_eq!(layers(&form(text, "auto", "0", bytes)), [(0, bytes, Number::Byte)], "{text}");
+        assert_eq!(stated(text, "auto", "0", bytes).0, [(bytes, Number::Byte)], "{text}");
     }
-    assert_eq!(layers(&PageForm::of(&Facts::new(), 7)), [(0, 7, Number::Byte)]);
+    assert_eq!(Layers::of(&Facts::new(), 7).0, [(7, Number::Byte)]);
 }
 
 #[test]
@@ -94,7 +89,7 @@ fn a_dtype_means_a_number_unless_scales_lie_beside_it() {
     let read = |dtype: &str, kv_dtype: &str, quant: &str| {
         let text = format!("layers=1 tokens=8 kv_heads=1 dtype={dtype} order=x packing=none");
         let bytes = if dtype == "float32" { 32 } else { 8 };
-        layers(&form(&text, kv_dtype, quant, bytes))[0].2
+        stated(&text, kv_dtype, quant, bytes).0[0].1
     };
     for (dtype, kv_dtype, quant, number) in [
         ("float32", "auto", "0", Number::Float32),
@@ -178,14 +173,14 @@ fn what_is_no_number_must_be_equal_bit_for_bit() {
 #[test]
 fn the_worst_layer_of_all_shards_counts() {
     let text = "layers=2 tokens=2 kv_heads=1 keys=2 values=0 dtype=float32 order=x packing=none; layers=1 axis1=8 dtype=int8 order=axis1 packing=none";
-    let form = form(text, "auto", "0", 40);
+    let layers = stated(text, "auto", "0", 40);
     let kept: Vec<u8> =
         (0..2).flat_map(|_| [1f32; 8].into_iter().flat_map(f32::to_le_bytes).chain([5u8; 8])).collect();
-    assert_eq!(compared(&form, 2, &kept, &kept).amount, 0.0);
+    assert_eq!(compared(&layers, 2, &kept, &kept).amount, 0.0);
     let with = |at: usize, bytes: &[u8]| {
         let mut computed = kept.clone();
         computed[at..at + bytes.len()].copy_from_slice(bytes);
-        compared(&form, 2, &kept, &computed)
+        compared(&layers, 2, &kept, &computed)
     };
     let found = with(40 + 16, &1.5f32.to_le_bytes());
     assert_eq!((found.layer, found.number, found.amount), (1, Number::Float32, 0.25));

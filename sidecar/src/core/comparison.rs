@@ -5,7 +5,7 @@ use std::sync::Arc;
 use shm_protocol::pool::SlotRef;
 
 use super::SessionId;
-use crate::compare::{Difference, PageForm};
+use crate::compare::{Difference, Layers};
 
 /// Blocks to be compared; answered by [`super::Event::Compared`].
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -13,10 +13,10 @@ pub struct Comparison {
     /// The save whose blocks they are: its scheduler's session, and its operation.
     pub save: (SessionId, u64),
     pub pairs: Vec<(SlotRef, SlotRef)>,
-    /// Parts of a block, each of the form.
+    /// Parts of a block, each of these layers.
     pub shards: u32,
     /// What a part's bytes are.
-    pub form: Arc<PageForm>,
+    pub layers: Arc<Layers>,
 }
 
 /// What a comparison found.
@@ -35,7 +35,11 @@ impl Comparison {
     pub fn carry_out(&self, read: impl Fn(u64, &mut [u8])) -> Found {
         let compare = |(kept, computed): &(SlotRef, SlotRef)| {
             let (kept, computed) = (kept.offset, computed.offset);
-            self.form.compare(self.shards, |at, out| read(kept + at, out), |at, out| read(computed + at, out))
+            self.layers.compare(
+                self.shards,
+                |at, out| read(kept + at, out),
+                |at, out| read(computed + at, out),
+            )
         };
         let found: Vec<Difference> = self.pairs.iter().map(compare).collect();
         let differing = found.iter().filter(|difference| difference.is_too_large()).count() as u32;

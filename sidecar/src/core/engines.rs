@@ -22,7 +22,7 @@ use self::proofs::Proofs;
 pub use self::proofs::{Proof, Standing};
 use super::namespaces::{Binding, Form, Space};
 use super::{SessionId, Violation};
-use crate::compare::PageForm;
+use crate::compare::Layers;
 
 /// The sessions of all engines.
 #[derive(Debug, Default)]
@@ -112,7 +112,7 @@ pub(super) struct Worker {
     pub(super) shards: u32,
     pub(super) blocks: u32,
     /// What its part of a block is made of.
-    pub(super) page: Arc<PageForm>,
+    pub(super) layers: Arc<Layers>,
     /// It copies its loads itself, whatever a LOAD says.
     pub(super) by_engine: bool,
     /// The last step that the rank began before this session: what it reported of loads up to there may be lost.
@@ -182,7 +182,7 @@ impl Worker {
             shard: hello.shard,
             shards: hello.shards,
             blocks: hello.blocks,
-            page: Arc::new(PageForm::of(&hello.facts, shard_bytes)),
+            layers: Arc::new(Layers::of(&hello.facts, shard_bytes)),
             by_engine: hello.copy == Copier::Engine,
             since: 0,
             start: 0,

@@ -151,8 +151,8 @@ impl Transfers {
             self.checks.end_all(save.0, pairs, &mut base.cx);
             return self.tell_saved(save.0, end, &mut base.cx);
         };
-        let (form, shards) = (Arc::clone(&rank.page), binding.shards);
-        base.cx.actions.push(Action::Compare(Comparison { save, pairs: pairs.clone(), shards, form }));
+        let (layers, shards) = (Arc::clone(&rank.layers), binding.shards);
+        base.cx.actions.push(Action::Compare(Comparison { save, pairs: pairs.clone(), shards, layers }));
         self.checks.running.insert(save, Running { binding, pairs, end });
     }
 

@@ -84,7 +84,7 @@ class Engine(Sessions):
         assert plans or not load[0], "no lease"
         with self.step():
             for plan in plans:
-                failed = self.worker.load(plan, True, self.stream)
+                failed = self.worker.load(plan, self.stream)
                 assert not failed, f"{failed} were not loaded"
         loaded = torch.cuda.Event()
         loaded.record(self._stream)

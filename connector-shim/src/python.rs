@@ -343,7 +343,7 @@ impl WorkerSession {
         let regions = regions.into_iter().map(region).collect();
         let copy = copier(copy)?;
         let live_weights = some16("live_weights", live_weights)?.map(handshake::Digest);
-        let worker = handshake::Worker {
+        let worker = handshake::WorkerHello {
             rank,
             shard,
             shards,
@@ -354,7 +354,7 @@ impl WorkerSession {
             expects,
             live_weights,
             proves,
-            ..handshake::Worker::default()
+            ..handshake::WorkerHello::default()
         };
         let memory = Memory::new(&fds, pointers, cuts, stream)?;
         let groups = some16("groups", groups)?;
@@ -398,34 +398,24 @@ impl WorkerSession {
         self.0.with(|session| session.start(step, stream))
     }
 
-    #[pyo3(signature = (step, ring, stream = 0))]
-    fn done(&self, step: u64, ring: bool, stream: u64) -> PyResult<()> {
-        self.0.with(|session| session.done(step, ring, stream))
+    #[pyo3(signature = (step, wake, stream = 0))]
+    fn done(&self, step: u64, wake: bool, stream: u64) -> PyResult<()> {
+        self.0.with(|session| session.done(step, wake, stream))
     }
 
-    #[pyo3(signature = (plan, sync, stream = 0, overlap = false))]
-    fn load(
-        &self,
-        py: Python<'_>,
-        plan: &[u8],
-        sync: bool,
-        stream: u64,
-        overlap: bool,
-    ) -> PyResult<Option<Vec<u32>>> {
+    #[pyo3(signature = (plan, stream = 0, by_cuts = false))]
+    fn load(&self, py: Python<'_>, plan: &[u8], stream: u64, by_cuts: bool) -> PyResult<Option<Vec<u32>>> {
         let plan = Plan::decode(plan).map_err(Failure::from)?;
-        if !sync {
-            self.0.enter(|session| Ok(session.load_later(plan, stream)?))?;
-            return Ok(None);
-        }
-        let plan = match self.0.enter(|session| Ok(session.load_on(plan, stream, overlap)?))? {
+        let plan = match self.0.enter(|session| Ok(session.begin_load(plan, stream, by_cuts)?))? {
+            Begun::Later => return Ok(None),
             Begun::OnStream(failed) => return Ok(Some(failed)),
             Begun::No(plan) => plan,
         };
         py.detach(|| self.0.enter(|session| Ok(Some(session.load_behind(plan, stream)?))))
     }
 
-    fn wait_group(&self, group: usize, stream: u64) -> PyResult<()> {
-        self.0.enter(|session| Ok(session.wait_group(group, stream)?))
+    fn wait_cut(&self, cut: usize, stream: u64) -> PyResult<()> {
+        self.0.enter(|session| Ok(session.wait_cut(cut, stream)?))
     }
 
     #[getter]

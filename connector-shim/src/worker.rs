@@ -23,6 +23,7 @@ use copy_engine::cuda::{CudaError, Event};
 use shm_protocol::handshake::{self, Copier, Digest, Hello, Role};
 use shm_protocol::key::NamespaceDigest;
 use shm_protocol::layout::header;
+use shm_protocol::message::LOAD_SYNC;
 use shm_protocol::namespace::{self, Facts};
 use shm_protocol::session::Bound;
 use shm_protocol::wait;
@@ -58,7 +59,7 @@ pub struct Options {
     /// Ranks of the engine.
     pub world_size: u32,
     /// This rank's memory and facts. What is a GPU's is filled in here.
-    pub worker: handshake::Worker,
+    pub worker: handshake::WorkerHello,
     /// What the regions name.
     pub memory: Memory,
     /// Whether the sidecar does not reach the memory: this process copies loads itself, and what is saved into a segment
@@ -68,9 +69,11 @@ pub struct Options {
     pub groups: Option<[u8; 16]>,
 }
 
-/// What [`Worker::load_on`] made of a plan.
+/// What [`Worker::begin_load`] made of a plan.
 #[derive(Debug, Eq, PartialEq)]
 pub enum Begun {
+    /// A load that no step waits for: [`Worker::finished`] tells its end.
+    Later,
     /// The engine's stream waits for it. These blocks count as failed all the same.
     OnStream(Vec<u32>),
     /// Nothing: [`Worker::load_behind`] is to be called.
@@ -223,19 +226,28 @@ impl Worker {
         self.session.start(step);
     }
 
-    /// The KV of step `step` is written; on a GPU, once `stream` gets there. `ring`: something waits for that.
-    pub fn done(&mut self, step: u64, ring: bool, stream: u64) {
+    /// The KV of step `step` is written; on a GPU, once `stream` gets there. `wake`: something waits for that.
+    pub fn done(&mut self, step: u64, wake: bool, stream: u64) {
         self.store(header::FENCE_DONE, step, stream);
-        if ring && let Some(link) = self.session.link() {
+        if wake && let Some(link) = self.session.link() {
             link.connection.ring();
         }
     }
 
-    /// Makes the engine's stream wait for a plan's blocks, cut by cut where `overlap`, else for all of them now. Hands the
+    /// Begins this rank's part of a load. The engine's stream waits for a synchronous one as [`Worker::load_on`] says.
+    pub fn begin_load(&mut self, plan: Plan, stream: u64, by_cuts: bool) -> Result<Begun, ShimError> {
+        if plan.flags & LOAD_SYNC != 0 {
+            return self.load_on(plan, stream, by_cuts);
+        }
+        self.load_later(plan, stream)?;
+        Ok(Begun::Later)
+    }
+
+    /// Makes the engine's stream wait for a plan's blocks, cut by cut where `by_cuts`, else for all of them now. Hands the
     /// plan back where nobody promised them in time, this process copies them, or the memory is the host's: then
     /// [`Worker::load_behind`] is called. No stream ever waits for copies that this process is still to enqueue: a kernel's
     /// first launch or an allocation behind it would keep the driver from them.
-    pub fn load_on(&mut self, plan: Plan, stream: u64, overlap: bool) -> Result<Begun, ShimError> {
+    fn load_on(&mut self, plan: Plan, stream: u64, by_cuts: bool) -> Result<Begun, ShimError> {
         if self.session.copies_itself(&plan) {
             return Ok(Begun::No(plan));
         }
@@ -244,13 +256,13 @@ impl Worker {
         };
         let stream = device.stream(stream);
         let reached = stream.record()?;
-        device.expect(&link, plan.op, &stream, overlap)?;
+        device.expect(&link, plan.op, &stream, by_cuts)?;
         link.connection.ring();
         Ok(Begun::OnStream(self.follow(plan, reached, true)))
     }
 
     /// Makes `stream` wait for cut `cut` of every load of the step, and for those before it.
-    pub fn wait_group(&mut self, cut: usize, stream: u64) -> Result<(), ShimError> {
+    pub fn wait_cut(&mut self, cut: usize, stream: u64) -> Result<(), ShimError> {
         if let Some(device) = &mut self.device {
             let stream = device.stream(stream);
             device.wait(&stream, cut.saturating_add(1))?;
@@ -269,7 +281,7 @@ impl Worker {
         Ok(stream.map_or(Ok(()), |stream| stream.synchronize())?)
     }
 
-    /// Loads the blocks of a plan that [`Worker::load_on`] handed back, once `stream` has passed all that it was given, and
+    /// Loads the blocks of a plan that [`Worker::begin_load`] handed back, once `stream` has passed all that it was given, and
     /// returns those that failed.
     pub fn load_behind(&mut self, plan: Plan, stream: u64) -> Result<Vec<u32>, ShimError> {
         self.synchronize(stream)?;

@@ -18,7 +18,7 @@ fn staged() -> (Peer, Kv, Worker, Served) {
     (peer, kv, worker, served)
 }
 
-fn segment(served: &Served) -> (&handshake::Worker, u32) {
+fn segment(served: &Served) -> (&handshake::WorkerHello, u32) {
     let Role::Worker(worker) = &served.hello.role else { panic!("{:?}", served.hello) };
     (worker, worker.staging.expect("a staging segment"))
 }

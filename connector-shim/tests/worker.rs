@@ -274,9 +274,11 @@ fn a_sidecar_that_never_reads_is_left() {
 #[test]
 fn on_host_memory_nothing_is_enqueued() {
     let (_peer, _kv, mut worker, served) = connected(Copier::Sidecar);
-    let asked = plan(1, LOAD_SYNC, &[(2, served.pool.commit(0, 11, &content(1)))]);
-    assert_eq!(worker.load_on(asked.clone(), 0, true).unwrap(), Begun::No(asked));
-    worker.wait_group(0, 0).unwrap();
+    let slot = served.pool.commit(0, 11, &content(1));
+    let asked = plan(1, LOAD_SYNC, &[(2, slot)]);
+    assert_eq!(worker.begin_load(asked.clone(), 0, true).unwrap(), Begun::No(asked));
+    worker.wait_cut(0, 0).unwrap();
+    assert_eq!(worker.begin_load(plan(2, 0, &[(3, slot)]), 0, true).unwrap(), Begun::Later);
     worker.synchronize(0).unwrap();
     assert_eq!((worker.loading(), worker.stats()["waits"]), (0, 0));
 }

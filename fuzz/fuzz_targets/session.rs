@@ -14,7 +14,7 @@ use std::time::Duration;
 use copy_engine::HostMemory;
 use libfuzzer_sys::fuzz_target;
 use shm_protocol::PROTOCOL_VERSION;
-use shm_protocol::handshake::{BlockRegion, Copier, Digest, Hello, Role, Worker};
+use shm_protocol::handshake::{BlockRegion, Copier, Digest, Hello, Role, WorkerHello};
 use shm_protocol::layout::{SESSION_BYTES, header};
 use shm_protocol::message::{Kind, Message, Slot};
 use shm_protocol::region::Access;
@@ -138,7 +138,7 @@ fn role(kind: u8) -> Role {
     let regions = vec![BlockRegion { fd: 0, offset: 0, stride: bytes, bytes }];
     let facts = BTreeMap::from([("model".into(), "fuzz".into())]);
     let (rank, shard) = (u32::from(kind >> 1 & 1), u32::from(kind >> 1 & 1));
-    Role::Worker(Worker {
+    Role::Worker(WorkerHello {
         rank,
         shard,
         shards: 2,

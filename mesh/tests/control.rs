@@ -15,7 +15,7 @@ use mesh::refusals::Reason;
 use mesh::tls::Security;
 use rig::certificates::{Authority, Folder, NAME};
 use rig::crew::{Crew, Plan, Seen, added, address, digest, patient, removed};
-use rig::proxy::{Plan as Troubles, Proxy, Trouble};
+use rig::proxy::{Proxy, Trouble, Troubles};
 use rig::{WATCHDOG, now};
 use shm_protocol::namespace::{self, Facts};
 
@@ -261,7 +261,7 @@ fn a_network_that_goes_dark_is_noticed() {
     let number = one.joined("two", 1);
     two.publish(added(0..100_000));
     one.wait("silence", |seen| (seen.members[&number].stale > 0).then_some(()));
-    proxy.plan(Troubles::default());
+    proxy.trouble(Troubles::default());
     one.keeps(number, 0..100_000, 200_000..201_000);
     one.noted("took longer than 500 ms");
 }

@@ -11,7 +11,7 @@ use etcd_client::{Client, CompactionOptions, PermissionType};
 use mesh::control::{Control, Etcd, Limits, Members, Parting};
 use rig::certificates::{Authority, Folder};
 use rig::crew::{Crew, Plan, added, address, patient};
-use rig::proxy::{Plan as Troubles, Proxy, Trouble};
+use rig::proxy::{Proxy, Trouble, Troubles};
 use rig::{WATCHDOG, now};
 
 /// As short as etcd grants, with these settings.
@@ -120,12 +120,12 @@ fn behind(proxy: &Proxy, plan: Plan, ttl: Duration) -> Plan {
 
 /// Nothing passes any more, on the connections there are and on new ones.
 fn cut_off(proxy: &Proxy) {
-    proxy.plan(Troubles { up: vec![Trouble::Stall(0)], down: vec![Trouble::Stall(0)] });
+    proxy.trouble(Troubles { up: vec![Trouble::Stall(0)], down: vec![Trouble::Stall(0)] });
     proxy.cut();
 }
 
 fn heal(proxy: &Proxy) {
-    proxy.plan(Troubles::default());
+    proxy.trouble(Troubles::default());
     proxy.cut();
 }
 

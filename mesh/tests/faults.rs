@@ -9,7 +9,7 @@ use std::time::Duration;
 use mesh::transport::tcp::frame::{Ask, Frame, Hello};
 use mesh::transport::tcp::{Config, Limits, Security, Tcp};
 use mesh::transport::{Fault, Label, Peer, PeerNumber, Stage};
-use rig::proxy::{Plan, Proxy, Trouble};
+use rig::proxy::{Proxy, Trouble, Troubles};
 use rig::{LONG, Node, Owner, acquaint, label, now, patient};
 
 const SHORT: Duration = Duration::from_millis(300);
@@ -21,7 +21,7 @@ const BEFORE_BLOCK: u64 = 32 + 56;
 const BEFORE_ASK: u64 = 24 + 20 + 8;
 
 /// Two nodes with these limits, of which `one` reaches `other` through a proxy.
-fn proxied(limits: [Limits; 2], plan: Plan) -> (Node, Node, Proxy) {
+fn proxied(limits: [Limits; 2], plan: Troubles) -> (Node, Node, Proxy) {
     let [one, other] = limits;
     let one = Node::new("one", Security::Plaintext, one);
     let other = Node::new("other", Security::Plaintext, other);
@@ -39,14 +39,14 @@ fn kept(other: &Node, count: u64, bytes: u32) -> Vec<Label> {
 
 /// What comes of one block under this trouble; and of the next one, over a sound network. Prints both and their times.
 /// The limits are those of who asks: the owner ends nothing before.
-fn one_block(limits: Limits, plan: Plan) -> Result<(), Fault> {
+fn one_block(limits: Limits, plan: Troubles) -> Result<(), Fault> {
     let fault = format!("{plan:?}");
     let (mut one, other, proxy) = proxied([limits, patient()], plan);
     let labels = kept(&other, 1, 400_000);
     let began = now();
     let end = one.get(1, &labels, LONG)[0];
     let seconds = began.elapsed().as_secs_f64();
-    proxy.plan(Plan::default());
+    proxy.trouble(Troubles::default());
     proxy.cut();
     one.wait("a failure that was told", |seen| (!seen.down.is_empty() || seen.done.len() == 1).then_some(()));
     while one.get(1, &labels, LONG) != [Ok(())] {
@@ -66,7 +66,7 @@ fn one_block(limits: Limits, plan: Plan) -> Result<(), Fault> {
 fn a_stream_that_is_cut_in_a_block_is_short() {
     for at in [BEFORE_BLOCK + 1, BEFORE_BLOCK + 300_000] {
         for trouble in [Trouble::Cut(at), Trouble::HalfClose(at)] {
-            assert_eq!(one_block(patient(), Plan::down(trouble)), Err(Fault::Short));
+            assert_eq!(one_block(patient(), Troubles::down(trouble)), Err(Fault::Short));
         }
     }
 }
@@ -76,13 +76,13 @@ fn a_stream_that_is_cut_before_is_a_failed_connection() {
     let ended = |end| matches!(end, Err(Fault::Peer(ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset)));
     for at in [0, 5, 30, 40, BEFORE_BLOCK - 1] {
         for trouble in [Trouble::Cut(at), Trouble::HalfClose(at)] {
-            let end = one_block(patient(), Plan::down(trouble.clone()));
+            let end = one_block(patient(), Troubles::down(trouble.clone()));
             assert!(ended(end), "{trouble:?}: {end:?}");
         }
     }
     for at in [0, 20, BEFORE_ASK, BEFORE_ASK + 50] {
         for trouble in [Trouble::Cut(at), Trouble::HalfClose(at)] {
-            let end = one_block(patient(), Plan::up(trouble.clone()));
+            let end = one_block(patient(), Troubles::up(trouble.clone()));
             assert!(ended(end), "{trouble:?}: {end:?}");
         }
     }
@@ -90,7 +90,7 @@ fn a_stream_that_is_cut_before_is_a_failed_connection() {
 
 #[test]
 fn bytes_that_were_changed_are_never_taken() {
-    let corrupt = |at| one_block(patient(), Plan::down(Trouble::Flip(at, 0x10)));
+    let corrupt = |at| one_block(patient(), Troubles::down(Trouble::Flip(at, 0x10)));
     for at in [0, 1, 255, 256, 262_143, 262_144, 399_999] {
         assert_eq!(corrupt(BEFORE_BLOCK + at), Err(Fault::Corrupt), "byte {at} of the block");
     }
@@ -99,14 +99,14 @@ fn bytes_that_were_changed_are_never_taken() {
         assert!(matches!(end, Err(Fault::Malformed(_) | Fault::Refused(_))), "byte {at}: {end:?}");
     }
     for at in [3, 30, BEFORE_ASK, BEFORE_ASK + 30, BEFORE_ASK + 90] {
-        let end = one_block(patient(), Plan::up(Trouble::Flip(at, 1)));
+        let end = one_block(patient(), Troubles::up(Trouble::Flip(at, 1)));
         assert!(matches!(end, Err(Fault::Refused(_) | Fault::Peer(_))), "byte {at}: {end:?}");
     }
 }
 
 #[test]
 fn what_stalls_ends_by_the_limit_of_its_stage() {
-    let stalled = |limits, at| one_block(limits, Plan::down(Trouble::Stall(at)));
+    let stalled = |limits, at| one_block(limits, Troubles::down(Trouble::Stall(at)));
     let limits = Limits { handshake: SHORT, ..patient() };
     assert_eq!(stalled(limits, 0), Err(Fault::Timeout(Stage::Handshake)));
     assert_eq!(stalled(limits, 20), Err(Fault::Timeout(Stage::Handshake)));
@@ -118,13 +118,13 @@ fn what_stalls_ends_by_the_limit_of_its_stage() {
     assert_eq!(stalled(limits, BEFORE_BLOCK + 390_000), Err(Fault::Timeout(Stage::Progress)));
     // Some bytes now and then are no progress.
     let drip = Trouble::Drip(BEFORE_BLOCK, 100, Duration::from_millis(5));
-    assert_eq!(one_block(limits, Plan::down(drip)), Err(Fault::Timeout(Stage::Progress)));
+    assert_eq!(one_block(limits, Troubles::down(drip)), Err(Fault::Timeout(Stage::Progress)));
 }
 
 #[test]
 fn a_fetch_that_is_slow_ends_by_its_own_limit_and_the_stream_stays() {
     let drip = Trouble::Drip(BEFORE_BLOCK, 40_000, Duration::from_millis(20));
-    let (mut one, other, _proxy) = proxied([patient(); 2], Plan::down(drip));
+    let (mut one, other, _proxy) = proxied([patient(); 2], Troubles::down(drip));
     let labels = kept(&other, 20, 400_000);
     let ends = one.get(1, &labels, SHORT);
     assert!(ends.contains(&Err(Fault::Timeout(Stage::Whole))), "{ends:?}");
@@ -150,7 +150,7 @@ fn a_block_may_take_longer_than_the_limit_of_a_part() {
     acquaint(&one, &other);
     // 1,024 times at least: 6.1 s of pauses for the whole, 0.1 s for each part.
     let drip = Trouble::Drip(BEFORE_BLOCK, 16 << 10, Duration::from_millis(6));
-    let proxy = Proxy::start(other.address(), Plan::down(drip));
+    let proxy = Proxy::start(other.address(), Troubles::down(drip));
     one.transport().join(PeerNumber(1), Peer { address: proxy.address, ..other.as_peer() });
     let labels = kept(&other, 1, 16 << 20);
     let began = now();
@@ -163,7 +163,7 @@ fn a_block_may_take_longer_than_the_limit_of_a_part() {
 #[test]
 fn a_cancel_ends_what_stalls_in_the_middle_of_a_block() {
     let limits = Limits { progress: MODERATE, ..patient() };
-    let (mut one, other, _proxy) = proxied([limits; 2], Plan::down(Trouble::Stall(BEFORE_BLOCK + 1000)));
+    let (mut one, other, _proxy) = proxied([limits; 2], Troubles::down(Trouble::Stall(BEFORE_BLOCK + 1000)));
     let labels = kept(&other, 10, 400_000);
     let fetching = one.fetch(1, &labels, LONG);
     other.wait("an ask", |seen| seen.asked.first().map(drop));
@@ -263,11 +263,11 @@ fn a_reader_that_dawdles_does_not_keep_the_owners_slots() {
 #[test]
 fn whatever_happens_to_the_bytes_nothing_wrong_is_taken_and_nothing_hangs() {
     let limits = Limits { connect: LONG, handshake: SHORT, first_byte: SHORT, progress: SHORT, ..patient() };
-    let (mut one, other, proxy) = proxied([limits; 2], Plan::default());
+    let (mut one, other, proxy) = proxied([limits; 2], Troubles::default());
     let labels = kept(&other, 24, 60_001);
     let mut faults = 0;
     for seed in 0..150 {
-        proxy.plan(Plan::seeded(seed, 600_000));
+        proxy.trouble(Troubles::seeded(seed, 600_000));
         proxy.cut();
         // That every block which came is byte-exact, and that all ended, is looked at in there.
         let ends = one.get(1, &labels, Duration::from_secs(2));
@@ -278,7 +278,7 @@ fn whatever_happens_to_the_bytes_nothing_wrong_is_taken_and_nothing_hangs() {
     one.check_ends();
     other.check_releases();
     // A sound network again.
-    proxy.plan(Plan::default());
+    proxy.trouble(Troubles::default());
     proxy.cut();
     while one.get(1, &labels, LONG).iter().any(Result::is_err) {
         std::thread::sleep(limits.back_off_min);

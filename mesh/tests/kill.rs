@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use mesh::transport::tcp::{Limits, Security};
 use mesh::transport::{Fault, Label, Peer, PeerNumber, Refusal, Stage};
-use rig::proxy::{Plan, Proxy, Trouble};
+use rig::proxy::{Proxy, Trouble, Troubles};
 use rig::{LONG, Node, Owner, boot, label, node, patient};
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -60,7 +60,7 @@ impl Drop for Process {
 /// A proxy in front of an owner, through which all blocks take 12 s: what stops the owner behind the first block does
 /// so in the middle.
 fn slowly(owner: &Process) -> Proxy {
-    Proxy::start(owner.address, Plan::down(Trouble::Drip(0, 16 << 10, Duration::from_millis(1))))
+    Proxy::start(owner.address, Troubles::down(Trouble::Drip(0, 16 << 10, Duration::from_millis(1))))
 }
 
 fn labels() -> Vec<Label> {
@@ -132,7 +132,7 @@ fn a_peer_frozen_in_the_middle_is_waited_for_until_the_limit() {
     assert!(ends.iter().all(|end| end.is_ok() || late(end)), "{ends:?}");
     assert!(ends.iter().any(late), "it was frozen in the middle");
     owner.signal(Signal::CONT);
-    proxy.plan(Plan::default());
+    proxy.trouble(Troubles::default());
     while one.get(1, &labels[..4], LONG).iter().any(Result::is_err) {
         std::thread::sleep(patient().back_off_max);
     }

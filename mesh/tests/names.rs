@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use mesh::control::{Limits, Members, Parting, Resolve, System};
 use rig::crew::{Crew, Plan, added, address, patient};
-use rig::proxy::{Plan as Troubles, Proxy, Trouble};
+use rig::proxy::{Proxy, Trouble, Troubles};
 use rig::{WATCHDOG, now};
 
 const PODS: &str = "pods:17311";
@@ -173,7 +173,7 @@ fn a_node_that_answers_at_two_addresses_is_followed_at_one_and_found_at_the_othe
     names.set(&[all[0], proxy.address, all[1]]);
     names.wait();
     none_empty(&one);
-    proxy.plan(Troubles::down(Trouble::Cut(0)));
+    proxy.trouble(Troubles::down(Trouble::Cut(0)));
     proxy.cut();
     assert_eq!(one.left(before), Parting::Restarted);
     let after = one.joined("two", 1);

@@ -1,8 +1,8 @@
 """The engine's side of Pillion in Rust (crate `connector-shim`).
 
 Nothing here waits for the sidecar, except `query` within the step's budget, `linger` and `WorkerSession.finished` for the time
-that they are given, and `WorkerSession.load` with `sync` into host memory; these release the interpreter. Without a sidecar
-every answer is a miss and every save is dropped.
+that they are given, and `WorkerSession.load` of a synchronous load into host memory; these release the interpreter. Without a
+sidecar every answer is a miss and every save is dropped.
 """
 
 from collections.abc import Sequence
@@ -189,15 +189,15 @@ class WorkerSession:
         """Takes part in the scheduler's run; idempotent. Picks up a new connection."""
     def start(self, step: int, stream: int = 0) -> None:
         """The step begins, on a GPU once the stream gets there: its loads may be written. Picks up a new connection."""
-    def done(self, step: int, ring: bool, stream: int = 0) -> None:
-        """The step's KV is written, on a GPU once the stream gets there; `ring` wakes the sidecar because something
+    def done(self, step: int, wake: bool, stream: int = 0) -> None:
+        """The step's KV is written, on a GPU once the stream gets there; `wake` wakes the sidecar because something
         waits for that."""
-    def load(self, plan: bytes, sync: bool, stream: int = 0, overlap: bool = False) -> list[int] | None:
-        """`sync`: loads now and returns the failed blocks. On a GPU nothing is waited for and none fail: the wait for all
-        blocks is enqueued on the stream, or with `overlap` left to `wait_group`. Else begins, and `finished` tells the
-        end."""
-    def wait_group(self, group: int, stream: int) -> None:
-        """Enqueues the wait for cut `group`, counted from 0, and all before it, of every sync load since `start`."""
+    def load(self, plan: bytes, stream: int = 0, by_cuts: bool = False) -> list[int] | None:
+        """Of a synchronous load: loads now and returns the failed blocks. On a GPU nothing is waited for and none fail: the
+        wait for all blocks is enqueued on the stream, or with `by_cuts` left to `wait_cut`. Any other load begins, and
+        `finished` tells its end."""
+    def wait_cut(self, cut: int, stream: int) -> None:
+        """Enqueues the wait for cut `cut`, counted from 0, and all before it, of every sync load since `start`."""
     @property
     def loading(self) -> int:
         """Sync loads since `start` whose last cut was not waited for yet; 0 on host memory."""

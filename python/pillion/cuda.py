@@ -71,7 +71,7 @@ class LayerWaits:
 
     def _wait_until(self, cuts: int, session: WorkerSession, stream: Callable[[], int]) -> None:
         while self._waited < cuts:
-            session.wait_group(self._waited, stream())
+            session.wait_cut(self._waited, stream())
             self._waited += 1
 
     def _prove(self, place: int) -> None:

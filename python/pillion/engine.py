@@ -428,7 +428,7 @@ class Engine:
     def _copied(self, rank: _shim.WorkerSession, plans: list[bytes]) -> list[int]:
         """One step of a rank: the blocks that it could not load."""
         rank.start(self._step)
-        failed = [block for plan in plans for block in rank.load(plan, True) or ()]
+        failed = [block for plan in plans for block in rank.load(plan) or ()]
         rank.done(self._step, True)
         return failed
 

@@ -77,7 +77,7 @@ class Worker:
         # Blocks that ended loads of such requests did not bring.
         self._lacking: dict[str, list[int]] = {}
         # Plans of this step's loads that are waited for between its layers.
-        self._overlapped: list[bytes] = []
+        self._loaded_by_cuts: list[bytes] = []
         self._failed: set[int] = set()
         self._ended: set[str] = set()
         # Requests whose load failed, where vLLM must not go on upon the blocks that did come: it frees those before windows.
@@ -209,7 +209,7 @@ class Worker:
             self._session.join(metadata.run)
             self._say_namespace(self._session)
             self._session.start(metadata.step, self._stream())
-            self._overlapped = []
+            self._loaded_by_cuts = []
             if self._waits:
                 self._waits.begin_step()
             self._say_notices()
@@ -256,23 +256,23 @@ class Worker:
         metadata.lost = []
         loads, metadata.loads = metadata.loads, []
         # A layer writes its KV before its hook is called: into a block whose copy may come behind that.
-        overlap = not metadata.fills_tail and self._may_overlap(loads, forward_context)
+        by_cuts = not metadata.fills_tail and self._may_wait_by_cuts(loads, forward_context)
         for req_id, plan, sync in loads:
             if self._session is None:
                 raise RuntimeError("pillion: a load was planned for a rank that has not registered its memory")
-            failed = self._session.load(plan, sync, self._stream(), overlap and sync)
+            failed = self._session.load(plan, self._stream(), by_cuts and sync)
             if failed is None:
                 self._loading[_shim.plan_op(plan)] = req_id
             else:
                 self._fail(failed, metadata.step)
 
-    def _may_overlap(self, loads: list[tuple[str, bytes, bool]], forward_context: ForwardContext) -> bool:
-        """Whether this forward waits for its loads layer by layer."""
+    def _may_wait_by_cuts(self, loads: list[tuple[str, bytes, bool]], forward_context: ForwardContext) -> bool:
+        """Whether this forward waits for its loads cut by cut."""
         needed = [plan for _, plan, sync in loads if sync]
         if not needed or not self._waits or not self._waits.permits(vllm_compat.hook_mode(forward_context)):
             return False
         self._waits.expect()
-        self._overlapped += needed
+        self._loaded_by_cuts += needed
         return True
 
     def reach_layer(self, layer: str) -> None:
@@ -294,7 +294,7 @@ class Worker:
     def _end_waits(self, waits: LayerWaits, session: _shim.WorkerSession, step: int) -> None:
         if waits.end_step(session, self._stream):
             return
-        blocks = [block for plan in self._overlapped for block in _shim.plan_blocks(plan)]
+        blocks = [block for plan in self._loaded_by_cuts for block in _shim.plan_blocks(plan)]
         logger.error(
             "pillion: step %d did not call the hooks of all its layers, so it may have read %d blocks before they were "
             "loaded: they are computed again, and from now on every step waits for its whole load",

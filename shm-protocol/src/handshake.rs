@@ -76,12 +76,12 @@ pub enum Role {
         run: [u8; 16],
     },
     /// Owns KV memory.
-    Worker(Worker),
+    Worker(WorkerHello),
 }
 
 /// What a worker states about its memory.
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
-pub struct Worker {
+pub struct WorkerHello {
     /// Rank, below `world_size`.
     pub rank: u32,
     /// Which distinct part of a block this rank holds, below `shards`.
@@ -373,15 +373,15 @@ impl BlockRegion {
     }
 }
 
-// === impl Worker ===
+// === impl WorkerHello ===
 
-impl Worker {
+impl WorkerHello {
     /// Bytes of this rank's part of a block; `None` where the sum overflows.
     pub fn block_bytes(&self) -> Option<u64> {
         self.regions.iter().try_fold(0_u64, |sum, region| sum.checked_add(region.bytes))
     }
 
-    /// Whether its engine has its facts from others and no sample of its own: see [`Worker::proves`].
+    /// Whether its engine has its facts from others and no sample of its own: see [`WorkerHello::proves`].
     pub fn must_prove(&self) -> bool {
         self.live_weights.is_none() && (self.proves || self.facts.contains_key(WEIGHTS_LIVE))
     }

@@ -3,7 +3,9 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
 
-use shm_protocol::handshake::{self, BlockRegion, Copier, CudaAllocation, CudaMemory, Hello, Role, Worker};
+use shm_protocol::handshake::{
+    self, BlockRegion, Copier, CudaAllocation, CudaMemory, Hello, Role, WorkerHello,
+};
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::{self, header};
 use shm_protocol::message::{Message, Outcome, Status};
@@ -33,7 +35,7 @@ fn facts() -> BTreeMap<String, String> {
 
 #[test]
 fn hello_of_a_worker() {
-    let worker = Worker {
+    let worker = WorkerHello {
         rank: 0,
         shard: 0,
         shards: 1,
@@ -41,7 +43,7 @@ fn hello_of_a_worker() {
         regions: vec![BlockRegion { fd: 0, offset: 0, stride: 16384, bytes: 8192 }],
         copy: Copier::Engine,
         facts: facts(),
-        ..Worker::default()
+        ..WorkerHello::default()
     };
     // The release that the page was written with.
     let hello = Hello { release: "0.2.0".into(), ..Hello::new("e0".into(), 1, Role::Worker(worker)) };

@@ -9,7 +9,7 @@ use proptest::strategy::Union;
 use shm_protocol::PROTOCOL_VERSION;
 use shm_protocol::handshake::{
     self, BlockRegion, CUTS_MAX, Copier, CudaAllocation, CudaMemory, DESCRIPTORS_MAX, Digest, HandshakeError,
-    Hello, RANKS_MAX, RECORD_BYTES_MAX, REGIONS_MAX, Reply, Role, Welcome, Worker,
+    Hello, RANKS_MAX, RECORD_BYTES_MAX, REGIONS_MAX, Reply, Role, Welcome, WorkerHello,
 };
 use shm_protocol::layout::{PROMISED_WAIT_MS_MAX, QUERY_WAIT_MS_MAX, STAGING_SLOTS_MAX, STAGING_WORDS_BYTES};
 use shm_protocol::message::{Kind, Message, OUTCOME_VALUE_MAX, Outcome, Saved, Slot, Status};
@@ -93,8 +93,8 @@ prop_compose! {
         expects in prop::option::of("[0-9a-f]{32}"),
         live_weights in digests(),
         proves in any::<bool>(),
-    ) -> Worker {
-        Worker { rank, shard: rank / (world_size / shards), shards, blocks, regions, copy, facts, expects, live_weights, proves, cuda: None, staging: None }
+    ) -> WorkerHello {
+        WorkerHello { rank, shard: rank / (world_size / shards), shards, blocks, regions, copy, facts, expects, live_weights, proves, cuda: None, staging: None }
     }
 }
 
@@ -106,7 +106,7 @@ prop_compose! {
         pid in any::<u32>(),
         handles in vec((vec(any::<u8>(), 64), 0..1_u64 << 40), memories as usize),
         inner in vec(any::<prop::sample::Index>(), 0..CUTS_MAX),
-    ) -> Worker {
+    ) -> WorkerHello {
         let block_bytes = worker.block_bytes().unwrap();
         let allocation = |(number, (handle, spare)): (u32, (Vec<u8>, u64))| CudaAllocation {
             handle: handle.try_into().unwrap(),
@@ -116,7 +116,7 @@ prop_compose! {
         let inner = inner.iter().map(|at| at.index(block_bytes as usize) as u64);
         let cuts: BTreeSet<u64> = inner.filter(|cut| *cut > 0).chain([block_bytes]).collect();
         let cuda = CudaMemory { uuid, pid, allocations, cuts: cuts.into_iter().collect() };
-        Worker { copy: Copier::Sidecar, cuda: Some(cuda), ..worker }
+        WorkerHello { copy: Copier::Sidecar, cuda: Some(cuda), ..worker }
     }
 }
 
@@ -126,9 +126,9 @@ prop_compose! {
         worker in workers(world_size, 1),
         slots in 1..=STAGING_SLOTS_MAX as u32,
         region in regions(1),
-    ) -> Worker {
+    ) -> WorkerHello {
         let region = BlockRegion { offset: region.offset.max(STAGING_WORDS_BYTES as u64), ..region };
-        Worker { copy: Copier::Engine, staging: Some(slots), regions: vec![region], ..worker }
+        WorkerHello { copy: Copier::Engine, staging: Some(slots), regions: vec![region], ..worker }
     }
 }
 
@@ -323,15 +323,15 @@ proptest! {
     }
 }
 
-fn worker_hello() -> (Hello, Worker) {
-    let worker = Worker {
+fn worker_hello() -> (Hello, WorkerHello) {
+    let worker = WorkerHello {
         rank: 1,
         shard: 1,
         shards: 2,
         blocks: 100,
         regions: vec![BlockRegion { fd: 0, offset: 0, stride: 4096, bytes: 4096 }],
         copy: Copier::Engine,
-        ..Worker::default()
+        ..WorkerHello::default()
     };
     let role = Role::Worker(worker.clone());
     (Hello::new("engine".into(), 2, role), worker)
@@ -341,17 +341,20 @@ fn worker_hello() -> (Hello, Worker) {
 fn every_limit_of_a_staging_segment_names_its_field() {
     let (hello, worker) = worker_hello();
     let region = BlockRegion { offset: STAGING_WORDS_BYTES as u64, ..worker.regions[0] };
-    let staged = Worker { staging: Some(4), regions: vec![region], blocks: u32::MAX, ..worker };
-    let with = |worker: Worker| Hello { role: Role::Worker(worker), ..hello.clone() };
+    let staged = WorkerHello { staging: Some(4), regions: vec![region], blocks: u32::MAX, ..worker };
+    let with = |worker: WorkerHello| Hello { role: Role::Worker(worker), ..hello.clone() };
     assert!(handshake::decode_hello(&handshake::encode(&with(staged.clone())), 1).is_ok());
     let end = BlockRegion { stride: 1 << 62, ..region };
     let cases = [
-        ("staging", Worker { staging: Some(0), ..staged.clone() }),
-        ("staging", Worker { staging: Some(STAGING_SLOTS_MAX as u32 + 1), ..staged.clone() }),
-        ("copy", Worker { copy: Copier::Sidecar, ..staged.clone() }),
-        ("regions (their number)", Worker { regions: vec![region; 2], ..staged.clone() }),
-        ("region.offset", Worker { regions: vec![BlockRegion { offset: 4095, ..region }], ..staged.clone() }),
-        ("region.offset", Worker { regions: vec![end], ..staged.clone() }),
+        ("staging", WorkerHello { staging: Some(0), ..staged.clone() }),
+        ("staging", WorkerHello { staging: Some(STAGING_SLOTS_MAX as u32 + 1), ..staged.clone() }),
+        ("copy", WorkerHello { copy: Copier::Sidecar, ..staged.clone() }),
+        ("regions (their number)", WorkerHello { regions: vec![region; 2], ..staged.clone() }),
+        (
+            "region.offset",
+            WorkerHello { regions: vec![BlockRegion { offset: 4095, ..region }], ..staged.clone() },
+        ),
+        ("region.offset", WorkerHello { regions: vec![end], ..staged.clone() }),
     ];
     for (field, worker) in cases {
         assert_eq!(field_refused(&with(worker), 1), field);
@@ -398,54 +401,54 @@ fn every_limit_of_a_worker_names_its_field() {
     let region = worker.regions[0];
     let one_region = |region| vec![region];
     let facts = (0..257).map(|i| (i.to_string(), String::new())).collect();
-    let cases: Vec<(&str, Worker)> = vec![
-        ("rank", Worker { rank: 2, ..worker.clone() }),
-        ("shards", Worker { shards: 0, shard: 0, ..worker.clone() }),
-        ("shards", Worker { shards: 3, ..worker.clone() }),
-        ("shard", Worker { shard: 2, ..worker.clone() }),
-        ("shard", Worker { shard: 0, ..worker.clone() }),
-        ("expects (its hex digits)", Worker { expects: Some("a".repeat(31)), ..worker.clone() }),
-        ("expects (its hex digits)", Worker { expects: Some("A".repeat(32)), ..worker.clone() }),
-        ("expects (its hex digits)", Worker { expects: Some("a".repeat(64)), ..worker.clone() }),
+    let cases: Vec<(&str, WorkerHello)> = vec![
+        ("rank", WorkerHello { rank: 2, ..worker.clone() }),
+        ("shards", WorkerHello { shards: 0, shard: 0, ..worker.clone() }),
+        ("shards", WorkerHello { shards: 3, ..worker.clone() }),
+        ("shard", WorkerHello { shard: 2, ..worker.clone() }),
+        ("shard", WorkerHello { shard: 0, ..worker.clone() }),
+        ("expects (its hex digits)", WorkerHello { expects: Some("a".repeat(31)), ..worker.clone() }),
+        ("expects (its hex digits)", WorkerHello { expects: Some("A".repeat(32)), ..worker.clone() }),
+        ("expects (its hex digits)", WorkerHello { expects: Some("a".repeat(64)), ..worker.clone() }),
         (
             "fact weights_live",
-            Worker {
+            WorkerHello {
                 facts: [("weights_live".into(), "00".into())].into(),
                 live_weights: Some(Digest([0; 16])),
                 ..worker.clone()
             },
         ),
-        ("blocks", Worker { blocks: 0, ..worker.clone() }),
-        ("facts (their number)", Worker { facts, ..worker.clone() }),
-        ("regions (their number)", Worker { regions: vec![], ..worker.clone() }),
-        ("regions (their number)", Worker { regions: vec![region; REGIONS_MAX + 1], ..worker.clone() }),
-        ("region.fd", Worker { regions: one_region(BlockRegion { fd: 1, ..region }), ..worker.clone() }),
+        ("blocks", WorkerHello { blocks: 0, ..worker.clone() }),
+        ("facts (their number)", WorkerHello { facts, ..worker.clone() }),
+        ("regions (their number)", WorkerHello { regions: vec![], ..worker.clone() }),
+        ("regions (their number)", WorkerHello { regions: vec![region; REGIONS_MAX + 1], ..worker.clone() }),
+        ("region.fd", WorkerHello { regions: one_region(BlockRegion { fd: 1, ..region }), ..worker.clone() }),
         (
             "region.bytes",
-            Worker { regions: one_region(BlockRegion { bytes: 0, ..region }), ..worker.clone() },
+            WorkerHello { regions: one_region(BlockRegion { bytes: 0, ..region }), ..worker.clone() },
         ),
         (
             "region.stride",
-            Worker { regions: one_region(BlockRegion { stride: 4095, ..region }), ..worker.clone() },
+            WorkerHello { regions: one_region(BlockRegion { stride: 4095, ..region }), ..worker.clone() },
         ),
         (
             "region.offset",
-            Worker { regions: one_region(BlockRegion { offset: u64::MAX, ..region }), ..worker.clone() },
+            WorkerHello { regions: one_region(BlockRegion { offset: u64::MAX, ..region }), ..worker.clone() },
         ),
         (
             "region.offset",
-            Worker { regions: one_region(BlockRegion { stride: u64::MAX, ..region }), ..worker.clone() },
+            WorkerHello { regions: one_region(BlockRegion { stride: u64::MAX, ..region }), ..worker.clone() },
         ),
         (
             "region.offset",
-            Worker {
+            WorkerHello {
                 regions: one_region(BlockRegion { offset: i64::MAX as u64, ..region }),
                 ..worker.clone()
             },
         ),
         (
             "bytes of a block",
-            Worker {
+            WorkerHello {
                 blocks: 1,
                 regions: one_region(BlockRegion { stride: 1 << 40, bytes: 1 << 40, ..region }),
                 ..worker
@@ -459,24 +462,24 @@ fn every_limit_of_a_worker_names_its_field() {
 }
 
 /// The worker of [`worker_hello`] with its memory on a GPU.
-fn cuda_hello() -> (Hello, Worker, CudaMemory) {
+fn cuda_hello() -> (Hello, WorkerHello, CudaMemory) {
     let (hello, worker) = worker_hello();
     let allocations = vec![CudaAllocation { handle: [7; 64], bytes: 100 * 4096 }];
     let cuda = CudaMemory { uuid: [3; 16], pid: 7, allocations, cuts: vec![1024, 4096] };
-    (hello, Worker { copy: Copier::Sidecar, cuda: Some(cuda.clone()), ..worker }, cuda)
+    (hello, WorkerHello { copy: Copier::Sidecar, cuda: Some(cuda.clone()), ..worker }, cuda)
 }
 
 #[test]
 fn every_limit_of_gpu_memory_names_its_field() {
     let (hello, worker, cuda) = cuda_hello();
-    let role = |worker: Worker| Hello { role: Role::Worker(worker), ..hello.clone() };
-    let with = |cuda: CudaMemory| role(Worker { cuda: Some(cuda), ..worker.clone() });
+    let role = |worker: WorkerHello| Hello { role: Role::Worker(worker), ..hello.clone() };
+    let with = |cuda: CudaMemory| role(WorkerHello { cuda: Some(cuda), ..worker.clone() });
     let sound = handshake::decode_hello(&handshake::encode(&role(worker.clone())), 0);
     assert_eq!(sound, Ok(role(worker.clone())));
     assert_eq!(field_refused(&role(worker.clone()), 1), "descriptors", "no descriptor is sent beside it");
     let elsewhere = vec![BlockRegion { fd: 1, ..worker.regions[0] }];
-    assert_eq!(field_refused(&role(Worker { regions: elsewhere, ..worker.clone() }), 0), "region.fd");
-    assert_eq!(field_refused(&role(Worker { copy: Copier::Engine, ..worker.clone() }), 0), "copy");
+    assert_eq!(field_refused(&role(WorkerHello { regions: elsewhere, ..worker.clone() }), 0), "region.fd");
+    assert_eq!(field_refused(&role(WorkerHello { copy: Copier::Engine, ..worker.clone() }), 0), "copy");
     let one = &cuda.allocations[0];
     let many = vec![one.clone(); DESCRIPTORS_MAX + 1];
     assert_eq!(
@@ -610,7 +613,7 @@ fn a_refusal_of_any_release_is_read() {
 fn an_oversized_record_is_not_sent() {
     let (hello, worker) = worker_hello();
     let facts = BTreeMap::from([("model".to_owned(), "m".repeat(RECORD_BYTES_MAX))]);
-    let long = Hello { role: Role::Worker(Worker { facts, ..worker }), ..hello };
+    let long = Hello { role: Role::Worker(WorkerHello { facts, ..worker }), ..hello };
     let text = handshake::encode_hello(&long, 1).unwrap_err().to_string();
     assert!(text.contains("at most 65536 fit: state shorter facts"), "{text}");
 }

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use mesh::control::wire::namespaces::{GOLDEN_MAX, Stated};
 use serde::Serialize;
-use shm_protocol::handshake::Worker;
+use shm_protocol::handshake::WorkerHello;
 use shm_protocol::key::NamespaceDigest;
 use shm_protocol::namespace::{self, Facts, WEIGHTS_LIVE};
 
@@ -122,7 +122,7 @@ impl Catalog {
     pub fn examine(
         &self,
         engine: &str,
-        worker: &Worker,
+        worker: &WorkerHello,
         blocks: Option<&Blocks>,
     ) -> Result<Option<String>, String> {
         let (bytes, stated) = (block_bytes(worker), stated(&worker.facts));
@@ -333,7 +333,7 @@ impl Known {
 
 impl Blocks {
     /// Those of a worker that says hello, unless other ranks' weights have a part in its namespace.
-    pub fn of(world_size: u32, worker: &Worker) -> Option<Self> {
+    pub fn of(world_size: u32, worker: &WorkerHello) -> Option<Self> {
         let live = worker.live_weights.map(|live| live.0);
         let known = world_size == 1 || live.is_none();
         known.then(|| Self {
@@ -345,7 +345,7 @@ impl Blocks {
 }
 
 /// Bytes of a worker's block, all shards.
-fn block_bytes(worker: &Worker) -> u64 {
+fn block_bytes(worker: &WorkerHello) -> u64 {
     worker.block_bytes().expect("checked by the handshake") * u64::from(worker.shards)
 }
 

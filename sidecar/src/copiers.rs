@@ -13,7 +13,7 @@ use std::sync::{Arc, mpsc};
 
 use copy_engine::HostMemory;
 use copy_engine::cuda::Gpu;
-use shm_protocol::handshake::Worker;
+use shm_protocol::handshake::WorkerHello;
 use shm_protocol::session::SessionMemory;
 use shm_protocol::wait;
 use tiers::pool::Pool;
@@ -185,7 +185,7 @@ impl Copiers {
     pub fn open_gpu_rank(
         &self,
         (session, engine): (SessionId, &str),
-        worker: &Worker,
+        worker: &WorkerHello,
         words: &SessionMemory,
         socket: &Arc<OwnedFd>,
         process: Option<&OwnedFd>,

@@ -12,7 +12,7 @@ use client::{BLOCKS, Kv, greet, hello};
 use connector_shim::scheduler::{self, Config, Scheduler};
 use connector_shim::worker::{self, Memory};
 use shm_protocol::handshake::{
-    self, BlockRegion, Copier, CudaAllocation, CudaMemory, Digest, Hello, Reply, Role, Worker,
+    self, BlockRegion, Copier, CudaAllocation, CudaMemory, Digest, Hello, Reply, Role, WorkerHello,
 };
 
 const RUN: [u8; 16] = [7; 16];
@@ -38,25 +38,25 @@ struct Breach {
     through: Through,
 }
 
-fn worker_hello(world_size: u32, worker: Worker) -> Hello {
+fn worker_hello(world_size: u32, worker: WorkerHello) -> Hello {
     hello("engine", world_size, Role::Worker(worker))
 }
 
-fn host_worker(kv: &Kv) -> Worker {
+fn host_worker(kv: &Kv) -> WorkerHello {
     kv.stated("tiny", 0, 1, Copier::Engine)
 }
 
-fn gpu_worker(kv: &Kv) -> Worker {
+fn gpu_worker(kv: &Kv) -> WorkerHello {
     let region = BlockRegion { fd: 0, offset: 0, stride: GPU_BLOCK_BYTES, bytes: GPU_BLOCK_BYTES };
     let bytes = GPU_BLOCK_BYTES * u64::from(BLOCKS);
     let allocations = vec![CudaAllocation { handle: [1; 64], bytes }];
     let cuda = CudaMemory { uuid: [2; 16], pid: 1, allocations, cuts: vec![GPU_BLOCK_BYTES] };
-    Worker { regions: vec![region], copy: Copier::Sidecar, cuda: Some(cuda), ..host_worker(kv) }
+    WorkerHello { regions: vec![region], copy: Copier::Sidecar, cuda: Some(cuda), ..host_worker(kv) }
 }
 
-fn staged_worker(kv: &Kv) -> Worker {
+fn staged_worker(kv: &Kv) -> WorkerHello {
     let region = BlockRegion { fd: 0, offset: 4096, stride: 512, bytes: 512 };
-    Worker { regions: vec![region], staging: Some(4), ..host_worker(kv) }
+    WorkerHello { regions: vec![region], staging: Some(4), ..host_worker(kv) }
 }
 
 /// What any role says of its engine.
@@ -83,7 +83,7 @@ fn of_engines(kv: &Kv) -> Vec<Breach> {
 /// What a worker says of its place and its namespace.
 fn of_ranks(kv: &Kv) -> Vec<Breach> {
     let good = host_worker(kv);
-    let breach = |rule, world_size, change: &dyn Fn(&mut Worker)| {
+    let breach = |rule, world_size, change: &dyn Fn(&mut WorkerHello)| {
         let mut worker = good.clone();
         change(&mut worker);
         Breach { rule, hello: worker_hello(world_size, worker), descriptors: 2, through: Through::Session }
@@ -111,7 +111,7 @@ fn of_ranks(kv: &Kv) -> Vec<Breach> {
 /// What a worker says of its memory.
 fn of_memory(kv: &Kv) -> Vec<Breach> {
     let good = host_worker(kv);
-    let breach = |rule, change: &dyn Fn(&mut Worker)| {
+    let breach = |rule, change: &dyn Fn(&mut WorkerHello)| {
         let mut worker = good.clone();
         change(&mut worker);
         Breach { rule, hello: worker_hello(1, worker), descriptors: 2, through: Through::Session }
@@ -133,7 +133,7 @@ fn of_memory(kv: &Kv) -> Vec<Breach> {
 /// What is said of a staging segment, which a session makes itself.
 fn of_staging(kv: &Kv) -> Vec<Breach> {
     let good = staged_worker(kv);
-    let breach = |rule, descriptors, change: &dyn Fn(&mut Worker)| {
+    let breach = |rule, descriptors, change: &dyn Fn(&mut WorkerHello)| {
         let mut worker = good.clone();
         change(&mut worker);
         Breach { rule, hello: worker_hello(1, worker), descriptors, through: Through::Record }
@@ -142,7 +142,7 @@ fn of_staging(kv: &Kv) -> Vec<Breach> {
         breach("staging is 0; it must be 1 to 512", 1, &|worker| worker.staging = Some(0)),
         breach("staging is 513; it must be 1 to 512", 1, &|worker| worker.staging = Some(513)),
         breach("absent beside GPU memory", 0, &|worker| {
-            *worker = Worker { staging: Some(4), ..gpu_worker(kv) };
+            *worker = WorkerHello { staging: Some(4), ..gpu_worker(kv) };
         }),
         breach("descriptors is 2; it must be 1, of the staging segment", 2, &|_| ()),
         breach("regions (their number) is 2; it must be 1, of", 1, &|worker| {
@@ -161,7 +161,7 @@ fn of_gpus(kv: &Kv) -> Vec<Breach> {
         Breach { rule, hello: worker_hello(1, worker), descriptors: 0, through }
     };
     let (record, cuts) = (Through::Record, Through::Cuts);
-    let by_engine = Worker { copy: Copier::Engine, ..gpu_worker(kv) };
+    let by_engine = WorkerHello { copy: Copier::Engine, ..gpu_worker(kv) };
     vec![
         Breach { descriptors: 1, ..breach("descriptors is 1; it must be 0 beside GPU", record, &|_| ()) },
         breach("allocations (their number) is 65", record, &|cuda| {
@@ -241,7 +241,7 @@ fn every_rule_refuses_on_both_sides_with_the_same_text() {
 #[test]
 fn a_wrong_number_of_shards_is_refused_with_and_without_a_sidecar() {
     let (folder, kv) = (tempfile::tempdir().unwrap(), Kv::new());
-    let hello = worker_hello(4, Worker { shards: 3, ..host_worker(&kv) });
+    let hello = worker_hello(4, WorkerHello { shards: 3, ..host_worker(&kv) });
     let breach = Breach { rule: "3 of 4", hello, descriptors: 2, through: Through::Session };
     let alone = session_says(&folder.path().join("p.sock"), &kv, &breach);
     let sidecar = Sidecar::start(folder.path(), &[&"--dram", &"16MiB"]);

@@ -16,7 +16,7 @@ use nix::sys::signal::Signal;
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
 use serde_json::Value;
-use shm_protocol::handshake::{self, Copier, Digest, Hello, Reply, Role, Worker};
+use shm_protocol::handshake::{self, Copier, Digest, Hello, Reply, Role, WorkerHello};
 use shm_protocol::namespace::{complete, digest, weights_live};
 use shm_protocol::request::{SchedulerRequest, WorkerRequest};
 use shm_protocol::transport;
@@ -139,7 +139,7 @@ fn who_is_turned_away_is_counted_by_reason() {
     let kv = Kv::new();
     let scheduler = hello("engine", 1, Role::Scheduler { run: [1; 16] });
     let expects = Some("0".repeat(32));
-    let claims = Role::Worker(Worker { expects, ..kv.stated("tiny", 0, 1, Copier::Engine) });
+    let claims = Role::Worker(WorkerHello { expects, ..kv.stated("tiny", 0, 1, Copier::Engine) });
     let null = std::fs::File::open("/dev/null").unwrap();
     let no_memory = [null.as_fd(); 2];
     let memory = kv.fds.each_ref().map(AsFd::as_fd);
@@ -413,7 +413,7 @@ fn an_engine_is_shown_what_its_ranks_bind_it_to() {
     let mut scheduler = Session::scheduler(socket, "engine", 2, run);
     let open = |rank: usize, live: u8| {
         let worker = kvs[rank].stated("tiny", rank as u32, 2, Copier::Engine);
-        let role = Role::Worker(Worker { live_weights: Some(Digest([live; 16])), ..worker });
+        let role = Role::Worker(WorkerHello { live_weights: Some(Digest([live; 16])), ..worker });
         Session::open(socket, &hello("engine", 2, role), &kvs[rank].fds.each_ref())
     };
     let mut ranks = [open(0, 0), open(1, 1)];

@@ -12,7 +12,7 @@ use connector_shim::error::ShimError;
 use connector_shim::scheduler::{self, Config, Scheduler};
 use connector_shim::worker::{self, Memory};
 use rustix::fs::MemfdFlags;
-use shm_protocol::handshake::{BlockRegion, Copier, Role, Worker};
+use shm_protocol::handshake::{BlockRegion, Copier, Role, WorkerHello};
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::{STAGING_WORDS_BYTES, staging_word};
 use shm_protocol::message::{Kind, Message, Saved, Stage, Status};
@@ -371,7 +371,7 @@ fn a_segment_that_is_too_small_or_shrinks_harms_nobody_else() {
     let sidecar = InProcess::start(Options::default());
     let worker = Kv::new().stated("tiny", 0, 1, Copier::Engine);
     let regions = vec![BlockRegion { fd: 0, offset: 4096, stride: 16_384, bytes: BLOCK_BYTES }];
-    let role = Role::Worker(Worker { regions, staging: Some(SLOTS), ..worker });
+    let role = Role::Worker(WorkerHello { regions, staging: Some(SLOTS), ..worker });
     let small = rustix::fs::memfd_create("staging", MemfdFlags::CLOEXEC).unwrap();
     rustix::fs::ftruncate(&small, 4096).unwrap();
     let (_, reply, _) = client::greet(&sidecar.socket, &hello("engine", 1, role), &[&small]);

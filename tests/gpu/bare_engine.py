@@ -164,8 +164,8 @@ class Engine:
         for load in loads:
             if not load.sync:
                 self._loading[_shim.plan_op(load.plan)] = (load, 1 + len(self._others))
-        overlap = self._random.random() < 0.5
-        order = Order(self._step, loads, written, overlap, self._random.randint(*SPIN_CYCLES))
+        by_cuts = self._random.random() < 0.5
+        order = Order(self._step, loads, written, by_cuts, self._random.randint(*SPIN_CYCLES))
         for ended in self._all("step", order):
             for op in ended:
                 self._rank_ended(op)

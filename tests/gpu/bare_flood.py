@@ -178,7 +178,7 @@ class Engine(Sessions):
             plans.append(planned)
         with self.step():
             for log, plan in plans:
-                failed = self.worker.load(plan, False, self.stream)
+                failed = self.worker.load(plan, self.stream)
                 if failed is None:
                     self._loading[_shim.plan_op(plan)] = log
                 else:

@@ -69,7 +69,7 @@ class Order:
     loads: list[Load]
     written: list[tuple[Prompt, list[int]]]
     # Synchronous loads are waited for cut by cut.
-    overlap: bool
+    by_cuts: bool
     spin_cycles: int
 
 
@@ -80,14 +80,14 @@ class Found:
     wrong_words: int = 0
     first_wrong_step: int = 0
     loaded_sync: int = 0
-    loaded_overlapped: int = 0
+    loaded_by_cuts: int = 0
     loaded_async: int = 0
     failed: int = 0
 
     @property
     def loaded(self) -> int:
         """All that were."""
-        return self.loaded_sync + self.loaded_overlapped + self.loaded_async
+        return self.loaded_sync + self.loaded_by_cuts + self.loaded_async
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,9 +221,9 @@ class Rank:
         needed, ended = self._begin_loads(order)
         torch.cuda._sleep(order.spin_cycles)
         first = 0
-        for cut, layers in enumerate(self._geometry.cut_layers if order.overlap else [LAYERS]):
-            if order.overlap:
-                self._session.wait_group(cut, stream)
+        for cut, layers in enumerate(self._geometry.cut_layers if order.by_cuts else [LAYERS]):
+            if order.by_cuts:
+                self._session.wait_cut(cut, stream)
             for load in needed:
                 self._check(order.step, load, slice(first, first + layers))
             first += layers
@@ -239,11 +239,11 @@ class Rank:
         return ended
 
     def _begin_loads(self, order: Order) -> tuple[list[Load], list[int]]:
-        """Loads that this step reads: at once, or with `overlap` each cut when it was waited for. Asynchronous ones that have
+        """Loads that this step reads: at once, or with `by_cuts` each cut when it was waited for. Asynchronous ones that have
         ended already, since there is no sidecar any more, come second."""
         needed, ended = [], []
         for load in order.loads:
-            failed = self._session.load(load.plan, load.sync, self._stream.cuda_stream, order.overlap and load.sync)
+            failed = self._session.load(load.plan, self._stream.cuda_stream, order.by_cuts and load.sync)
             if failed is None:
                 self._loading[_shim.plan_op(load.plan)] = load
                 continue
@@ -252,8 +252,8 @@ class Rank:
                 ended.append(_shim.plan_op(load.plan))
             if not failed:
                 needed.append(load)
-                self._found.loaded_overlapped += len(load.blocks) * order.overlap
-                self._found.loaded_sync += len(load.blocks) * (not order.overlap)
+                self._found.loaded_by_cuts += len(load.blocks) * order.by_cuts
+                self._found.loaded_sync += len(load.blocks) * (not order.by_cuts)
         return needed, ended
 
     def _take_finished(self, step: int) -> list[int]:

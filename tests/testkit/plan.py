@@ -1,4 +1,4 @@
-"""A load's plan, as connector-shim/src/plan.rs lays it out."""
+"""A load's plan, as connector-shim/src/core/plan.rs lays it out."""
 
 from __future__ import annotations
 

@@ -20,11 +20,11 @@ class Session:
         self.loading = 0
         self.waits: list[int] = []
 
-    def wait_group(self, group: int, stream: int) -> None:
+    def wait_cut(self, cut: int, stream: int) -> None:
         """Enqueues a wait."""
         assert stream == 7
-        self.waits.append(group)
-        if group == CUTS - 1:
+        self.waits.append(cut)
+        if cut == CUTS - 1:
             self.loading = 0
 
 

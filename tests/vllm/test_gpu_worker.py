@@ -20,6 +20,8 @@ from pillion.worker import Worker
 LAYERS = [f"layer.{index}" for index in range(4)]
 CUTS = 2
 WHOLE, CUT_BY_CUT = False, True
+# The flag of a plan that its step waits for, and where a plan has its flags.
+LOAD_SYNC, FLAGS = 1, 28
 
 
 class Session:
@@ -42,26 +44,28 @@ class Session:
         """A step begins."""
         self.calls.append(("start", step))
 
-    def done(self, step: int, ring: bool, stream: int) -> None:
+    def done(self, step: int, wake: bool, stream: int) -> None:
         """A step is done."""
         self.calls.append(("done", step))
 
-    def load(self, plan: bytes, sync: bool, stream: int, overlap: bool) -> list[int] | None:
+    def load(self, plan: bytes, stream: int, by_cuts: bool) -> list[int] | None:
         """Begins a load."""
-        self.calls.append(("load", overlap))
-        self.loading += overlap
-        return [] if sync else None
+        self.calls.append(("load", by_cuts))
+        self.loading += by_cuts
+        return [] if plan[FLAGS] == LOAD_SYNC else None
 
-    def wait_group(self, group: int, stream: int) -> None:
+    def wait_cut(self, cut: int, stream: int) -> None:
         """Enqueues a wait."""
-        self.calls.append(("wait", group))
-        if group == CUTS - 1:
+        self.calls.append(("wait", cut))
+        if cut == CUTS - 1:
             self.loading = 0
 
 
-def plan(*blocks: int) -> bytes:
-    """As connector-shim/src/plan.rs encodes it."""
-    return struct.pack("<QQQII", 77, 1, 5, len(blocks), 0) + b"".join(struct.pack("<QQQ", block, 4096, 3) for block in blocks)
+def plan(*blocks: int, flags: int = LOAD_SYNC) -> bytes:
+    """As connector-shim/src/core/plan.rs encodes it."""
+    return struct.pack("<QQQII", 77, 1, 5, len(blocks), flags) + b"".join(
+        struct.pack("<QQQ", block, 4096, 3) for block in blocks
+    )
 
 
 # Full attention in all layers, of which nothing more is known.
@@ -119,8 +123,8 @@ def test_asynchronous_loads_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("pillion._shim.plan_op", lambda plan: 77)
     rank = Rank()
     rank.step("NONE", LAYERS)
-    assert rank.step("NONE", LAYERS, (plan(5), False)) == [("start", 2), ("load", WHOLE), ("done", 2)]
-    both = rank.step("NONE", LAYERS, (plan(5), False), (plan(6), True))
+    assert rank.step("NONE", LAYERS, (plan(5, flags=0), False)) == [("start", 2), ("load", WHOLE), ("done", 2)]
+    both = rank.step("NONE", LAYERS, (plan(5, flags=0), False), (plan(6), True))
     assert both == [("start", 3), ("load", WHOLE), ("load", CUT_BY_CUT), ("wait", 0), ("wait", 1), ("done", 3)]
 
 

@@ -150,7 +150,7 @@ class Session:
     def start(self, step: int, stream: int) -> None:
         """Not looked at."""
 
-    def done(self, step: int, ring: bool, stream: int) -> None:
+    def done(self, step: int, wake: bool, stream: int) -> None:
         """Not looked at."""
 
     def take_notices(self) -> list[str]:

@@ -11,7 +11,7 @@ use super::handle::{Guarded, Notices, Run, end, put};
 use super::raw::{Hash, Items, Text};
 use crate::core::plan::Plan;
 use crate::error::ShimError;
-use crate::scheduler::{Config, Options, Scheduler as Session};
+use crate::scheduler::{self, Config, Options};
 
 /// The session of an engine's scheduler, one for each engine.
 #[derive(Debug)]
@@ -19,7 +19,7 @@ pub struct Scheduler(Guarded<State>);
 
 #[derive(Debug)]
 pub(super) struct State {
-    pub(super) session: Session,
+    pub(super) session: scheduler::Scheduler,
     plan: Vec<u8>,
     notices: Notices,
 }
@@ -86,7 +86,7 @@ pub extern "C" fn pillion_scheduler_connect(
 ) -> Status {
     answer(|| {
         let (options, out) = (given("options", options)?, given("scheduler", scheduler)?);
-        let session = Session::new(Options {
+        let session = scheduler::Scheduler::new(Options {
             socket: options.socket.get("socket")?.into(),
             engine: options.engine.get("engine")?.into(),
             world_size: options.world_size,
@@ -352,7 +352,7 @@ fn save(
 }
 
 /// A call that says something and has no answer.
-pub(super) fn tell(scheduler: Option<&Scheduler>, tell: impl FnOnce(&mut Session)) -> Status {
+pub(super) fn tell(scheduler: Option<&Scheduler>, tell: impl FnOnce(&mut scheduler::Scheduler)) -> Status {
     call(scheduler, |state| {
         tell(&mut state.session);
         Ok(())

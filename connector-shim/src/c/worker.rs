@@ -5,14 +5,13 @@ use std::ffi::{CString, c_char};
 use std::mem::MaybeUninit;
 
 use shm_protocol::handshake::{self, BlockRegion, Copier, Digest};
-use shm_protocol::message::LOAD_SYNC;
 
 use super::error::{Failure, Status, answer, given};
 use super::handle::{Guarded, Notices, Run, end, put};
 use super::raw::{Items, Text};
 use crate::core::plan::Plan;
 use crate::error::ShimError;
-use crate::worker::{Begun, Ended, Memory, Options, Worker as Session};
+use crate::worker::{self, Begun, Ended, Memory, Options};
 
 /// The session of one rank.
 #[derive(Debug)]
@@ -20,7 +19,7 @@ pub struct Worker(Guarded<State>);
 
 #[derive(Debug)]
 struct State {
-    session: Session,
+    session: worker::Worker,
     /// Asynchronous loads that ended and were not told yet.
     ended: VecDeque<Ended>,
     /// Of the load told last.
@@ -139,7 +138,7 @@ pub extern "C" fn pillion_worker_connect(
     answer(|| {
         let (options, out) = (given("options", options)?, given("worker", worker)?);
         let state = State {
-            session: Session::new(options.read()?)?,
+            session: worker::Worker::new(options.read()?)?,
             ended: VecDeque::new(),
             failed: Vec::new(),
             namespace: CString::default(),
@@ -225,18 +224,15 @@ pub extern "C" fn pillion_worker_load(
     call(worker, |state| {
         let out = given("loaded", loaded)?;
         let plan = Plan::decode(plan.get("plan")?).map_err(ShimError::from)?;
-        let (op, sync) = (plan.op, plan.flags & LOAD_SYNC != 0);
-        state.failed = match sync {
-            true => match state.session.load_on(plan, stream, by_cuts)? {
-                Begun::OnStream(failed) => failed,
-                Begun::No(plan) => state.session.load_behind(plan, stream)?,
-            },
-            false => {
-                state.session.load_later(plan, stream)?;
-                Vec::new()
-            }
+        let op = plan.op;
+        let begun = state.session.begin_load(plan, stream, by_cuts)?;
+        let ended = begun != Begun::Later;
+        state.failed = match begun {
+            Begun::Later => Vec::new(),
+            Begun::OnStream(failed) => failed,
+            Begun::No(plan) => state.session.load_behind(plan, stream)?,
         };
-        out.write(Loaded { ended: sync, op, failed: Items::of(&state.failed) });
+        out.write(Loaded { ended, op, failed: Items::of(&state.failed) });
         Ok(())
     })
 }
@@ -245,7 +241,7 @@ pub extern "C" fn pillion_worker_load(
 /// it. To be called for the last cut, at the latest before the step ends.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_worker_wait_cut(worker: Option<&Worker>, cut: u32, stream: u64) -> Status {
-    call(worker, |state| Ok(state.session.wait_group(cut as usize, stream)?))
+    call(worker, |state| Ok(state.session.wait_cut(cut as usize, stream)?))
 }
 
 /// Tells the end of one asynchronous load, each once. `loaded.failed` is valid until the next call with this handle.
@@ -285,7 +281,7 @@ impl WorkerOptions {
         let facts = self.facts.get("facts")?;
         let live_weights = self.live_weights.get16("live_weights")?.map(Digest);
         let expects = self.expects.get_some("expects")?.map(str::to_owned);
-        let worker = handshake::Worker {
+        let worker = handshake::WorkerHello {
             rank: self.rank,
             shard: self.shard,
             shards: self.shards,
@@ -296,7 +292,7 @@ impl WorkerOptions {
             proves: live_weights.is_none() && expects.is_some(),
             expects,
             live_weights,
-            ..handshake::Worker::default()
+            ..handshake::WorkerHello::default()
         };
         if worker.facts.len() != facts.len() {
             return Err(Failure::argument("two facts have the same name"));

@@ -67,7 +67,7 @@ impl Device {
     /// copies (`alone`), exports the allocations around them and rewrites the regions to count from their bases. The context
     /// of the GPU is the calling thread's, `stream` the engine's.
     pub(super) fn new(
-        worker: &mut handshake::Worker,
+        worker: &mut handshake::WorkerHello,
         pointers: &[u64],
         cuts: Vec<u64>,
         stream: u64,
@@ -147,13 +147,13 @@ impl Device {
         link: &Arc<Link>,
         op: u64,
         stream: &EngineStream,
-        overlap: bool,
+        by_cuts: bool,
     ) -> Result<(), CudaError> {
         // The words of an ended connection are used once more: earlier marks say nothing of that.
         let ended = self.retired.iter_mut().find(|retired| Arc::ptr_eq(&retired.link, link));
         ended.into_iter().for_each(|retired| retired.passed = None);
         self.loads.push(StepLoad { op, link: Arc::clone(link), waited: 0 });
-        if overlap { Ok(()) } else { self.wait(stream, self.cuts) }
+        if by_cuts { Ok(()) } else { self.wait(stream, self.cuts) }
     }
 
     /// Makes the stream wait for the first `cuts` cuts of every sync load of the step.
@@ -210,7 +210,7 @@ impl Retired {
 /// Exports the allocations around `pointers` and says so in `worker`; where they begin.
 fn show(
     gpu: &Gpu,
-    worker: &mut handshake::Worker,
+    worker: &mut handshake::WorkerHello,
     pointers: &[u64],
     cuts: Vec<u64>,
 ) -> Result<Vec<u64>, ShimError> {
@@ -229,7 +229,7 @@ fn show(
 
 /// Points every region at the allocation it lies in, each listed once, and checks that it lies inside.
 fn place(
-    worker: &mut handshake::Worker,
+    worker: &mut handshake::WorkerHello,
     pointers: &[u64],
     exports: &[Exported],
 ) -> Result<Vec<Exported>, ShimError> {
@@ -258,7 +258,7 @@ fn place(
 fn own_memory(
     gpu: &Arc<Gpu>,
     bases: &[u64],
-    worker: &handshake::Worker,
+    worker: &handshake::WorkerHello,
     stream: u64,
     batch_bytes: u64,
 ) -> Result<DeviceMemory, ShimError> {
@@ -288,13 +288,13 @@ mod tests {
 
     use super::*;
 
-    fn worker(regions: Vec<BlockRegion>) -> handshake::Worker {
-        handshake::Worker {
+    fn worker(regions: Vec<BlockRegion>) -> handshake::WorkerHello {
+        handshake::WorkerHello {
             shards: 1,
             blocks: 4,
             regions,
             copy: Copier::Sidecar,
-            ..handshake::Worker::default()
+            ..handshake::WorkerHello::default()
         }
     }
 

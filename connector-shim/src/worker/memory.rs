@@ -41,7 +41,7 @@ pub(super) struct Opened {
 
 /// Makes a rank's memory ready, and says in `worker` what is shown of it.
 pub(super) fn open_memory(
-    worker: &mut handshake::Worker,
+    worker: &mut handshake::WorkerHello,
     memory: Memory,
     staged: bool,
 ) -> Result<Opened, ShimError> {

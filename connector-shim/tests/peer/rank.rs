@@ -55,7 +55,7 @@ fn region(layer: u64) -> BlockRegion {
 }
 
 pub(crate) fn options(peer: &Peer, kv: &Kv, copy: Copier) -> Options {
-    let worker = handshake::Worker {
+    let worker = handshake::WorkerHello {
         rank: 0,
         shard: 0,
         shards: 1,
@@ -63,7 +63,7 @@ pub(crate) fn options(peer: &Peer, kv: &Kv, copy: Copier) -> Options {
         regions: vec![region(0), region(1)],
         copy,
         facts: super::facts(),
-        ..handshake::Worker::default()
+        ..handshake::WorkerHello::default()
     };
     let memory = Memory::Host(vec![kv.0.try_clone().unwrap()]);
     Options {

@@ -32,7 +32,7 @@ pub(crate) enum Trouble {
 
 /// What happens to both directions of a connection.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
-pub(crate) struct Plan {
+pub(crate) struct Troubles {
     pub(crate) up: Vec<Trouble>,
     pub(crate) down: Vec<Trouble>,
 }
@@ -45,14 +45,14 @@ pub(crate) struct Proxy {
 
 struct Shared {
     to: SocketAddr,
-    plan: Mutex<Plan>,
+    troubles: Mutex<Troubles>,
     ended: AtomicBool,
     streams: Mutex<Vec<TcpStream>>,
 }
 
-// === impl Plan ===
+// === impl Troubles ===
 
-impl Plan {
+impl Troubles {
     pub(crate) fn down(trouble: Trouble) -> Self {
         Self { up: Vec::new(), down: vec![trouble] }
     }
@@ -64,7 +64,7 @@ impl Plan {
     /// One or two troubles somewhere in the first `bytes` bytes.
     pub(crate) fn seeded(seed: u64, bytes: u64) -> Self {
         let mut random = Random(seed);
-        let mut plan = Self::default();
+        let mut troubles = Self::default();
         for _ in 0..=random.below(2) {
             // Asks are few bytes, blocks are many; the begin of a stream has the most to break.
             let down = random.below(4) > 0;
@@ -77,21 +77,21 @@ impl Plan {
                 4 => Trouble::HalfClose(at),
                 _ => Trouble::Drip(at, 1 + random.below(4096) as usize, Duration::from_millis(1)),
             };
-            if down { plan.down.push(trouble) } else { plan.up.push(trouble) }
+            if down { troubles.down.push(trouble) } else { troubles.up.push(trouble) }
         }
-        plan
+        troubles
     }
 }
 
 // === impl Proxy ===
 
 impl Proxy {
-    pub(crate) fn start(to: SocketAddr, plan: Plan) -> Self {
+    pub(crate) fn start(to: SocketAddr, troubles: Troubles) -> Self {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let address = listener.local_addr().unwrap();
         let shared = Arc::new(Shared {
             to,
-            plan: Mutex::new(plan),
+            troubles: Mutex::new(troubles),
             ended: AtomicBool::new(false),
             streams: Mutex::default(),
         });
@@ -108,8 +108,8 @@ impl Proxy {
     }
 
     /// What happens to connections made from now on.
-    pub(crate) fn plan(&self, plan: Plan) {
-        *self.shared.plan.lock().unwrap() = plan;
+    pub(crate) fn trouble(&self, troubles: Troubles) {
+        *self.shared.troubles.lock().unwrap() = troubles;
     }
 
     /// Ends all connections there are.
@@ -133,8 +133,8 @@ impl Drop for Proxy {
 impl Shared {
     fn connect(self: &Arc<Self>, from: TcpStream) {
         let Ok(to) = TcpStream::connect(self.to) else { return };
-        let plan = self.plan.lock().unwrap().clone();
-        for (from, to, troubles) in [(&from, &to, plan.up), (&to, &from, plan.down)] {
+        let both = self.troubles.lock().unwrap().clone();
+        for (from, to, troubles) in [(&from, &to, both.up), (&to, &from, both.down)] {
             let (from, to) = (from.try_clone().unwrap(), to.try_clone().unwrap());
             self.streams.lock().unwrap().push(from.try_clone().unwrap());
             let own = Arc::clone(self);

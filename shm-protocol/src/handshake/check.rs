@@ -6,7 +6,7 @@ use std::fmt::{self, Display, Formatter};
 
 use super::{
     BlockRegion, CUTS_MAX, Copier, CudaMemory, DESCRIPTORS_MAX, FACTS_MAX, HandshakeError, Hello, RANKS_MAX,
-    REGIONS_MAX, Role, WEIGHTS_LIVE, Worker,
+    REGIONS_MAX, Role, WEIGHTS_LIVE, WorkerHello,
 };
 use crate::layout::{PROMISED_WAIT_MS_MAX, QUERY_WAIT_MS_MAX, STAGING_SLOTS_MAX, STAGING_WORDS_BYTES};
 use crate::versions::RELEASE_BYTES_MAX;
@@ -80,9 +80,9 @@ impl Hello {
     }
 }
 
-// === impl Worker ===
+// === impl WorkerHello ===
 
-impl Worker {
+impl WorkerHello {
     fn check(&self, world_size: u32, descriptors: usize) -> Result<(), HandshakeError> {
         self.check_place(world_size)?;
         range("blocks", self.blocks, self.blocks > 0, "at least 1")?;
@@ -179,7 +179,7 @@ impl Worker {
 // === impl CudaMemory ===
 
 impl CudaMemory {
-    fn check(&self, worker: &Worker) -> Result<(), HandshakeError> {
+    fn check(&self, worker: &WorkerHello) -> Result<(), HandshakeError> {
         let count = self.allocations.len();
         range("allocations (their number)", count, (1..=DESCRIPTORS_MAX).contains(&count), "1 to 64")?;
         for (number, allocation) in (0..).zip(&self.allocations) {

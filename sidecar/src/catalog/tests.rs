@@ -9,17 +9,23 @@ fn regions(bytes: u64) -> Vec<BlockRegion> {
     vec![BlockRegion { fd: 0, offset: 0, stride: bytes, bytes }]
 }
 
-fn worker(changed: &[(&str, &str)]) -> Worker {
+fn worker(changed: &[(&str, &str)]) -> WorkerHello {
     let usual = [("model", "tiny"), ("weights", "w"), ("none_hash", "aa"), ("page_form", "tokens=32")];
     let facts = usual.iter().chain(changed).map(|(name, value)| ((*name).into(), (*value).into()));
-    Worker { shards: 2, blocks: 8, regions: regions(4096), facts: facts.collect(), ..Worker::default() }
+    WorkerHello {
+        shards: 2,
+        blocks: 8,
+        regions: regions(4096),
+        facts: facts.collect(),
+        ..WorkerHello::default()
+    }
 }
 
-fn examine(catalog: &Catalog, engine: &str, worker: &Worker) -> Result<Option<String>, String> {
+fn examine(catalog: &Catalog, engine: &str, worker: &WorkerHello) -> Result<Option<String>, String> {
     catalog.examine(engine, worker, Blocks::of(2, worker).as_ref())
 }
 
-fn enter(catalog: &mut Catalog, session: SessionId, engine: &str, worker: &Worker) -> bool {
+fn enter(catalog: &mut Catalog, session: SessionId, engine: &str, worker: &WorkerHello) -> bool {
     catalog.enter(&[session], engine, &Blocks::of(2, worker).unwrap())
 }
 
@@ -33,7 +39,7 @@ fn a_near_miss_is_told_to_the_first_rank_of_an_engine_and_to_engines_of_the_same
     assert!(note.contains("same model and layout") && note.contains("set PYTHONHASHSEED"), "{note}");
     assert!(note.contains("which is served here"), "{note}");
     assert!(enter(&mut catalog, 2, "b", &seeded));
-    let second = Worker { rank: 1, ..seeded };
+    let second = WorkerHello { rank: 1, ..seeded };
     assert_eq!(examine(&catalog, "b", &second), Ok(None), "said to the first rank");
     assert!(!enter(&mut catalog, 3, "b", &second));
     let stranger = worker(&[("model", "other"), ("weights", "v")]);
@@ -76,12 +82,12 @@ fn an_engine_that_claims_another_namespace_is_refused_with_both_descriptors() {
     let theirs = worker(&[]);
     enter(&mut catalog, 1, "a", &theirs);
     let digest = namespace::digest(&theirs.facts).to_string();
-    assert_eq!(examine(&catalog, "b", &Worker { expects: Some(digest.clone()), ..theirs }), Ok(None));
-    let other = Worker { expects: Some(digest.clone()), ..worker(&[("page_form", "tokens=16")]) };
+    assert_eq!(examine(&catalog, "b", &WorkerHello { expects: Some(digest.clone()), ..theirs }), Ok(None));
+    let other = WorkerHello { expects: Some(digest.clone()), ..worker(&[("page_form", "tokens=16")]) };
     let reason = examine(&catalog, "b", &other).unwrap_err();
     assert!(reason.contains("page_form is 'tokens=16' here and 'tokens=32' there"), "{reason}");
     assert!(reason.contains("lay pages out alike") && reason.contains(&digest), "{reason}");
-    let unseen = Worker { expects: Some("0".repeat(32)), ..other };
+    let unseen = WorkerHello { expects: Some("0".repeat(32)), ..other };
     assert!(examine(&catalog, "b", &unseen).unwrap_err().contains("has not seen"));
 }
 
@@ -90,14 +96,14 @@ fn blocks_of_another_size_or_of_other_shards_are_refused_with_both_numbers() {
     let mut catalog = Catalog::default();
     enter(&mut catalog, 1, "a", &worker(&[]));
     catalog.leave(1);
-    let reason = examine(&catalog, "b", &Worker { regions: regions(1024), ..worker(&[]) }).unwrap_err();
+    let reason = examine(&catalog, "b", &WorkerHello { regions: regions(1024), ..worker(&[]) }).unwrap_err();
     assert!(reason.contains("8192 bytes in 2 shards") && reason.contains("2048 bytes in 2"), "{reason}");
-    let whole = Worker { shards: 1, regions: regions(8192), ..worker(&[]) };
+    let whole = WorkerHello { shards: 1, regions: regions(8192), ..worker(&[]) };
     let reason = examine(&catalog, "b", &whole).unwrap_err();
     assert!(reason.contains("8192 bytes in 2 shards") && reason.contains("8192 bytes in 1"), "{reason}");
     assert!(reason.contains("pillion.salt"), "{reason}");
     let parted = BlockRegion { fd: 0, offset: 0, stride: 4096, bytes: 2048 };
-    let parted = Worker { regions: vec![parted; 2], ..worker(&[]) };
+    let parted = WorkerHello { regions: vec![parted; 2], ..worker(&[]) };
     assert_eq!(examine(&catalog, "b", &parted), Ok(None), "as many bytes");
 }
 
@@ -105,7 +111,7 @@ fn blocks_of_another_size_or_of_other_shards_are_refused_with_both_numbers() {
 fn entries_count_engines_and_old_namespaces_make_room() {
     let mut catalog = Catalog::default();
     enter(&mut catalog, 1, "a", &worker(&[]));
-    enter(&mut catalog, 2, "a", &Worker { rank: 1, ..worker(&[]) });
+    enter(&mut catalog, 2, "a", &WorkerHello { rank: 1, ..worker(&[]) });
     enter(&mut catalog, 3, "b", &worker(&[]));
     let entries = catalog.entries(&Levels::default());
     let [(digest, entry)] = entries.as_slice() else { panic!("{entries:?}") };
@@ -128,7 +134,7 @@ fn entries_count_engines_and_old_namespaces_make_room() {
 #[test]
 fn an_engine_whose_weights_are_known_together_enters_once_it_is_bound() {
     let mut catalog = Catalog::default();
-    let ours = Worker { live_weights: Some(Digest([7; 16])), ..worker(&[]) };
+    let ours = WorkerHello { live_weights: Some(Digest([7; 16])), ..worker(&[]) };
     assert!(Blocks::of(2, &ours).is_none() && Blocks::of(1, &ours).is_some());
     let bound = |live| {
         let facts = namespace::complete(&ours.facts, namespace::weights_live([Some(live); 2]));
@@ -142,6 +148,6 @@ fn an_engine_whose_weights_are_known_together_enters_once_it_is_bound() {
     let engines: Vec<usize> =
         catalog.entries(&Levels::default()).iter().map(|entry| entry.1.engines).collect();
     assert_eq!(engines.iter().sum::<usize>(), 1, "it left the one that it served before");
-    let reason = examine(&catalog, "c", &Worker { regions: regions(1024), ..ours }).unwrap_err();
+    let reason = examine(&catalog, "c", &WorkerHello { regions: regions(1024), ..ours }).unwrap_err();
     assert!(reason.contains("8192 bytes in 2 shards"), "by the facts that it states: {reason}");
 }

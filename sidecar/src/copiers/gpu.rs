@@ -28,7 +28,7 @@ use copy_engine::cuda::{Blocks, CopyStream, CudaError, Gpu, Imported, Registered
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::MemfdFlags;
 use shm_protocol::gate;
-use shm_protocol::handshake::Worker;
+use shm_protocol::handshake::WorkerHello;
 use shm_protocol::layout::{
     GATES_BYTES, HEADER_BYTES, LOAD_WORDS, LOAD_WORDS_BYTES, gate_word, header, load_word, load_word_value,
 };
@@ -70,7 +70,7 @@ pub(super) struct GpuRank {
 pub(super) struct Asked {
     pub(super) session: SessionId,
     pub(super) engine: String,
-    pub(super) worker: Worker,
+    pub(super) worker: WorkerHello,
     pub(super) memory: SessionMemory,
     pub(super) pool: Arc<Region>,
     pub(super) pinned: Arc<Pinned>,

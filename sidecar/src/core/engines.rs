@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Index;
 use std::sync::Arc;
 
-use shm_protocol::handshake::{Copier, Hello, RANKS_MAX, Role, Worker as WorkerHello};
+use shm_protocol::handshake::{Copier, Hello, RANKS_MAX, Role, WorkerHello};
 use shm_protocol::key::NamespaceDigest;
 use shm_protocol::layout::{AWAIT_MS, PROMISED_WAIT_MS_MAX};
 use shm_protocol::namespace::{self, Facts};

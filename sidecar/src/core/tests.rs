@@ -13,7 +13,7 @@ mod timing;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use shm_protocol::handshake::{BlockRegion, Copier, Digest, Role, Worker as WorkerHello};
+use shm_protocol::handshake::{BlockRegion, Copier, Digest, Role, WorkerHello};
 use shm_protocol::key::{BlockKey, NamespaceDigest};
 use shm_protocol::message::{APPEND_CHUNKS, LOAD_BY_ENGINE, LOAD_EARLY, Outcome, Saved, Status};
 use shm_protocol::namespace::Facts;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use copy_engine::HostMemory;
 use rustix::fs::FileType;
 use rustix::io::Errno;
-use shm_protocol::handshake::{self, Copier, Hello, Reply, Role, Welcome, Worker};
+use shm_protocol::handshake::{self, Copier, Hello, Reply, Role, Welcome, WorkerHello};
 use shm_protocol::key::NamespaceDigest;
 use shm_protocol::namespace;
 use shm_protocol::region::Access;
@@ -214,7 +214,7 @@ impl Runtime {
     /// The rank of a worker whose memory is no GPU's, or is one's that the sidecar does not reach.
     fn other_rank(
         &self,
-        worker: &Worker,
+        worker: &WorkerHello,
         descriptors: Vec<OwnedFd>,
         memory: &SessionMemory,
         socket: &Arc<OwnedFd>,
@@ -304,7 +304,7 @@ fn describe(role: &Role) -> String {
 }
 
 /// `blocks` blocks of a rank's memory, if its descriptors are memory: a copy from anything else could block a copying thread.
-fn host_memory(worker: &Worker, blocks: u32, descriptors: Vec<OwnedFd>) -> Result<HostMemory, String> {
+fn host_memory(worker: &WorkerHello, blocks: u32, descriptors: Vec<OwnedFd>) -> Result<HostMemory, String> {
     for (index, descriptor) in descriptors.iter().enumerate() {
         let stat = rustix::fs::fstat(descriptor).map_err(|error| format!("descriptor {index}: {error}"))?;
         let fs = rustix::fs::fstatfs(descriptor).map_err(|error| format!("descriptor {index}: {error}"))?;

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::MemfdFlags;
-use shm_protocol::handshake::{self, BlockRegion, Copier, Hello, Reply, Role, Welcome, Worker};
+use shm_protocol::handshake::{self, BlockRegion, Copier, Hello, Reply, Role, Welcome, WorkerHello};
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::{STAGING_WORDS_BYTES, header};
 use shm_protocol::message::{Message, Outcome, Saved, Slot, Stage, Status};
@@ -143,7 +143,7 @@ impl Session {
         rustix::fs::ftruncate(&segment, offset + u64::from(slots) * stride).unwrap();
         let regions = vec![BlockRegion { fd: 0, offset, stride, bytes: BLOCK_BYTES }];
         let worker = Kv::new().stated(engine, 0, 1, Copier::Engine);
-        let role = Role::Worker(Worker { regions, staging: Some(slots), ..worker });
+        let role = Role::Worker(WorkerHello { regions, staging: Some(slots), ..worker });
         (Self::join(socket, &hello(engine, 1, role), &[&segment], run), segment)
     }
 
@@ -383,10 +383,19 @@ impl Kv {
     }
 
     /// What such a worker says.
-    pub(crate) fn stated(&self, model: &str, rank: u32, shards: u32, copy: Copier) -> Worker {
+    pub(crate) fn stated(&self, model: &str, rank: u32, shards: u32, copy: Copier) -> WorkerHello {
         let facts = BTreeMap::from([("model".to_owned(), model.to_owned())]);
         let regions = self.regions.clone();
-        Worker { rank, shard: rank, shards, blocks: BLOCKS, regions, copy, facts, ..Worker::default() }
+        WorkerHello {
+            rank,
+            shard: rank,
+            shards,
+            blocks: BLOCKS,
+            regions,
+            copy,
+            facts,
+            ..WorkerHello::default()
+        }
     }
 }
 

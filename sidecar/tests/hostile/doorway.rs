@@ -125,7 +125,7 @@ fn versions_from_the_past_and_the_future_are_told_both_numbers() {
 }
 
 /// What a hello's field is changed to, and what the refusal names.
-type Lie = (fn(&mut Hello, &mut handshake::Worker), &'static str);
+type Lie = (fn(&mut Hello, &mut handshake::WorkerHello), &'static str);
 
 #[test]
 fn every_field_of_a_hello_is_checked() {

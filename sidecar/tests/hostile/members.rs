@@ -1,6 +1,6 @@
 //! Sessions at odds with each other: runs claimed twice, ranks that come twice or change their form.
 
-use shm_protocol::handshake::{BlockRegion, Copier, Hello, Reply, Role, Worker};
+use shm_protocol::handshake::{BlockRegion, Copier, Hello, Reply, Role, WorkerHello};
 use shm_protocol::message::{Kind, Message, Status};
 use shm_protocol::request::{LoadEnd, SchedulerRequest, WorkerRequest};
 
@@ -21,7 +21,7 @@ fn one_rank(kv: &Kv) -> Hello {
 /// A rank of this model, with blocks seventy times as large.
 fn large(kv: &Kv, model: &str) -> Hello {
     let regions = vec![BlockRegion { fd: 0, offset: 0, stride: LARGE_BYTES, bytes: LARGE_BYTES }];
-    let worker = Worker { blocks: 4, regions, ..kv.stated(model, 0, 1, Copier::Sidecar) };
+    let worker = WorkerHello { blocks: 4, regions, ..kv.stated(model, 0, 1, Copier::Sidecar) };
     hello("twins", 1, Role::Worker(worker))
 }
 

@@ -15,7 +15,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::rc::Rc;
 
 use connector_shim::core::endpoint::Endpoint;
-use shm_protocol::handshake::{BlockRegion, Copier, Digest, Hello, Role, Worker as WorkerHello};
+use shm_protocol::handshake::{BlockRegion, Copier, Digest, Hello, Role, WorkerHello};
 use shm_protocol::key::{BlockHash, NamespaceDigest};
 use shm_protocol::namespace;
 

@@ -20,6 +20,7 @@ use shm_protocol::key::BlockHash;
 use shm_protocol::layout::{self, COMPLETION_SLOTS, header};
 use shm_protocol::message::{LOAD_BY_ENGINE, LOAD_SYNC, Saved, Status};
 use shm_protocol::pool::{self, SlotRef};
+use shm_protocol::random::Random;
 use shm_protocol::region::{Access, Region, descriptor_bytes};
 use shm_protocol::session::SessionMemory;
 use shm_protocol::{PROTOCOL_VERSION, transport};
@@ -654,11 +655,9 @@ fn noise_in_the_session_memory_is_a_miss() {
 
 fn noise(region: &Region, seed: u64) {
     assert_eq!(region.access(), Access::ReadWrite);
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut random = Random(seed);
     for at in (0..1_700_000).step_by(8) {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        region.word64(at).store(if seed.is_multiple_of(3) { u64::MAX } else { state }, Ordering::Relaxed);
+        let word = if seed.is_multiple_of(3) { u64::MAX } else { random.next() };
+        region.word64(at).store(word, Ordering::Relaxed);
     }
 }

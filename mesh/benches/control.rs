@@ -29,6 +29,7 @@ use mesh::directory::{self, Directory};
 use mesh::tls::{Security, Tls};
 use mesh::transport::{BootId, NodeId, PeerNumber};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use shm_protocol::random::mix;
 
 const FOLLOWERS: u64 = 999;
 const SECONDS: u64 = 20;
@@ -99,8 +100,7 @@ impl Publisher {
 }
 
 fn digest(node: u64, number: u64) -> Digest {
-    let mixed = (node << 40 | number).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    Digest((mixed ^ (mixed >> 29)).wrapping_mul(0xbf58_476d_1ce4_e5b9))
+    Digest(mix(node << 40 | number))
 }
 
 fn given(name: &str, default: u64) -> u64 {

@@ -14,8 +14,8 @@ pub use self::breaker::Limits;
 use self::breaker::{Breaker, Verdict};
 pub use self::filter::Filter;
 use crate::digest::{Change, Digest, Thinning};
-use crate::random::mix;
 use crate::transport::{Fault, PeerNumber};
+use shm_protocol::random::mix;
 
 /// Keys of a run, spread over it, that say how long it can be at most: a peer that may have the first key is looked at
 /// in these before all others are.

@@ -20,7 +20,6 @@ pub mod feed;
 mod listen;
 pub mod membership;
 pub mod pace;
-pub mod random;
 pub mod refusals;
 mod sync;
 pub mod tls;

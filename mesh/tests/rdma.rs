@@ -18,9 +18,10 @@ use mesh::transport::rdma::{Config, Rdma};
 use mesh::transport::tcp::{self, Limits, Security};
 use mesh::transport::{Fault, Label, Peer, PeerNumber, Refusal};
 use rig::certificates::{Authority, Folder, NAME};
-use rig::{LONG, Node, Owner, Random, acquaint, boot, exchange, label, node, patient};
+use rig::{LONG, Node, Owner, acquaint, boot, exchange, label, node, patient};
 use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, kill_process, setrlimit};
 use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
+use shm_protocol::random::Random;
 
 /// Enough for every test, few enough that a guest registers them soon; larger than a READ.
 const SLOTS: (u64, u64) = (24, 1280 << 10);

@@ -10,7 +10,8 @@ use mesh::refusals::Reason;
 use mesh::transport::tcp::frame::{ASK_BLOCKS_MAX, Ask, Frame, Hello};
 use mesh::transport::tcp::{Limits, Security};
 use mesh::transport::{Fault, PeerNumber, Refusal, Stage};
-use rig::{LONG, Node, Owner, Random, acquaint, boot, exchange, label, node, now, pair, patient};
+use rig::{LONG, Node, Owner, acquaint, boot, exchange, label, node, now, pair, patient};
+use shm_protocol::random::Random;
 
 #[test]
 fn what_is_fetched_is_what_is_kept() {

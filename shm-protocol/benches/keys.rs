@@ -9,6 +9,7 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use shm_protocol::key::{Algorithm, Chain, NoneHashRule, none_hash};
+use shm_protocol::random::Random;
 
 const BLOCK_TOKENS: u32 = 16;
 const TOKENS: usize = 32_768;
@@ -30,10 +31,10 @@ fn main() {
 /// Median nanoseconds a block.
 fn measure(algorithm: Algorithm, append: impl Fn(&mut Chain, &[u32])) -> f64 {
     let first = none_hash(algorithm, NoneHashRule::Since029, Some("0")).expect("a seed is given");
-    let mut random = 1u64;
+    let mut random = Random(1);
     let mut nanoseconds: Vec<u128> = (0..SAMPLES)
         .map(|_| {
-            let tokens: Vec<u32> = (0..TOKENS).map(|_| draw(&mut random)).collect();
+            let tokens: Vec<u32> = (0..TOKENS).map(|_| random.below(VOCABULARY) as u32).collect();
             let mut chain = Chain::new(algorithm, algorithm.bytes(&first), BLOCK_TOKENS).expect("a chain");
             let began = Instant::now();
             append(&mut chain, black_box(&tokens));
@@ -44,10 +45,4 @@ fn measure(algorithm: Algorithm, append: impl Fn(&mut Chain, &[u32])) -> f64 {
         .collect();
     nanoseconds.sort_unstable();
     nanoseconds[SAMPLES / 2] as f64 / (TOKENS as f64 / f64::from(BLOCK_TOKENS))
-}
-
-/// A token, by a multiplicative generator: the benchmark needs no more than unpredictable sizes.
-fn draw(state: &mut u64) -> u32 {
-    *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-    ((*state >> 33) % VOCABULARY) as u32
 }

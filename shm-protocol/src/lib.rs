@@ -4,8 +4,10 @@
 //! ([`ring`]), the messages on them ([`message`]) and what they ask ([`request`]), taking loads back ([`gate`]), block keys and
 //! namespaces ([`key`], [`namespace`]) with the digest of weight files ([`weight_files`]) and the inside of pages ([`page_form`])
 //! in them, the layout of the DRAM pool ([`pool`]) and the bytes of its blocks ([`blocks`]), where a query found a block
-//! ([`source`]), what is told of kept blocks ([`announcement`]), and how two releases agree on a version of these ([`versions`]). Beside these,
-//! for every crate: enums that are labels of metrics ([`labels`]). `PROTOCOL.md` beside this crate states the same for other languages.
+//! ([`source`]), what is told of kept blocks ([`announcement`]), and how two releases agree on a version of these ([`versions`]).
+//! `PROTOCOL.md` beside this crate states the same for other languages.
+//!
+//! Beside these, for every crate: enums that are labels of metrics ([`labels`]), and random numbers ([`random`]).
 //!
 //! May depend on: ciborium, sha2, twox-hash, hex, serde, rustix, libc. Never: decides anything, starts a thread, reads the environment,
 //! trusts a peer's value twice, or, outside of [`blocks`], keeps a reference to plain memory that a peer can write.
@@ -23,6 +25,7 @@ pub mod message;
 pub mod namespace;
 pub mod page_form;
 pub mod pool;
+pub mod random;
 pub mod region;
 pub mod request;
 pub mod ring;

@@ -13,11 +13,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use mesh::random::Random;
 use rustix::fs::MemfdFlags;
 use rustix::time::ClockId;
 use shm_protocol::key::BlockHash;
 use shm_protocol::pool::SEGMENT_ALIGN;
+use shm_protocol::random::Random;
 use shm_protocol::region::{Access, Region};
 use sidecar::bench::tier::{Load, Tier, Times, key};
 use tiers::ssd::{Backend, Log, Missing, Opened};

@@ -13,10 +13,10 @@ use std::fmt::Write as _;
 use std::sync::Arc;
 
 use clap::{Args, Subcommand};
-use mesh::random::Random;
 use rustix::fs::MemfdFlags;
 use rustix::io::Errno;
 use serde_json::{Map, Value, json};
+use shm_protocol::random::Random;
 use shm_protocol::region::{Access, Region};
 use thiserror::Error;
 

@@ -12,6 +12,7 @@ use client::sidecar::Sidecar;
 use client::{BLOCK_BYTES, in_time, now};
 use shm_protocol::key::BlockHash;
 use shm_protocol::pool;
+use shm_protocol::random::Random;
 
 /// Bytes of the pool that is killed on.
 const POOL_BYTES: u64 = 64 << 20;
@@ -27,12 +28,6 @@ const KILLS: u64 = 8;
 fn number(name: &str, default: u64) -> u64 {
     let given = std::env::var_os(name).map(|text| text.to_str().and_then(|text| text.parse().ok()));
     given.map_or(default, |number| number.unwrap_or_else(|| panic!("{name} is no number")))
-}
-
-/// The next number of a sequence that a seed begins.
-fn random(state: &mut u64) -> u64 {
-    *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-    *state >> 33
 }
 
 /// A pool file's name, and a folder for the socket.
@@ -122,7 +117,7 @@ fn wait_summed(sidecar: &Sidecar) {
 
 /// `kills` kills of sidecars that share pool files, `LIVES` each.
 fn kill_at_random(kills: u64, seed: u64) -> Tally {
-    let (mut tally, mut state, mut stamp) = (Tally::default(), seed, 0);
+    let (mut tally, mut random, mut stamp) = (Tally::default(), Random(seed), 0);
     for file in 0..kills.div_ceil(LIVES) {
         let place = Place::new(&format!("kills-{seed}-{file}"));
         // Of what is kept, what is known to have its checksum.
@@ -164,7 +159,7 @@ fn kill_at_random(kills: u64, seed: u64) -> Tally {
             if life == LIVES.min(kills - file * LIVES) {
                 break;
             }
-            let after = Duration::from_micros(random(&mut state) % LIFE_US_MAX);
+            let after = Duration::from_micros(random.below(LIFE_US_MAX));
             let (keys, reported) = save_until_killed(sidecar, after, &mut stamp);
             kept.extend(&keys[..reported]);
             posted_total += keys.len() as u64;

@@ -7,15 +7,13 @@
 #![expect(clippy::print_stdout, reason = "a bench reports")]
 #![expect(clippy::disallowed_methods, reason = "a bench reads the clock")]
 
-mod random;
-
 use std::hint::black_box;
 use std::time::Instant;
 
 use shm_protocol::key::{BlockHash, BlockKey};
 use tiers::dram::{Config, Dram, HolderId, Whose};
 
-use crate::random::Random;
+use shm_protocol::random::Random;
 
 const BLOCK_BYTES: u64 = 4096;
 const SEGMENT_BYTES: u64 = 64 << 20;

@@ -26,7 +26,6 @@
 mod caches;
 mod disk;
 mod forecast;
-mod random;
 mod replayed;
 mod shared;
 
@@ -35,8 +34,8 @@ use std::collections::BTreeMap;
 use shm_protocol::key::BlockHash;
 
 use crate::caches::{Chain, Lru, Tier};
-use crate::random::Random;
 use crate::replayed::{Report, read, share};
+use shm_protocol::random::Random;
 
 const SEEDS: u64 = 5;
 const ZIPF_BLOCKS: usize = 100_000;
@@ -53,20 +52,6 @@ struct Zipf(Vec<f64>);
 struct Conversation {
     chain: Chain,
     turns_left: u64,
-}
-
-impl Random {
-    fn unit(&mut self) -> f64 {
-        (self.next() >> 11) as f64 / (1u64 << 53) as f64
-    }
-
-    fn within(&mut self, range: std::ops::RangeInclusive<u64>) -> u64 {
-        range.start() + self.next() % (range.end() - range.start() + 1)
-    }
-
-    fn blocks(&mut self, count: u64) -> Chain {
-        (0..count).map(|_| BlockHash::from_words(std::array::from_fn(|_| self.next()))).collect()
-    }
 }
 
 impl Zipf {
@@ -88,9 +73,13 @@ impl Zipf {
     }
 }
 
+fn blocks(random: &mut Random, count: u64) -> Chain {
+    (0..count).map(|_| BlockHash::from_words(std::array::from_fn(|_| random.next()))).collect()
+}
+
 fn zipf(seed: u64) -> Vec<Chain> {
     let mut random = Random(seed);
-    let blocks = random.blocks(ZIPF_BLOCKS as u64);
+    let blocks = blocks(&mut random, ZIPF_BLOCKS as u64);
     let ranks = Zipf::new(ZIPF_BLOCKS, ZIPF_EXPONENT);
     (0..ZIPF_REQUESTS).map(|_| vec![blocks[ranks.draw(&mut random)]]).collect()
 }
@@ -100,8 +89,8 @@ fn turns(seed: u64, scan: Option<usize>) -> (Vec<Chain>, usize) {
     let mut random = Random(seed ^ 0x7475_726e);
     let prompts: Vec<Chain> = (0..PROMPTS)
         .map(|_| {
-            let blocks = random.within(32..=128);
-            random.blocks(blocks)
+            let count = random.within(32..=128);
+            blocks(&mut random, count)
         })
         .collect();
     let popularity = Zipf::new(PROMPTS as usize, 1.0);
@@ -113,13 +102,13 @@ fn turns(seed: u64, scan: Option<usize>) -> (Vec<Chain>, usize) {
     let mut requests = Vec::with_capacity(TURNS);
     for number in 0..TURNS {
         if scan.is_some_and(|every| number % every == 0) {
-            requests.push(random.blocks(SCAN_BLOCKS));
+            requests.push(blocks(&mut random, SCAN_BLOCKS));
             continue;
         }
         let at = (random.next() % OPEN as u64) as usize;
         let more = random.within(4..=40);
         let conversation = &mut open[at];
-        conversation.chain.extend(random.blocks(more));
+        conversation.chain.extend(blocks(&mut random, more));
         conversation.turns_left -= 1;
         requests.push(conversation.chain.clone());
         if conversation.turns_left == 0 {

@@ -28,10 +28,6 @@ mod slab;
 pub mod ssd;
 mod watch;
 
-#[cfg(test)]
-#[path = "../benches/random/mod.rs"]
-mod random;
-
 /// The tests' rig is written against the crate's public face, and also serves tests inside.
 #[cfg(test)]
 extern crate self as tiers;

@@ -9,7 +9,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use rig::{Folder, LOG_BYTES, Plan, Random, Rig};
+use rig::{Folder, LOG_BYTES, Plan, Rig};
+use shm_protocol::random::Random;
 use tiers::ssd::Backend;
 
 /// Kills of a plain `cargo test`.

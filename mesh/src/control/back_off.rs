@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::Limits;
-use crate::random::Random;
+use shm_protocol::random::Random;
 
 /// What is known of the attempts before.
 pub(super) struct BackOff {

@@ -18,9 +18,9 @@ use super::wire::{FollowReply, FollowRequest, Malformed, REPLY_BYTES_MAX, Reply,
 use crate::digest::Thinning;
 use crate::feed::{Follower, Heard, Message, Unheard, keys_max};
 use crate::membership::{Endpoint, Failure, Identity};
-use crate::random::Random;
 use crate::refusals::Reason;
 use crate::transport::{BootId, PeerNumber};
+use shm_protocol::random::Random;
 
 /// Changes of one peer that are taken in a second: a tenth of what the caller can apply. A peer that has more to tell is
 /// read less often, and tells fewer: what came and went again is not told.

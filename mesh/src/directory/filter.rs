@@ -7,7 +7,7 @@
 //! - A digest that was not inserted may not be removed: that could take another's fingerprint.
 
 use crate::digest::{Digest, Thinning};
-use crate::random::Random;
+use shm_protocol::random::Random;
 
 /// Fingerprints of a bucket.
 const WAYS: usize = 4;
@@ -303,7 +303,7 @@ mod tests {
             for _ in 0..10_000 {
                 // Few digests, so that many are in more than once and share fingerprints.
                 let number = random.next() % 800;
-                let digest = Digest(crate::random::mix(number % 400) & !0xfff0);
+                let digest = Digest(shm_protocol::random::mix(number % 400) & !0xfff0);
                 let count = model.entry(digest.0).or_default();
                 if random.next().is_multiple_of(2) {
                     *count += usize::from(filter.insert(digest));

@@ -1,8 +1,8 @@
 use std::collections::{BTreeMap, HashSet};
 
 use super::*;
-use crate::random::Random;
 use crate::transport::Refusal;
+use shm_protocol::random::Random;
 
 const A: PeerNumber = PeerNumber(3);
 const B: PeerNumber = PeerNumber(1);

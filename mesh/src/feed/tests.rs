@@ -2,7 +2,7 @@ use std::collections::HashSet;
 
 use super::*;
 use crate::directory::Filter;
-use crate::random::{Random, mix};
+use shm_protocol::random::{Random, mix};
 
 const KEYS_MAX: usize = 1_000_000;
 const CHANGES_MAX: usize = 1 << 16;

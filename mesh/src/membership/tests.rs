@@ -3,7 +3,7 @@ use std::net::Ipv4Addr;
 use std::num::NonZeroU64;
 
 use super::*;
-use crate::random::Random;
+use shm_protocol::random::Random;
 
 const GONE_MS: u64 = 1000;
 

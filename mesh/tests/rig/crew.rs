@@ -15,6 +15,7 @@ use mesh::directory::Filter;
 use mesh::refusals::{Reason, Refusals};
 use mesh::tls::Security;
 use mesh::transport::{NodeId, Peer, PeerNumber};
+use shm_protocol::random::mix;
 
 use super::{LONG, WATCHDOG, boot, node, now};
 
@@ -43,7 +44,7 @@ pub(crate) fn address() -> SocketAddr {
 }
 
 pub(crate) fn digest(number: u64) -> Digest {
-    Digest(number.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(number << 32))
+    Digest(mix(number))
 }
 
 pub(crate) fn added(numbers: std::ops::Range<u64>) -> Vec<Change> {

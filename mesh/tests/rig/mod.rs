@@ -23,6 +23,7 @@ use rustix::fs::MemfdFlags;
 use shm_protocol::blocks::Blocks;
 use shm_protocol::key::{BlockHash, NamespaceDigest};
 use shm_protocol::pool::{SEGMENT_ALIGN, SlotRef};
+use shm_protocol::random::Random;
 use shm_protocol::region::{Access, Region};
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -32,20 +33,6 @@ pub(crate) const WATCHDOG: Duration = Duration::from_secs(60);
 pub(crate) const LONG: Duration = Duration::from_secs(30);
 /// Slots of a pool, and the bytes of each.
 const SLOTS: (u64, u64) = (512, 512 << 10);
-
-/// Random numbers: an LCG, whose state is the seed.
-pub(crate) struct Random(pub(crate) u64);
-
-impl Random {
-    pub(crate) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        self.0 >> 20
-    }
-
-    pub(crate) fn below(&mut self, limit: u64) -> u64 {
-        self.next() % limit
-    }
-}
 
 /// Limits that no test reaches, however busy the machine is, with pauses that it can wait for.
 pub(crate) fn patient() -> Limits {

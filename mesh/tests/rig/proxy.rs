@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use super::Random;
+use shm_protocol::random::Random;
 
 /// Bytes that are passed on at once.
 const CHUNK: usize = 16 << 10;

@@ -6,8 +6,8 @@ use std::collections::{BTreeMap, HashMap};
 use mesh::digest::{Change, Digest, Thinning};
 use mesh::directory::{self, Directory};
 use mesh::feed::{Feed, Follower, Heard, Message, Reader};
-use mesh::random::{Random, mix};
 use mesh::transport::PeerNumber;
+use shm_protocol::random::{Random, mix};
 
 /// What a message costs beside its digests: protobuf and gRPC frames, HTTP/2, a TLS record, TCP and IP headers.
 pub(crate) const FRAME_BYTES: u64 = 150;

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
-use mesh::random::Random;
 use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::pool::{SEGMENT_ALIGN, SlotRef};
+use shm_protocol::random::Random;
 use shm_protocol::region::Region;
 use tiers::ssd::{Backend, Config, Device, Ended, Log, Opened, Refused, Up};
 

@@ -1,3 +1,5 @@
+use shm_protocol::random::Random;
+
 use super::*;
 
 fn facts(list: &[(&str, &str)]) -> Facts {
@@ -17,13 +19,8 @@ fn compared(layers: &Layers, shards: u32, kept: &[u8], computed: &[u8]) -> Diffe
 
 /// Numbers that look like KV: of both signs, over some orders of magnitude.
 fn values(count: usize, seed: u64) -> Vec<f64> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut unit = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (state >> 11) as f64 / (1u64 << 53) as f64
-    };
-    let normal = |unit: &mut dyn FnMut() -> f64| (0..12).map(|_| unit()).sum::<f64>() - 6.0;
-    (0..count).map(|_| normal(&mut unit)).collect()
+    let mut random = Random(seed);
+    (0..count).map(|_| (0..12).map(|_| random.unit()).sum::<f64>() - 6.0).collect()
 }
 
 /// The nearest of the numbers that a byte string of this kind can hold.

@@ -18,6 +18,7 @@ use shm_protocol::handshake::{self, BlockRegion, Copier, Hello, Reply, Role, Wel
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::{STAGING_WORDS_BYTES, header};
 use shm_protocol::message::{Message, Outcome, Saved, Slot, Stage, Status};
+use shm_protocol::random::Random;
 use shm_protocol::region::{Access, Region};
 use shm_protocol::request::{Append, Keys, Query, Save, SchedulerRequest, WorkerRequest};
 use shm_protocol::ring::{Consumer, Producer, RingMemory};
@@ -400,12 +401,8 @@ impl Kv {
 }
 
 pub(crate) fn pattern(seed: u64, layer: u64) -> Vec<u8> {
-    let mut state = seed * 31 + layer + 1;
-    let next = |_| {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (state >> 33) as u8
-    };
-    (0..LAYER_BYTES).map(next).collect()
+    let mut random = Random(seed * 31 + layer);
+    (0..LAYER_BYTES).map(|_| random.next() as u8).collect()
 }
 
 pub(crate) fn keys(count: usize) -> Vec<BlockHash> {

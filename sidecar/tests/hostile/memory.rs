@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use shm_protocol::layout::{SESSION_BYTES, SUBMISSION_SLOTS, gate_word, header};
 use shm_protocol::message::{Kind, Message, Status};
+use shm_protocol::random::Random;
 use shm_protocol::request::SchedulerRequest;
 use shm_protocol::ring::RingMemory;
 
@@ -158,20 +159,18 @@ fn noise_ends_its_session_and_nothing_else() {
     for seed in 1..40_u64 {
         let (scheduler, rank) = scene.villain();
         for session in [&scheduler, &rank] {
-            let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+            let mut random = Random(seed);
             // The rings, table and block ids whole; of the key arena, which noise suits, the beginning.
             for at in (0..1_700_000.min(SESSION_BYTES)).step_by(8) {
-                state ^= state << 13;
-                state ^= state >> 7;
-                state ^= state << 17;
+                let noise = random.next();
                 // Every other seed writes messages of real kinds, with noise in every other field.
                 let slot = at >= 4096 && at % 64 == 0;
-                let word = if slot && seed % 2 == 0 { state & !0xff | (1 + state % 11) } else { state };
+                let word = if slot && seed % 2 == 0 { noise & !0xff | (1 + noise % 11) } else { noise };
                 if at != header::SUBMISSION_TAIL {
                     session.store(at, word);
                 }
             }
-            session.submission().store_tail(if seed % 4 < 2 { CAPACITY } else { state as u32 });
+            session.submission().store_tail(if seed % 4 < 2 { CAPACITY } else { random.next() as u32 });
             session.ring();
         }
         rank.closed_after("noise");

@@ -1,7 +1,7 @@
 //! The one source of chance: SplitMix64, so that a seed means the same run everywhere.
 
-use mesh::random::Random;
-pub(crate) use mesh::random::mix;
+use shm_protocol::random::Random;
+pub(crate) use shm_protocol::random::mix;
 
 /// A seeded stream of numbers.
 #[derive(Clone, Debug)]

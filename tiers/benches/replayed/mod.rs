@@ -5,7 +5,7 @@ use std::fs;
 use shm_protocol::key::BlockHash;
 
 use crate::caches::{Cache, Chain, Clairvoyant, Lru, Tier};
-use crate::random::Random;
+use shm_protocol::random::Random;
 
 /// Blocks for which there is room.
 pub(crate) const ROOMS: [usize; 8] = [500, 1000, 2555, 5110, 10_220, 20_440, 40_880, 100_000];

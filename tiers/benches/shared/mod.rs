@@ -4,8 +4,8 @@ use shm_protocol::key::{BlockHash, BlockKey};
 use tiers::dram::{HolderId, Whose};
 
 use crate::caches::{BLOCK_BYTES, Cache, Chain, Lru, Tier};
-use crate::random::Random;
 use crate::replayed::{ROOM_OF_GAIN_MAX, ROOMS, share};
+use shm_protocol::random::Random;
 
 /// A quota is one of so many parts of the room.
 const QUOTA_PART: usize = 4;

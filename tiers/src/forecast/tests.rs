@@ -1,22 +1,16 @@
 //! What is foretold of a room, beside what one of that size finds.
 
 use super::*;
-use crate::random::Random;
+use shm_protocol::random::Random;
 
-impl Random {
-    fn within(&mut self, range: std::ops::RangeInclusive<u64>) -> u64 {
-        range.start() + self.next() % (range.end() - range.start() + 1)
-    }
-
-    fn blocks(&mut self, count: u64) -> Vec<BlockHash> {
-        (0..count).map(|_| BlockHash::from_words(std::array::from_fn(|_| self.next()))).collect()
-    }
+fn blocks(random: &mut Random, count: u64) -> Vec<BlockHash> {
+    (0..count).map(|_| BlockHash::from_words(std::array::from_fn(|_| random.next()))).collect()
 }
 
 /// Conversations of 1 to 10 turns that begin with one of 8 prompts, 20 open at a time.
 fn conversations() -> Vec<Vec<BlockHash>> {
     let mut random = Random(1);
-    let prompts: Vec<_> = (0..8).map(|_| random.blocks(40)).collect();
+    let prompts: Vec<_> = (0..8).map(|_| blocks(&mut random, 40)).collect();
     let mut open: Vec<(Vec<BlockHash>, u64)> = vec![(Vec::new(), 0); 20];
     let mut requests = Vec::new();
     for _ in 0..300 {
@@ -25,7 +19,7 @@ fn conversations() -> Vec<Vec<BlockHash>> {
             (*chain, *left) = (prompts[random.next() as usize % 8].clone(), random.within(1..=10));
         }
         let more = random.within(4..=40);
-        chain.extend(random.blocks(more));
+        chain.extend(blocks(&mut random, more));
         *left -= 1;
         requests.push(chain.clone());
     }
@@ -56,7 +50,7 @@ fn a_room_finds_what_was_foretold_of_it() {
 
 #[test]
 fn what_lies_on_the_device_is_not_asked_for() {
-    let chain = Random(2).blocks(10);
+    let chain = blocks(&mut Random(2), 10);
     let mut forecast = Forecast::new(100, 100);
     forecast.request(0, 0, &chain, 0..8);
     assert_eq!((forecast.asked(), forecast.found()), (8, [0; 5]));

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::MemfdFlags;
 use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::pool::{SEGMENT_ALIGN, SlotRef};
+use shm_protocol::random::mix;
 use shm_protocol::region::{Access, Region};
 use tiers::dram::{self, Dram};
 use tiers::ssd::{
@@ -88,16 +89,6 @@ impl Drop for Folder {
     }
 }
 
-/// Random numbers: an LCG, whose state is the seed.
-pub(crate) struct Random(pub(crate) u64);
-
-impl Random {
-    pub(crate) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        self.0 >> 20
-    }
-}
-
 /// The key of block `number`.
 pub(crate) fn key(number: u64) -> BlockKey {
     BlockKey { namespace: 0, group: 0, hash: BlockHash::from_words([number, !number, 1, 2]) }
@@ -105,9 +96,7 @@ pub(crate) fn key(number: u64) -> BlockKey {
 
 /// Word `at` of block `number`.
 fn word(number: u64, at: u64) -> u64 {
-    let mut z = number.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ at;
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z ^ (z >> 31)
+    mix(mix(number) ^ at)
 }
 
 // === impl Plan ===

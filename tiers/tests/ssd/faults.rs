@@ -10,7 +10,8 @@ use rustix::process::{Resource, Rlimit};
 use rustix::thread::CapabilitySet;
 use tiers::ssd::{Backend, FaultKind};
 
-use crate::rig::{Folder, LOG_BYTES, Plan, Random, Rig};
+use crate::rig::{Folder, LOG_BYTES, Plan, Rig};
+use shm_protocol::random::Random;
 
 /// Blocks that fill two of the four segments of the smallest log, and their bytes.
 const BLOCKS: u64 = 170;

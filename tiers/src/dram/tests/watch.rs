@@ -1,7 +1,7 @@
 //! The log of changes, replayed, is what can be found.
 
 use super::*;
-use crate::random::Random;
+use shm_protocol::random::Random;
 
 /// Takes the log over into what is known; a change that changes nothing is a fault.
 fn replay(dram: &mut Dram, known: &mut HashSet<u64>) {

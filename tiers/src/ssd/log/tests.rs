@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use rustix::io::Errno;
+use shm_protocol::random::Random;
 
 use super::*;
 use crate::dram::{self, Dram, Judge, QuotaId};
@@ -12,9 +13,6 @@ const UNIT: u64 = 4096;
 const SEGMENT: u64 = 16 * UNIT;
 const SEGMENTS: u32 = 6;
 const KEYS: u64 = 60;
-
-/// Random numbers: an LCG, whose state is the seed.
-struct Random(u64);
 
 /// A device that holds what was written, by segment.
 #[derive(Default)]
@@ -36,15 +34,6 @@ struct World {
     now_ms: u64,
     life: u64,
     failing: bool,
-}
-
-// === impl Random ===
-
-impl Random {
-    fn below(&mut self, limit: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (self.0 >> 33) % limit
-    }
 }
 
 fn digest(namespace: u32) -> NamespaceDigest {

@@ -1,5 +1,5 @@
 """Rules of the documentation: its sentences are short, the files, tests and headings that it names exist, and each page of
-docs/ is a chapter of the book, docs/SUMMARY.md.
+docs/ is a chapter of the book, docs/SUMMARY.md. Source files that comments name exist too.
 
 A code span counts as one word, a link as its text. Sentences end at `.`, `!`, `?`, `:` and `;`. A heading, an item of a list
 and a cell of a table are texts of their own. Code blocks are free.
@@ -27,6 +27,9 @@ SENTENCE_END = re.compile(r"(?<=[.!?:;])\**\s+")
 ITEM = re.compile(r"([-*]|\d+\.) ")
 # A source file by its path or the end of it, and a test or module in it.
 NAMED = re.compile(r"`([\w./-]+\.(?:rs|py|patch))(?:::(\w+))?`")
+# Where a comment of a source file begins, and a source file by its path.
+BEGIN = re.compile(r"//|#|\"\"\"")
+PATH = re.compile(r"(?<![\w./-])(?:[\w.-]+/)+[\w.-]+\.(?:rs|py)\b")
 # These pages tell of the past, so the files that they name may be gone.
 PAST = ("docs/decisions/", "CHANGELOG.md")
 
@@ -63,7 +66,7 @@ def unknown_names(path: Path, name: str, files: dict[str, Path]) -> Iterator[str
         return
     for number, line in enumerate(path.read_text().splitlines(), 1):
         for file, test in NAMED.findall(line):
-            there = [known for other, known in files.items() if other == file or other.endswith(f"/{file}")]
+            there = [known for other, known in files.items() if f"/{other}".endswith(f"/{file}")]
             defined = re.compile(rf"\b(fn|def|class|mod)\s+{test}\b")
             if not there:
                 yield f"{name}:{number}: there is no {file}"
@@ -124,3 +127,13 @@ def missing_chapters(root: Path, files: set[Path]) -> Iterator[str]:
     for page in found:
         wanted |= {path for link in links((root / page).read_text()) if (path := target(page, link)[0]).suffix == ".md"}
     yield from (f"{SUMMARY}: {page} is no chapter" for page in sorted(wanted - found))
+
+
+def unknown_paths(path: Path, name: str, files: dict[str, Path]) -> Iterator[str]:
+    """Source files that the comments of a source file name by their paths and that are not there, as `path:line: rule`."""
+    folders = {file.split("/")[0] for file in files}
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        begin = BEGIN.search(line)
+        for file in PATH.findall(line, begin.start()) if begin else ():
+            if file.split("/")[0] in folders and not any(f"/{other}".endswith(f"/{file}") for other in files):
+                yield f"{name}:{number}: there is no {file}"

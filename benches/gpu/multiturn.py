@@ -36,8 +36,6 @@ SIZES = {
 }  # fmt: skip
 SHARED_SEED = 10_000_000
 WARM_SEED = 20_000_000
-# Answers whose first token must be the first mode's: rounding spares nearly all, wrong KV nearly none.
-FIRST_TOKENS_EQUAL_MIN = 0.9
 # A step that decodes takes some 7 ms; one that computes a prompt as well, more than this.
 LONG_GAP_MS = 25.0
 LATE = 10
@@ -139,7 +137,7 @@ def compare(raw: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
     mine = [tokens for turns in raw["tokens"] for tokens in turns]
     theirs = [tokens for turns in reference["tokens"] for tokens in turns]
     waited = [request["waited_ms"] for request in raw["requests"] if request["turn"]]
-    first_equal = sum(a[0] == b[0] for a, b in zip(mine, theirs, strict=True)) / len(mine)
+    first_equal = rig.first_tokens_equal(mine, theirs)
     return {
         "facts": raw["facts"],
         "output_tok_s": round(sum(map(len, mine)) / raw["elapsed_s"], 1),
@@ -154,8 +152,8 @@ def compare(raw: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
         "late": late(raw["requests"]),
         "cached_share_later": round(raw["cached_tokens_later"] / raw["prompt_tokens_later"], 3),
         "answers_equal": rig.share_equal(mine, theirs),
-        "first_tokens_equal": round(first_equal, 4),
-        "ok": first_equal >= FIRST_TOKENS_EQUAL_MIN,
+        "first_tokens_equal": first_equal,
+        "ok": first_equal >= rig.FIRST_TOKENS_EQUAL_MIN,
     }
 
 

@@ -51,6 +51,9 @@ VARIABLES = {"output_chunk": "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE", "rust_frontend": 
 LMCACHE = {"LMCACHE_TRACK_USAGE": "false"}
 # So many lines of a failed mode's log are reported: an exception, and the one that caused it.
 FAILED_LINES = 30
+# Answers whose first token must be the first mode's: rounding spares nearly all, wrong KV nearly none. The end of an answer may
+# differ, where a connector delays a request and so changes the batches.
+FIRST_TOKENS_EQUAL_MIN = 0.9
 
 # Batch sizes whose CUDA graphs are captured: one request's decode, a reload's last block, and the benchmarks' batches.
 GRAPH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 64)
@@ -455,6 +458,11 @@ def percentile(samples: list[float], part: float) -> float:
     """The value below which `part` of the samples lie, to a tenth."""
     ordered = sorted(samples)
     return round(ordered[min(len(ordered) - 1, int(len(ordered) * part))], 1)
+
+
+def first_tokens_equal(left: Sequence[Sequence[object]], right: Sequence[Sequence[object]]) -> float:
+    """Share of answers whose first tokens are equal."""
+    return share_equal([answer[:1] for answer in left], [answer[:1] for answer in right])
 
 
 def share_equal(left: Sequence[Sequence[object]], right: Sequence[Sequence[object]]) -> float:

@@ -43,8 +43,6 @@ SIZES["all"] = SIZES["full"] | {"seconds": 570, "host_gib": 96}
 WARM_SEED = 30_000_000
 WARM_TOKENS = (8192, 2048, 300, 17)
 REQUEST_SEED = 40_000_000
-# Answers whose first token must be the first mode's: rounding spares nearly all, wrong KV nearly none.
-FIRST_TOKENS_EQUAL_MIN = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,8 +132,7 @@ def compare(raw: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
     """The figures of a mode, and how many of its first tokens are the first mode's."""
     requests = raw["requests"]
     ttft = [request["ttft_ms"] for request in requests]
-    pairs = list(zip(raw["tokens"], reference["tokens"], strict=True))
-    first_equal = sum(mine[0] == theirs[0] for mine, theirs in pairs) / len(pairs)
+    first_equal = rig.first_tokens_equal(raw["tokens"], reference["tokens"])
     return {
         "facts": raw["facts"],
         "requests": len(requests),
@@ -146,8 +143,8 @@ def compare(raw: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
         "ttft_p99_ms": rig.percentile(ttft, 0.99),
         "waited_mean_ms": round(statistics.fmean(request["waited_ms"] for request in requests), 1),
         "elapsed_s": round(raw["elapsed_s"], 2),
-        "first_tokens_equal": round(first_equal, 4),
-        "ok": first_equal >= FIRST_TOKENS_EQUAL_MIN,
+        "first_tokens_equal": first_equal,
+        "ok": first_equal >= rig.FIRST_TOKENS_EQUAL_MIN,
     }
 
 

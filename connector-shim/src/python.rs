@@ -18,7 +18,6 @@ use pyo3::types::{PyBytes, PyList};
 use shm_protocol::announcement::{Located, Medium};
 use shm_protocol::handshake::{self, BlockRegion, Copier};
 use shm_protocol::key::BlockHash;
-use shm_protocol::layout::LOG_KEYS;
 use shm_protocol::namespace;
 
 use crate::core::plan::Plan;
@@ -83,7 +82,7 @@ struct SchedulerSession(Guarded<Scheduler>);
 #[pymethods]
 impl SchedulerSession {
     #[new]
-    #[pyo3(signature = (socket, engine, world_size, run, budget_us, by_engine, early, miss_wait_ms=0, part_blocks=0, whole_blocks=0, groups=None, handover_wait_ms=None, promise_wait_ms=None))]
+    #[pyo3(signature = (socket, engine, world_size, run, budget_us, by_engine, early, miss_wait_ms=None, part_blocks=0, whole_blocks=0, groups=None, handover_wait_ms=None, promise_wait_ms=None))]
     #[allow(clippy::too_many_arguments, reason = "the facts of an engine, named at the call")]
     fn new(
         py: Python<'_>,
@@ -94,7 +93,7 @@ impl SchedulerSession {
         budget_us: u64,
         by_engine: bool,
         early: bool,
-        miss_wait_ms: u32,
+        miss_wait_ms: Option<u32>,
         part_blocks: u32,
         whole_blocks: u32,
         groups: Option<&[u8]>,
@@ -124,11 +123,6 @@ impl SchedulerSession {
     #[getter]
     fn generation(&self) -> PyResult<u64> {
         self.0.with(|session| session.generation())
-    }
-
-    #[getter]
-    fn block_limit(&self) -> usize {
-        LOG_KEYS
     }
 
     #[getter]

@@ -45,8 +45,8 @@ pub struct Options {
     pub run: [u8; 16],
     /// How the session asks and loads.
     pub config: Config,
-    /// Milliseconds that a request waits for blocks which another node may still be producing; 0: it does not.
-    pub miss_wait_ms: u32,
+    /// Milliseconds that a request waits for blocks which another node may still be producing; `None`: it does not.
+    pub miss_wait_ms: Option<u32>,
     /// Milliseconds that a request waits for another engine that has promised its prompt; `None`: 30,000, the most.
     pub handover_wait_ms: Option<u32>,
     /// Milliseconds that a request waits for the first, or the next, block of its prompt where no engine has promised it; `None`:
@@ -86,11 +86,10 @@ impl Scheduler {
         if budget > BUDGET_MAX {
             return argument(format!("a query budget of {budget:?}; at most {BUDGET_MAX:?}"));
         }
-        let miss_wait_ms = (options.miss_wait_ms > 0).then_some(options.miss_wait_ms);
         let role = Role::Scheduler { run: options.run };
         let groups = options.groups.map(Digest);
         let hello = Hello {
-            miss_wait_ms,
+            miss_wait_ms: options.miss_wait_ms,
             handover_wait_ms: options.handover_wait_ms,
             promise_wait_ms: options.promise_wait_ms,
             groups,

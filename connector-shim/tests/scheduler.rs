@@ -649,7 +649,7 @@ fn impossible_arguments_are_errors() {
     wrong(|options| options.world_size = 65);
     wrong(|options| options.engine.clear());
     wrong(|options| options.config.budget = Duration::from_secs(11));
-    wrong(|options| options.miss_wait_ms = 2001);
+    wrong(|options| options.miss_wait_ms = Some(2001));
     let (mut scheduler, _served) = connected(&peer, BLOCK_BYTES);
     let log = log_with(&mut scheduler, 4);
     assert!(

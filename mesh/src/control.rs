@@ -28,7 +28,7 @@ use tokio::sync::oneshot;
 
 pub use self::dial::check as check_peer;
 pub use self::names::{Resolve, System};
-pub use self::namespaces::{Answer, Counted, Listing, Unlisted};
+pub use self::namespaces::{Answer, Counted, FACTS_BYTES_MAX, Listing, Unlisted};
 use self::shell::Command;
 use crate::Error;
 pub use crate::backlog::Room;

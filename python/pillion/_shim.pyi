@@ -44,7 +44,7 @@ class SchedulerSession:
         budget_us: int,
         by_engine: bool,
         early: bool,
-        miss_wait_ms: int = 0,
+        miss_wait_ms: int | None = None,
         part_blocks: int = 0,
         whole_blocks: int = 0,
         groups: bytes | None = None,
@@ -59,9 +59,6 @@ class SchedulerSession:
     @property
     def generation(self) -> int:
         """Connections so far."""
-    @property
-    def block_limit(self) -> int:
-        """The most keys of one log."""
     @property
     def saving(self) -> int:
         """Blocks that the sidecar may still read."""

@@ -15,6 +15,8 @@ LAYOUTS = ("auto", "none", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 MISS_WAIT_MS_MAX = 2_000
 # The longest that one may be pending for what is promised: `PROMISED_WAIT_MS_MAX`.
 HANDOVER_WAIT_MS_MAX = 30_000
+# How long one is pending for a prompt that nobody has promised: `AWAIT_MS`.
+PROMISE_WAIT_MS = 1_000
 
 
 class ConfigError(ValueError):
@@ -161,7 +163,7 @@ class Config:
         ),
     )
     promise_wait_ms: int = field(
-        default=1_000,
+        default=PROMISE_WAIT_MS,
         metadata=_told(
             _count(MISS_WAIT_MS_MAX, "milliseconds"),
             "How long a request waits for the first, or the next, block of its prompt. That is where another engine was to "

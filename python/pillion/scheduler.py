@@ -69,7 +69,7 @@ class Scheduler:
             config.copier(on_gpu) == "engine",
             on_gpu and not vllm_compat.zeroes_blocks(kv_cache_config),
             # A set waits for no producer, and no step for a set.
-            0 if group.several else config.miss_wait_ms,
+            None if group.several else config.miss_wait_ms,
             self._pacing.part_blocks,
             0 if group.several else self._pacing.whole_blocks,
             vllm_compat.groups(kv_cache_config),

@@ -14,6 +14,11 @@ use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use self::guard::Guard;
 
+/// `f_type` of tmpfs, which also holds every memfd: linux/magic.h.
+pub const TMPFS_MAGIC: u32 = 0x0102_1994;
+/// `f_type` of hugetlbfs.
+pub const HUGETLBFS_MAGIC: u32 = 0x9584_58f6;
+
 /// How a region is mapped.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum Access {

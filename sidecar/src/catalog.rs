@@ -6,6 +6,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use mesh::control::FACTS_BYTES_MAX;
 use mesh::control::wire::namespaces::{GOLDEN_MAX, Stated};
 use serde::Serialize;
 use shm_protocol::handshake::WorkerHello;
@@ -15,10 +16,6 @@ use shm_protocol::namespace::{self, Facts, WEIGHTS_LIVE};
 use crate::compare::Difference;
 use crate::core::{Barred, Proof, SessionId, Standing, whole};
 use crate::quotas::{Level, Levels};
-
-/// Bytes of facts that are kept: thousands of namespaces of some 1 KB, which a connect compares with its own in some
-/// milliseconds. Those of connected engines, bounded by their records, stay beyond it.
-const FACTS_BYTES_MAX: usize = 4 << 20;
 
 /// The catalog as its two threads share it.
 #[derive(Clone, Debug, Default)]
@@ -269,7 +266,8 @@ impl Catalog {
         self.known.iter().map(|(digest, known)| (*digest, stated(known))).collect()
     }
 
-    /// Drops the namespaces that were not served for longest, while all take too much room.
+    /// Drops the namespaces that were not served for longest, while all take too much room: a connect compares each with its own,
+    /// in some milliseconds. Those of connected engines, bounded by their records, stay.
     fn forget(&mut self) {
         while self.facts_bytes > FACTS_BYTES_MAX {
             let idle = self.known.iter().filter(|(_, known)| known.engines.is_empty());

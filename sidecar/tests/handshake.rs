@@ -199,7 +199,7 @@ fn session_says(socket: &Path, kv: &Kv, breach: &Breach) -> String {
                     part_blocks: 0,
                     whole_blocks: 0,
                 },
-                miss_wait_ms: miss_wait_ms.unwrap_or(0),
+                miss_wait_ms,
                 handover_wait_ms: None,
                 promise_wait_ms: None,
                 groups: None,

@@ -64,7 +64,7 @@ impl Engine {
                 world_size: 1,
                 run: RUN,
                 config: Config { budget, by_engine, early, part_blocks: 0, whole_blocks: 0 },
-                miss_wait_ms: 0,
+                miss_wait_ms: None,
                 handover_wait_ms: None,
                 promise_wait_ms: None,
                 groups: None,

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
+from pillion import config as module
 from pillion.config import Config, ConfigError, parse
 
 
@@ -13,6 +17,14 @@ def test_defaults() -> None:
     assert config.loads
     assert config.saves
     assert config.required_layout is None
+
+
+def test_the_waits_are_those_of_the_protocol() -> None:
+    layout = (Path(__file__).resolve().parents[2] / "shm-protocol/src/layout.rs").read_text()
+    numbers = {name: int(number) for name, number in re.findall(r"pub const (\w+): u32 = ([\d_]+);", layout)}
+    assert numbers["QUERY_WAIT_MS_MAX"] == module.MISS_WAIT_MS_MAX
+    assert numbers["PROMISED_WAIT_MS_MAX"] == module.HANDOVER_WAIT_MS_MAX
+    assert numbers["AWAIT_MS"] == module.PROMISE_WAIT_MS
 
 
 def test_a_namespace_is_taken_as_it_is_shown() -> None:

@@ -98,3 +98,13 @@ def test_a_link_that_leads_nowhere_is_named(pages: ModuleType, tmp_path: Path, l
 def test_a_page_that_is_no_chapter_is_named(pages: ModuleType, tmp_path: Path) -> None:
     files = write(tmp_path, SUMMARY="[s](SUMMARY.md) [a](a.md)", a="", b="")
     assert list(pages.missing_chapters(tmp_path, files)) == ["docs/SUMMARY.md: docs/b.md is no chapter"]
+
+
+def test_what_a_comment_names_is_there(pages: ModuleType, tmp_path: Path) -> None:
+    source = tmp_path / "it.py"
+    source.write_text('"""As src/a/it.rs and src/it.rs."""\nopen("src/b.py")  # src/c.py, vllm/v1/d.py, /root/src/e.py\n')
+    files = {"src/a/it.rs": source}
+    assert list(pages.unknown_paths(source, "it.py", files)) == [
+        "it.py:1: there is no src/it.rs",
+        "it.py:2: there is no src/c.py",
+    ]

@@ -98,7 +98,7 @@ pub extern "C" fn pillion_scheduler_connect(
                 part_blocks: 0,
                 whole_blocks: 0,
             },
-            miss_wait_ms: options.miss_wait_ms,
+            miss_wait_ms: Some(options.miss_wait_ms),
             handover_wait_ms: None,
             promise_wait_ms: None,
             groups: options.groups.get16("groups")?,

@@ -19,7 +19,7 @@ pub(crate) fn options(peer: &Peer) -> Options {
             part_blocks: 0,
             whole_blocks: 0,
         },
-        miss_wait_ms: 0,
+        miss_wait_ms: None,
         handover_wait_ms: None,
         promise_wait_ms: None,
         groups: None,

@@ -28,8 +28,9 @@ use crate::transport::{BootId, NodeId};
 const REMEMBERED: Duration = Duration::from_secs(1);
 /// Members that are asked at a time: a connection and a decoded reply each.
 const ASKED_MAX: usize = 32;
-/// Bytes of distinct facts that are taken of all answers together, as many as a sidecar keeps of its own engines.
-const FACTS_BYTES_MAX: usize = 4 << 20;
+/// Bytes of distinct facts that are taken of all answers together, and that a sidecar keeps of its own engines: thousands of
+/// namespaces of some 1 KB.
+pub const FACTS_BYTES_MAX: usize = 4 << 20;
 /// Namespaces that are taken of all answers together, each counted as often as it is told.
 const TOLD_MAX: usize = 1 << 16;
 

@@ -9,7 +9,7 @@ use rustix::io::Errno;
 use shm_protocol::handshake::{self, Copier, Hello, Reply, Role, Welcome, WorkerHello};
 use shm_protocol::key::NamespaceDigest;
 use shm_protocol::namespace;
-use shm_protocol::region::Access;
+use shm_protocol::region::{Access, HUGETLBFS_MAGIC, TMPFS_MAGIC};
 use shm_protocol::session::{Bound, SessionMemory};
 use shm_protocol::transport;
 use shm_protocol::versions::RELEASE;
@@ -29,9 +29,6 @@ use crate::session::Session;
 const SESSIONS_MAX: usize = 256;
 /// What an engine is told whose requests are to wait for other pods' blocks.
 const WAITS_IN_VAIN: &str = "pillion.miss_wait_ms has no effect: this sidecar is in no mesh, so no other pod's blocks can come; give it --mesh-listen, or leave the option out";
-/// `f_type` of tmpfs, which also holds every memfd.
-const TMPFS_MAGIC: u32 = 0x0102_1994;
-const HUGETLBFS_MAGIC: u32 = 0x9584_58f6;
 
 /// A peer that said hello, on its way in.
 #[derive(Debug)]

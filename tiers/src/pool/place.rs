@@ -7,13 +7,11 @@ use std::path::Path;
 use rustix::fs::{FallocateFlags, FlockOperation, MemfdFlags, Mode, OFlags, StatFs, StatVfsMountFlags};
 use rustix::io::Errno;
 use shm_protocol::pool;
+use shm_protocol::region::{HUGETLBFS_MAGIC, TMPFS_MAGIC};
 
 use super::huge;
 use crate::Error;
 
-/// `f_type` of tmpfs, from linux/magic.h.
-const TMPFS_MAGIC: u64 = 0x0102_1994;
-const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
 const STAT_BLOCK_BYTES: u64 = 512;
 
 /// Memory for a pool.
@@ -157,8 +155,8 @@ fn check_place(path: &Path, bytes: u64, hugepages: bool) -> Result<(), Error> {
     Ok(())
 }
 
-fn kind(fs: &StatFs) -> u64 {
-    u64::from(fs.f_type as u32)
+fn kind(fs: &StatFs) -> u32 {
+    fs.f_type as u32
 }
 
 /// Takes the memory of `len` bytes from `start` now, and not when a page is first touched. A file that was cut stays so.

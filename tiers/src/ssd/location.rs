@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{AtFlags, CWD, FileType, StatxAttributes, StatxFlags};
 use rustix::io::Errno;
+use shm_protocol::region::TMPFS_MAGIC;
 
 use super::format::SUPER_BYTES;
 use crate::Error;
@@ -14,8 +15,7 @@ pub(super) const SEGMENTS_MIN: u64 = 4;
 pub(super) const SEGMENT_BYTES_MIN: u64 = 4 << 20;
 /// The file in a folder that is given as a device.
 const FILE_NAME: &str = "pillion.log";
-/// `f_type` of the file systems that keep their files in memory.
-const TMPFS_MAGIC: u32 = 0x0102_1994;
+/// `f_type` of ramfs, which keeps its files in memory as tmpfs does.
 const RAMFS_MAGIC: u32 = 0x8584_58f6;
 
 /// What becomes of a path where nothing is.

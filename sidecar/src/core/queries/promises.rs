@@ -15,10 +15,10 @@ use crate::core::engines::Scheduler;
 use crate::core::sources::Sources;
 
 /// Prompts that an engine may have promised at once: as many as another one may await.
-const PROMISES_MAX: usize = 64;
+const PROMPTS_MAX: usize = 64;
 /// Keys of an engine's closed logs that are told: those of as many promises. Its saves may never begin, and what is told is looked at
 /// again and again, here and by every peer.
-const ENDING_MAX: usize = 2 * PROMISES_MAX;
+const ENDING_MAX: usize = 2 * PROMPTS_MAX;
 /// An engine of which nothing was seen for so long keeps no promise. A step that is longer is not worth waiting for.
 const WORKED_MS: u64 = 5000;
 
@@ -57,7 +57,7 @@ impl Queries {
         if promised.contains(&log) {
             return;
         }
-        if promised.len() >= PROMISES_MAX {
+        if promised.len() >= PROMPTS_MAX {
             cx.stats.handover_promises_refused += 1;
             return;
         }

@@ -27,7 +27,7 @@ const LOOK_MS: u64 = 20;
 /// Windows in a row that end without the blocks, after which an engine's requests do not wait.
 const EXHAUSTED_MAX: u32 = 3;
 /// Questions of an engine that await at once. Beyond that there is more to compute than its producers do.
-const AWAITING_MAX: usize = 64;
+const QUESTIONS_MAX: usize = 64;
 /// Of exhausted windows the log tells this often at most.
 const QUIET_MS: u64 = 10_000;
 
@@ -177,7 +177,7 @@ impl Queries {
         }
         let of_session = self.waits.range((question.session, 0)..=(question.session, u32::MAX));
         let awaiting = of_session.filter(|(_, wait)| wait.question.awaits && wait.answered.is_none()).count();
-        let too_many = awaiting >= AWAITING_MAX;
+        let too_many = awaiting >= QUESTIONS_MAX;
         cx.stats.handover_queries += 1;
         cx.stats.handover_without_producer += u64::from(lost);
         cx.stats.handover_beyond_limit += u64::from(too_many && !lost);

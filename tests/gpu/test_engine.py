@@ -25,6 +25,8 @@ SINGLE = prompts.prompt(700, seed=1)
 # One token is left to compute: a step that full graphs replay.
 WHOLE_BLOCKS = prompts.prompt(64 * engine.BLOCK_TOKENS + 1, seed=2)
 LONG = prompts.prompt(2990, seed=3)
+# With its answer less than a block, so nobody keeps any of it.
+UNKEPT = prompts.prompt(engine.BLOCK_TOKENS - OUTPUT_TOKENS, seed=4)
 PROMPTS = {"single": SINGLE, "whole-blocks": WHOLE_BLOCKS, "long": LONG}
 DRAM = "1GiB"
 # Every runner with graphs and without, every way to load, both layouts; engines that copy for themselves, asked to or left
@@ -51,6 +53,8 @@ class Restarted:
     sidecar: sidecar.Sidecar
     engine: engine.Engine
     local: dict[str, dict[str, Any]]
+    # What it answered to `UNKEPT`.
+    unkept: dict[str, Any]
     # Blocks that the first engine filled.
     stored: int
 
@@ -83,9 +87,12 @@ def ask(running: engine.Engine, tokens: list[int]) -> dict[str, Any]:
     return running.generate([tokens], max_tokens=OUTPUT_TOKENS)[0]
 
 
-def _first_life(options: engine.Options, keeper: sidecar.Sidecar, log: Path) -> tuple[dict[str, dict[str, Any]], int]:
-    """The local hits of an engine that is killed as soon as everything is saved, and the blocks that it filled."""
+def _first_life(
+    options: engine.Options, keeper: sidecar.Sidecar, log: Path
+) -> tuple[dict[str, dict[str, Any]], dict[str, Any], int]:
+    """Of an engine that is killed once everything is saved: its local hits, its answer to `UNKEPT`, the blocks it filled."""
     with engine.running(options, log) as first:
+        unkept = ask(first, UNKEPT)
         cold, local = ({name: ask(first, tokens) for name, tokens in PROMPTS.items()} for _ in range(2))
         assert first.metrics()["external_hits"] == 0
         asked = [(tokens, answers[name]["tokens"]) for answers in (cold, local) for name, tokens in PROMPTS.items()]
@@ -94,7 +101,7 @@ def _first_life(options: engine.Options, keeper: sidecar.Sidecar, log: Path) -> 
         first.kill()
     for name, tokens in PROMPTS.items():
         assert local[name]["cached_tokens"] == prompts.hit_tokens(len(tokens))
-    return local, stored
+    return local, unkept, stored
 
 
 @pytest.fixture(scope="class", params=MODES, ids=str)
@@ -106,9 +113,9 @@ def restarted(request: pytest.FixtureRequest, gpu_model: Path, tmp_path_factory:
     directory = tmp_path_factory.mktemp(str(mode))
     with sidecar.serving(directory, DRAM, gpu=mode.copy == "sidecar") as keeper:
         options = gpu_options.options(gpu_model, mode, keeper.socket)
-        local, stored = _first_life(options, keeper, directory / "first.log")
+        local, unkept, stored = _first_life(options, keeper, directory / "first.log")
         with engine.running(options, directory / "second.log") as second:
-            yield Restarted(mode, directory, keeper, second, local, stored)
+            yield Restarted(mode, directory, keeper, second, local, unkept, stored)
             second.exit()
 
 
@@ -128,6 +135,12 @@ class TestRestart:
     def test_each_block_saved_once(self, restarted: Restarted) -> None:
         """Prefill and decode blocks alike; the local hits of the first engine saved nothing twice."""
         assert restarted.sidecar.metrics()["pillion_saved_bytes_total"] == restarted.stored * BLOCK_BYTES
+
+    def test_both_engines_round_alike(self, restarted: Restarted) -> None:
+        """Without any KV of the first one. Compiled code need not: then the next tests compare rounding of two processes."""
+        again = ask(restarted.engine, UNKEPT)
+        assert again["tokens"] == restarted.unkept["tokens"]
+        assert again["logprobs"] == restarted.unkept["logprobs"]
 
     @pytest.mark.parametrize("name", list(PROMPTS))
     def test_warm_equals_local_hit(self, restarted: Restarted, name: str) -> None:

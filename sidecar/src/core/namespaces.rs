@@ -62,7 +62,8 @@ pub(super) struct Namespaces {
     /// Digests of those whose blocks peers are told of, by id. Kept when a namespace is forgotten: its blocks are still there,
     /// and peers are to be told when they go. The first [`NAMESPACES_MAX`] of an epoch.
     shared: BTreeMap<u32, NamespaceDigest>,
-    /// Namespaces that began anew in this life: blocks of them that earlier lives kept are adopted under no id.
+    /// Namespaces that began anew in this life: blocks of them that earlier lives kept are adopted under no id, and peers are asked for
+    /// none.
     retired: BTreeSet<Space>,
     next: u32,
     asked: u64,
@@ -90,7 +91,7 @@ impl Namespaces {
 
     /// The id of a namespace of which blocks of an earlier life were found; `None` where it began anew, and rather than forget another.
     pub(super) fn adopt(&mut self, space: Space) -> Option<u32> {
-        if self.retired.contains(&space) {
+        if self.is_retired(space) {
             return None;
         }
         let known = self.ids.contains_key(&space) || self.ids.len() < NAMESPACES_MAX;
@@ -142,6 +143,11 @@ impl Namespaces {
 
     pub(super) fn forget(&mut self, space: Space) {
         self.ids.remove(&space);
+    }
+
+    /// Whether a namespace began anew in this life.
+    pub(super) fn is_retired(&self, space: Space) -> bool {
+        self.retired.contains(&space)
     }
 
     /// A namespace begins anew: nobody is believed who kept blocks of it so far.

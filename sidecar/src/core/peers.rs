@@ -7,6 +7,7 @@
 //! - Namespaces that cannot be another engine's (those of an engine that was reset) are neither told of nor asked for.
 //!   One that is private by its facts is told of like any other: nobody asks for it, so that costs a few bytes at each peer.
 
+mod distrusted;
 mod fetches;
 mod grants;
 mod stats;
@@ -18,6 +19,7 @@ use mesh::directory::Directory;
 use mesh::transport::{Done, PeerNumber};
 use shm_protocol::key::{BlockHash, BlockKey};
 
+use self::distrusted::Distrusted;
 use self::fetches::Fetching;
 pub(super) use self::fetches::{Again, Span};
 use self::grants::Granted;
@@ -40,6 +42,7 @@ pub(super) struct Peers {
     granted_bytes_max: u64,
     /// The last keys of the promised prompts that peers were told of last.
     promised: BTreeSet<Digest>,
+    distrusted: Distrusted,
     stats: PeersStats,
 }
 
@@ -56,6 +59,7 @@ impl Peers {
             granted_bytes: 0,
             granted_bytes_max,
             promised: BTreeSet::new(),
+            distrusted: Distrusted::default(),
             stats: PeersStats::default(),
         }
     }
@@ -88,7 +92,7 @@ impl Peers {
     /// wait for this node's disk.
     pub(super) fn tell(&mut self, changes: &[(BlockKey, bool)], cx: &mut Context) {
         let changes = changes.iter().filter_map(|&(key, added)| {
-            let digest = Digest::new(cx.namespaces.shared(key.namespace)?, key.group, &key.hash);
+            let digest = shared(&key, cx)?;
             Some(if added { Change::Added(digest) } else { Change::Removed(digest) })
         });
         let changes: Vec<Change> = changes.collect();
@@ -101,9 +105,7 @@ impl Peers {
     /// Tells the peers the last keys of all prompts that are promised here, if that is news. Told whole, it needs no order of changes:
     /// it is 256 digests of an engine at most.
     pub(super) fn tell_promises(&mut self, keys: Vec<BlockKey>, cx: &mut Context) {
-        let digest =
-            |key: BlockKey| Some(Digest::new(cx.namespaces.shared(key.namespace)?, key.group, &key.hash));
-        let promised: BTreeSet<Digest> = keys.into_iter().filter_map(digest).collect();
+        let promised: BTreeSet<Digest> = keys.iter().filter_map(|key| shared(key, cx)).collect();
         if promised != self.promised {
             cx.actions.push(Action::Promise(promised.iter().copied().collect()));
             self.promised = promised;
@@ -111,16 +113,16 @@ impl Peers {
     }
 
     /// Whether a peer has promised a prompt of which one of these keys is the last.
-    pub(super) fn is_promised(&self, binding: &Binding, keys: &[BlockHash], now_ms: u64) -> bool {
+    pub(super) fn is_promised(&self, binding: &Binding, keys: &[BlockHash], cx: &Context) -> bool {
         // As a rule it is the last of both.
         let digests = keys.iter().rev().map(|hash| binding.block_digest(hash));
-        self.may_ask(binding) && self.directory.is_promised(now_ms, digests)
+        self.may_ask_for(binding, keys, cx) && self.directory.is_promised(cx.now_ms, digests)
     }
 
     /// Whether a peer may have a run from its first block on.
-    pub(super) fn may_have(&self, binding: &Binding, run: &[BlockHash], now_ms: u64) -> bool {
+    pub(super) fn may_have(&self, binding: &Binding, run: &[BlockHash], cx: &Context) -> bool {
         let digests = run.iter().map(|hash| binding.block_digest(hash));
-        self.may_ask(binding) && self.directory.may_have(now_ms, digests)
+        self.may_ask_for(binding, run, cx) && self.directory.may_have(cx.now_ms, digests)
     }
 
     /// Peers that are known to keep a block.
@@ -141,6 +143,11 @@ impl Peers {
             ..self.stats.clone()
         }
     }
+}
+
+/// The digest of a block by which peers know it, if they may be told of it.
+fn shared(key: &BlockKey, cx: &Context) -> Option<Digest> {
+    Some(Digest::new(cx.namespaces.shared(key.namespace)?, key.group, &key.hash))
 }
 
 #[cfg(test)]

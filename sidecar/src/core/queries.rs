@@ -234,7 +234,7 @@ impl Queries {
             return false;
         };
         let found = self.lease(question, &binding, scheduler.world_size, &mut base.cx);
-        let may_ask_peers = base.sources.may_ask_peers(&binding);
+        let may_ask_peers = base.sources.may_ask_peers(&binding, &base.cx);
         let may_wait =
             may_ask_peers || question.awaits && self.has_producer(question, &binding, &base.engines);
         let may_send = self.see_run(question, found.hits(), may_wait, &mut base.cx);

@@ -107,23 +107,18 @@ impl Sources {
             awaits && cx.dram.filling(&key).is_some()
                 || cx.dram.is_adopted(&key)
                 || self.disk_keeps(&key, binding.block_bytes())
-                || self.peers.as_ref().is_some_and(|peers| peers.may_have(binding, run, cx.now_ms))
+                || self.peers.as_ref().is_some_and(|peers| peers.may_have(binding, run, cx))
         })
     }
 
     /// Whether anybody can be asked for blocks of this engine.
-    pub(super) fn may_ask_peers(&self, binding: &Binding) -> bool {
-        self.peers.as_ref().is_some_and(|peers| peers.may_ask(binding))
+    pub(super) fn may_ask_peers(&self, binding: &Binding, cx: &Context) -> bool {
+        self.peers.as_ref().is_some_and(|peers| peers.may_ask(binding, cx))
     }
 
     /// Whether a device keeps the block, in this size.
     fn disk_keeps(&self, key: &BlockKey, block_bytes: u64) -> bool {
         self.ssd.as_ref().is_some_and(|ssd| ssd.keeps(key, block_bytes))
-    }
-
-    /// Who may have the begin of a run, which is at `from` of what was asked for.
-    fn ask_directory(&self, now_ms: u64, binding: &Binding, from: usize, run: &[BlockHash]) -> Option<Span> {
-        self.peers.as_ref()?.probe(now_ms, binding, from, run)
     }
 
     /// Begins to bring a run into DRAM, as far as it can be had and takes no more than 1 of `parts` of what may be on its way, all
@@ -198,7 +193,7 @@ impl Sources {
                 followed.on_disk.push((at, key));
             } else {
                 let ahead = &run[at..run.len().min(at + room)];
-                let span = self.span(cx.now_ms, binding, &mut followed.at_peers, at, ahead);
+                let span = self.span(binding, &mut followed.at_peers, at, ahead, cx);
                 let Some(span) = span else { break };
                 span.push(at, key);
             }
@@ -207,18 +202,23 @@ impl Sources {
         followed
     }
 
-    /// The span that reaches `at`: the last one, or a new one that the directory has for what is `ahead` from there.
+    /// The span that reaches `at`: the last one, or a new one that the directory has for what is `ahead` from there. None where the block
+    /// at `at` is not to be asked for.
     fn span<'a>(
         &self,
-        now_ms: u64,
         binding: &Binding,
         spans: &'a mut Vec<Span>,
         at: usize,
         ahead: &[BlockHash],
+        cx: &Context,
     ) -> Option<&'a mut Span> {
+        let peers = self.peers.as_ref()?;
+        if peers.distrusts(binding, ahead.first()?) {
+            return None;
+        }
         if spans.last().is_none_or(|span| span.end() <= at) {
             let more = spans.len() < SPANS_MAX;
-            spans.push(more.then(|| self.ask_directory(now_ms, binding, at, ahead)).flatten()?);
+            spans.push(more.then(|| peers.probe(binding, at, ahead, cx)).flatten()?);
         }
         spans.last_mut()
     }

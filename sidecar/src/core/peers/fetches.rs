@@ -190,23 +190,29 @@ impl Peers {
         holders.iter().map(|holder| holder.peer).find(|peer| !tried.contains(peer))
     }
     /// Whether anybody can be asked for blocks of this engine.
-    pub(crate) fn may_ask(&self, binding: &Binding) -> bool {
-        !binding.is_private() && self.directory.peers().next().is_some()
+    pub(crate) fn may_ask(&self, binding: &Binding, cx: &Context) -> bool {
+        let is_retired = cx.namespaces.is_retired(binding.space());
+        !binding.is_private() && !is_retired && self.directory.peers().next().is_some()
+    }
+
+    /// Whether anybody can be asked for a run.
+    pub(crate) fn may_ask_for(&self, binding: &Binding, run: &[BlockHash], cx: &Context) -> bool {
+        self.may_ask(binding, cx) && run.first().is_some_and(|hash| !self.distrusts(binding, hash))
     }
 
     /// Who may have the begin of a run, which is at `from` of what was asked for.
     pub(crate) fn probe(
         &self,
-        now_ms: u64,
         binding: &Binding,
         from: usize,
         hashes: &[BlockHash],
+        cx: &Context,
     ) -> Option<Span> {
-        if !self.may_ask(binding) {
+        if !self.may_ask(binding, cx) {
             return None;
         }
         let digests: Vec<Digest> = hashes.iter().map(|hash| binding.block_digest(hash)).collect();
-        let candidates = self.directory.probe(now_ms, &digests);
+        let candidates = self.directory.probe(cx.now_ms, &digests);
         (!candidates.is_empty()).then_some(Span { from, candidates, blocks: Vec::new() })
     }
 

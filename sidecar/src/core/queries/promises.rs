@@ -127,7 +127,7 @@ impl Queries {
                 && logs.promised.iter().any(|log| logs.known(*log).keys.get(end) == Some(hash))
         });
         let peers = base.sources.peers.as_ref();
-        here || peers.is_some_and(|peers| peers.is_promised(&binding, &log.keys[end..], base.cx.now_ms))
+        here || peers.is_some_and(|peers| peers.is_promised(&binding, &log.keys[end..], &base.cx))
     }
 }
 

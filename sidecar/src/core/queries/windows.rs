@@ -298,7 +298,7 @@ impl Queries {
             let is_over = self.was_promised(question) && !promised && !is_coming();
             let in_vain = !promised && self.next_is_lost(question, base)
                 || is_over
-                || others.is_empty() && !base.sources.may_ask_peers(&binding);
+                || others.is_empty() && !base.sources.may_ask_peers(&binding, &base.cx);
             if !in_vain || self.next_is_here(question, base) {
                 continue;
             }

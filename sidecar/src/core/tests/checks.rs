@@ -1,5 +1,8 @@
 //! Checks: what is compared, who is believed, and what becomes of engines and blocks.
 
+use mesh::digest::Digest;
+use mesh::directory::{self, Directory, Filter};
+use mesh::transport::{Fetch, PeerNumber};
 use tiers::ssd::{Config, Done, Geometry, Job, Log, Work};
 
 use super::*;
@@ -331,6 +334,85 @@ fn what_engines_disagree_about_is_found_by_no_later_life_and_nothing_of_before_c
         }
         assert!(!engine.core.busy());
         assert_eq!(engine.core.base.cx.namespaces.adopt(binding.space()).is_none(), number == 2);
+    }
+}
+
+/// An engine with a peer, that keeps two blocks.
+fn with_peer() -> Harness {
+    let core = core_of(64 << 20).with_peers(Directory::new(directory::Config::default()));
+    let mut engine = Harness::over(core, 1, SHARD_BYTES);
+    engine.join();
+    engine.keep(2);
+    engine.event(Event::Mesh(Heard::Joined(PEER)));
+    engine
+}
+
+const PEER: PeerNumber = PeerNumber(1);
+
+/// The peer keeps these blocks.
+fn hear_of(engine: &mut Harness, keys: std::ops::Range<u32>) {
+    let mut filter = Filter::with_capacity(1000);
+    keys.for_each(|key| assert!(filter.insert(Digest::new(&NAMESPACE, GROUP, &hash(key)))));
+    engine.event(Event::Mesh(Heard::Keeps { peer: PEER, filter }));
+}
+
+/// Blocks that the peer is asked for by a query for the first keys of a log.
+fn asked_for(engine: &mut Harness, log: u32, op: u64, count: u32) -> usize {
+    let query = request::Query { op, keys: Keys::new(log, 0..count), arriving: false, awaits: false };
+    engine.ask(SchedulerRequest::Query(query));
+    engine.take(taken!(Action::Fetch(Fetch { blocks, .. }) => blocks.len())).sum()
+}
+
+#[test]
+fn a_block_that_was_removed_does_not_come_back_from_a_peer_that_had_fetched_it() {
+    let mut engine = with_peer();
+    engine.begin_with_log(1);
+    engine.open(1, 100..104);
+    engine.post_save(1, 1, 0..4, false);
+    engine.copy_all(1, 1);
+    assert_eq!(engine.check(1, 0, 2, 0..2, 1).differing, 1);
+    assert_eq!(engine.core.stats().removed_blocks, 4);
+    hear_of(&mut engine, 100..110);
+
+    engine.speaker = SCHEDULER;
+    engine.open(1, 100..106);
+    engine.out.clear();
+    assert_eq!(engine.status(1, 3, 6), (Status::Ok, 0));
+    assert!(engine.out.is_empty(), "the query did not wait");
+    engine.open(2, 104..106);
+    assert_eq!(asked_for(&mut engine, 2, 4, 2), 2, "others come from there");
+    // A run to a removed block ends there.
+    let run = [106, 107, 100, 108].map(hash);
+    engine.ask(SchedulerRequest::Open { log: 3 });
+    let append =
+        Append { keys: Keys::new(3, 0..4), chunks: [9, 0, 0, 0, 0, 0], promised: false, tail: false };
+    engine.append(append, run.to_vec());
+    assert_eq!(asked_for(&mut engine, 3, 5, 4), 2);
+
+    // One that is saved anew is found here, and is asked of no peer once it has gone from here: what those keep is the same.
+    engine.post_save(1, 6, 0..1, false);
+    engine.copy_all(0, 6);
+    assert_eq!(engine.status(1, 7, 6), (Status::Ok, 1));
+    engine.ask(SchedulerRequest::Close { log: 1 });
+    let namespace = engine.core.base.engines[SCHEDULER].binding.unwrap().namespace;
+    engine.core.base.cx.dram.remove(&BlockKey { namespace, group: GROUP, hash: hash(100) });
+    engine.open(1, 100..101);
+    assert_eq!(engine.status(1, 8, 1), (Status::Ok, 0));
+}
+
+#[test]
+fn nothing_of_a_namespace_that_began_anew_comes_from_a_peer() {
+    let mut engine = with_peer();
+    for number in [1, 2] {
+        engine.begin_with_log(number);
+        engine.check(number, 0, 3, 1..2, 1);
+    }
+    assert_eq!(engine.core.stats().barred_engines, 3);
+    hear_of(&mut engine, 0..10);
+    engine.begin_with_log(3);
+    engine.open(1, 5..8);
+    for (log, count) in [(0, 2), (1, 3)] {
+        assert_eq!(engine.status(log, 5, count), (Status::Ok, 0));
     }
 }
 

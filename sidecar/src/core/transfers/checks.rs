@@ -16,7 +16,8 @@
 //! - Bars are of this life. An engine checks its first hit of every connection, so the next life finds the same.
 //!
 //! A removed block is gone from DRAM and found on no disk of this life, and no later life finds anything of its namespace that this
-//! one wrote to disks. Other pods keep what they have fetched: there the first hit of every engine is checked as well.
+//! one wrote to disks. Other pods keep what they have fetched: there the first hit of every engine is checked as well. It does not come
+//! back from them in this life: nobody is asked for a removed block, nor for any of a namespace that has begun anew.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -195,6 +196,7 @@ impl Transfers {
         let recent = self.checks.take_recent(session, binding.namespace);
         base.sources.remove(&recent, &mut base.cx);
         base.sources.distrust(binding, false);
+        base.sources.peers.iter_mut().for_each(|peers| peers.distrust(&recent, &base.cx));
         base.cx.dram.end_removal();
         base.cx.apply_evictions();
         let Difference { layer, number, amount } = worst;
@@ -260,7 +262,8 @@ impl Transfers {
         base.cx.actions.push(Action::Warn(format!(
             "namespace {} begins anew: {barred} engines compute other KV than it kept, and {} did not. Nobody is believed: it \
              is closed to all of them until they start again. They run different weights, code or settings under equal facts: \
-             give each kind a pillion.model_id of its own",
+             give each kind a pillion.model_id of its own. Peers keep what they have fetched of it, and are asked for none of it \
+             until this sidecar starts again: run pillion ctl evict there first",
             binding.digest,
             served.len()
         )));

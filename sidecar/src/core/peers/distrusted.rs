@@ -1,0 +1,68 @@
+//! Blocks that no peer is asked for: a check found the engine wrong that had saved them here, and peers that fetched them then have
+//! them still.
+//!
+//! They stay distrusted for this life, also where one is saved anew: what peers keep under its key does not change by that.
+
+use std::collections::{BTreeSet, VecDeque};
+
+use mesh::digest::Digest;
+use shm_protocol::key::{BlockHash, BlockKey};
+
+use super::{Peers, shared};
+use crate::core::context::Context;
+use crate::core::namespaces::Binding;
+
+/// Blocks that are remembered, the last ones: all that 16 engines lose which are barred. 30 MB.
+pub(super) const DISTRUSTED_MAX: usize = 1 << 20;
+
+#[derive(Debug, Default)]
+pub(super) struct Distrusted {
+    digests: BTreeSet<Digest>,
+    /// The same, oldest first.
+    order: VecDeque<Digest>,
+}
+
+// === impl Distrusted ===
+
+impl Distrusted {
+    fn insert(&mut self, digest: Digest) {
+        if !self.digests.insert(digest) {
+            return;
+        }
+        self.order.push_back(digest);
+        if self.order.len() > DISTRUSTED_MAX {
+            let oldest = self.order.pop_front().expect("one was added");
+            self.digests.remove(&oldest);
+        }
+    }
+}
+
+// === impl Peers ===
+
+impl Peers {
+    /// What peers may have fetched of these blocks is wrong: it is never asked for.
+    pub(crate) fn distrust(&mut self, keys: &BTreeSet<BlockKey>, cx: &Context) {
+        keys.iter().filter_map(|key| shared(key, cx)).for_each(|digest| self.distrusted.insert(digest));
+    }
+
+    pub(crate) fn distrusts(&self, binding: &Binding, hash: &BlockHash) -> bool {
+        let digests = &self.distrusted.digests;
+        !digests.is_empty() && digests.contains(&binding.block_digest(hash))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_blocks_are_remembered_each_once() {
+        let mut distrusted = Distrusted::default();
+        let most = DISTRUSTED_MAX as u64;
+        (0..most).chain([0]).for_each(|n| distrusted.insert(Digest(n)));
+        assert!(distrusted.digests.contains(&Digest(0)));
+        distrusted.insert(Digest(most));
+        assert!(!distrusted.digests.contains(&Digest(0)) && distrusted.digests.contains(&Digest(1)));
+        assert_eq!((distrusted.digests.len(), distrusted.order.len()), (DISTRUSTED_MAX, DISTRUSTED_MAX));
+    }
+}

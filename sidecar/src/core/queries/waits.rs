@@ -39,6 +39,17 @@ pub(super) struct Answered {
 // === impl Wait ===
 
 impl Wait {
+    /// When it ends at the latest; none: with its window, which a promise may extend.
+    fn until_ms(&self) -> Option<u64> {
+        // What is promised may begin to come late.
+        let since_ms = if self.question.awaits { millis(self.since) } else { self.question.asked_ms() };
+        match &self.answered {
+            Some(answered) => Some(answered.until_ms),
+            None if self.question.awaits && self.open == 0 => None,
+            None => Some(since_ms.saturating_add(WAIT_MS_MAX)),
+        }
+    }
+
     pub(super) fn timed(&self) -> Timed {
         Timed::Query(if self.for_producer { Part::Waiting } else { Part::Tier })
     }
@@ -137,12 +148,7 @@ impl Queries {
 
     /// Answers the queries that have waited long enough with what is there, and lets go of early answers that nobody used.
     pub(crate) fn end_due_waits(&mut self, base: &mut Base) {
-        let is_due = |wait: &Wait| {
-            // What is promised may begin to come late.
-            let since_ms = if wait.question.awaits { millis(wait.since) } else { wait.question.asked_ms() };
-            let until_ms = since_ms.saturating_add(WAIT_MS_MAX);
-            base.cx.now_ms >= wait.answered.as_ref().map_or(until_ms, |answered| answered.until_ms)
-        };
+        let is_due = |wait: &Wait| wait.until_ms().is_some_and(|until_ms| base.cx.now_ms >= until_ms);
         let due = self.waits.iter().filter(|(_, wait)| is_due(wait));
         let due: Vec<_> = due.map(|(place, wait)| (*place, wait.answered.is_some())).collect();
         for (place, answered) in due {

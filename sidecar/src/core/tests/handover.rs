@@ -553,25 +553,30 @@ fn a_promise_is_worth_30_s() {
 
 #[test]
 fn an_engine_says_how_long_it_waits() {
-    let mut engines = two_engines();
-    engines.disconnect([D_RANK, D]);
-    let role = Role::Scheduler { run: D_RUN };
-    let waits = Hello { handover_wait_ms: Some(4000), promise_wait_ms: Some(100), ..hello(1, role) };
-    engines.connect(D, waits);
-    engines.connect(D_RANK, rank_hello_of(1, 0, SHARD_BYTES));
-    engines.report(D_RANK, WorkerRequest::Join { run: D_RUN, step: 0 });
-    engines.out.clear();
-    engines.promise(0, 0..4);
-    engines.await_keys(0, 1, 0..4, false);
-    engines.await_keys(1, 2, 100..104, false);
-    engines.tick(99);
-    assert_eq!(engines.answers()[&2].0, Status::Pending);
-    engines.tick(100);
-    assert_eq!(engines.answers()[&2], (Status::Ok, 0));
-    ticks(&mut engines, 4);
-    assert_eq!(engines.answers()[&1].0, Status::Pending);
-    engines.tick(4000);
-    assert_eq!(engines.answers()[&1], (Status::Ok, 0));
+    // The longest that may be said is also the longest that a query waits.
+    for promise_wait_ms in [100, 2000] {
+        let mut engines = two_engines();
+        engines.disconnect([D_RANK, D]);
+        let role = Role::Scheduler { run: D_RUN };
+        let promise_wait = Some(promise_wait_ms);
+        let waits = Hello { handover_wait_ms: Some(4000), promise_wait_ms: promise_wait, ..hello(1, role) };
+        engines.connect(D, waits);
+        engines.connect(D_RANK, rank_hello_of(1, 0, SHARD_BYTES));
+        engines.report(D_RANK, WorkerRequest::Join { run: D_RUN, step: 0 });
+        engines.out.clear();
+        engines.promise(0, 0..4);
+        engines.await_keys(0, 1, 0..4, false);
+        engines.await_keys(1, 2, 100..104, false);
+        engines.tick(u64::from(promise_wait_ms) - 1);
+        assert_eq!(engines.answers()[&2].0, Status::Pending);
+        engines.tick(promise_wait_ms.into());
+        assert_eq!(engines.answers()[&2], (Status::Ok, 0));
+        engines.fences(RANKS[0], 1, 1);
+        engines.tick(3999);
+        assert_eq!(engines.answers()[&1].0, Status::Pending, "{promise_wait_ms}");
+        engines.tick(4000);
+        assert_eq!(engines.answers()[&1], (Status::Ok, 0));
+    }
 }
 
 #[test]

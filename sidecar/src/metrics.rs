@@ -205,7 +205,7 @@ impl Metrics {
         let dropped = "Blocks not saved, by reason; no_room: all is leased or being filled, so raise --dram or the quota; too_large: raise \
                        --dram; not_copied: the engine left, too much waited, or its step or copy failed; unproven: \
                        the engine has to prove first what it computes.";
-        let released = "Blocks kept for another engine no longer, by reason; full: half of the pool was kept, so raise --dram.";
+        let released = "Blocks kept for another engine no longer, by reason; full: half of the pool was kept, or all of a quota, so raise --dram or --quota.";
         let lost = "Blocks for another engine that were not kept, by reason; reuse: their engine needed the memory before they were copied.";
         let mut reasons = by_reason(registry, "saves_dropped_total", dropped, SAVES_DROPPED)?;
         reasons.extend(by_reason(registry, "handover_released_total", released, RELEASED)?);

@@ -124,6 +124,25 @@ impl Context {
         Ok(slot)
     }
 
+    /// The same for a block of a save. What its engine has kept the longest for others gives way where the engine has no room, and to a
+    /// block of a `handover` also where no slot is left.
+    pub(super) fn claim(
+        &mut self,
+        key: BlockKey,
+        binding: &Binding,
+        handover: bool,
+    ) -> Result<SlotRef, FillError> {
+        let (whose, bytes) = (binding.whose, binding.block_bytes());
+        self.kept.make_room(whose.holder, bytes, &mut self.dram);
+        loop {
+            let filled = self.begin_fill(key, binding);
+            let gives_way = handover && filled == Err(FillError::NoSpace) && self.dram.may_evict();
+            if !gives_way || !self.kept.make_slot(whose, bytes, &mut self.dram) {
+                return filled;
+            }
+        }
+    }
+
     /// A block is written into its slot from now on.
     pub(super) fn fill(&mut self, slot: SlotRef, key: BlockKey, binding: &Binding) {
         self.actions.push(Action::FillSlot { slot, namespace: binding.digest, key });
@@ -132,7 +151,7 @@ impl Context {
     /// A block that another engine will load is here: of a step that was seen to be done then, or found in the pool.
     pub(super) fn keep(&mut self, key: &BlockKey, binding: &Binding, fenced: Option<Duration>) {
         self.stats.handover_blocks += 1;
-        self.kept.keep(key, binding.whose.holder, fenced, self.now_ms, &mut self.dram);
+        self.kept.keep(key, binding.whose, fenced, self.now_ms, &mut self.dram);
     }
 
     /// A save has ended a block: whoever awaits it is told at the end of this event.

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use shm_protocol::key::{BlockHash, BlockKey};
 use shm_protocol::pool::SlotRef;
-use tiers::dram::{Dram, HolderId};
+use tiers::dram::{Dram, HolderId, Whose};
 
 use super::SessionId;
 use super::arrivals::Waiter;
@@ -44,16 +44,19 @@ pub(super) struct Kept {
     bytes: u64,
     /// By the slot's offset.
     blocks: BTreeMap<u64, KeptBlock>,
-    /// Offsets and ends by holder, in order. Where a block's end or holder is another by now, or it is not kept, the entry means nothing.
-    ends: Vec<(HolderId, VecDeque<(u64, u64)>)>,
+    /// Offsets and ends by whose blocks of what size they are, in order. Where a block's end or owner is another by now, or it is not kept,
+    /// the entry means nothing.
+    ends: Vec<(Kind, VecDeque<(u64, u64)>)>,
     released: Released,
 }
+
+/// Whose blocks, and of how many bytes each: one of them has a slot for another.
+type Kind = (Whose, u64);
 
 #[derive(Debug)]
 struct KeptBlock {
     slot: SlotRef,
-    holder: HolderId,
-    bytes: u64,
+    kind: Kind,
     until_ms: u64,
     /// When the step that wrote it was seen to be done; `None` if its save found it in the pool.
     fenced: Option<Duration>,
@@ -104,52 +107,61 @@ impl Kept {
     pub(super) fn keep(
         &mut self,
         key: &BlockKey,
-        holder: HolderId,
+        whose: Whose,
         fenced: Option<Duration>,
         now_ms: u64,
         dram: &mut Dram,
     ) {
-        let Some(slot) = dram.hold(key, holder) else { return };
+        let Some(slot) = dram.hold(key, whose.holder) else { return };
+        let kind = (whose, dram.block_bytes(slot).expect("it is held"));
         let end = (slot.offset, now_ms.saturating_add(self.ttl_ms));
-        let is_new = !is_kept(&self.blocks, holder, end);
-        if let Some(known) = self.blocks.remove(&slot.offset) {
-            self.bytes -= known.bytes;
-            dram.unhold(known.slot, known.holder);
+        let is_new = !is_kept(&self.blocks, kind, end);
+        if self.blocks.contains_key(&slot.offset) {
+            self.release(slot.offset, dram);
         }
-        let bytes = dram.block_bytes(slot).expect("it is held");
-        self.bytes += bytes;
-        self.blocks.insert(slot.offset, KeptBlock { slot, holder, bytes, until_ms: end.1, fenced });
+        self.bytes += kind.1;
+        self.blocks.insert(slot.offset, KeptBlock { slot, kind, until_ms: end.1, fenced });
         if is_new {
-            self.note_end(holder, end);
+            self.note_end(kind, end);
         }
-        while self.bytes > self.bytes_max && self.release_oldest(None, dram) {
-            self.released.full += 1;
-        }
+        while self.bytes > self.bytes_max && self.give_way(|_| true, dram) {}
     }
 
-    /// A block that a holder keeps has another end from now on.
-    fn note_end(&mut self, holder: HolderId, end: (u64, u64)) {
-        let Some((_, ends)) = self.ends.iter_mut().find(|(other, _)| *other == holder) else {
-            return self.ends.push((holder, VecDeque::from([end])));
+    /// A block has another end from now on.
+    fn note_end(&mut self, kind: Kind, end: (u64, u64)) {
+        let Some((_, ends)) = self.ends.iter_mut().find(|(other, _)| *other == kind) else {
+            return self.ends.push((kind, VecDeque::from([end])));
         };
         ends.push_back(end);
         if ends.len() > 2 * self.blocks.len() + STALE_MAX {
-            ends.retain(|end| is_kept(&self.blocks, holder, *end));
+            ends.retain(|end| is_kept(&self.blocks, kind, *end));
         }
     }
 
     /// Gives up what a holder has kept the longest, if it has so little room that it could save no block of `bytes`.
     pub(super) fn make_room(&mut self, holder: HolderId, bytes: u64, dram: &mut Dram) {
-        while self.bytes > 0 && dram.room(holder) < bytes && self.release_oldest(Some(holder), dram) {
-            self.released.full += 1;
-        }
+        let is_its = |(whose, _): Kind| whose.holder == holder;
+        while self.bytes > 0 && dram.room(holder) < bytes && self.give_way(is_its, dram) {}
+    }
+
+    /// Gives up what has been kept the longest of blocks of which one makes room for another; whether there was one.
+    pub(super) fn make_slot(&mut self, whose: Whose, bytes: u64, dram: &mut Dram) -> bool {
+        self.give_way(|kind| kind == (whose, bytes), dram)
+    }
+
+    /// Later blocks need the room of the one that is kept the longest; whether there was one.
+    fn give_way(&mut self, is_meant: impl Fn(Kind) -> bool, dram: &mut Dram) -> bool {
+        let released = self.release_oldest(is_meant, dram);
+        self.released.full += u64::from(released);
+        released
     }
 
     /// An engine has loaded these blocks; when the last step that wrote one of them for it was seen to be done.
     pub(super) fn loaded(&mut self, slots: &[SlotRef], by: HolderId, dram: &mut Dram) -> Option<Duration> {
         let mut fenced = None;
         for slot in slots {
-            let kept = self.blocks.get(&slot.offset).filter(|kept| kept.slot == *slot && kept.holder != by);
+            let kept =
+                self.blocks.get(&slot.offset).filter(|kept| kept.slot == *slot && kept.kind.0.holder != by);
             if let Some(kept) = kept {
                 fenced = fenced.max(kept.fenced);
                 self.release(slot.offset, dram);
@@ -161,30 +173,26 @@ impl Kept {
 
     /// Gives up what nobody has loaded in time.
     pub(super) fn expire(&mut self, now_ms: u64, dram: &mut Dram) {
-        while self.oldest(None).is_some_and(|(_, until_ms)| until_ms <= now_ms)
-            && self.release_oldest(None, dram)
+        while self.oldest(|_| true).is_some_and(|(_, until_ms)| until_ms <= now_ms)
+            && self.release_oldest(|_| true, dram)
         {
             self.released.expired += 1;
         }
     }
 
-    /// Of all, or of one holder's, the block that is kept the longest: its holder's place in the list, and its end.
-    fn oldest(&mut self, holder: Option<HolderId>) -> Option<(usize, u64)> {
-        for (holder, ends) in &mut self.ends {
-            while ends.pop_front_if(|end| !is_kept(&self.blocks, *holder, *end)).is_some() {}
+    /// Of these the block that is kept the longest: its kind's place in the list, and its end.
+    fn oldest(&mut self, is_meant: impl Fn(Kind) -> bool) -> Option<(usize, u64)> {
+        for (kind, ends) in &mut self.ends {
+            while ends.pop_front_if(|end| !is_kept(&self.blocks, *kind, *end)).is_some() {}
         }
         self.ends.retain(|(_, ends)| !ends.is_empty());
-        let ends = self
-            .ends
-            .iter()
-            .enumerate()
-            .filter(|(_, (other, _))| holder.is_none_or(|holder| holder == *other));
+        let ends = self.ends.iter().enumerate().filter(|(_, (kind, _))| is_meant(*kind));
         ends.map(|(at, (_, ends))| (at, ends[0].1)).min_by_key(|(_, until_ms)| *until_ms)
     }
 
     /// Gives up the block that is kept the longest; whether there was one.
-    fn release_oldest(&mut self, holder: Option<HolderId>, dram: &mut Dram) -> bool {
-        let Some((at, _)) = self.oldest(holder) else { return false };
+    fn release_oldest(&mut self, is_meant: impl Fn(Kind) -> bool, dram: &mut Dram) -> bool {
+        let Some((at, _)) = self.oldest(is_meant) else { return false };
         let (offset, _) = self.ends[at].1.pop_front().expect("looked at above");
         self.release(offset, dram);
         true
@@ -192,8 +200,9 @@ impl Kept {
 
     fn release(&mut self, offset: u64, dram: &mut Dram) {
         let kept = self.blocks.remove(&offset).expect("the caller found it");
-        self.bytes -= kept.bytes;
-        dram.unhold(kept.slot, kept.holder);
+        let (whose, bytes) = kept.kind;
+        self.bytes -= bytes;
+        dram.unhold(kept.slot, whose.holder);
     }
 
     #[cfg(test)]
@@ -202,9 +211,9 @@ impl Kept {
     }
 }
 
-/// Whether an entry among the ends of a holder is of a block that it keeps until then.
-fn is_kept(blocks: &BTreeMap<u64, KeptBlock>, holder: HolderId, (offset, until_ms): (u64, u64)) -> bool {
-    blocks.get(&offset).is_some_and(|kept| kept.holder == holder && kept.until_ms == until_ms)
+/// Whether an entry among the ends of a kind is of a block that is kept until then.
+fn is_kept(blocks: &BTreeMap<u64, KeptBlock>, kind: Kind, (offset, until_ms): (u64, u64)) -> bool {
+    blocks.get(&offset).is_some_and(|kept| kept.kind == kind && kept.until_ms == until_ms)
 }
 
 // === impl Lost ===

@@ -228,6 +228,11 @@ impl Dram {
         }
     }
 
+    /// Whether blocks may give way to others: none does while an engine of the earlier life may still read it.
+    pub fn may_evict(&self) -> bool {
+        !self.hold.lasts()
+    }
+
     /// Keeps a removed block's slot as it is until the hold ends, if there is one.
     pub(super) fn hold_removed(&mut self, id: u32) -> bool {
         let held = self.hold.lasts() && self.pin_id(id);

@@ -16,7 +16,7 @@ use shm_protocol::message::Status;
 use shm_protocol::pool::SlotRef;
 use shm_protocol::request::{Keys, Query, SchedulerRequest};
 use shm_protocol::source::Source;
-use tiers::dram::{self, Dram};
+use tiers::dram::{self, Dram, Whose};
 
 use super::*;
 use crate::core::namespaces::Space;
@@ -495,7 +495,8 @@ fn what_a_peer_was_sent_is_not_kept_for_another_engine_any_longer() {
     scene.save(0..2);
     let Context { namespaces, kept, dram, now_ms, .. } = &mut scene.engine.core.base.cx;
     let space = Space { digest: NAMESPACE, block_bytes: BLOCK_BYTES };
-    let (namespace, computes) = (namespaces.known(space).unwrap(), dram.enter());
+    let namespace = namespaces.known(space).unwrap();
+    let computes = Whose { holder: dram.enter(), quota: None };
     let keys = [0, 1].map(|n| BlockKey { namespace, group: 0, hash: hash(n) });
     keys.iter().for_each(|key| kept.keep(key, computes, None, *now_ms, dram));
     scene.hear(Heard::Asked { ask: 1, peer: A, blocks: vec![label(0), label(1)] });

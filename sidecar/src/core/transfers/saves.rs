@@ -322,9 +322,7 @@ impl Transfers {
         if !save.commits {
             return drop_unproven(&mut save.end, &mut base.cx);
         }
-        let holder = save.binding.whose.holder;
-        base.cx.kept.make_room(holder, save.binding.block_bytes(), &mut base.cx.dram);
-        match base.cx.begin_fill(key, &save.binding) {
+        match base.cx.claim(key, &save.binding, save.handover) {
             Ok(slot) => {
                 base.cx.produced.claimed = true;
                 save.blocks.push(take(slot, None));

@@ -24,7 +24,7 @@ pub use self::listing::Known;
 use crate::config::Mesh;
 use crate::core::Heard;
 use crate::error::StartError;
-use crate::wake::EndSignal;
+use crate::wake::{EndSignal, Expected};
 
 /// Changes of a peer that are handed out at once: 0.2 to 0.5 ms of a filter's work.
 const CHANGES: usize = 1024;
@@ -73,6 +73,8 @@ pub struct Peers {
     promises: Option<Vec<Digest>>,
     /// Before that they are not told again that a request waits.
     next_wait: Duration,
+    /// Whether the thread that keeps track of members was told to end.
+    left: Expected,
 }
 
 // === impl Told ===
@@ -106,7 +108,7 @@ impl Peers {
         let ((carrying, ups), (following, news)) = (mpsc::channel(), mpsc::channel());
         let life = |epoch| BootId(NonZeroU64::new(epoch).unwrap_or(NonZeroU64::MIN));
         let boot = life(epoch);
-        // Each lives as long as threads of its part do: their end is the sidecar's.
+        // Each lives as long as threads of its part do: their end is the sidecar's, but for one that was told to end.
         let up = || {
             let (say, ending) = (say(&carrying, &wake), ended.on_exit());
             move |said| {
@@ -126,7 +128,8 @@ impl Peers {
             listing: Arc::new(known),
             ..control::Config::new(node, mesh.listen, data, mesh.members.clone(), mesh.security.clone())
         };
-        let (say, ending) = (say(&following, &wake), ended.on_exit());
+        let left = Expected::default();
+        let (say, ending) = (say(&following, &wake), ended.on_exit_unless(&left));
         let control = Control::start(follow, move |said| {
             let _ = &ending;
             say(said);
@@ -150,6 +153,7 @@ impl Peers {
             changes,
             promises,
             next_wait,
+            left,
         })
     }
 
@@ -234,6 +238,7 @@ impl Peers {
 
     /// Is no member any more; what is under way ends by itself.
     pub fn drain(&self) {
+        self.left.set();
         self.control.drain();
         self.carriers.drain();
     }

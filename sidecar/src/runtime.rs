@@ -284,8 +284,8 @@ impl Runtime {
         }
     }
 
-    /// Nothing is found in a pool that has lost bytes, and nothing kept, as at the sidecar's end; what is under way fails. The
-    /// sidecar lives on, and is the next life's to mend: GPUs and NICs may have the lost pages locked until this one ends.
+    /// Nothing is found in a pool that has lost bytes, and nothing kept, as at the sidecar's end, and it is no member of the mesh any
+    /// more; what is under way fails. The sidecar lives on, and is the next life's to mend: GPUs and NICs may have the lost pages locked until this one ends.
     fn look_at_pool(&mut self) {
         if self.lost || self.pool.is_whole() {
             return;
@@ -300,6 +300,7 @@ impl Runtime {
              sidecar again, and let nobody write to the file"
         );
         self.handle(Event::Drain);
+        self.peers.iter().for_each(Peers::drain);
     }
 
     /// Gives the core one event and carries out what follows.

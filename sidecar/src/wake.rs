@@ -2,6 +2,7 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::io::Errno;
 use shm_protocol::wait::{eventfd, signal};
@@ -12,7 +13,14 @@ pub struct EndSignal(OwnedFd);
 
 /// Gives the [`EndSignal`] on drop, also while its thread unwinds.
 #[derive(Debug)]
-pub struct OnExit(Arc<EndSignal>);
+pub struct OnExit {
+    signal: Arc<EndSignal>,
+    expected: Expected,
+}
+
+/// Whether a thread may end.
+#[derive(Clone, Debug, Default)]
+pub struct Expected(Arc<AtomicBool>);
 
 // === impl EndSignal ===
 
@@ -24,7 +32,21 @@ impl EndSignal {
 
     /// A guard for a thread.
     pub fn on_exit(self: &Arc<Self>) -> OnExit {
-        OnExit(Arc::clone(self))
+        self.on_exit_unless(&Expected::default())
+    }
+
+    /// A guard for a thread that may end once that is expected.
+    pub fn on_exit_unless(self: &Arc<Self>, expected: &Expected) -> OnExit {
+        OnExit { signal: Arc::clone(self), expected: expected.clone() }
+    }
+}
+
+// === impl Expected ===
+
+impl Expected {
+    /// The thread is about to be told to end.
+    pub fn set(&self) {
+        self.0.store(true, Ordering::Relaxed);
     }
 }
 
@@ -36,6 +58,8 @@ impl AsFd for EndSignal {
 
 impl Drop for OnExit {
     fn drop(&mut self) {
-        signal(&self.0);
+        if !self.expected.0.load(Ordering::Relaxed) {
+            signal(&self.signal.0);
+        }
     }
 }

@@ -355,6 +355,26 @@ fn members_find_each_other_in_etcd_and_pass_blocks_on() {
     wait_served(&mut Engine::connect(&second), &keys, &b);
 }
 
+/// Nobody waits for a pod that has nothing left to give; its sidecar lives on, as engines may be copying from it.
+#[test]
+fn a_pod_whose_pool_was_cut_leaves_the_mesh_and_lives_on() {
+    let etcd = Etcd::start();
+    let members = [format!("--etcd={}", etcd.url)];
+    let (a, b) = (Pod::new("a"), Pod::new("b"));
+    let pool = PathBuf::from(format!("/dev/shm/pillion-test-{}-cut", std::process::id()));
+    let first = a.start_by(&members, Trust::Nobody, &[&"--pool-path", &pool]);
+    let keys = Engine::connect(&first).save(&mut 0);
+    let second = b.start_by(&members, Trust::Nobody, &[]);
+    wait_acquainted(&first, &second, keys.len());
+    std::fs::File::options().write(true).open(&pool).unwrap().set_len(0).unwrap();
+    first.wait_metric("pillion_pool_lost", |lost| lost == 1);
+    second.wait_metric("pillion_mesh_peers", |peers| peers == 0);
+    assert_eq!(Engine::connect(&second).served(&keys), (Vec::new(), 0));
+    assert_eq!(first.metric("pillion_pool_lost"), 1, "{}", a.log());
+    first.terminate();
+    let _ = std::fs::remove_file(pool);
+}
+
 #[test]
 fn a_pod_that_is_killed_takes_its_own_place_in_etcd_with_its_pool() {
     let etcd = Etcd::start();

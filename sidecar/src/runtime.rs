@@ -284,8 +284,9 @@ impl Runtime {
         }
     }
 
-    /// Nothing is found in a pool that has lost bytes, and nothing kept, as at the sidecar's end, and it is no member of the mesh any
-    /// more; what is under way fails. The sidecar lives on, and is the next life's to mend: GPUs and NICs may have the lost pages locked until this one ends.
+    /// Nothing is found in a pool that has lost bytes, and nothing kept, as at the sidecar's end, and peers see the node leave; what is
+    /// under way fails. The sidecar lives on, and is the next life's to mend: GPUs and NICs may have the lost pages locked until this
+    /// one ends.
     fn look_at_pool(&mut self) {
         if self.lost || self.pool.is_whole() {
             return;

@@ -421,8 +421,8 @@ impl Core {
                 self.tell(waiting, Some(&key));
             }
         }
-        if let Some(peers) = &mut self.base.sources.peers {
-            peers.fetch_again(again, &mut self.base.cx);
+        for (key, waiting) in self.base.sources.fetch_again(again, &mut self.base.cx) {
+            self.tell(waiting, Some(&key));
         }
     }
 

@@ -23,7 +23,7 @@ use super::timing::Timed;
 
 /// Times that the directory is asked how a run goes on, beside what is here of it: peers that were given the same prompts
 /// have long parts of it.
-const SPANS_MAX: usize = 4;
+pub(super) const SPANS_MAX: usize = 4;
 
 #[derive(Debug, Default)]
 pub(super) struct Sources {
@@ -327,8 +327,7 @@ impl Sources {
         self.peers.as_mut().map(|peers| peers.hear(heard, cx)).unwrap_or_default()
     }
 
-    /// A block of a fetch has ended, and who has waited for it; none where another peer is to be asked for it `again`, since somebody
-    /// still `waits`.
+    /// A block of a fetch has ended, and who has waited for it; none where it is `again` to be asked for, since somebody still `waits`.
     pub(super) fn fetched(
         &mut self,
         end: &Done,
@@ -343,6 +342,12 @@ impl Sources {
             cx.took(Timed::PeerRead, fetched.since);
         }
         Some((key, self.arrived(&key, slot, fetched.map(|fetched| fetched.checksum), cx)))
+    }
+
+    /// Asks other peers for what one has failed to give. Blocks that none may have, and who has waited for each.
+    pub(super) fn fetch_again(&mut self, again: Again, cx: &mut Context) -> Vec<(BlockKey, Vec<Waiter>)> {
+        let left = self.peers.as_mut().map(|peers| peers.fetch_again(again, cx)).unwrap_or_default();
+        left.into_iter().map(|(key, slot)| (key, self.arrived(&key, slot, None, cx))).collect()
     }
 
     /// Engines disagree about a namespace: no later life finds what disks hold of it. Nor does this one where it `begins_anew`.

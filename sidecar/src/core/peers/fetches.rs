@@ -21,6 +21,7 @@ use crate::core::Action;
 use crate::core::arrivals::WAIT_MS_MAX;
 use crate::core::context::Context;
 use crate::core::namespaces::Binding;
+use crate::core::sources::SPANS_MAX;
 
 /// Peers that are asked for a block, one after the other.
 const HOLDERS_MAX: usize = 3;
@@ -45,6 +46,8 @@ pub(super) struct Fetching {
     since: Duration,
     /// When it ends at the latest; who waits has gone by then.
     until_ms: u64,
+    /// Peers that have failed to give its blocks.
+    tried: Vec<PeerNumber>,
     namespace: NamespaceDigest,
     bytes: u32,
     /// `None`: it has ended.
@@ -53,9 +56,10 @@ pub(super) struct Fetching {
     open: usize,
 }
 
-/// Blocks that one peer failed to give, by the other that they are asked of and the fetch that they were in.
+/// Blocks that one peer failed to give and somebody waits for, by the ticket of the fetch that they were in and their place in it; with
+/// each ticket the fetch without blocks.
 #[derive(Debug, Default)]
-pub(crate) struct Again(BTreeMap<(PeerNumber, u64), Fetching>);
+pub(crate) struct Again(BTreeMap<u64, (Fetching, BTreeMap<u32, Wanted>)>);
 
 /// A block that a peer has given.
 #[derive(Debug)]
@@ -70,8 +74,6 @@ pub(crate) struct Fetched {
 struct Wanted {
     key: BlockKey,
     slot: SlotRef,
-    /// Peers that have failed to give it.
-    tried: Vec<PeerNumber>,
 }
 
 // === impl Span ===
@@ -129,17 +131,14 @@ impl Fetching {
         let bytes = u32::try_from(binding.block_bytes()).expect("it fits a segment of the pool");
         let (open, blocks) = (blocks.len(), blocks.into_iter().map(Some).collect());
         let until_ms = millis(now).saturating_add(WAIT_MS_MAX);
-        Self { peer, since: now, until_ms, namespace: binding.digest, bytes, blocks, open }
+        let (since, tried, namespace) = (now, Vec::new(), binding.digest);
+        Self { peer, since, until_ms, tried, namespace, bytes, blocks, open }
     }
 
-    /// One of its blocks for another peer; what else comes from there may be added.
-    fn again(&self, peer: PeerNumber) -> Self {
-        Self { peer, blocks: Vec::new(), open: 0, ..*self }
-    }
-
-    fn add(&mut self, wanted: Wanted) {
-        self.blocks.push(Some(wanted));
-        self.open += 1;
+    /// The same of other blocks and maybe another peer.
+    fn with(&self, peer: PeerNumber, blocks: impl IntoIterator<Item = Wanted>) -> Self {
+        let blocks: Vec<_> = blocks.into_iter().map(Some).collect();
+        Self { peer, open: blocks.len(), blocks, tried: self.tried.clone(), ..*self }
     }
 
     /// Blocks of it that have not ended.
@@ -167,28 +166,26 @@ impl Peers {
         self.fetches.insert(ticket, fetching);
     }
 
-    /// Takes a block out of its fetch; with it an empty fetch of what else is wanted, for another peer that may have it.
+    /// Takes a block out of its fetch; with it the fetch without blocks.
     fn end(&mut self, now_ms: u64, end: &Done) -> (Wanted, Fetching) {
         let fetching = self.fetches.get_mut(&end.ticket).expect("a fetch lasts until all of it has ended");
-        let mut wanted = fetching.blocks[end.index as usize].take().expect("a block ends once");
-        wanted.tried.push(fetching.peer);
+        let wanted = fetching.blocks[end.index as usize].take().expect("a block ends once");
         fetching.open -= 1;
-        let again = fetching.again(fetching.peer);
+        let of = fetching.with(fetching.peer, []);
         if fetching.open == 0 {
             self.fetches.remove(&end.ticket);
         }
-        self.directory.ended(now_ms, again.peer, &end.result);
-        (wanted, again)
+        self.directory.ended(now_ms, of.peer, &end.result);
+        (wanted, of)
     }
 
-    /// Another peer that may have a block.
-    fn other_holder(&self, now_ms: u64, label: &Label, tried: &[PeerNumber]) -> Option<PeerNumber> {
-        if tried.len() == HOLDERS_MAX {
-            return None;
-        }
-        let holders = self.directory.probe(now_ms, &[Digest::of(label)]);
-        holders.iter().map(|holder| holder.peer).find(|peer| !tried.contains(peer))
+    /// Another peer that may have the begin of a run, and how many blocks of it.
+    fn other_holder(&self, now_ms: u64, run: &[Digest], tried: &[PeerNumber]) -> Option<(PeerNumber, usize)> {
+        let holders = self.directory.probe(now_ms, run);
+        let other = holders.iter().find(|holder| !tried.contains(&holder.peer))?;
+        Some((other.peer, other.run as usize))
     }
+
     /// Whether anybody can be asked for blocks of this engine.
     pub(crate) fn may_ask(&self, binding: &Binding, cx: &Context) -> bool {
         let is_retired = cx.namespaces.is_retired(binding.space());
@@ -218,17 +215,14 @@ impl Peers {
 
     /// Fetches those blocks of a span that have slots, in its order.
     pub(crate) fn fetch(&mut self, binding: &Binding, span: &Span, slots: &[SlotRef], cx: &mut Context) {
-        let wanted = |(&(place, key), &slot): (&(u32, BlockKey), &SlotRef)| {
-            (place, Wanted { key, slot, tried: Vec::new() })
-        };
+        let wanted = |(&(place, key), &slot): (&(u32, BlockKey), &SlotRef)| (place, Wanted { key, slot });
         let begun: Vec<(u32, Wanted)> = span.blocks.iter().zip(slots).map(wanted).collect();
         for (peer, blocks) in span.cut(begun, binding.block_bytes()) {
             self.post(Fetching::new(peer, cx.now, binding, blocks), cx);
         }
     }
 
-    /// A block of a fetch has ended: it, its slot and, if it is here, what was fetched; none where it is to be asked of another
-    /// peer `again`.
+    /// A block of a fetch has ended: it, its slot and, if it is here, what was fetched; none where it is `again` to be asked for.
     pub(crate) fn ended(
         &mut self,
         now_ms: u64,
@@ -246,20 +240,36 @@ impl Peers {
             Err(fault) => fault,
         };
         self.stats.faults[stats::index(fault)] += 1;
-        let wished = now_ms < of.until_ms && is_wished(&wanted.key);
-        let label = of.label(&wanted.key);
-        let other = wished.then(|| self.other_holder(now_ms, &label, &wanted.tried)).flatten();
-        let Some(peer) = other else { return Some((wanted.key, wanted.slot, None)) };
-        again.0.entry((peer, end.ticket)).or_insert_with(|| of.again(peer)).add(wanted);
+        let may_ask = of.tried.len() + 1 < HOLDERS_MAX && now_ms < of.until_ms;
+        if !may_ask || !is_wished(&wanted.key) {
+            return Some((wanted.key, wanted.slot, None));
+        }
+        let (_, failed) = again.0.entry(end.ticket).or_insert_with(|| (of, BTreeMap::new()));
+        failed.insert(end.index, wanted);
         None
     }
 
-    /// Asks other peers, of each together.
-    pub(crate) fn fetch_again(&mut self, again: Again, cx: &mut Context) {
-        for fetching in again.0.into_values() {
-            self.stats.retried_blocks += fetching.open();
-            self.post(fetching, cx);
+    /// Asks other peers for what one has failed to give: for each fetch the directory is looked at as often as for a run. The blocks
+    /// that nobody else may have, and those behind them.
+    pub(crate) fn fetch_again(&mut self, again: Again, cx: &mut Context) -> Vec<(BlockKey, SlotRef)> {
+        let mut left = Vec::new();
+        for (mut of, failed) in again.0.into_values() {
+            of.tried.push(of.peer);
+            let mut failed: Vec<Wanted> = failed.into_values().collect();
+            for _ in 0..SPANS_MAX {
+                let run: Vec<Digest> =
+                    failed.iter().map(|wanted| Digest::of(&of.label(&wanted.key))).collect();
+                let Some((peer, run)) = self.other_holder(cx.now_ms, &run, &of.tried) else { break };
+                let fetching = of.with(peer, failed.drain(..run));
+                self.stats.retried_blocks += fetching.open();
+                self.post(fetching, cx);
+                if failed.is_empty() {
+                    break;
+                }
+            }
+            left.extend(failed.into_iter().map(|wanted| (wanted.key, wanted.slot)));
         }
+        left
     }
 
     /// Blocks that nobody waits for any more.

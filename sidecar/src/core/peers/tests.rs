@@ -324,6 +324,29 @@ fn what_one_peer_fails_to_give_is_asked_of_another_together() {
 }
 
 #[test]
+fn what_a_fetch_lacks_is_looked_for_as_often_as_a_run() {
+    let (mut scene, _, first) = fetching(8);
+    // One block of each peer, and the fourth block of nobody else.
+    for (peer, key) in (2..).zip([0, 1, 2, 4, 5]) {
+        scene.join(PeerNumber(peer), key..key + 1);
+    }
+    scene.end_all(&first, Err(Fault::Peer(std::io::ErrorKind::ConnectionReset)));
+    let asked: Vec<_> = scene.fetches.drain(..).map(|fetch| (fetch.peer.0, keys_of(&fetch))).collect();
+    assert_eq!(asked, [(2, vec![label(0)]), (3, vec![label(1)]), (4, vec![label(2)])]);
+
+    let (mut scene, _, first) = fetching(8);
+    scene.join(B, 0..6);
+    let end = |index| Done { ticket: first.ticket, index, result: Err(Fault::Absent) };
+    scene.hear(Heard::Fetched((0..8).rev().map(end).collect()));
+    assert_eq!(keys_of(&scene.fetch()), (0..6).map(label).collect::<Vec<_>>(), "whatever ended first");
+
+    let (mut scene, _, first) = fetching(8);
+    (0..8).for_each(|key| scene.join(PeerNumber(2 + key), key..key + 1));
+    scene.end_all(&first, Err(Fault::Peer(std::io::ErrorKind::ConnectionReset)));
+    assert_eq!(scene.fetches.len(), crate::core::sources::SPANS_MAX);
+}
+
+#[test]
 fn a_false_positive_is_a_miss() {
     let (mut scene, op, fetch) = fetching(4);
     scene.end(&fetch, 0..2, Ok(1));

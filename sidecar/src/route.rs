@@ -51,8 +51,9 @@ pub struct Options {
     /// The engine that answers also computes a prompt of fewer tokens; a text counts one for each four bytes
     #[arg(long, env = "PILLION_MIN_REMOTE_TOKENS", default_value_t = 256, value_name = "TOKENS")]
     pub min_remote_tokens: u64,
-    /// When the engine that answers is asked: once the prompt is computed, or together with the other one
-    #[arg(long, env = "PILLION_ORDER", value_enum, default_value_t = Order::PrefillFirst, value_name = "prefill-first|at-once")]
+    /// When the engine that answers is asked: once the prompt is computed, together with the other one, or by-load: together where
+    /// the router has no other prompt at the other one
+    #[arg(long, env = "PILLION_ORDER", value_enum, default_value_t = Order::ByLoad, value_name = "by-load|prefill-first|at-once")]
     pub order: Order,
     /// Stream the first token as soon as the prompt is computed, where the stream stays that of one engine
     ///
@@ -76,6 +77,8 @@ pub struct Options {
 /// When the engine that answers is asked.
 #[derive(Copy, Clone, Debug, Eq, PartialEq, ValueEnum)]
 pub enum Order {
+    /// With the other one where it has nothing else to do, so that the prompt does not wait its turn; else once it is computed.
+    ByLoad,
     /// Once the prompt is computed: it holds none of its memory for a prompt that waits its turn at the other engine.
     PrefillFirst,
     /// With the other one: it waits while the other one works, for 30 s at most.
@@ -175,17 +178,18 @@ impl Router {
         let begins = self.options.first_token
             && asked.path == COMPLETIONS
             && first_token::may_be_split(fields, &prompt);
+        let at_once = !begins && self.is_at_once(&seat);
         let (answer, given_up) = if begins {
             match Arc::clone(&self).begin(seat, asked, fields, prompt.start).await {
                 Ok(stream) => return stream,
                 Err(asked) => self.open(prompt.start, None, asked, None).await,
             }
         } else {
-            Arc::clone(&self).pair(seat, prompt.start, None, asked, fields).await
+            Arc::clone(&self).pair(seat, at_once, prompt.start, None, asked, fields).await
         };
         let breaks = asked.breaks.count();
         // Who was asked at once waited for what nobody computes any more.
-        let is_alone = breaks == 1 && self.options.order == Order::AtOnce;
+        let is_alone = breaks == 1 && at_once;
         let Some(decode) = given_up.filter(|_| breaks == 0 || is_alone) else { return answer };
         // Nothing of it was sent. Both engines are rid of it before others are asked.
         drop(answer);
@@ -195,7 +199,18 @@ impl Router {
         }
         let now = Instant::now();
         let seat = self.prefill.idlest_but(&engine, now).unwrap_or(engine).seat(prompt.tokens.max(1), now);
-        self.pair(seat, prompt.start, Some(&decode), asked, fields).await.0
+        // By load, what was given up is computed first.
+        let at_once = self.options.order == Order::AtOnce;
+        self.pair(seat, at_once, prompt.start, Some(&decode), asked, fields).await.0
+    }
+
+    /// Whether an engine that answers is asked together with the one of this seat.
+    fn is_at_once(&self, seat: &Seat) -> bool {
+        match self.options.order {
+            Order::ByLoad => seat.is_alone(Instant::now()),
+            Order::PrefillFirst => false,
+            Order::AtOnce => true,
+        }
     }
 
     /// A prompt by the engine of `seat` and one that answers, `spared` only where there is no other; and that one where it gave the
@@ -203,25 +218,23 @@ impl Router {
     async fn pair(
         self: Arc<Self>,
         seat: Seat,
+        at_once: bool,
         start: u64,
         spared: Option<&Engine>,
         asked: &Asked,
         fields: &Fields,
     ) -> (Response<Answer>, Option<Arc<Engine>>) {
         let ask = Arc::clone(&self).compute(seat, asked.with(&prompt::prefill(fields)));
-        let (asked, task) = match self.options.order {
-            Order::PrefillFirst => match ask.await {
-                Some(said) => (asked.with(&prompt::decode(fields, said)), None),
-                None => (asked.with(fields), None),
-            },
-            Order::AtOnce => {
-                let task = Task(tokio::spawn(async move {
-                    ask.await;
-                }));
-                (asked.with(&prompt::decode(fields, prompt::computed(None))), Some(task))
-            }
+        if at_once {
+            let task = Task(tokio::spawn(async move { _ = ask.await }));
+            let asked = asked.with(&prompt::decode(fields, prompt::computed(None)));
+            return self.open(start, spared, asked, Some(task)).await;
+        }
+        let asked = match ask.await {
+            Some(said) => asked.with(&prompt::decode(fields, said)),
+            None => asked.with(fields),
         };
-        self.open(start, spared, asked, task).await
+        self.open(start, spared, asked, None).await
     }
 
     /// Asks an engine that answers: its answer, and the engine where it gave the prompt up. `task` lives as long as the answer is read.

@@ -19,6 +19,7 @@ use nix::unistd::Pid;
 use serde_json::{Value, json};
 
 const PARAMS: &str = "kv_transfer_params";
+const FIRST: &[&str] = &["--order", "prefill-first"];
 /// How long an engine has to say its length, and the pause before one that did not is asked again.
 const LENGTH_TIME: Duration = Duration::from_secs(1);
 const LENGTH_PAUSE: Duration = Duration::from_secs(5);
@@ -107,7 +108,7 @@ fn answers() -> Engine {
 #[test]
 fn a_long_prompt_is_computed_by_one_engine_and_answered_by_another() {
     let (prefill, decode) = (computes(), answers());
-    let router = Router::start(&[&prefill.url()], &[&decode.url()], &[]);
+    let router = Router::start(&[&prefill.url()], &[&decode.url()], FIRST);
     let answer = router.ask(&prompt(256));
     assert_eq!(answer.body, "{\"answer\":  1}", "byte for byte");
     let ([computed], [answered]) = (&prefill.asked()[..], &decode.asked()[..]) else {
@@ -134,11 +135,30 @@ fn a_long_prompt_is_computed_by_one_engine_and_answered_by_another() {
 
 #[test]
 fn at_once_the_second_engine_does_not_wait_for_the_first_one_s_answer() {
-    let (prefill, decode) = (Engine::start(Manner::Hang), answers());
-    let router = Router::start(&[&prefill.url()], &[&decode.url()], &["--order", "at-once"]);
-    assert_eq!(router.ask(&prompt(300)).body, "{\"answer\":  1}");
-    assert_eq!(decode.asked()[0].json()[PARAMS]["do_remote_prefill"], true);
-    watch("the end of the other request with the answer", || (prefill.hung_up() == 1).then_some(()));
+    for arguments in [&["--order", "at-once"][..], &[]] {
+        let (prefill, decode) = (Engine::start(Manner::Hang), answers());
+        let router = Router::start(&[&prefill.url()], &[&decode.url()], arguments);
+        assert_eq!(router.ask(&prompt(300)).body, "{\"answer\":  1}");
+        assert_eq!(decode.asked()[0].json()[PARAMS]["do_remote_prefill"], true);
+        watch("the end of the other request with the answer", || (prefill.hung_up() == 1).then_some(()));
+    }
+}
+
+#[test]
+fn an_engine_that_has_a_prompt_computes_the_next_one_before_the_other_engine_is_asked() {
+    let computed = Manner::Json(200, json!({ PARAMS: said() }).to_string());
+    let prefill = Engine::start(Manner::First(Box::new(Manner::Hang), Box::new(computed)));
+    let decode = Engine::start(Manner::Hang);
+    let router = Router::start(&[&prefill.url()], &[&decode.url()], &[]);
+    let mut sent = Vec::new();
+    for count in 1..=2 {
+        sent.push(router.send("POST", "/v1/completions", &prompt(300).to_string()));
+        watch("the requests", || {
+            (prefill.asked().len() == count && decode.asked().len() == count).then_some(())
+        });
+    }
+    let engines = decode.asked().into_iter().map(|asked| asked.json()[PARAMS]["remote_engine_id"].clone());
+    assert_eq!(engines.collect::<Vec<_>>(), [Value::Null, json!("p")]);
 }
 
 #[test]
@@ -195,7 +215,8 @@ fn an_engine_that_does_not_compute_a_prompt_costs_no_answer() {
         (format!("http://127.0.0.1:{}", free_port()), "unreachable", "1000s"),
     ];
     for (url, reason, limit) in &ways {
-        let router = Router::start(&[url], &[&decode.url()], &["--prefill-timeout", limit]);
+        let arguments = [FIRST, &["--prefill-timeout", limit]].concat();
+        let router = Router::start(&[url], &[&decode.url()], &arguments);
         assert_eq!(router.ask(&prompt(400)).body, "{\"answer\":  1}", "{reason}");
         assert!(decode.asked().last().unwrap().json().get(PARAMS).is_none(), "there is nothing to wait for");
         assert_eq!(
@@ -221,7 +242,8 @@ fn an_engine_that_does_not_compute_a_prompt_costs_no_answer() {
 #[test]
 fn an_engine_that_is_late_is_down_if_its_server_is_silent() {
     let (still, decode) = (Engine::start(Manner::Freeze), answers());
-    let router = Router::start(&[&still.url()], &[&decode.url()], &["--prefill-timeout", "300ms"]);
+    let arguments = [FIRST, &["--prefill-timeout", "300ms"]].concat();
+    let router = Router::start(&[&still.url()], &[&decode.url()], &arguments);
     assert_eq!(router.ask(&prompt(400)).body, "{\"answer\":  1}");
     assert_eq!(router.counter("pillion_route_prefill_failures_total{reason=\"late\"}"), 1);
     let up = |count: usize| {
@@ -234,8 +256,13 @@ fn an_engine_that_is_late_is_down_if_its_server_is_silent() {
 fn a_prompt_that_was_given_up_is_put_to_two_engines_once_more() {
     let failed = || Manner::Json(500, "{\"error\": \"e\"}".into());
     let event = || Manner::Events(vec!["data: {\"error\": {}}\n\n".into(), "data: [DONE]\n\n".into()]);
-    for (gives_up, order) in [(failed(), "at-once"), (failed(), "prefill-first"), (event(), "prefill-first")]
-    {
+    let ways = [
+        (failed(), "at-once"),
+        (failed(), "by-load"),
+        (failed(), "prefill-first"),
+        (event(), "prefill-first"),
+    ];
+    for (gives_up, order) in ways {
         let (first, second) = (computes(), computes());
         let right = Manner::Json(200, "{\"answer\": 2}".into());
         let decode = Engine::start(Manner::First(Box::new(gives_up), Box::new(right)));
@@ -255,7 +282,7 @@ fn a_prompt_that_was_given_up_is_put_to_two_engines_once_more() {
     assert_eq!(router.counter("pillion_route_retries_total"), 1);
     // No third time, and none where something was sent.
     let (prefill, decode) = (computes(), Engine::start(failed()));
-    let router = Router::start(&[&prefill.url()], &[&decode.url()], &[]);
+    let router = Router::start(&[&prefill.url()], &[&decode.url()], FIRST);
     assert!(router.ask(&prompt(300)).line.contains("500"));
     assert_eq!((prefill.asked().len(), decode.asked().len()), (2, 2));
     router.ask(&prompt(20));
@@ -319,7 +346,8 @@ fn an_engine_that_stands_still_is_given_up_long_before_its_time() {
     let decode = answers();
     let start = |manner| {
         let still = Engine::start(manner);
-        let router = Router::start(&[&still.url()], &[&decode.url()], &["--prefill-timeout", "1000s"]);
+        let arguments = [FIRST, &["--prefill-timeout", "1000s"]].concat();
+        let router = Router::start(&[&still.url()], &[&decode.url()], &arguments);
         let asked = router.send("POST", "/v1/completions", &prompt(400).to_string());
         (router, asked)
     };
@@ -355,12 +383,12 @@ fn another_engine_answers_for_one_that_ends_before_it_said_anything() {
     // That which computed is one of the two.
     let broken = Engine::start(Manner::Breaks(String::new()));
     let asked = before();
-    let router = Router::start(&[&broken.url()], &urls.each_ref().map(String::as_str), &[]);
+    let router = Router::start(&[&broken.url()], &urls.each_ref().map(String::as_str), FIRST);
     assert!(router.ask(&prompt(400)).line.contains("502"));
     assert_eq!(before().iter().sum::<usize>(), asked.iter().sum::<usize>() + 1, "a second one is spared");
     // What may end engines is not put to any once more.
     let gives_up = Engine::start(Manner::Json(500, "{\"error\": 1}".into()));
-    let router = Router::start(&[&broken.url()], &[&gives_up.url()], &[]);
+    let router = Router::start(&[&broken.url()], &[&gives_up.url()], FIRST);
     assert!(router.ask(&prompt(400)).line.contains("500") && gives_up.asked().len() == 1);
     // Asked at once, it waited for what nobody computes any more: it computes alone.
     let waited =
@@ -442,11 +470,11 @@ fn the_one_engine_that_answers_is_waited_for_though_it_stands_still() {
 
 #[test]
 fn a_client_that_hangs_up_ends_both_requests() {
-    for order in ["prefill-first", "at-once"] {
+    for order in ["prefill-first", "at-once", "by-load"] {
         let (prefill, decode) = (Engine::start(Manner::Hang), Engine::start(Manner::Hang));
         let router = Router::start(&[&prefill.url()], &[&decode.url()], &["--order", order]);
         let asked = router.send("POST", "/v1/completions", &prompt(400).to_string());
-        let engines = if order == "at-once" { vec![&prefill, &decode] } else { vec![&prefill] };
+        let engines = if order == "prefill-first" { vec![&prefill] } else { vec![&prefill, &decode] };
         engines.iter().for_each(|engine| watch("the request", || (engine.asked().len() == 1).then_some(())));
         drop(asked);
         engines.iter().for_each(|engine| watch("the hang-up", || (engine.hung_up() == 1).then_some(())));

@@ -34,7 +34,7 @@ ENGINES = ("p", "d")
 KINDS = ("freeze", "kill")
 # Whoever is one of these may cost a client an error.
 MAY_FAIL = ("d", "router")
-ORDERS = ("at-once", "prefill-first")
+ORDERS = ("at-once", "prefill-first", "by-load")
 CLIENTS, PROMPT_TOKENS, STEP_TOKENS, OUTPUT_TOKENS = 2, 640, 256, 8
 UNDISTURBED_ANSWERS, ANSWERS_BETWEEN = 10, 2
 DRAM = "64MiB"

@@ -157,6 +157,15 @@ impl Engine {
     }
 }
 
+// === impl Seat ===
+
+impl Seat {
+    /// Whether its request is all that its engine has to do, and no trial: an engine that is tried may not be there.
+    pub(super) fn is_alone(&self, now: Instant) -> bool {
+        self.engine.load.load(Ordering::Relaxed) == self.weight && self.engine.is_up(now)
+    }
+}
+
 impl Drop for Seat {
     fn drop(&mut self) {
         self.engine.load.fetch_sub(self.weight, Ordering::Relaxed);
@@ -242,6 +251,20 @@ mod tests {
         first.engine.set_down(now);
         assert!(engines.idlest(now).is_none());
         assert!(engines.idlest(now + DOWN).is_some(), "both are asked again");
+    }
+
+    #[test]
+    fn a_seat_is_alone_at_an_engine_that_is_up_and_has_nothing_else_to_do() {
+        let (engines, now) = (engines(1), Instant::now());
+        let first = engines.0[0].seat(10, now);
+        assert!(first.is_alone(now));
+        let second = engines.0[0].seat(5, now);
+        assert!(!first.is_alone(now) && !second.is_alone(now));
+        drop(first);
+        assert!(second.is_alone(now));
+        engines.0[0].set_down(now);
+        drop(second);
+        assert!(!engines.0[0].seat(5, now + DOWN).is_alone(now + DOWN), "a trial");
     }
 
     #[test]

@@ -26,7 +26,7 @@ use self::counters::{Counters, Failure};
 pub use self::engines::Address;
 use self::engines::{Engine, Engines, Seat};
 use self::forward::{Answer, Asked, ForwardError, Forwarder, Opened, continued};
-use self::length::LengthMax;
+use self::length::Lengths;
 use self::prompt::{Fields, PARAMS, Prompt, Whole};
 pub use self::server::serve;
 use self::server::{failure, plain, read};
@@ -93,7 +93,7 @@ struct Router {
     options: Options,
     forwarder: Forwarder,
     counters: Counters,
-    length_max: LengthMax,
+    lengths: Lengths,
 }
 
 /// A task that ends with its owner, and its connection with it.
@@ -104,8 +104,8 @@ struct Task(JoinHandle<()>);
 impl Router {
     fn new(options: Options) -> Result<Self, prometheus::Error> {
         let (prefill, decode) = (Engines::new(&options.prefill), Engines::new(&options.decode));
-        let (forwarder, length_max) = (Forwarder::new(), LengthMax::default());
-        Ok(Self { prefill, decode, options, forwarder, counters: Counters::new()?, length_max })
+        let (forwarder, lengths) = (Forwarder::new(), Lengths::default());
+        Ok(Self { prefill, decode, options, forwarder, counters: Counters::new()?, lengths })
     }
 
     async fn respond(self: Arc<Self>, request: Request<Incoming>) -> Response<Answer> {
@@ -263,13 +263,14 @@ impl Router {
         fields: &Fields,
         start: u64,
     ) -> Result<Response<Answer>, Asked> {
+        self.lengths.ask(&self.decode, &self.forwarder, &asked.headers);
         let Some(answer) = self.ask_prefill(&seat, asked.with(&first_token::prefill(fields))).await else {
             return Err(asked.with(fields));
         };
         let (head, answer) = answer.into_parts();
         drop(seat);
         // What is too long is refused by the engine that answers, and that before an event.
-        let length_max = self.length_max.of(&self.decode, &self.forwarder, &asked.headers).await.unwrap_or(0);
+        let length_max = self.decode.length_max(Instant::now()).unwrap_or(0);
         let Some(first) = first_token::read(&answer, fields, length_max) else {
             return Err(asked.with(&prompt::decode(fields, prompt::computed(None))));
         };

@@ -4,15 +4,16 @@ mod client;
 #[path = "route/engine.rs"]
 mod engine;
 
+use std::fs::File;
 use std::io::{BufReader, ErrorKind, Read, Write};
 use std::net::TcpStream;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use client::sidecar::free_port;
-use client::{WATCHDOG, in_time, now, watch};
+use client::{WATCHDOG, in_time, watch};
 use engine::{Asked, Engine, Manner};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -20,9 +21,6 @@ use serde_json::{Value, json};
 
 const PARAMS: &str = "kv_transfer_params";
 const FIRST: &[&str] = &["--order", "prefill-first"];
-/// How long an engine has to say its length, and the pause before one that did not is asked again.
-const LENGTH_TIME: Duration = Duration::from_secs(1);
-const LENGTH_PAUSE: Duration = Duration::from_secs(5);
 
 struct Router {
     process: Child,
@@ -31,13 +29,17 @@ struct Router {
 
 impl Router {
     fn start(prefill: &[&str], decode: &[&str], arguments: &[&str]) -> Self {
+        Self::logging(prefill, decode, arguments, Stdio::null())
+    }
+
+    fn logging(prefill: &[&str], decode: &[&str], arguments: &[&str], log: impl Into<Stdio>) -> Self {
         let port = free_port();
         let mut command = Command::new(env!("CARGO_BIN_EXE_pillion"));
         command.args(["route", "--listen", &format!("127.0.0.1:{port}")]).args(arguments);
         for (option, urls) in [("--prefill", prefill), ("--decode", decode)] {
             command.args(urls.iter().flat_map(|url| [option, *url]));
         }
-        let process = command.stderr(Stdio::null()).spawn().unwrap();
+        let process = command.stderr(log).spawn().unwrap();
         let router = Self { process, port };
         watch("the router's start", || TcpStream::connect(("127.0.0.1", port)).ok());
         router
@@ -548,44 +550,50 @@ fn the_first_token_comes_before_the_other_engine_is_heard_of() {
 
 /// A request whose first token comes ahead, and what is asked for the rest of it; `None` where no length was known.
 fn first_token_ahead(router: &Router, decode: &Engine) -> Option<(BufReader<TcpStream>, Value)> {
-    let (began, before) = (now(), decode.asked().len());
+    let before = decode.asked().len();
     let stream = router.send("POST", "/v1/completions", &stream_of(300).to_string());
     let asked = watch("the other request", || decode.asked().get(before).map(Asked::json));
     if asked["prompt"].as_array().unwrap().len() < 300 {
         return Some((BufReader::new(stream), asked));
     }
-    wait_for_length(began);
     None
 }
 
-/// Until an engine is asked again that was too slow to say its length after `began`; one that was not has said it.
-fn wait_for_length(began: Instant) {
-    assert!(began.elapsed() >= LENGTH_TIME, "an engine that says its length is not heard");
-    std::thread::sleep(LENGTH_PAUSE);
-}
-
 #[test]
-fn an_engine_that_does_not_say_its_length_holds_no_request() {
+fn an_engine_that_does_not_say_its_length_is_named_once_and_waited_for_while_it_is_up() {
+    let log = std::env::temp_dir().join(format!("pillion-route-{}", std::process::id()));
     let prefill = Engine::start(Manner::Events(vec![ONE_TOKEN.into()]));
     let (silent, decode) =
         (Engine::start(Manner::Freeze), Engine::start(Manner::Events(vec!["data: 1\n\n".into()])));
-    let router = Router::start(&[&prefill.url()], &[&decode.url(), &silent.url()], &["--first-token"]);
-    let asked = [0; 4].map(|_| router.send("POST", "/v1/completions", &stream_of(300).to_string()));
-    watch("the requests", || (decode.asked().len() + silent.asked().len() == asked.len()).then_some(()));
-    assert_eq!((silent.models_asked(), router.counter("pillion_route_first_tokens_total")), (1, 0));
+    let urls = [decode.url(), silent.url()];
+    let router = Router::logging(
+        &[&prefill.url()],
+        &[&urls[0], &urls[1]],
+        &["--first-token"],
+        File::create(&log).unwrap(),
+    );
+    let ask = || router.raw("POST", "/v1/completions", &stream_of(300).to_string());
+    let first_tokens = || router.counter("pillion_route_first_tokens_total");
+    watch("the first token of a stream", || {
+        assert!(ask().contains("data: 1"));
+        (first_tokens() > 0).then_some(())
+    });
+    assert!(silent.models_asked() > 0 && decode.models_asked() == 1);
+    let first = decode.asked()[0].json()["prompt"].as_array().unwrap().len();
+    assert_eq!(first, 300, "a request does not wait for what an engine says of itself");
+    let lines = std::fs::read_to_string(&log).unwrap();
+    std::fs::remove_file(&log).unwrap();
+    let naming = lines.lines().filter(|line| line.contains(&urls[1]) && line.contains("--first-token"));
+    assert_eq!(naming.count(), 1, "{lines}");
 }
 
 /// All of a stream with its first token ahead, from an engine that answers in this manner; `None` where no length was known.
 fn with_first_token(manner: Manner) -> Option<(String, Router, Engine)> {
     let (prefill, decode) = (Engine::start(Manner::Events(vec![ONE_TOKEN.into()])), Engine::start(manner));
     let router = Router::start(&[&prefill.url()], &[&decode.url()], &["--first-token"]);
-    let began = now();
     let answer = router.raw("POST", "/v1/completions", &stream_of(300).to_string());
-    if router.counter("pillion_route_first_tokens_total") == 0 {
-        assert!(began.elapsed() >= LENGTH_TIME, "an engine that says its length is not heard");
-        return None;
-    }
-    Some((unchunked(&answer), router, decode))
+    let is_ahead = router.counter("pillion_route_first_tokens_total") > 0;
+    is_ahead.then(|| (unchunked(&answer), router, decode))
 }
 
 #[test]

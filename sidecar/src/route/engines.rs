@@ -30,6 +30,7 @@ pub(super) struct Engine {
     /// How many of its last prompts in a row were late.
     late: AtomicU32,
     down: Mutex<Option<Down>>,
+    length: Mutex<Length>,
     /// When it last gave a sign of life to a request that waits. All that wait for it share a look.
     pub(super) seen: tokio::sync::Mutex<Option<Instant>>,
 }
@@ -41,6 +42,15 @@ struct Down {
     pause: Duration,
     /// Whether a request tries it, of which nothing is known yet.
     tried: bool,
+}
+
+/// What is known of how many tokens a prompt and its answer may have.
+#[derive(Copy, Clone, Debug, Default)]
+struct Length {
+    /// Said since the engine was last down: it may come back with another one.
+    said: Option<u64>,
+    /// Whether a question had no answer since one had.
+    is_missed: bool,
 }
 
 /// A share of an engine's load, given back on drop.
@@ -101,6 +111,7 @@ impl Engine {
             load: AtomicU64::new(0),
             late: AtomicU32::new(0),
             down: Mutex::default(),
+            length: Mutex::default(),
             seen: Default::default(),
         })
     }
@@ -109,8 +120,27 @@ impl Engine {
         self.down.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn length_known(&self) -> MutexGuard<'_, Length> {
+        self.length.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// How many tokens a prompt and its answer may have; `None` where the engine has not said it since it was last down.
+    pub(super) fn length(&self) -> Option<u64> {
+        self.length_known().said
+    }
+
+    pub(super) fn set_length(&self, length: u64) {
+        *self.length_known() = Length { said: Some(length), is_missed: false };
+    }
+
+    /// A question for its length had no answer; whether that is the first one since an answer.
+    pub(super) fn is_length_missed_first(&self) -> bool {
+        !std::mem::replace(&mut self.length_known().is_missed, true)
+    }
+
     /// It could not be reached, or did not answer.
     pub(super) fn set_down(&self, now: Instant) {
+        self.length_known().said = None;
         let mut down = self.down();
         let pause = match *down {
             None => DOWN,
@@ -181,6 +211,12 @@ impl Engines {
 
     pub(super) fn up(&self, now: Instant) -> usize {
         self.0.iter().filter(|engine| engine.is_up(now)).count()
+    }
+
+    /// How many tokens a prompt and its answer may have at each of those that are up; `None` while one of them has not said it.
+    pub(super) fn length_max(&self, now: Instant) -> Option<u64> {
+        let up = self.0.iter().filter(|engine| engine.is_up(now));
+        up.map(|engine| engine.length()).collect::<Option<Vec<_>>>()?.into_iter().min()
     }
 
     /// The one with the least to do of those that are up.
@@ -292,6 +328,23 @@ mod tests {
         assert!(engine.is_up(now), "its answer ends that");
         engine.set_down(now);
         assert!(engine.is_up(now + DOWN), "and what was before");
+    }
+
+    #[test]
+    fn a_length_is_that_of_each_engine_that_is_up_and_said_anew_after_it_was_down() {
+        let (engines, now) = (engines(2), Instant::now());
+        engines.0[0].set_length(10);
+        assert_eq!(engines.length_max(now), None, "the other one has not said its own");
+        engines.0[1].set_length(20);
+        assert_eq!(engines.length_max(now), Some(10));
+        engines.0[0].set_down(now);
+        assert_eq!(engines.length_max(now), Some(20), "who is down is not waited for");
+        engines.0[0].set_up();
+        assert_eq!(engines.length_max(now), None, "it may have come back with another one");
+        assert!(engines.0[0].is_length_missed_first() && !engines.0[0].is_length_missed_first());
+        engines.0[0].set_length(5);
+        assert_eq!(engines.length_max(now), Some(5));
+        assert!(engines.0[0].is_length_missed_first());
     }
 
     #[test]

@@ -1,68 +1,75 @@
 //! How many tokens a prompt and its answer may have, which every engine that answers says of itself.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use hyper::HeaderMap;
 use hyper::header::AUTHORIZATION;
 use serde_json::Value;
-use tokio::sync::Mutex;
-use tokio::task::JoinSet;
 use tokio::time::Instant;
 
-use super::engines::{Address, Engines};
-use super::forward::{Asked, Forwarder};
+use super::engines::{Engine, Engines};
+use super::forward::{Asked, ForwardError, Forwarder};
+use super::watch;
 
-/// How long an engine has to say it, and how long none is asked again after one has not.
-const ANSWER_TIME_MAX: Duration = Duration::from_secs(1);
-const PAUSE: Duration = Duration::from_secs(5);
+/// How long an engine that lives has to say it, and how long none is asked again.
+const PAUSE: Duration = Duration::from_secs(10);
 
-/// The least of all engines that answer, once each has said it.
+/// The questions to engines that have not said their length since they were last down.
 #[derive(Debug, Default)]
-pub(super) struct LengthMax {
-    known: OnceLock<u64>,
-    /// When they are asked next.
+pub(super) struct Lengths {
+    /// When engines are asked next.
     next: Mutex<Option<Instant>>,
 }
 
-// === impl LengthMax ===
+// === impl Lengths ===
 
-impl LengthMax {
-    /// The least length of these engines; `None` while one of them has not said its own. A request waits only where it is the one that
-    /// has the engines asked.
-    pub(super) async fn of(
-        &self,
-        engines: &Engines,
-        forwarder: &Forwarder,
-        headers: &HeaderMap,
-    ) -> Option<u64> {
-        if let Some(known) = self.known.get() {
-            return Some(*known);
+impl Lengths {
+    /// Has those engines asked that are up and have not said their length. No request waits for an answer.
+    pub(super) fn ask(&self, engines: &Engines, forwarder: &Forwarder, headers: &HeaderMap) {
+        let now = Instant::now();
+        let untold = |engine: &&Arc<Engine>| engine.is_up(now) && engine.length().is_none();
+        let untold: Vec<_> = engines.iter().filter(untold).map(Arc::clone).collect();
+        let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
+        if untold.is_empty() || next.is_some_and(|next| now < next) {
+            return;
         }
-        let mut next = self.next.try_lock().ok()?;
-        if next.is_some_and(|next| Instant::now() < next) {
-            return None;
+        *next = Some(now + PAUSE);
+        for engine in untold {
+            let headers = headers.get(AUTHORIZATION).map(|token| (AUTHORIZATION, token.clone()));
+            tokio::spawn(hear(forwarder.clone(), engine, headers.into_iter().collect()));
         }
-        *next = Some(Instant::now() + PAUSE);
-        let mut asking = JoinSet::new();
-        for engine in engines.iter().map(Arc::clone) {
-            let (forwarder, token) = (forwarder.clone(), headers.get(AUTHORIZATION).cloned());
-            asking.spawn(async move {
-                let headers = token.map(|token| (AUTHORIZATION, token)).into_iter().collect();
-                ask(&forwarder, &engine.address, headers).await
-            });
-        }
-        let said: Option<Vec<u64>> = asking.join_all().await.into_iter().collect();
-        let least = said?.into_iter().min()?;
-        Some(*self.known.get_or_init(|| least))
     }
 }
 
-/// The length that one engine's list of models states; the least where it has several models.
-async fn ask(forwarder: &Forwarder, to: &Address, headers: HeaderMap) -> Option<u64> {
-    let asked = forwarder.ask(to, Asked::page("/v1/models", headers));
-    let answer = tokio::time::timeout(ANSWER_TIME_MAX, asked).await.ok()?.ok()?;
-    let models: Value = serde_json::from_slice(answer.body()).ok()?;
+/// Asks one engine. Where it was down, this is the request that tries it.
+async fn hear(forwarder: Forwarder, engine: Arc<Engine>, headers: HeaderMap) {
+    let _trial = engine.seat(0, Instant::now());
+    let why = match watch::ask(&forwarder, &engine, Asked::page("/v1/models", headers), PAUSE).await {
+        Ok(answer) => match read(answer.body()) {
+            Some(length) => {
+                engine.set_up();
+                return engine.set_length(length);
+            }
+            None => "its answer has none".into(),
+        },
+        Err(error) => {
+            // First tokens do not wait for an engine that is down.
+            if matches!(error, ForwardError::Unreachable(_) | ForwardError::Silent(_)) {
+                engine.set_down(Instant::now());
+            }
+            error.to_string()
+        }
+    };
+    if engine.is_length_missed_first() {
+        let needed = "GET /v1/models there must say max_model_len, which --first-token needs of each engine that is up";
+        tracing::warn!(engine = %engine.address, "{needed}: {why}");
+    }
+}
+
+/// The length that an engine's list of models states; the least where it has several models.
+fn read(models: &[u8]) -> Option<u64> {
+    let models: Value = serde_json::from_slice(models).ok()?;
     let lengths = models["data"].as_array()?.iter().map(|model| model["max_model_len"].as_u64());
     lengths.collect::<Option<Vec<_>>>()?.into_iter().min()
 }

@@ -31,7 +31,7 @@ const CONNECT_TIME_MAX: Duration = Duration::from_secs(2);
 /// A host that vanishes says nothing: its connections end after 25 s.
 pub(super) const KEEPALIVE_IDLE: Duration = Duration::from_secs(10);
 pub(super) const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(5);
-pub(super) const KEEPALIVE_RETRIES: u32 = 3;
+const KEEPALIVE_RETRIES: u32 = 3;
 const VANISHED_AFTER: Duration =
     Duration::from_secs(KEEPALIVE_IDLE.as_secs() + KEEPALIVE_RETRIES as u64 * KEEPALIVE_INTERVAL.as_secs());
 /// A connection without work is used again for so long: vLLM closes it after 5 s, and what is sent just then is lost.

@@ -27,6 +27,10 @@ const HEADER_TIME_MAX: Duration = Duration::from_secs(30);
 /// Nor is who sends nothing of its body for so long.
 const PART_TIME_MAX: Duration = Duration::from_secs(30);
 
+/// A client that confirms nothing for so long, since its host vanished or it reads nothing, is hung up on. While a stream goes on there
+/// is always something to confirm, for which the kernel would wait 15 minutes.
+const SILENCE_MAX: Duration = Duration::from_secs(60);
+
 /// Runs until the process is told to end; then ends once the last answer has, or `grace` later.
 pub fn serve(
     options: Options,
@@ -71,7 +75,8 @@ fn keep_alive(listener: &TcpListener) -> std::io::Result<()> {
     sockopt::set_socket_keepalive(listener, true)?;
     sockopt::set_tcp_keepidle(listener, forward::KEEPALIVE_IDLE)?;
     sockopt::set_tcp_keepintvl(listener, forward::KEEPALIVE_INTERVAL)?;
-    Ok(sockopt::set_tcp_keepcnt(listener, forward::KEEPALIVE_RETRIES)?)
+    // How long nothing is confirmed, also of probes: their number does not count then.
+    Ok(sockopt::set_tcp_user_timeout(listener, SILENCE_MAX.as_millis() as u32)?)
 }
 
 /// Serves a client until it goes, or once the router is `ended` until the answer under way is over.
@@ -166,6 +171,6 @@ mod tests {
         assert!(sockopt::socket_keepalive(&stream).unwrap());
         assert_eq!(sockopt::tcp_keepidle(&stream).unwrap(), forward::KEEPALIVE_IDLE);
         assert_eq!(sockopt::tcp_keepintvl(&stream).unwrap(), forward::KEEPALIVE_INTERVAL);
-        assert_eq!(sockopt::tcp_keepcnt(&stream).unwrap(), forward::KEEPALIVE_RETRIES);
+        assert_eq!(sockopt::tcp_user_timeout(&stream).unwrap(), SILENCE_MAX.as_millis() as u32);
     }
 }

@@ -19,6 +19,7 @@ use clap::{Args, ValueEnum};
 use hyper::body::{Bytes, Incoming};
 use hyper::{Method, Request, Response, StatusCode};
 use serde_json::{Value, json};
+use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
@@ -29,12 +30,14 @@ use self::forward::{Answer, Asked, ForwardError, Forwarder, Opened, continued};
 use self::length::Lengths;
 use self::prompt::{Fields, PARAMS, Prompt, Whole};
 pub use self::server::serve;
-use self::server::{failure, plain, read};
-use crate::config::{IpPort, Level, LogFormat, Time};
+use self::server::{Unread, failure, plain, read};
+use crate::config::{IpPort, Level, LogFormat, Size, Time};
 
 const COMPLETIONS: &str = "/v1/completions";
 const CHAT: &str = "/v1/chat/completions";
 const REQUEST_ID: &str = "x-request-id";
+/// A longer body is read by a thread of its own: streams go on meanwhile.
+const LONG_BYTES: usize = 1 << 20;
 
 /// Options of `pillion route`.
 #[derive(Args, Clone, Debug)]
@@ -66,6 +69,11 @@ pub struct Options {
     /// The engine that answers computes a prompt itself when the other one has not done so within this time
     #[arg(long, env = "PILLION_PREFILL_TIMEOUT", default_value = "60s", value_name = "TIME")]
     pub prefill_timeout: Time,
+    /// Memory for bodies of requests that wait for their answer's begin
+    ///
+    /// What goes beyond it is refused with status 503. Of each body there are up to four copies while it is read and passed on.
+    #[arg(long, env = "PILLION_REQUEST_MEMORY", default_value = "128MiB", value_name = "SIZE")]
+    pub request_memory: Size,
     /// Least severe messages: error, warn, info or debug
     #[arg(long, env = "PILLION_LOG_LEVEL", default_value = "info", value_name = "LEVEL")]
     pub log_level: Level,
@@ -94,6 +102,8 @@ struct Router {
     forwarder: Forwarder,
     counters: Counters,
     lengths: Lengths,
+    /// A permit for each byte that bodies of requests may have together.
+    memory: Arc<Semaphore>,
 }
 
 /// A task that ends with its owner, and its connection with it.
@@ -105,7 +115,9 @@ impl Router {
     fn new(options: Options) -> Result<Self, prometheus::Error> {
         let (prefill, decode) = (Engines::new(&options.prefill), Engines::new(&options.decode));
         let (forwarder, lengths) = (Forwarder::new(), Lengths::default());
-        Ok(Self { prefill, decode, options, forwarder, counters: Counters::new()?, lengths })
+        let bytes = usize::try_from(options.request_memory.as_bytes()).unwrap_or(usize::MAX);
+        let memory = Arc::new(Semaphore::new(bytes.min(Semaphore::MAX_PERMITS)));
+        Ok(Self { prefill, decode, options, forwarder, counters: Counters::new()?, lengths, memory })
     }
 
     async fn respond(self: Arc<Self>, request: Request<Incoming>) -> Response<Answer> {
@@ -117,39 +129,30 @@ impl Router {
             return plain(StatusCode::OK, "text/plain; version=0.0.4", self.counters.page());
         }
         let (head, body) = request.into_parts();
-        let body = match read(body).await {
-            Ok(body) => body,
-            Err(told) => return told,
+        let (body, room) = match read(body, &self.memory).await {
+            Ok(read) => read,
+            Err(unread) => {
+                self.counters.refused.inc_by((unread == Unread::NoRoom).into());
+                return unread.told();
+            }
         };
         let mut headers = head.headers;
         if !headers.contains_key(REQUEST_ID) {
             let made = format!("{:016x}", RandomState::new().build_hasher().finish());
             headers.insert(REQUEST_ID, made.parse().expect("hex digits"));
         }
-        let target = head.uri.path_and_query().map_or("/", |path| path.as_str()).to_owned();
-        let asked = Asked { method: head.method, path: target, headers, body, breaks: Arc::default() };
-        let is_prompt = asked.is_prompt();
-        let mut fields = match asked.fields(is_prompt) {
-            Ok(Some(fields)) => fields,
-            Ok(None) => return self.answer(asked, 0).await,
-            Err(error) => {
-                let remedy = "send UTF-8, and no NaN or Infinity";
-                return failure(StatusCode::BAD_REQUEST, &format!("the body is no JSON: {error}; {remedy}"));
-            }
+        let path = head.uri.path_and_query().map_or("/", |path| path.as_str()).to_owned();
+        let (breaks, room) = (Arc::default(), Some(Arc::new(room)));
+        let asked = Asked { method: head.method, path, headers, body, breaks, _room: room };
+        let parsed = if asked.body.len() < LONG_BYTES {
+            asked.parse()
+        } else {
+            tokio::task::spawn_blocking(|| asked.parse()).await.expect("no body lets it panic")
         };
-        let spoken = match prompt::without_params(&mut fields) {
-            Ok(spoken) => spoken,
-            Err(error) => {
-                return failure(
-                    StatusCode::BAD_REQUEST,
-                    &format!("an object of the body is no JSON: {error}"),
-                );
-            }
-        };
-        match (is_prompt, spoken) {
-            (true, _) => self.route(&asked, &fields).await,
-            (false, true) => self.answer(asked.with(&fields), 0).await,
-            (false, false) => self.answer(asked, 0).await,
+        match parsed {
+            Ok((asked, Some((fields, prompt)))) => self.route(&asked, &fields, prompt).await,
+            Ok((asked, None)) => self.answer(asked, 0).await,
+            Err(text) => failure(StatusCode::BAD_REQUEST, &text),
         }
     }
 
@@ -162,8 +165,7 @@ impl Router {
     }
 
     /// A prompt: by two engines, or by the one that answers.
-    async fn route(self: Arc<Self>, asked: &Asked, fields: &Fields) -> Response<Answer> {
-        let prompt = Prompt::read(fields);
+    async fn route(self: Arc<Self>, asked: &Asked, fields: &Fields, prompt: Prompt) -> Response<Answer> {
         let engine = self.prefill.idlest(Instant::now());
         let whole = prompt.whole.or((prompt.tokens < self.options.min_remote_tokens).then_some(Whole::Short));
         let engine = match (whole, engine) {

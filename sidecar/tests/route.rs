@@ -500,6 +500,37 @@ fn another_engine_answers_for_one_that_is_gone() {
 }
 
 #[test]
+fn bodies_beyond_the_memory_for_them_are_refused_while_a_stream_goes_on() {
+    let events: Vec<String> = (0..40).map(|at| format!("data: {at}\n\n")).collect();
+    let released = Arc::new(AtomicBool::new(false));
+    let held = Manner::First(
+        Box::new(Manner::Held(events, Arc::clone(&released))),
+        Box::new(Manner::Json(200, "{}".into())),
+    );
+    let decode = Engine::start(held);
+    let router = Router::start(&[&computes().url()], &[&decode.url()], &["--request-memory", "1MiB"]);
+    let body = |bytes: usize| json!({ "prompt": [1], "user": "a".repeat(bytes) }).to_string();
+    let mut stream = router.send("POST", "/v1/completions", &body(900_000));
+    let mut begin = [0; 12];
+    stream.read_exact(&mut begin).unwrap();
+    let ask = || router.raw("POST", "/v1/completions", &body(500_000));
+    assert!(ask().starts_with("HTTP/1.1 200"), "the body of a request that is being answered is gone");
+    let mut begun = TcpStream::connect(("127.0.0.1", router.port)).unwrap();
+    let head = "POST /v1/completions HTTP/1.1\r\nhost: router\r\ncontent-length: 900000\r\n\r\n";
+    write!(begun, "{head}{}", "a".repeat(800_000)).unwrap();
+    let told = watch("a refusal", || Some(ask()).filter(|told| told.starts_with("HTTP/1.1 503")));
+    assert!(told.contains("--request-memory"), "{told}");
+    assert!(router.counter("pillion_route_requests_refused_total") > 0);
+    assert!(router.ask(&prompt(9)).line.contains("200"), "a short one has room");
+    released.store(true, Ordering::Relaxed);
+    let mut text = String::new();
+    stream.read_to_string(&mut text).unwrap();
+    assert!(text.ends_with("data: 39\n\n\r\n0\r\n\r\n"), "{text}");
+    drop(begun);
+    watch("room again", || ask().starts_with("HTTP/1.1 200").then_some(()));
+}
+
+#[test]
 fn it_ends_once_the_last_answer_has() {
     let events: Vec<String> = (0..40).map(|at| format!("data: {at}\n\n")).collect();
     let released = Arc::new(AtomicBool::new(false));

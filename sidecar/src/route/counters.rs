@@ -18,6 +18,8 @@ pub(super) struct Counters {
     pub(super) retries: IntCounter,
     /// Streams whose first token is that of the engine that computed the prompt.
     pub(super) first_tokens: IntCounter,
+    /// Requests whose body had no room.
+    pub(super) refused: IntCounter,
 }
 
 /// Why an engine did not compute a prompt, or computed it for nobody.
@@ -49,13 +51,15 @@ impl Counters {
         let retries = counter(&registry, "route_retries_total", retries)?;
         let first_tokens = "Streams that began with the token of the engine that computed the prompt.";
         let first_tokens = counter(&registry, "route_first_tokens_total", first_tokens)?;
+        let refused = "Requests refused with status 503, since bodies took all of --request-memory.";
+        let refused = counter(&registry, "route_requests_refused_total", refused)?;
         for way in Whole::ALL.map(Whole::label).into_iter().chain([PAIR]) {
             prompts.with_label_values(&[way]);
         }
         for failure in Failure::ALL {
             failures.with_label_values(&[failure.label()]);
         }
-        Ok(Self { registry, prompts, failures, retries, first_tokens })
+        Ok(Self { registry, prompts, failures, retries, first_tokens, refused })
     }
 
     /// Counts a prompt: `whole` says why the engine that answers it also computes it.

@@ -20,10 +20,11 @@ use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
 use serde_json::value::RawValue;
+use tokio::sync::OwnedSemaphorePermit;
 
 use super::engines::Address;
 use super::lead::{self, Lead};
-use super::prompt::Fields;
+use super::prompt::{self, Fields, Prompt};
 use super::{CHAT, COMPLETIONS};
 
 /// An engine that takes no connection for so long is down.
@@ -54,7 +55,12 @@ pub(super) struct Asked {
     pub(super) headers: HeaderMap,
     pub(super) body: Bytes,
     pub(super) breaks: Arc<Breaks>,
+    /// Its room in the memory for bodies, as long as there is a copy of it.
+    pub(super) _room: Option<Arc<OwnedSemaphorePermit>>,
 }
+
+/// A request, and of a prompt that two engines may work on its fields, which then are all of its body.
+pub(super) type Parsed = (Asked, Option<(Fields, Prompt)>);
 
 /// How many engines broke off on a request, whatever its body was.
 #[derive(Debug, Default)]
@@ -111,12 +117,28 @@ struct Held<T> {
 impl Asked {
     /// The router's own question for a page of an engine.
     pub(super) fn page(path: &str, headers: HeaderMap) -> Self {
-        Self { method: Method::GET, path: path.into(), headers, body: Bytes::new(), breaks: Arc::default() }
+        let (method, path) = (Method::GET, path.into());
+        Self { method, path, headers, body: Bytes::new(), breaks: Arc::default(), _room: None }
+    }
+
+    /// Reads the body, without what the client says to connectors; else what the client is told.
+    pub(super) fn parse(mut self) -> Result<Parsed, String> {
+        let is_prompt = self.is_prompt();
+        let no_json = |error| format!("the body is no JSON: {error}; send UTF-8, and no NaN or Infinity");
+        let Some(mut fields) = self.fields(is_prompt).map_err(no_json)? else { return Ok((self, None)) };
+        let no_json = |error| format!("an object of the body is no JSON: {error}");
+        let spoken = prompt::without_params(&mut fields).map_err(no_json)?;
+        if is_prompt {
+            self.body = Bytes::new();
+            let prompt = Prompt::read(&fields);
+            return Ok((self, Some((fields, prompt))));
+        }
+        Ok((if spoken { self.with(&fields) } else { self }, None))
     }
 
     /// The fields of a JSON object; `None` where the body is another value, or nothing that has to be JSON. An error, because engines read
     /// more than JSON as JSON, and could find fields in it that must not reach them.
-    pub(super) fn fields(&self, must_be_json: bool) -> serde_json::Result<Option<Fields>> {
+    fn fields(&self, must_be_json: bool) -> serde_json::Result<Option<Fields>> {
         if !(must_be_json || is_of(&self.headers, JSON) && !self.body.is_empty()) {
             return Ok(None);
         }
@@ -132,7 +154,10 @@ impl Asked {
 
     /// The same request with another body.
     pub(super) fn with(&self, fields: &Fields) -> Self {
-        let body = serde_json::to_vec(fields).expect("fields are JSON already");
+        // Each has four more bytes at most: quotation marks, a colon and a comma.
+        let length: usize = fields.iter().map(|(name, field)| name.len() + field.get().len() + 4).sum();
+        let mut body = Vec::with_capacity(length + 2);
+        serde_json::to_writer(&mut body, fields).expect("fields are JSON already");
         Self { body: body.into(), ..self.clone() }
     }
 }

@@ -50,7 +50,7 @@ pub(super) enum Whole {
 /// A part of a prompt.
 enum Piece {
     Text(String),
-    Tokens(Vec<u64>),
+    Tokens(Vec<u32>),
 }
 
 // === impl Whole ===

@@ -16,6 +16,8 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use rustix::net::sockopt;
 use serde_json::json;
 use tokio::sync::watch::{Receiver, channel};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::timeout;
 
 use super::forward::{self, Answer};
 use super::{Options, Router, watch};
@@ -30,6 +32,15 @@ const PART_TIME_MAX: Duration = Duration::from_secs(30);
 /// A client that confirms nothing for so long, since its host vanished or it reads nothing, is hung up on. While a stream goes on there
 /// is always something to confirm, for which the kernel would wait 15 minutes.
 const SILENCE_MAX: Duration = Duration::from_secs(60);
+
+/// Why there is no body.
+#[derive(Debug, Eq, PartialEq)]
+pub(super) enum Unread {
+    Stalled,
+    Broken(String),
+    /// Bodies of requests take all of `--request-memory`.
+    NoRoom,
+}
 
 /// Runs until the process is told to end; then ends once the last answer has, or `grace` later.
 pub fn serve(
@@ -65,7 +76,7 @@ pub fn serve(
         // Who connects from now on is refused, and may ask another router.
         drop((listener, ended));
         let _ = ending.send(());
-        let _ = tokio::time::timeout(grace, ending.closed()).await;
+        let _ = timeout(grace, ending.closed()).await;
         Ok(())
     })
 }
@@ -100,37 +111,54 @@ async fn connection(router: Arc<Router>, stream: tokio::net::TcpStream, mut ende
     }
 }
 
-/// All of a request's body, or what the client is told instead.
-pub(super) async fn read<B>(body: B) -> Result<Bytes, Response<Answer>>
+/// All of a request's body, and its room in this memory.
+pub(super) async fn read<B>(body: B, memory: &Arc<Semaphore>) -> Result<(Bytes, OwnedSemaphorePermit), Unread>
 where
     B: Body<Data = Bytes, Error: Into<Box<dyn std::error::Error + Send + Sync>>> + Unpin,
 {
-    match collect(Limited::new(body, REQUEST_BYTES_MAX), PART_TIME_MAX).await {
-        Some(Ok(body)) => Ok(body),
-        Some(Err(error)) => {
-            let text = format!("the request cannot be read: {error}; it may have {REQUEST_BYTES_MAX} bytes");
-            Err(failure(StatusCode::BAD_REQUEST, &text))
-        }
-        None => {
-            let text = format!("nothing of the body came for {} s", PART_TIME_MAX.as_secs());
-            Err(failure(StatusCode::REQUEST_TIMEOUT, &text))
-        }
-    }
+    collect(Limited::new(body, REQUEST_BYTES_MAX), PART_TIME_MAX, memory).await
 }
 
-/// All of a body; `None` once nothing of it has come for `pause`.
-async fn collect<B: Body<Data = Bytes> + Unpin>(
+/// All of a body of which something comes within each `pause`.
+async fn collect<B: Body<Data = Bytes, Error: ToString> + Unpin>(
     mut body: B,
     pause: Duration,
-) -> Option<Result<Bytes, B::Error>> {
-    let mut whole = Vec::new();
-    while let Some(frame) = tokio::time::timeout(pause, body.frame()).await.ok()? {
-        match frame {
-            Ok(frame) => whole.extend_from_slice(frame.data_ref().map_or(&[], |data| data)),
-            Err(error) => return Some(Err(error)),
-        }
+    memory: &Arc<Semaphore>,
+) -> Result<(Bytes, OwnedSemaphorePermit), Unread> {
+    let take = |bytes| Arc::clone(memory).try_acquire_many_owned(bytes as u32).map_err(|_| Unread::NoRoom);
+    let (mut whole, mut room) = (Vec::new(), take(0)?);
+    while let Some(frame) = timeout(pause, body.frame()).await.map_err(|_| Unread::Stalled)? {
+        let frame = frame.map_err(|error| Unread::Broken(error.to_string()))?;
+        let data = frame.data_ref().map_or(&[][..], |data| data);
+        room.merge(take(data.len())?);
+        whole.extend_from_slice(data);
     }
-    Some(Ok(whole.into()))
+    Ok((whole.into(), room))
+}
+
+// === impl Unread ===
+
+impl Unread {
+    /// What the client is told.
+    pub(super) fn told(&self) -> Response<Answer> {
+        let (status, text) = match self {
+            Self::Stalled => {
+                let text = format!("nothing of the body came for {} s", PART_TIME_MAX.as_secs());
+                (StatusCode::REQUEST_TIMEOUT, text)
+            }
+            Self::Broken(error) => {
+                let text =
+                    format!("the request cannot be read: {error}; it may have {REQUEST_BYTES_MAX} bytes");
+                (StatusCode::BAD_REQUEST, text)
+            }
+            Self::NoRoom => {
+                let text =
+                    "requests take all of the router's --request-memory; ask again later, or give it more";
+                (StatusCode::SERVICE_UNAVAILABLE, text.into())
+            }
+        };
+        failure(status, &text)
+    }
 }
 
 pub(super) fn plain(status: StatusCode, content: &'static str, text: String) -> Response<Answer> {
@@ -156,10 +184,15 @@ mod tests {
     fn a_body_of_which_nothing_comes_is_not_waited_for() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
         let body = Full::new(Bytes::from_static(b"whole"));
-        let whole = runtime.block_on(collect(body, Duration::from_secs(30))).unwrap().unwrap();
-        assert_eq!(whole, "whole");
-        let begun = Stalled([Bytes::from_static(b"a part")].into());
-        assert!(runtime.block_on(collect(begun, Duration::from_millis(1))).is_none());
+        let memory = Arc::new(Semaphore::new(9));
+        let (whole, room) = runtime.block_on(collect(body, Duration::from_secs(30), &memory)).unwrap();
+        assert_eq!((&whole[..], memory.available_permits()), (&b"whole"[..], 4));
+        let begun = || Stalled([Bytes::from_static(b"a part")].into());
+        let none = runtime.block_on(collect(begun(), Duration::from_millis(1), &memory)).unwrap_err();
+        assert_eq!(none, Unread::NoRoom);
+        drop(room);
+        let none = runtime.block_on(collect(begun(), Duration::from_millis(1), &memory)).unwrap_err();
+        assert_eq!((none, memory.available_permits()), (Unread::Stalled, 9));
     }
 
     #[test]

@@ -44,6 +44,8 @@ class Tracked:
     tail: tuple[int, bytes] | None = None
     # Whether the log ends with that key, and takes no other.
     tailed: bool = False
+    # Whether another engine is awaited for the log's keys.
+    awaited: bool = False
     blocks: list[int] = field(default_factory=list)
     # Blocks from the first that vLLM has freed, or never allocated: other requests may hold them by now. They are 0.
     freed: int = 0
@@ -199,21 +201,25 @@ class Requests:
     def append(self, tracked: Tracked) -> bool:
         """Brings the request's key log up to date; False while there is none to be had."""
         session, hashes, kept = self._session, tracked.hashes, 0
+        preempted = tracked.request.num_preemptions > 0
         if tracked.tail:
             hashes = hashes[: tracked.tail_at]
         if tracked.request.lora_request and not self._follow_adapter(tracked):
             return False
         if tracked.tailed and not tracked.tail:
             # A log that ends with a tail takes no key: the next one goes on where it ended.
-            kept = tracked.saved if tracked.generation == session.generation else 0
-            self._close(tracked)
+            kept = self._go_on(tracked)
         elif tracked.appended and hashes[tracked.appended - 1 : tracked.appended] != [tracked.newest]:
             # vLLM has taken back tokens that were sampled, as between two inputs of a streaming session: a key that was written
             # is never changed, so the log begins anew.
             self._close(tracked)
+        elif tracked.awaited and preempted:
+            kept = self._go_on(tracked)
         if tracked.generation != session.generation:
             tracked.log = session.open(tracked.fold)
-            if handover.awaits(tracked.request):
+            # Nobody else computes the blocks of this engine's own answer.
+            tracked.awaited = handover.awaits(tracked.request) and not preempted
+            if tracked.awaited:
                 session.await_producer(tracked.log)
             if handover.hands_over(tracked.request):
                 session.promise(tracked.log)
@@ -230,6 +236,12 @@ class Requests:
         if tracked.tail and not tracked.tailed and len(hashes) == tracked.appended:
             tracked.tailed = session.append_tail(tracked.log, tracked.tail[1])
         return True
+
+    def _go_on(self, tracked: Tracked) -> int:
+        """Ends a log that another one of the same keys follows; how many of its blocks were saved."""
+        kept = tracked.saved if tracked.generation == self._session.generation else 0
+        self._close(tracked)
+        return kept
 
     def _close(self, tracked: Tracked) -> None:
         if tracked.log >= 0 and tracked.generation == self._session.generation:

@@ -41,15 +41,16 @@ class Matching:
     # Tokens of hits that were loaded, by where they were found.
     hit_tokens: Counter[Source] = field(default_factory=Counter)
 
-    def announce(self, request: Request, blocks: range | None = None) -> None:
-        """Has what lies elsewhere of its prompt, or of these `blocks` of it, fetched while the request waits for its turn."""
+    def announce(self, request: Request, blocks: range | None, fetches: bool) -> None:
+        """Tells its keys while the request waits for its turn. Where it `fetches`, what lies elsewhere of its prompt, or of
+        these `blocks` of it, is fetched meanwhile."""
         if blocks is None:
             blocks = range((request.num_tokens - 1) // self._block_tokens)
         waiting = len(self._requests.by_id) - len(self._requests.running)
         if not blocks or waiting >= ANNOUNCED_MAX:
             return
         tracked = self._requests.follow(request)
-        if self._requests.append(tracked):
+        if self._requests.append(tracked) and fetches:
             self._session.hint(tracked.log, blocks.start, len(blocks))
 
     def match(self, tracked: Tracked, computed_tokens: int, step: int) -> tuple[int | None, bool]:

@@ -79,7 +79,7 @@ class Scheduler:
         self._adapters = Adapters(self._run, vllm_compat.lora_form(vllm_config), lambda: self._saving.disown())
         window = vllm_compat.window(kv_cache_config)
         algorithm = vllm_config.cache_config.prefix_caching_hash_algo
-        self._requests = requests = Requests(session, self._adapters, block_tokens, window, group, algorithm)
+        self._requests = requests = Requests(session, self._adapters, block_tokens, config.saves, window, group, algorithm)
         self._broken = broken = Broken(kv_cache_config.num_blocks, block_tokens)
         # A block fewer of one group would be another hit than that of the others. A drafter's KV may differ under one key.
         comparable = not group.several and not vllm_compat.drafts_from_hidden_states(vllm_config)
@@ -119,8 +119,10 @@ class Scheduler:
     def announced(self, request: Request, blocks: range | None = None) -> None:
         """A request has arrived, and waits for its turn. It will need its whole prompt, or these `blocks` of it."""
         self._requests.look(request)
-        if self._config.loads and not request.skip_reading_prefix_cache:
-            self._matching.announce(request, blocks)
+        fetches = self._config.loads and not request.skip_reading_prefix_cache
+        # A promise is made as soon as the request's keys are told.
+        if fetches or (self._config.saves and handover.hands_over(request)):
+            self._matching.announce(request, blocks, fetches)
 
     def follow(self, request: Request) -> Tracked:
         """A request is about to be scheduled: what is computed for it is to be kept, whether it may find anything or not."""

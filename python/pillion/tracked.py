@@ -126,6 +126,8 @@ class Requests:
     _session: SchedulerSession
     _adapters: Adapters
     _block_tokens: int
+    # Whether what is computed is kept: else nothing may be promised.
+    _saves: bool
     _window: int = 0
     # The cache group that is followed; vLLM's blocks of all groups are of one pool.
     _group: Group = ALONE
@@ -221,7 +223,7 @@ class Requests:
             tracked.awaited = handover.awaits(tracked.request) and not preempted
             if tracked.awaited:
                 session.await_producer(tracked.log)
-            if handover.hands_over(tracked.request):
+            if self._saves and handover.hands_over(tracked.request):
                 session.promise(tracked.log)
             tracked.generation = session.generation
             tracked.appended, tracked.saved, tracked.tailed = 0, kept, False

@@ -46,6 +46,19 @@ def test_a_prompt_for_another_engine_is_offered_with_what_was_found_in_the_step_
     assert _end(engine, awaiting, "FINISHED_LENGTH_CAPPED") is None
 
 
+@pytest.mark.parametrize("mode", ["read_write", "save_only", "load_only"])
+def test_who_saves_promises_a_prompt_as_soon_as_it_arrives(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """Also where nothing is loaded; where nothing is saved, nobody may wait for it."""
+    engine = Engine(monkeypatch, mode=mode)
+    request = engine.arrive(9 * BLOCK_TOKENS, transfer=TO_DECODE)
+    promised = [] if mode == "load_only" else [0]
+    assert engine.session.promised == promised
+    engine.arrive(9 * BLOCK_TOKENS)
+    assert len(engine.session.logs) == (1 if mode == "save_only" else 2), "keys of other prompts are told to be fetched"
+    engine.compute(request)
+    assert engine.session.promised == promised
+
+
 def _handed_over(engine: Engine, tokens: int) -> tuple[Any, Any]:
     """A prompt that this engine has computed for another one, and what a router is told of it."""
     request = engine.arrive(tokens, transfer=TO_DECODE)

@@ -11,6 +11,7 @@ mod prompt;
 mod server;
 mod watch;
 
+use std::future::pending;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,7 +20,7 @@ use clap::{Args, ValueEnum};
 use hyper::body::{Bytes, Incoming};
 use hyper::{Method, Request, Response, StatusCode};
 use serde_json::{Value, json};
-use tokio::sync::Semaphore;
+use tokio::sync::{Semaphore, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
@@ -54,8 +55,8 @@ pub struct Options {
     /// The engine that answers also computes a prompt of fewer tokens; a text counts one for each four bytes
     #[arg(long, env = "PILLION_MIN_REMOTE_TOKENS", default_value_t = 256, value_name = "TOKENS")]
     pub min_remote_tokens: u64,
-    /// When the engine that answers is asked: once the prompt is computed, together with the other one, or by-load: together where
-    /// the router has no other prompt at the other one
+    /// When the engine that answers is asked: prefill-first, once the prompt is computed; at-once, together with the other engine;
+    /// by-load, together where the router has no other prompt at the other engine
     #[arg(long, env = "PILLION_ORDER", value_enum, default_value_t = Order::ByLoad, value_name = "by-load|prefill-first|at-once")]
     pub order: Order,
     /// Stream the first token as soon as the prompt is computed, where the stream stays that of one engine
@@ -228,9 +229,24 @@ impl Router {
     ) -> (Response<Answer>, Option<Arc<Engine>>) {
         let ask = Arc::clone(&self).compute(seat, asked.with(&prompt::prefill(fields)));
         if at_once {
-            let task = Task(tokio::spawn(async move { _ = ask.await }));
-            let asked = asked.with(&prompt::decode(fields, prompt::computed(None)));
-            return self.open(start, spared, asked, Some(task)).await;
+            let (failed, failing) = oneshot::channel();
+            let task = Task(tokio::spawn(async move {
+                if ask.await.is_none() {
+                    _ = failed.send(());
+                }
+            }));
+            let waiting = asked.with(&prompt::decode(fields, prompt::computed(None)));
+            let nothing_comes = async {
+                if failing.await.is_err() {
+                    pending().await
+                }
+            };
+            let opened = watch::first(self.open(start, spared, waiting, Some(task)), nothing_comes).await;
+            if let Some(opened) = opened {
+                return opened;
+            }
+            // Nothing of it was sent: it is asked for anew, without anything to wait for.
+            return self.open(start, spared, asked.with(fields), None).await;
         }
         let asked = match ask.await {
             Some(said) => asked.with(&prompt::decode(fields, said)),

@@ -164,6 +164,21 @@ fn an_engine_that_has_a_prompt_computes_the_next_one_before_the_other_engine_is_
 }
 
 #[test]
+fn who_was_asked_at_once_does_not_wait_for_what_failed() {
+    let released = Arc::new(AtomicBool::new(false));
+    let prefill = Engine::start(Manner::Held(vec!["no parameters".into()], Arc::clone(&released)));
+    let answers = Box::new(Manner::Json(200, "{\"answer\":  1}".into()));
+    let decode = Engine::start(Manner::First(Box::new(Manner::Hang), answers));
+    let router = Router::start(&[&prefill.url()], &[&decode.url()], &[]);
+    let asked = router.send("POST", "/v1/completions", &prompt(300).to_string());
+    watch("the request", || (decode.asked().len() == 1).then_some(()));
+    released.store(true, Ordering::Relaxed);
+    assert_eq!(engine::read(&mut BufReader::new(asked)).unwrap().body, "{\"answer\":  1}");
+    assert!(decode.asked()[1].json().get(PARAMS).is_none(), "there is nothing to wait for");
+    watch("the hang-up", || (decode.hung_up() == 1).then_some(()));
+}
+
+#[test]
 fn streams_come_as_they_are_and_all_else_goes_to_who_answers() {
     let events: Vec<String> = (0..40).map(|at| format!("data: {{\"n\": {at}}}\n\n")).collect();
     let (prefill, decode) = (computes(), Engine::start(Manner::Events(events.clone())));
@@ -392,12 +407,13 @@ fn another_engine_answers_for_one_that_ends_before_it_said_anything() {
     let gives_up = Engine::start(Manner::Json(500, "{\"error\": 1}".into()));
     let router = Router::start(&[&broken.url()], &[&gives_up.url()], FIRST);
     assert!(router.ask(&prompt(400)).line.contains("500") && gives_up.asked().len() == 1);
-    // Asked at once, it waited for what nobody computes any more: it computes alone.
+    // Asked at once, it waited for what nobody computes any more: it computes alone. Which of the two ends first is open.
     let waited =
         Manner::First(Box::new(Manner::Json(500, "{}".into())), Box::new(Manner::Json(200, "{}".into())));
     let waited = Engine::start(waited);
     let router = Router::start(&[&broken.url()], &[&waited.url()], &["--order", "at-once"]);
-    assert!(router.ask(&prompt(400)).line.contains("200") && waited.asked().len() == 2);
+    let told = router.ask(&prompt(400));
+    assert!(told.line.contains("200") && waited.asked().len() > 1, "{told:?} {:?}", waited.asked());
     // Not every request may be sent twice.
     let router = Router::start(&[&computes().url()], &[&urls[0], &urls[0]], &[]);
     let asked = ends[0].asked().len();

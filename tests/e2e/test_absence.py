@@ -91,14 +91,12 @@ def test_no_room_in_shared_memory(options: engine.Options, plain: engine.Engine,
     assert free < needed < remedy
 
 
-@pytest.mark.parametrize(("load", "copy"), [("sync", "engine"), ("async", "sidecar")])
-def test_sidecar_killed_between_requests(
-    options: engine.Options, plain: engine.Engine, tmp_path: Path, load: Any, copy: Any
-) -> None:
+@pytest.mark.parametrize("copy", ["engine", "sidecar"])
+def test_sidecar_killed_between_requests(options: engine.Options, plain: engine.Engine, tmp_path: Path, copy: Any) -> None:
     """After SIGKILL of the sidecar the engine goes on, without hits and without hanging."""
     right = _right_answers(plain)
     with sidecar.serving(tmp_path) as keeper:
-        connected = dataclasses.replace(options, socket=keeper.socket, load=load, copy=copy)
+        connected = dataclasses.replace(options, socket=keeper.socket, copy=copy)
         with engine.running(connected, tmp_path / "engine.log") as running:
             assert _answers(running) == right
             keeper.wait_metric("pillion_saved_bytes_total", STORED_BYTES)

@@ -16,22 +16,19 @@ SQUEEZED_OUTPUT_TOKENS = 96
 ABORTED = [prompts.prompt(320, seed=seed) for seed in (211, 212)]
 NEARLY_ALL = prompts.prompt(640, seed=213)
 OUTPUT_TOKENS = 8
-WAYS = [("sync", "engine"), ("async", "sidecar"), ("async", "engine"), ("sync", "sidecar")]
 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(way, marks=pytest.mark.xdist_group(f"squeezed-{'-'.join(way)}")) for way in WAYS],
-    ids="-".join,
+    params=[pytest.param(copy, marks=pytest.mark.xdist_group(f"squeezed-{copy}")) for copy in ("engine", "sidecar")],
 )
 def squeezed(
     request: pytest.FixtureRequest, options: engine.Options, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[engine.Engine, sidecar.Sidecar]]:
     """An engine with few blocks."""
-    load, copy = request.param
-    directory = tmp_path_factory.mktemp(f"squeezed-{load}-{copy}")
+    directory = tmp_path_factory.mktemp(f"squeezed-{request.param}")
     with sidecar.serving(directory) as keeper:
-        few = dataclasses.replace(options, socket=keeper.socket, load=load, copy=copy, blocks=FEW_BLOCKS)
+        few = dataclasses.replace(options, socket=keeper.socket, copy=request.param, blocks=FEW_BLOCKS)
         with engine.running(few, directory / "engine.log") as running:
             yield running, keeper
             running.exit()

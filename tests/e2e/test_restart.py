@@ -30,7 +30,6 @@ STORED_BLOCKS = sum(prompts.stored_blocks(len(p), OUTPUT_TOKENS) for p in ALL_PR
 class Mode:
     """One way to run the engine and to move the bytes."""
 
-    load: str
     copy: str
     multiprocess: bool = False
     tensor_parallel: int = 1
@@ -41,18 +40,17 @@ class Mode:
         processes = f"tp{self.tensor_parallel}" if self.tensor_parallel > 1 else ""
         processes = processes or ("spawned" if self.spawned else "processes" if self.multiprocess else "one-process")
         chunked = "-chunked" if self.batched_tokens else ""
-        return f"{self.load}-{self.copy}-{processes}{chunked}"
+        return f"{self.copy}-{processes}{chunked}"
 
 
-# Every load with every copy, once: in one process, two of three with prompts cut into chunks of 256 tokens; with vLLM's real
-# process split, forked and spawned; with two ranks.
+# Either copy: in one process, also with prompts cut into chunks of 256 tokens; with vLLM's real process split, forked and
+# spawned; with two ranks.
 MODES = [
-    Mode("sync", "engine"),
-    Mode("sync", "sidecar", batched_tokens=256),
-    Mode("async", "engine", batched_tokens=256),
-    Mode("auto", "engine", multiprocess=True, spawned=True),
-    Mode("async", "sidecar", multiprocess=True),
-    Mode("auto", "sidecar", multiprocess=True, tensor_parallel=2),
+    Mode("engine"),
+    Mode("sidecar", batched_tokens=256),
+    Mode("engine", multiprocess=True, spawned=True),
+    Mode("sidecar", multiprocess=True),
+    Mode("sidecar", multiprocess=True, tensor_parallel=2),
 ]
 
 

@@ -123,8 +123,9 @@ def test_nobody_is_awaited_for_blocks_of_an_answer_after_a_preemption(engine: En
         assert (engine.session.awaited, engine.session.closed, engine.session.queries[-1]) == ([0], [0], 1)
 
 
-def test_who_goes_on_behind_a_first_token_has_the_same_tail(engine: Engine) -> None:
+def test_who_goes_on_behind_a_first_token_has_the_same_tail(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where that token fills the block."""
+    engine = Engine(monkeypatch, on_gpu=True)
     for rest in (1, 5, BLOCK_TOKENS - 1):
         tokens = 9 * BLOCK_TOKENS + rest
         _, told = _handed_over(engine, tokens)
@@ -138,8 +139,9 @@ def test_who_goes_on_behind_a_first_token_has_the_same_tail(engine: Engine) -> N
         assert metadata.fills_tail, "the step writes into the block in which the hit ends"
 
 
-def test_a_prompt_of_whole_blocks_is_loaded_but_for_its_last_token(engine: Engine) -> None:
+def test_a_prompt_of_whole_blocks_is_loaded_but_for_its_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last block of such a prompt is full, so it is found by its own key."""
+    engine = Engine(monkeypatch, on_gpu=True)
     tokens = 9 * BLOCK_TOKENS
     _, told = _handed_over(engine, tokens)
     request = engine.arrive(tokens, transfer=told)

@@ -21,7 +21,7 @@ use shm_protocol::key::{BlockHash, BlockKey};
 
 use self::distrusted::Distrusted;
 use self::fetches::Fetching;
-pub(super) use self::fetches::{Again, Span};
+pub(super) use self::fetches::{Again, SPANS_MAX, Span};
 use self::grants::Granted;
 pub use self::stats::{FAULT_NAMES, PeersStats};
 use super::context::Context;

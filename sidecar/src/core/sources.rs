@@ -17,13 +17,9 @@ use super::arrivals::Waiter;
 use super::context::Context;
 use super::event::{Action, Heard};
 use super::namespaces::Binding;
-use super::peers::{Again, Peers, Span};
+use super::peers::{Again, Peers, SPANS_MAX, Span};
 use super::ssd::Ssd;
 use super::timing::Timed;
-
-/// Times that the directory is asked how a run goes on, beside what is here of it: peers that were given the same prompts
-/// have long parts of it.
-pub(super) const SPANS_MAX: usize = 4;
 
 #[derive(Debug, Default)]
 pub(super) struct Sources {

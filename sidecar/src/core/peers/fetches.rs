@@ -21,10 +21,12 @@ use crate::core::Action;
 use crate::core::arrivals::WAIT_MS_MAX;
 use crate::core::context::Context;
 use crate::core::namespaces::Binding;
-use crate::core::sources::SPANS_MAX;
 
 /// Peers that are asked for a block, one after the other.
 const HOLDERS_MAX: usize = 3;
+/// Times that the directory is asked how a run goes on, beside what is here of it: peers that were given the same prompts
+/// have long parts of it.
+pub(crate) const SPANS_MAX: usize = 4;
 /// Bytes for which another peer is worth asking beside the first: what a stream of a transport takes at once.
 const PART_BYTES_MIN: u64 = 4 << 20;
 

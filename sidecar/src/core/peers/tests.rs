@@ -343,7 +343,7 @@ fn what_a_fetch_lacks_is_looked_for_as_often_as_a_run() {
     let (mut scene, _, first) = fetching(8);
     (0..8).for_each(|key| scene.join(PeerNumber(2 + key), key..key + 1));
     scene.end_all(&first, Err(Fault::Peer(std::io::ErrorKind::ConnectionReset)));
-    assert_eq!(scene.fetches.len(), crate::core::sources::SPANS_MAX);
+    assert_eq!(scene.fetches.len(), SPANS_MAX);
 }
 
 #[test]

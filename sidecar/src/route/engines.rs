@@ -169,7 +169,9 @@ impl Engine {
 
     /// It has answered: what was before is forgotten.
     pub(super) fn set_up(&self) {
-        *self.down() = None;
+        if self.down().take().is_some() {
+            self.length_known().is_missed = false;
+        }
     }
 
     pub(super) fn is_up(&self, now: Instant) -> bool {
@@ -345,6 +347,9 @@ mod tests {
         engines.0[0].set_length(5);
         assert_eq!(engines.length_max(now), Some(5));
         assert!(engines.0[0].is_length_missed_first());
+        engines.0[0].set_down(now);
+        engines.0[0].set_up();
+        assert!(engines.0[0].is_length_missed_first(), "it is named once more after it was down");
     }
 
     #[test]

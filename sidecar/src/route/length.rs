@@ -45,25 +45,22 @@ impl Lengths {
 /// Asks one engine. Where it was down, this is the request that tries it.
 async fn hear(forwarder: Forwarder, engine: Arc<Engine>, headers: HeaderMap) {
     let _trial = engine.seat(0, Instant::now());
-    let why = match watch::ask(&forwarder, &engine, Asked::page("/v1/models", headers), PAUSE).await {
-        Ok(answer) => match read(answer.body()) {
-            Some(length) => {
-                engine.set_up();
-                return engine.set_length(length);
-            }
-            None => "its answer has none".into(),
-        },
-        Err(error) => {
-            // First tokens do not wait for an engine that is down.
-            if matches!(error, ForwardError::Unreachable(_) | ForwardError::Silent(_)) {
-                engine.set_down(Instant::now());
-            }
-            error.to_string()
+    let answer = watch::ask(&forwarder, &engine, Asked::page("/v1/models", headers), PAUSE).await;
+    match answer {
+        // First tokens do not wait for an engine that is down.
+        Err(ForwardError::Unreachable(_) | ForwardError::Silent(_)) => engine.set_down(Instant::now()),
+        // Its server lives. What it says of a length is no reason to ask it for no answers.
+        _ => engine.set_up(),
+    }
+    let length = answer.map_err(|error| error.to_string());
+    let length = length.and_then(|answer| read(answer.body()).ok_or_else(|| "its answer has none".into()));
+    match length {
+        Ok(length) => engine.set_length(length),
+        Err(why) if engine.is_length_missed_first() => {
+            let needed = "GET /v1/models there must say max_model_len, which --first-token needs of each engine that is up";
+            tracing::warn!(engine = %engine.address, "{needed}: {why}");
         }
-    };
-    if engine.is_length_missed_first() {
-        let needed = "GET /v1/models there must say max_model_len, which --first-token needs of each engine that is up";
-        tracing::warn!(engine = %engine.address, "{needed}: {why}");
+        Err(_) => {}
     }
 }
 
@@ -72,4 +69,34 @@ fn read(models: &[u8]) -> Option<u64> {
     let models: Value = serde_json::from_slice(models).ok()?;
     let lengths = models["data"].as_array()?.iter().map(|model| model["max_model_len"].as_u64());
     lengths.collect::<Option<Vec<_>>>()?.into_iter().min()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{BufRead, BufReader, Write};
+    use std::net::TcpListener;
+
+    use super::*;
+
+    #[test]
+    fn an_engine_that_is_back_and_does_not_say_its_length_is_up() {
+        for answer in ["404 Not Found\r\ncontent-length: 0\r\n\r\n", "200 OK\r\ncontent-length: 2\r\n\r\n{}"]
+        {
+            let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+            let address = format!("http://{}", listener.local_addr().unwrap()).parse().unwrap();
+            let serving = std::thread::spawn(move || {
+                let (mut stream, _) = listener.accept().unwrap();
+                let lines = BufReader::new(stream.try_clone().unwrap()).lines();
+                lines.map_while(Result::ok).find(String::is_empty).unwrap();
+                write!(stream, "HTTP/1.1 {answer}").unwrap();
+            });
+            let engine = Engines::new(&[address]).iter().next().map(Arc::clone).unwrap();
+            // Its pause is over: the question is its trial.
+            engine.set_down(Instant::now() - Duration::from_secs(5));
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+            runtime.block_on(hear(Forwarder::new(), Arc::clone(&engine), HeaderMap::new()));
+            serving.join().unwrap();
+            assert!(engine.is_up(Instant::now()), "its trial is not used up");
+        }
+    }
 }

@@ -17,6 +17,8 @@ const DOWN: Duration = Duration::from_secs(5);
 const DOWN_MAX: Duration = Duration::from_secs(30);
 /// The engine that a prompt's beginning names is passed over once it has this much more to do than the average.
 const LOAD_OVER_AVERAGE: f64 = 1.25;
+/// An engine may be replaced between two requests, and nobody sees it down: a length is asked for again after this.
+const LENGTH_AGE_MAX: Duration = Duration::from_secs(60);
 
 /// Where an engine's OpenAI server listens: `http://HOST:PORT`.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -47,8 +49,8 @@ struct Down {
 /// What is known of how many tokens a prompt and its answer may have.
 #[derive(Copy, Clone, Debug, Default)]
 struct Length {
-    /// Said since the engine was last down: it may come back with another one.
-    said: Option<u64>,
+    /// Said since the engine was last down, and when: it may come back with another one.
+    said: Option<(u64, Instant)>,
     /// Whether a question had no answer since one had.
     is_missed: bool,
 }
@@ -126,14 +128,20 @@ impl Engine {
 
     /// How many tokens a prompt and its answer may have; `None` where the engine has not said it since it was last down.
     pub(super) fn length(&self) -> Option<u64> {
-        self.length_known().said
+        self.length_known().said.map(|(length, _)| length)
     }
 
-    pub(super) fn set_length(&self, length: u64) {
-        *self.length_known() = Length { said: Some(length), is_missed: false };
+    pub(super) fn set_length(&self, length: u64, now: Instant) {
+        *self.length_known() = Length { said: Some((length, now)), is_missed: false };
     }
 
-    /// A question for its length had no answer; whether that is the first one since an answer.
+    /// Whether it is to be asked for its length.
+    fn is_length_due(&self, now: Instant) -> bool {
+        self.length_known().said.is_none_or(|(_, at)| now >= at + LENGTH_AGE_MAX)
+    }
+
+    /// A question for its length had no answer; whether that is the first one since an answer. What it said before stays: the question
+    /// has a client's token, which may be wrong.
     pub(super) fn is_length_missed_first(&self) -> bool {
         !std::mem::replace(&mut self.length_known().is_missed, true)
     }
@@ -221,6 +229,12 @@ impl Engines {
         up.map(|engine| engine.length()).collect::<Option<Vec<_>>>()?.into_iter().min()
     }
 
+    /// Those that are up and have not said their length lately.
+    pub(super) fn lengths_due(&self, now: Instant) -> Vec<Arc<Engine>> {
+        let due = |engine: &&Arc<Engine>| engine.is_up(now) && engine.is_length_due(now);
+        self.0.iter().filter(due).map(Arc::clone).collect()
+    }
+
     /// The one with the least to do of those that are up.
     pub(super) fn idlest(&self, now: Instant) -> Option<Arc<Engine>> {
         let up = self.0.iter().filter(|engine| engine.is_up(now));
@@ -249,10 +263,6 @@ impl Engines {
             (!engine.is_up(now), is_spared, load(engine) + 1 > most, hasher.finish())
         });
         ranked
-    }
-
-    pub(super) fn iter(&self) -> impl Iterator<Item = &Arc<Engine>> {
-        self.0.iter()
     }
 }
 
@@ -335,18 +345,23 @@ mod tests {
     #[test]
     fn a_length_is_that_of_each_engine_that_is_up_and_said_anew_after_it_was_down() {
         let (engines, now) = (engines(2), Instant::now());
-        engines.0[0].set_length(10);
+        engines.0[0].set_length(10, now);
         assert_eq!(engines.length_max(now), None, "the other one has not said its own");
-        engines.0[1].set_length(20);
+        engines.0[1].set_length(20, now);
         assert_eq!(engines.length_max(now), Some(10));
         engines.0[0].set_down(now);
         assert_eq!(engines.length_max(now), Some(20), "who is down is not waited for");
         engines.0[0].set_up();
         assert_eq!(engines.length_max(now), None, "it may have come back with another one");
         assert!(engines.0[0].is_length_missed_first() && !engines.0[0].is_length_missed_first());
-        engines.0[0].set_length(5);
+        engines.0[0].set_length(5, now);
         assert_eq!(engines.length_max(now), Some(5));
+        let later = now + LENGTH_AGE_MAX;
+        assert!(engines.lengths_due(later - Duration::from_millis(1)).is_empty());
+        assert_eq!(engines.lengths_due(later).len(), 2);
+        assert_eq!(engines.length_max(later), Some(5), "it holds while the engine is asked again");
         assert!(engines.0[0].is_length_missed_first());
+        assert_eq!(engines.length_max(now), Some(5), "a client's token may be wrong");
         engines.0[0].set_down(now);
         engines.0[0].set_up();
         assert!(engines.0[0].is_length_missed_first(), "it is named once more after it was down");

@@ -15,7 +15,7 @@ use super::watch;
 /// How long an engine that lives has to say it, and how long none is asked again.
 const PAUSE: Duration = Duration::from_secs(10);
 
-/// The questions to engines that have not said their length since they were last down.
+/// The questions to engines that have not said their length lately.
 #[derive(Debug, Default)]
 pub(super) struct Lengths {
     /// When engines are asked next.
@@ -25,17 +25,16 @@ pub(super) struct Lengths {
 // === impl Lengths ===
 
 impl Lengths {
-    /// Has those engines asked that are up and have not said their length. No request waits for an answer.
+    /// Has those engines asked that are up and have not said their length lately. No request waits for an answer.
     pub(super) fn ask(&self, engines: &Engines, forwarder: &Forwarder, headers: &HeaderMap) {
         let now = Instant::now();
-        let untold = |engine: &&Arc<Engine>| engine.is_up(now) && engine.length().is_none();
-        let untold: Vec<_> = engines.iter().filter(untold).map(Arc::clone).collect();
+        let due = engines.lengths_due(now);
         let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
-        if untold.is_empty() || next.is_some_and(|next| now < next) {
+        if due.is_empty() || next.is_some_and(|next| now < next) {
             return;
         }
         *next = Some(now + PAUSE);
-        for engine in untold {
+        for engine in due {
             let headers = headers.get(AUTHORIZATION).map(|token| (AUTHORIZATION, token.clone()));
             tokio::spawn(hear(forwarder.clone(), engine, headers.into_iter().collect()));
         }
@@ -55,7 +54,7 @@ async fn hear(forwarder: Forwarder, engine: Arc<Engine>, headers: HeaderMap) {
     let length = answer.map_err(|error| error.to_string());
     let length = length.and_then(|answer| read(answer.body()).ok_or_else(|| "its answer has none".into()));
     match length {
-        Ok(length) => engine.set_length(length),
+        Ok(length) => engine.set_length(length, Instant::now()),
         Err(why) if engine.is_length_missed_first() => {
             let needed = "GET /v1/models there must say max_model_len, which --first-token needs of each engine that is up";
             tracing::warn!(engine = %engine.address, "{needed}: {why}");
@@ -90,7 +89,7 @@ mod tests {
                 lines.map_while(Result::ok).find(String::is_empty).unwrap();
                 write!(stream, "HTTP/1.1 {answer}").unwrap();
             });
-            let engine = Engines::new(&[address]).iter().next().map(Arc::clone).unwrap();
+            let engine = Engines::new(&[address]).idlest(Instant::now()).unwrap();
             // Its pause is over: the question is its trial.
             engine.set_down(Instant::now() - Duration::from_secs(5));
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();

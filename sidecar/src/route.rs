@@ -190,16 +190,10 @@ impl Router {
         } else {
             Arc::clone(&self).pair(seat, at_once, prompt.start, None, asked, fields).await
         };
-        let breaks = asked.breaks.count();
-        // Who was asked at once waited for what nobody computes any more.
-        let is_alone = breaks == 1 && at_once;
-        let Some(decode) = given_up.filter(|_| breaks == 0 || is_alone) else { return answer };
+        let Some(decode) = given_up.filter(|_| asked.breaks.count() == 0) else { return answer };
         // Nothing of it was sent. Both engines are rid of it before others are asked.
         drop(answer);
         self.counters.retries.inc();
-        if is_alone {
-            return self.open(prompt.start, Some(&decode), asked.with(fields), None).await.0;
-        }
         let now = Instant::now();
         let seat = self.prefill.idlest_but(&engine, now).unwrap_or(engine).seat(prompt.tokens.max(1), now);
         // By load, what was given up is computed first.
@@ -229,28 +223,30 @@ impl Router {
     ) -> (Response<Answer>, Option<Arc<Engine>>) {
         let ask = Arc::clone(&self).compute(seat, asked.with(&prompt::prefill(fields)));
         if at_once {
-            let (failed, failing) = oneshot::channel();
+            let (failed, mut failing) = oneshot::channel();
             let task = Task(tokio::spawn(async move {
-                if ask.await.is_none() {
+                if ask.await.is_err_and(Failure::is_soon) {
                     _ = failed.send(());
                 }
             }));
             let waiting = asked.with(&prompt::decode(fields, prompt::computed(None)));
             let nothing_comes = async {
-                if failing.await.is_err() {
+                if (&mut failing).await.is_err() {
                     pending().await
                 }
             };
             let opened = watch::first(self.open(start, spared, waiting, Some(task)), nothing_comes).await;
-            if let Some(opened) = opened {
+            // Who gave the prompt up in the same moment waited in vain too.
+            let mut counts = |given_up: &Option<_>| given_up.is_none() || failing.try_recv().is_err();
+            if let Some(opened) = opened.filter(|(_, given_up)| counts(given_up)) {
                 return opened;
             }
             // Nothing of it was sent: it is asked for anew, without anything to wait for.
             return self.open(start, spared, asked.with(fields), None).await;
         }
         let asked = match ask.await {
-            Some(said) => asked.with(&prompt::decode(fields, said)),
-            None => asked.with(fields),
+            Ok(said) => asked.with(&prompt::decode(fields, said)),
+            Err(_) => asked.with(fields),
         };
         self.open(start, spared, asked, None).await
     }
@@ -282,7 +278,7 @@ impl Router {
         start: u64,
     ) -> Result<Response<Answer>, Asked> {
         self.lengths.ask(&self.decode, &self.forwarder, &asked.headers);
-        let Some(answer) = self.ask_prefill(&seat, asked.with(&first_token::prefill(fields))).await else {
+        let Ok(answer) = self.ask_prefill(&seat, asked.with(&first_token::prefill(fields))).await else {
             return Err(asked.with(fields));
         };
         let (head, answer) = answer.into_parts();
@@ -306,21 +302,20 @@ impl Router {
         }))
     }
 
-    /// Has a prompt computed; what that engine says to the one that answers, or `None`, counted, where there is nothing to wait for.
-    async fn compute(self: Arc<Self>, seat: Seat, asked: Asked) -> Option<Value> {
+    /// Has a prompt computed; what that engine says to the one that answers. After a failure, which is counted, there is nothing to wait for.
+    async fn compute(self: Arc<Self>, seat: Seat, asked: Asked) -> Result<Value, Failure> {
         let answer = self.ask_prefill(&seat, asked).await?;
         let answer: Value = serde_json::from_slice(answer.body()).unwrap_or_default();
-        let said = answer.get(PARAMS).filter(|params| params.is_object()).cloned();
-        if said.is_none() {
+        answer.get(PARAMS).filter(|params| params.is_object()).cloned().ok_or_else(|| {
             self.counters.failure(Failure::NoParams);
             let remedy = "its answer has no kv_transfer_params: start vLLM there with Pillion's connector";
             tracing::warn!(engine = %seat.engine.address, "{remedy}");
-        }
-        said
+            Failure::NoParams
+        })
     }
 
-    /// The whole answer of an engine that computes; `None`, counted, where it has none.
-    async fn ask_prefill(&self, seat: &Seat, asked: Asked) -> Option<Response<Bytes>> {
+    /// The whole answer of an engine that computes, or a failure, which is counted.
+    async fn ask_prefill(&self, seat: &Seat, asked: Asked) -> Result<Response<Bytes>, Failure> {
         let engine = &seat.engine;
         let limit = Duration::from_millis(self.options.prefill_timeout.as_millis());
         let breaks = Arc::clone(&asked.breaks);
@@ -334,11 +329,12 @@ impl Router {
             }
             Err(_) => engine.set_down(Instant::now()),
         }
-        let counted = |error: &ForwardError| {
-            self.counters.failure(error.into());
+        answer.map_err(|error| {
             tracing::warn!(engine = %engine.address, %error, "a prompt was not computed there");
-        };
-        answer.inspect_err(counted).ok()
+            let failure = Failure::from(&error);
+            self.counters.failure(failure);
+            failure
+        })
     }
 
     /// The answer of one engine, whatever it is.
@@ -358,6 +354,10 @@ impl Router {
         let breaks_max = u32::from(asked.is_prompt());
         let mut ranked = self.decode.ranked(start, spared, Instant::now()).into_iter().peekable();
         while let Some(engine) = ranked.next() {
+            if asked.breaks.count() > breaks_max {
+                problems.push("engines broke off on it, so no other one is asked".into());
+                break;
+            }
             let seat = engine.seat(1, Instant::now());
             let opened = self.forwarder.open(&engine.address, asked.clone());
             // There is none after the last: it is waited for, since an engine that was stopped may go on.
@@ -386,9 +386,6 @@ impl Router {
                 }
             };
             problems.push(format!("{}: {error}", engine.address));
-            if asked.breaks.count() > breaks_max {
-                break;
-            }
         }
         let text = format!("there is no answer from --decode: {}", problems.join("; "));
         Err(failure(status, &text))

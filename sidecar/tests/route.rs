@@ -163,19 +163,74 @@ fn an_engine_that_has_a_prompt_computes_the_next_one_before_the_other_engine_is_
     assert_eq!(engines.collect::<Vec<_>>(), [Value::Null, json!("p")]);
 }
 
+/// The answer to a prompt that is put to both roles at once. The engine that computes fails `so` once `count` requests have come to those
+/// that answer, which are two names of one.
+fn fails_behind(so: Manner, decode: &Engine, count: usize, released: &Arc<AtomicBool>) -> Asked {
+    let prefill = Engine::start(Manner::Once(Arc::clone(released), Box::new(so)));
+    let router = Router::start(&[&prefill.url()], &[&decode.url(), &decode.url()], &[]);
+    let asked = router.send("POST", "/v1/completions", &prompt(300).to_string());
+    watch("the requests", || (decode.asked().len() == count).then_some(()));
+    released.store(true, Ordering::Relaxed);
+    engine::read(&mut BufReader::new(asked)).unwrap()
+}
+
 #[test]
 fn who_was_asked_at_once_does_not_wait_for_what_failed() {
     let released = Arc::new(AtomicBool::new(false));
-    let prefill = Engine::start(Manner::Held(vec!["no parameters".into()], Arc::clone(&released)));
-    let answers = Box::new(Manner::Json(200, "{\"answer\":  1}".into()));
-    let decode = Engine::start(Manner::First(Box::new(Manner::Hang), answers));
-    let router = Router::start(&[&prefill.url()], &[&decode.url()], &[]);
-    let asked = router.send("POST", "/v1/completions", &prompt(300).to_string());
-    watch("the request", || (decode.asked().len() == 1).then_some(()));
-    released.store(true, Ordering::Relaxed);
-    assert_eq!(engine::read(&mut BufReader::new(asked)).unwrap().body, "{\"answer\":  1}");
-    assert!(decode.asked()[1].json().get(PARAMS).is_none(), "there is nothing to wait for");
-    watch("the hang-up", || (decode.hung_up() == 1).then_some(()));
+    // Which of the two ends first is open where both do.
+    let gives_up = Manner::Once(Arc::clone(&released), Box::new(Manner::Json(500, "{}".into())));
+    let breaks = || Manner::Breaks(String::new());
+    for (so, waiting, hung_up) in [
+        (Manner::Json(200, "no parameters".into()), Manner::Hang, 1),
+        (breaks(), Manner::Hang, 1),
+        (breaks(), gives_up, 0),
+    ] {
+        released.store(false, Ordering::Relaxed);
+        let answers = Box::new(Manner::Json(200, "{\"answer\":  1}".into()));
+        let decode = Engine::start(Manner::First(Box::new(waiting), answers));
+        let told = fails_behind(so, &decode, 1, &released);
+        assert_eq!((told.body.as_str(), decode.asked().len()), ("{\"answer\":  1}", 2));
+        assert!(decode.asked()[1].json().get(PARAMS).is_none(), "there is nothing to wait for");
+        watch("the hang-up", || (decode.hung_up() >= hung_up).then_some(()));
+    }
+}
+
+#[test]
+fn who_was_asked_at_once_is_left_to_end_its_own_wait_for_what_is_late() {
+    for (late, reason, limit) in [(Manner::Hang, "late", "300ms"), (Manner::Freeze, "silent", "1000s")] {
+        let released = Arc::new(AtomicBool::new(false));
+        let answer = Manner::Json(200, "{\"answer\":  1}".into());
+        let (prefill, decode) =
+            (Engine::start(late), Engine::start(Manner::Once(Arc::clone(&released), Box::new(answer))));
+        let router = Router::start(&[&prefill.url()], &[&decode.url()], &["--prefill-timeout", limit]);
+        let asked = router.send("POST", "/v1/completions", &prompt(300).to_string());
+        let failed = format!("pillion_route_prefill_failures_total{{reason=\"{reason}\"}}");
+        watch("the failure", || (router.counter(&failed) == 1).then_some(()));
+        released.store(true, Ordering::Relaxed);
+        assert_eq!(engine::read(&mut BufReader::new(asked)).unwrap().body, "{\"answer\":  1}");
+        assert_eq!(decode.asked().len(), 1, "what it began is not thrown away");
+    }
+}
+
+#[test]
+fn of_those_asked_at_once_two_that_broke_off_are_the_most() {
+    let breaks = || Manner::Breaks(String::new());
+    // What was asked for anew is not put to any once more.
+    let gives_up = Manner::Json(500, "{\"error\": 1}".into());
+    let decode = Engine::start(Manner::First(Box::new(Manner::Hang), Box::new(gives_up)));
+    let told = fails_behind(breaks(), &decode, 1, &Arc::default());
+    assert!(told.line.contains("500") && decode.asked().len() == 2, "{told:?} {:?}", decode.asked());
+    // One that answers broke off before that which computes did: nobody is asked anew.
+    let decode = Engine::start(Manner::First(Box::new(breaks()), Box::new(Manner::Hang)));
+    let told = fails_behind(breaks(), &decode, 2, &Arc::default());
+    assert!(told.line.contains("502") && decode.asked().len() == 2, "{told:?} {:?}", decode.asked());
+    assert!(told.body.contains("broke off"), "{}", told.body);
+    // One that answers gives the prompt up behind another one that broke off.
+    let gives_up = Manner::Json(500, "{\"error\": 1}".into());
+    let decode = Engine::start(Manner::First(Box::new(breaks()), Box::new(gives_up)));
+    let router =
+        Router::start(&[&computes().url()], &[&decode.url(), &decode.url()], &["--order", "at-once"]);
+    assert!(router.ask(&prompt(400)).line.contains("500") && decode.asked().len() == 2);
 }
 
 #[test]
@@ -407,13 +462,6 @@ fn another_engine_answers_for_one_that_ends_before_it_said_anything() {
     let gives_up = Engine::start(Manner::Json(500, "{\"error\": 1}".into()));
     let router = Router::start(&[&broken.url()], &[&gives_up.url()], FIRST);
     assert!(router.ask(&prompt(400)).line.contains("500") && gives_up.asked().len() == 1);
-    // Asked at once, it waited for what nobody computes any more: it computes alone. Which of the two ends first is open.
-    let waited =
-        Manner::First(Box::new(Manner::Json(500, "{}".into())), Box::new(Manner::Json(200, "{}".into())));
-    let waited = Engine::start(waited);
-    let router = Router::start(&[&broken.url()], &[&waited.url()], &["--order", "at-once"]);
-    let told = router.ask(&prompt(400));
-    assert!(told.line.contains("200") && waited.asked().len() > 1, "{told:?} {:?}", waited.asked());
     // Not every request may be sent twice.
     let router = Router::start(&[&computes().url()], &[&urls[0], &urls[0]], &[]);
     let asked = ends[0].asked().len();

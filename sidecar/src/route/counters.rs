@@ -83,6 +83,11 @@ impl Failure {
     const ALL: [Self; 6] =
         [Self::Unreachable, Self::Broken, Self::Status, Self::Silent, Self::Late, Self::NoParams];
 
+    /// Whether it is known while the engine that answers may still wait. That one ends its own wait for a prompt that is late.
+    pub(super) fn is_soon(self) -> bool {
+        !matches!(self, Self::Silent | Self::Late)
+    }
+
     /// The label of metrics.
     fn label(self) -> &'static str {
         match self {

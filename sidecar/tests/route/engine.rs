@@ -28,6 +28,8 @@ pub(crate) enum Manner {
     Breaks(String),
     /// Nobody before so many have asked.
     Behind(usize, Box<Manner>),
+    /// Nobody before the test says so.
+    Once(Arc<AtomicBool>, Box<Manner>),
     /// The first request in one manner, all others in the other one.
     First(Box<Manner>, Box<Manner>),
 }
@@ -156,19 +158,9 @@ fn serve(stream: TcpStream, manner: &Manner, state: &Mutex<State>) {
             state.asked.push(asked);
             state.asked.len() - 1
         };
-        let manner = match manner {
-            Manner::First(first, _) if earlier == 0 => first,
-            Manner::First(_, rest) => rest,
-            Manner::Behind(count, manner) => {
-                while state.lock().unwrap().asked.len() < *count {
-                    thread::sleep(Duration::from_millis(5));
-                }
-                manner
-            }
-            manner => manner,
-        };
+        let manner = due(manner, earlier, state);
         let whole = match manner {
-            Manner::First(..) | Manner::Behind(..) => unreachable!("a manner within one is simple"),
+            Manner::First(..) | Manner::Behind(..) | Manner::Once(..) => unreachable!("it is due"),
             Manner::Json(status, body) => {
                 let head = format!(
                     "HTTP/1.1 {status} Said\r\ncontent-type: application/json\r\ncontent-length: {}",
@@ -199,6 +191,21 @@ fn serve(stream: TcpStream, manner: &Manner, state: &Mutex<State>) {
             return;
         }
     }
+}
+
+/// The manner for a request behind so many, once it is due.
+fn due<'a>(manner: &'a Manner, earlier: usize, state: &Mutex<State>) -> &'a Manner {
+    let (is_due, manner): (&dyn Fn() -> bool, _) = match manner {
+        Manner::First(first, _) if earlier == 0 => (&|| true, first),
+        Manner::First(_, rest) => (&|| true, rest),
+        Manner::Behind(count, manner) => (&|| state.lock().unwrap().asked.len() >= *count, manner),
+        Manner::Once(released, manner) => (&|| released.load(Ordering::Relaxed), manner),
+        manner => return manner,
+    };
+    while !is_due() {
+        thread::sleep(Duration::from_millis(1));
+    }
+    due(manner, earlier, state)
 }
 
 /// Until the other side hangs up.

@@ -39,6 +39,9 @@ const CHAT: &str = "/v1/chat/completions";
 const REQUEST_ID: &str = "x-request-id";
 /// A longer body is read by a thread of its own: streams go on meanwhile.
 const LONG_BYTES: usize = 1 << 20;
+/// By load a longer prompt is computed first: the other engine waits for 30 s, in which one that computes 2,000 tokens a second is done
+/// with this many.
+const AT_ONCE_TOKENS_MAX: u64 = 65_536;
 
 /// Options of `pillion route`.
 #[derive(Args, Clone, Debug)]
@@ -56,7 +59,10 @@ pub struct Options {
     #[arg(long, env = "PILLION_MIN_REMOTE_TOKENS", default_value_t = 256, value_name = "TOKENS")]
     pub min_remote_tokens: u64,
     /// When the engine that answers is asked: prefill-first, once the prompt is computed; at-once, together with the other engine;
-    /// by-load, together where the router has no other prompt at the other engine
+    /// by-load, together where the router has no other prompt at the other engine and this prompt has at most 65,536 tokens
+    ///
+    /// Who is asked together with the other engine waits for 30 s at most, whatever --prefill-timeout says, and then computes the prompt too.
+    /// Where prompts take longer, give prefill-first.
     #[arg(long, env = "PILLION_ORDER", value_enum, default_value_t = Order::ByLoad, value_name = "by-load|prefill-first|at-once")]
     pub order: Order,
     /// Stream the first token as soon as the prompt is computed, where the stream stays that of one engine
@@ -86,7 +92,8 @@ pub struct Options {
 /// When the engine that answers is asked.
 #[derive(Copy, Clone, Debug, Eq, PartialEq, ValueEnum)]
 pub enum Order {
-    /// With the other one where it has nothing else to do, so that the prompt does not wait its turn; else once it is computed.
+    /// With the other one where it has nothing else to do, so that a prompt does not wait its turn; else, and a very long one, once it is
+    /// computed.
     ByLoad,
     /// Once the prompt is computed: it holds none of its memory for a prompt that waits its turn at the other engine.
     PrefillFirst,
@@ -181,7 +188,7 @@ impl Router {
         let begins = self.options.first_token
             && asked.path == COMPLETIONS
             && first_token::may_be_split(fields, &prompt);
-        let at_once = !begins && self.is_at_once(&seat);
+        let at_once = !begins && self.is_at_once(&seat, prompt.tokens);
         let (answer, given_up) = if begins {
             match Arc::clone(&self).begin(seat, asked, fields, prompt.start).await {
                 Ok(stream) => return stream,
@@ -201,10 +208,10 @@ impl Router {
         self.pair(seat, at_once, prompt.start, Some(&decode), asked, fields).await.0
     }
 
-    /// Whether an engine that answers is asked together with the one of this seat.
-    fn is_at_once(&self, seat: &Seat) -> bool {
+    /// Whether an engine that answers a prompt of so many tokens is asked together with the one of this seat.
+    fn is_at_once(&self, seat: &Seat, tokens: u64) -> bool {
         match self.options.order {
-            Order::ByLoad => seat.is_alone(Instant::now()),
+            Order::ByLoad => tokens <= AT_ONCE_TOKENS_MAX && seat.is_alone(Instant::now()),
             Order::PrefillFirst => false,
             Order::AtOnce => true,
         }

@@ -147,6 +147,16 @@ fn at_once_the_second_engine_does_not_wait_for_the_first_one_s_answer() {
 }
 
 #[test]
+fn a_prompt_that_may_take_longer_than_the_other_engine_waits_is_computed_first() {
+    let (prefill, decode) = (computes(), answers());
+    let router = Router::start(&[&prefill.url()], &[&decode.url()], &[]);
+    for (tokens, engine) in [(65_536, Value::Null), (65_537, json!("p"))] {
+        router.ask(&prompt(tokens));
+        assert_eq!(decode.asked().pop().unwrap().json()[PARAMS]["remote_engine_id"], engine);
+    }
+}
+
+#[test]
 fn an_engine_that_has_a_prompt_computes_the_next_one_before_the_other_engine_is_asked() {
     let computed = Manner::Json(200, json!({ PARAMS: said() }).to_string());
     let prefill = Engine::start(Manner::First(Box::new(Manner::Hang), Box::new(computed)));

@@ -13,7 +13,7 @@ mod watch;
 
 use std::future::pending;
 use std::hash::{BuildHasher, Hasher, RandomState};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
@@ -42,6 +42,9 @@ const LONG_BYTES: usize = 1 << 20;
 /// By load a longer prompt is computed first: the other engine waits for 30 s, in which one that computes 2,000 tokens a second is done
 /// with this many.
 const AT_ONCE_TOKENS_MAX: u64 = 65_536;
+
+/// The log tells of refused requests no more often.
+const REFUSAL_PAUSE: Duration = Duration::from_secs(60);
 
 /// Options of `pillion route`.
 #[derive(Args, Clone, Debug)]
@@ -112,6 +115,8 @@ struct Router {
     lengths: Lengths,
     /// A permit for each byte that bodies of requests may have together.
     memory: Arc<Semaphore>,
+    /// When the log last told of a body without room.
+    refusal_told: Mutex<Option<Instant>>,
 }
 
 /// A task that ends with its owner, and its connection with it.
@@ -125,7 +130,8 @@ impl Router {
         let (forwarder, lengths) = (Forwarder::new(), Lengths::default());
         let bytes = usize::try_from(options.request_memory.as_bytes()).unwrap_or(usize::MAX);
         let memory = Arc::new(Semaphore::new(bytes.min(Semaphore::MAX_PERMITS)));
-        Ok(Self { prefill, decode, options, forwarder, counters: Counters::new()?, lengths, memory })
+        let (counters, refusal_told) = (Counters::new()?, Mutex::default());
+        Ok(Self { prefill, decode, options, forwarder, counters, lengths, memory, refusal_told })
     }
 
     async fn respond(self: Arc<Self>, request: Request<Incoming>) -> Response<Answer> {
@@ -140,7 +146,9 @@ impl Router {
         let (body, room) = match read(body, &self.memory).await {
             Ok(read) => read,
             Err(unread) => {
-                self.counters.refused.inc_by((unread == Unread::NoRoom).into());
+                if unread == Unread::NoRoom {
+                    self.refused();
+                }
                 return unread.told();
             }
         };
@@ -161,6 +169,17 @@ impl Router {
             Ok((asked, Some((fields, prompt)))) => self.route(&asked, &fields, prompt).await,
             Ok((asked, None)) => self.answer(asked, 0).await,
             Err(text) => failure(StatusCode::BAD_REQUEST, &text),
+        }
+    }
+
+    /// Counts a request whose body has no room.
+    fn refused(&self) {
+        self.counters.refused.inc();
+        let (now, mut told) =
+            (Instant::now(), self.refusal_told.lock().unwrap_or_else(PoisonError::into_inner));
+        if told.is_none_or(|at| now >= at + REFUSAL_PAUSE) {
+            *told = Some(now);
+            tracing::warn!("requests are refused, since bodies take all of --request-memory; give it more");
         }
     }
 

@@ -582,7 +582,13 @@ fn bodies_beyond_the_memory_for_them_are_refused_while_a_stream_goes_on() {
         Box::new(Manner::Json(200, "{}".into())),
     );
     let decode = Engine::start(held);
-    let router = Router::start(&[&computes().url()], &[&decode.url()], &["--request-memory", "1MiB"]);
+    let log = std::env::temp_dir().join(format!("pillion-route-refused-{}", std::process::id()));
+    let router = Router::logging(
+        &[&computes().url()],
+        &[&decode.url()],
+        &["--request-memory", "1MiB"],
+        File::create(&log).unwrap(),
+    );
     let body = |bytes: usize| json!({ "prompt": [1], "user": "a".repeat(bytes) }).to_string();
     let mut stream = router.send("POST", "/v1/completions", &body(900_000));
     let mut begin = [0; 12];
@@ -594,7 +600,15 @@ fn bodies_beyond_the_memory_for_them_are_refused_while_a_stream_goes_on() {
     write!(begun, "{head}{}", "a".repeat(800_000)).unwrap();
     let told = watch("a refusal", || Some(ask()).filter(|told| told.starts_with("HTTP/1.1 503")));
     assert!(told.contains("--request-memory"), "{told}");
-    assert!(router.counter("pillion_route_requests_refused_total") > 0);
+    ask();
+    assert!(router.counter("pillion_route_requests_refused_total") > 1);
+    let lines = std::fs::read_to_string(&log).unwrap();
+    std::fs::remove_file(&log).unwrap();
+    assert_eq!(
+        lines.matches("--request-memory").count(),
+        1,
+        "the log is not as long as its requests: {lines}"
+    );
     assert!(router.ask(&prompt(9)).line.contains("200"), "a short one has room");
     released.store(true, Ordering::Relaxed);
     let mut text = String::new();

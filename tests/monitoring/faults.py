@@ -290,6 +290,16 @@ def nobody_computes(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
         yield prometheus, router.ask
 
 
+@contextlib.contextmanager
+def no_room(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
+    """Prompts are longer than a router's memory for them."""
+    with (
+        pair.routing(directory, "--request-memory=1KiB") as router,
+        scraping(directory, {"one": router}, impatient()) as prometheus,
+    ):
+        yield prometheus, lambda: router.ask(503)
+
+
 FAULTS: dict[str, Fault] = {
     "PillionDown": down,
     "PillionStandsStill": stands_still,
@@ -312,6 +322,7 @@ FAULTS: dict[str, Fault] = {
     "PillionPeerLeftAlone": peer_frozen,
     "PillionPeerCorrupts": peer_corrupts,
     "PillionPrefillFails": nobody_computes,
+    "PillionRouteRefuses": no_room,
 }
 # An engine that joins is not served yet, and not connected before: without their waits these fire at every start.
 JOINING = {"PillionServesNobody", "PillionNoEngine"}

@@ -6,6 +6,7 @@ import contextlib
 import http.server
 import json
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,18 +22,22 @@ PROMPT = list(range(300))
 class Router(Server):
     """`pillion route`, and where its pages are."""
 
-    def __init__(self, directory: Path, decode: str) -> None:
+    def __init__(self, directory: Path, decode: str, *arguments: str) -> None:
         self.http = f"127.0.0.1:{ports.free_port()}"
         away = f"http://127.0.0.1:{ports.free_port()}"
-        command = [find_binary(), "route", "--listen", self.http, "--prefill", away, "--decode", decode]
+        command = [find_binary(), "route", "--listen", self.http, "--prefill", away, "--decode", decode, *arguments]
         super().__init__(command, directory / "route.log", f"http://{self.http}/health")
 
-    def ask(self) -> None:
-        """One prompt, which is answered all the same."""
+    def ask(self, status: int = 200) -> None:
+        """One prompt, which is answered with this status."""
         body = json.dumps({"prompt": PROMPT, "max_tokens": 1}).encode()
         request = urllib.request.Request(f"http://{self.http}/v1/completions", body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request) as answer:
-            assert answer.status == 200
+        try:
+            answer = urllib.request.urlopen(request)
+        except urllib.error.HTTPError as error:
+            answer = error
+        with answer:
+            assert answer.status == status
 
 
 class _Answers(http.server.BaseHTTPRequestHandler):
@@ -51,11 +56,11 @@ class _Answers(http.server.BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def routing(directory: Path) -> Iterator[Router]:
-    """The router, ready."""
+def routing(directory: Path, *arguments: str) -> Iterator[Router]:
+    """The router, ready, with these arguments beside those that it needs."""
     engine = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Answers)
     threading.Thread(target=engine.serve_forever, daemon=True).start()
-    router = Router(directory, f"http://127.0.0.1:{engine.server_port}")
+    router = Router(directory, f"http://127.0.0.1:{engine.server_port}", *arguments)
     try:
         router.wait_ready()
         yield router

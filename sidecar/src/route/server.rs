@@ -17,7 +17,7 @@ use rustix::net::sockopt;
 use serde_json::json;
 use tokio::sync::watch::{Receiver, channel};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout, timeout_at};
 
 use super::forward::{self, Answer};
 use super::{Options, Router, watch};
@@ -26,9 +26,10 @@ use super::{Options, Router, watch};
 const REQUEST_BYTES_MAX: usize = 64 << 20;
 /// A request line and headers come in one packet; who takes longer is not served.
 const HEADER_TIME_MAX: Duration = Duration::from_secs(30);
-/// Nor is who sends nothing of its body for so long.
+/// Nor is who sends nothing of its body for so long, or less than this of it a second behind that time: it holds a part of the memory for
+/// bodies.
 const PART_TIME_MAX: Duration = Duration::from_secs(30);
-
+const BYTES_PER_SECOND_MIN: usize = 256 << 10;
 /// A client that confirms nothing for so long, since its host vanished or it reads nothing, is hung up on. While a stream goes on there
 /// is always something to confirm, for which the kernel would wait 15 minutes.
 const SILENCE_MAX: Duration = Duration::from_secs(60);
@@ -119,7 +120,7 @@ where
     collect(Limited::new(body, REQUEST_BYTES_MAX), PART_TIME_MAX, memory).await
 }
 
-/// All of a body of which something comes within each `pause`.
+/// All of a body of which something comes within each `pause`, and after the first one `BYTES_PER_SECOND_MIN` each second.
 async fn collect<B: Body<Data = Bytes, Error: ToString> + Unpin>(
     mut body: B,
     pause: Duration,
@@ -127,7 +128,12 @@ async fn collect<B: Body<Data = Bytes, Error: ToString> + Unpin>(
 ) -> Result<(Bytes, OwnedSemaphorePermit), Unread> {
     let take = |bytes| Arc::clone(memory).try_acquire_many_owned(bytes as u32).map_err(|_| Unread::NoRoom);
     let (mut whole, mut room) = (Vec::new(), take(0)?);
-    while let Some(frame) = timeout(pause, body.frame()).await.map_err(|_| Unread::Stalled)? {
+    let begin = Instant::now();
+    let end = |bytes: usize| {
+        let sent = Duration::from_secs_f64(bytes as f64 / BYTES_PER_SECOND_MIN as f64);
+        (begin + sent).min(Instant::now()) + pause
+    };
+    while let Some(frame) = timeout_at(end(whole.len()), body.frame()).await.map_err(|_| Unread::Stalled)? {
         let frame = frame.map_err(|error| Unread::Broken(error.to_string()))?;
         let data = frame.data_ref().map_or(&[][..], |data| data);
         room.merge(take(data.len())?);
@@ -143,7 +149,10 @@ impl Unread {
     pub(super) fn told(&self) -> Response<Answer> {
         let (status, text) = match self {
             Self::Stalled => {
-                let text = format!("nothing of the body came for {} s", PART_TIME_MAX.as_secs());
+                let (pause, rate) = (PART_TIME_MAX.as_secs(), BYTES_PER_SECOND_MIN >> 10);
+                let text = format!(
+                    "the body came too slowly: send a part each {pause} s, and {rate} KiB a second after {pause} s"
+                );
                 (StatusCode::REQUEST_TIMEOUT, text)
             }
             Self::Broken(error) => {
@@ -177,8 +186,48 @@ pub(super) fn failure(status: StatusCode, text: &str) -> Response<Answer> {
 
 #[cfg(test)]
 mod tests {
+    use std::convert::Infallible;
+    use std::pin::Pin;
+    use std::task::{Context, Poll};
+
+    use hyper::body::Frame;
+    use tokio::time::{Sleep, sleep};
+
     use super::*;
     use crate::route::lead::tests::Stalled;
+
+    /// So many bytes, one each 10 ms.
+    struct Trickle(u32, Pin<Box<Sleep>>);
+
+    impl Body for Trickle {
+        type Data = Bytes;
+        type Error = Infallible;
+
+        fn poll_frame(
+            mut self: Pin<&mut Self>,
+            context: &mut Context<'_>,
+        ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+            if self.0 == 0 {
+                return Poll::Ready(None);
+            }
+            if self.1.as_mut().poll(context).is_pending() {
+                return Poll::Pending;
+            }
+            *self = Self(self.0 - 1, Box::pin(sleep(Duration::from_millis(10))));
+            Poll::Ready(Some(Ok(Frame::data(Bytes::from_static(b"a")))))
+        }
+    }
+
+    #[test]
+    fn a_body_that_comes_too_slowly_is_not_waited_for() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+        let none = runtime.block_on(async {
+            let (body, memory) =
+                (Trickle(100, Box::pin(sleep(Duration::ZERO))), Arc::new(Semaphore::new(100)));
+            collect(body, Duration::from_millis(300), &memory).await.unwrap_err()
+        });
+        assert_eq!(none, Unread::Stalled);
+    }
 
     #[test]
     fn a_body_of_which_nothing_comes_is_not_waited_for() {

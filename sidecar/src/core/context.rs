@@ -125,21 +125,21 @@ impl Context {
     }
 
     /// The same for a block of a save. What its engine has kept the longest for others gives way where the engine has no room, and to a
-    /// block of a `handover` also where no slot is left.
+    /// block of a handover also where no slot is left: of that, what was kept before its request came, when `kept_before` blocks were.
     pub(super) fn claim(
         &mut self,
         key: BlockKey,
         binding: &Binding,
-        handover: bool,
+        kept_before: Option<u64>,
     ) -> Result<SlotRef, FillError> {
         let (whose, bytes) = (binding.whose, binding.block_bytes());
         self.kept.make_room(whose.holder, bytes, &mut self.dram);
         loop {
             let filled = self.begin_fill(key, binding);
-            let gives_way = handover && filled == Err(FillError::NoSpace) && self.dram.may_evict();
-            if !gives_way || !self.kept.make_slot(whose, bytes, &mut self.dram) {
-                return filled;
-            }
+            let gives_way = filled == Err(FillError::NoSpace) && self.dram.may_evict();
+            let Some(before) = kept_before.filter(|_| gives_way) else { return filled };
+            let Some(gone) = self.kept.make_slot(whose, bytes, before, &mut self.dram) else { return filled };
+            self.lost.insert(gone, self.now_ms);
         }
     }
 
@@ -150,7 +150,6 @@ impl Context {
 
     /// A block that another engine will load is here: of a step that was seen to be done then, or found in the pool.
     pub(super) fn keep(&mut self, key: &BlockKey, binding: &Binding, fenced: Option<Duration>) {
-        self.stats.handover_blocks += 1;
         self.kept.keep(key, binding.whose, fenced, self.now_ms, &mut self.dram);
     }
 

@@ -42,6 +42,8 @@ pub(super) struct Kept {
     ttl_ms: u64,
     bytes_max: u64,
     bytes: u64,
+    /// Blocks that were kept so far, those that were kept anew among them.
+    count: u64,
     /// By the slot's offset.
     blocks: BTreeMap<u64, KeptBlock>,
     /// Offsets and ends by whose blocks of what size they are, in order. Where a block's end or owner is another by now, or it is not kept,
@@ -55,7 +57,10 @@ type Kind = (Whose, u64);
 
 #[derive(Debug)]
 struct KeptBlock {
+    key: BlockKey,
     slot: SlotRef,
+    /// How many were kept before it.
+    before: u64,
     kind: Kind,
     until_ms: u64,
     /// When the step that wrote it was seen to be done; `None` if its save found it in the pool.
@@ -87,8 +92,16 @@ pub(super) struct Lost {
 
 impl Kept {
     pub(super) fn new(dram: &Dram) -> Self {
-        let (bytes, blocks, ends, released) = Default::default();
-        Self { ttl_ms: TTL_MS, bytes_max: dram.config().pool_bytes / PART, bytes, blocks, ends, released }
+        let (bytes, count, blocks, ends, released) = Default::default();
+        Self {
+            ttl_ms: TTL_MS,
+            bytes_max: dram.config().pool_bytes / PART,
+            bytes,
+            count,
+            blocks,
+            ends,
+            released,
+        }
     }
 
     pub(super) fn set_ttl(&mut self, ttl_ms: u64) {
@@ -97,6 +110,10 @@ impl Kept {
 
     pub(super) fn bytes(&self) -> u64 {
         self.bytes
+    }
+
+    pub(super) fn count(&self) -> u64 {
+        self.count
     }
 
     pub(super) fn released(&self) -> Released {
@@ -120,11 +137,13 @@ impl Kept {
             self.release(slot.offset, dram);
         }
         self.bytes += kind.1;
-        self.blocks.insert(slot.offset, KeptBlock { slot, kind, until_ms: end.1, fenced });
+        let kept = KeptBlock { key: *key, slot, before: self.count, kind, until_ms: end.1, fenced };
+        self.count += 1;
+        self.blocks.insert(slot.offset, kept);
         if is_new {
             self.note_end(kind, end);
         }
-        while self.bytes > self.bytes_max && self.give_way(|_| true, dram) {}
+        while self.bytes > self.bytes_max && self.give_way(|_| true, dram).is_some() {}
     }
 
     /// A block has another end from now on.
@@ -141,18 +160,31 @@ impl Kept {
     /// Gives up what a holder has kept the longest, if it has so little room that it could save no block of `bytes`.
     pub(super) fn make_room(&mut self, holder: HolderId, bytes: u64, dram: &mut Dram) {
         let is_its = |(whose, _): Kind| whose.holder == holder;
-        while self.bytes > 0 && dram.room(holder) < bytes && self.give_way(is_its, dram) {}
+        while self.bytes > 0 && dram.room(holder) < bytes && self.give_way(is_its, dram).is_some() {}
     }
 
-    /// Gives up what has been kept the longest of blocks of which one makes room for another; whether there was one.
-    pub(super) fn make_slot(&mut self, whose: Whose, bytes: u64, dram: &mut Dram) -> bool {
-        self.give_way(|kind| kind == (whose, bytes), dram)
+    /// Gives up what has been kept the longest of blocks of which one makes room for another, if it was one of the first `before`. Later
+    /// ones may be of the prompt that needs the room: they are of no use without those before them.
+    pub(super) fn make_slot(
+        &mut self,
+        whose: Whose,
+        bytes: u64,
+        before: u64,
+        dram: &mut Dram,
+    ) -> Option<BlockKey> {
+        let is_meant = |kind| kind == (whose, bytes);
+        let (at, _) = self.oldest(is_meant)?;
+        let (offset, _) = self.ends[at].1[0];
+        if self.blocks[&offset].before >= before {
+            return None;
+        }
+        self.give_way(is_meant, dram)
     }
 
-    /// Later blocks need the room of the one that is kept the longest; whether there was one.
-    fn give_way(&mut self, is_meant: impl Fn(Kind) -> bool, dram: &mut Dram) -> bool {
+    /// Later blocks need the room of the one that is kept the longest, if there is one.
+    fn give_way(&mut self, is_meant: impl Fn(Kind) -> bool, dram: &mut Dram) -> Option<BlockKey> {
         let released = self.release_oldest(is_meant, dram);
-        self.released.full += u64::from(released);
+        self.released.full += u64::from(released.is_some());
         released
     }
 
@@ -174,7 +206,7 @@ impl Kept {
     /// Gives up what nobody has loaded in time.
     pub(super) fn expire(&mut self, now_ms: u64, dram: &mut Dram) {
         while self.oldest(|_| true).is_some_and(|(_, until_ms)| until_ms <= now_ms)
-            && self.release_oldest(|_| true, dram)
+            && self.release_oldest(|_| true, dram).is_some()
         {
             self.released.expired += 1;
         }
@@ -190,19 +222,19 @@ impl Kept {
         ends.map(|(at, (_, ends))| (at, ends[0].1)).min_by_key(|(_, until_ms)| *until_ms)
     }
 
-    /// Gives up the block that is kept the longest; whether there was one.
-    fn release_oldest(&mut self, is_meant: impl Fn(Kind) -> bool, dram: &mut Dram) -> bool {
-        let Some((at, _)) = self.oldest(is_meant) else { return false };
+    /// Gives up the block that is kept the longest, if there is one.
+    fn release_oldest(&mut self, is_meant: impl Fn(Kind) -> bool, dram: &mut Dram) -> Option<BlockKey> {
+        let (at, _) = self.oldest(is_meant)?;
         let (offset, _) = self.ends[at].1.pop_front().expect("looked at above");
-        self.release(offset, dram);
-        true
+        Some(self.release(offset, dram))
     }
 
-    fn release(&mut self, offset: u64, dram: &mut Dram) {
+    fn release(&mut self, offset: u64, dram: &mut Dram) -> BlockKey {
         let kept = self.blocks.remove(&offset).expect("the caller found it");
         let (whose, bytes) = kept.kind;
         self.bytes -= bytes;
         dram.unhold(kept.slot, whose.holder);
+        kept.key
     }
 
     #[cfg(test)]
@@ -229,13 +261,17 @@ impl Lost {
     ) {
         let mut found = Vec::with_capacity(hashes.len());
         dram.lookup(namespace, group, hashes, &mut found);
-        let until_ms = now_ms.saturating_add(TTL_MS);
         for (hash, _) in hashes.iter().zip(found).filter(|(_, found)| !found) {
-            let key = BlockKey { namespace, group, hash: *hash };
-            self.blocks.insert(key, until_ms);
-            self.ends.push_back((key, until_ms));
+            self.insert(BlockKey { namespace, group, hash: *hash }, now_ms);
         }
-        while self.ends.len() > LOST_MAX {
+    }
+
+    /// A block is lost where it is not found.
+    pub(super) fn insert(&mut self, key: BlockKey, now_ms: u64) {
+        let until_ms = now_ms.saturating_add(TTL_MS);
+        self.blocks.insert(key, until_ms);
+        self.ends.push_back((key, until_ms));
+        if self.ends.len() > LOST_MAX {
             self.forget_oldest();
         }
     }

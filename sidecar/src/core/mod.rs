@@ -340,7 +340,7 @@ impl Core {
         let Self { base, queries, transfers, .. } = self;
         transfers.see(session, request.op());
         match request {
-            SchedulerRequest::Open { log } => queries.logs(session).open(log, base.cx.dram.generation())?,
+            SchedulerRequest::Open { log } => queries.logs(session).open(log, &base.cx)?,
             SchedulerRequest::Append(append) => {
                 queries.logs(session).append(&append, keys)?;
                 if append.promised {
@@ -613,6 +613,7 @@ impl Core {
             unverified_blocks: tier.unverified_blocks,
             removed_blocks: tier.removed_blocks_total,
             barred_engines: barred as u64,
+            handover_blocks: cx.kept.count(),
             handover_kept_bytes: cx.kept.bytes(),
             handover_loaded: cx.kept.released().loaded,
             handover_expired: cx.kept.released().expired,

@@ -141,6 +141,11 @@ impl Queries {
         Ok((from.checked_sub(1).map(|before| log.keys[before as usize]), keys))
     }
 
+    /// How many blocks had been kept for engines that await them when a request came whose log is open.
+    pub(super) fn kept_before(&self, session: SessionId, log: u32) -> u64 {
+        self.log(session, log).kept_before
+    }
+
     /// RELEASE: the lease of a log, or the answer to its query, is not needed.
     pub(super) fn release(
         &mut self,

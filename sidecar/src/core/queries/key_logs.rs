@@ -31,6 +31,8 @@ pub(super) struct KeyLog {
     pub(super) keys: Vec<BlockHash>,
     /// The generation that the next filled slot had when the request came.
     pub(super) opened_at: u64,
+    /// How many blocks had been kept for engines that await them by then.
+    pub(super) kept_before: u64,
     pub(super) chunks: Vec<u32>,
     /// The log ends with the key of a prompt's tail: not every engine saves that block, and a further append is a violation.
     pub(super) tail: bool,
@@ -58,9 +60,10 @@ pub(super) struct QueryLease {
 // === impl KeyLogs ===
 
 impl KeyLogs {
-    /// A log is opened, when the next filled slot has this generation.
-    pub(crate) fn open(&mut self, number: u32, opened_at: u64) -> Result<(), Violation> {
-        let opened = KeyLog { opened_at, ..KeyLog::default() };
+    /// A log is opened.
+    pub(crate) fn open(&mut self, number: u32, cx: &Context) -> Result<(), Violation> {
+        let (opened_at, kept_before) = (cx.dram.generation(), cx.kept.count());
+        let opened = KeyLog { opened_at, kept_before, ..KeyLog::default() };
         if self.open.insert(number, opened).is_some() {
             return Err(format!("log {number} was opened twice"));
         }

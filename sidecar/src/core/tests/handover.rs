@@ -1,7 +1,6 @@
 //! One engine awaits what another computes, over one sidecar.
 
-use shm_protocol::pool::Remains;
-use tiers::dram::Whose;
+mod quotas;
 
 use super::*;
 
@@ -20,7 +19,12 @@ fn two_engines() -> Harness {
 
 /// The same over a pool of this size, with blocks of that.
 fn over(pool_bytes: u64, bytes: u64) -> Harness {
-    let mut engines = Harness::over(core_of(pool_bytes), 1, bytes);
+    pair(core_of(pool_bytes), bytes)
+}
+
+/// The same over this core.
+fn pair(core: Core, bytes: u64) -> Harness {
+    let mut engines = Harness::over(core, 1, bytes);
     engines.join();
     engines.connect(D, hello(1, Role::Scheduler { run: D_RUN }));
     engines.connect(D_RANK, rank_hello_of(1, 0, bytes));
@@ -706,50 +710,6 @@ fn what_is_kept_takes_no_room_from_what_its_engine_saves_next() {
     }
     assert_eq!(engines.core.stats().handover_dropped, 0);
     assert_eq!(engines.found(1, 2, 500..520), 20);
-}
-
-#[test]
-fn what_is_kept_in_a_quota_takes_no_room_from_what_its_engine_hands_over_next() {
-    let mut core = core_of(64 << 20);
-    core.limit(&["c19a797f=32KiB".parse().unwrap()]);
-    let mut engine = Harness::over(core, 1, SHARD_BYTES);
-    engine.join();
-    engine.compute(0, 1, 0..8, true);
-    engine.compute(1, 2, 100..108, true);
-    let stats = engine.core.stats();
-    assert_eq!((stats.handover_dropped, stats.handover_full), (0, 8));
-    assert_eq!((stats.saved_blocks, stats.handover_kept_bytes), (16, 8 * SHARD_BYTES));
-    engine.compute(2, 3, 200..208, false);
-    assert_eq!(engine.core.stats().handover_full, 8, "what it saves for itself has to find other room");
-    engine.open(2, 100..108);
-    assert_eq!(engine.query(2, 4, 0, 8).value, 8);
-
-    let Base { engines, cx, .. } = &mut engine.core.base;
-    let whose = engines[SCHEDULER].binding.unwrap().whose;
-    let of_another_quota = Whose { quota: None, ..whose };
-    let gives = [(of_another_quota, SHARD_BYTES), (whose, 2 * SHARD_BYTES), (whose, SHARD_BYTES)]
-        .map(|(whose, bytes)| cx.kept.make_slot(whose, bytes, &mut cx.dram));
-    assert_eq!(gives, [false, false, true], "what makes no room for a block stays");
-}
-
-#[test]
-fn what_is_kept_stays_while_an_engine_of_an_earlier_life_may_read_what_that_left() {
-    let config = Config { pool_bytes: 4 << 20, segment_bytes: 2 << 20, lease_ttl_ms: 1000 };
-    let mut core = Core::new(Dram::unopened(config, 5000).unwrap());
-    core.limit(&["c19a797f=32KiB".parse().unwrap()]);
-    let block = |n| Remains::Block { generation: 1, namespace: NAMESPACE, group: GROUP, hash: hash(n) };
-    let remains = (1000..1004).map(block).collect();
-    let used = Opened::Used { segment: 0, block_bytes: SHARD_BYTES, first: 0, remains };
-    for opened in [used, Opened::Empty { segment: 1 }] {
-        core.handle(Duration::ZERO, Event::Opened(opened), &mut Vec::new());
-    }
-    let mut engine = Harness::over(core, 1, SHARD_BYTES);
-    engine.join();
-    engine.compute(0, 1, 0..4, true);
-    engine.compute(1, 2, 100..104, true);
-    let stats = engine.core.stats();
-    assert_eq!((stats.handover_dropped, stats.handover_full), (4, 0));
-    assert_eq!(stats.handover_kept_bytes, 4 * SHARD_BYTES);
 }
 
 #[test]

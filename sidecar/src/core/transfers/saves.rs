@@ -36,6 +36,8 @@ pub(super) struct UnboundSave {
     checked: bool,
     /// Another engine will load its blocks.
     handover: bool,
+    /// How many blocks had been kept for such engines when its request came.
+    kept_before: u64,
     /// Each key, and its block unless that was given up.
     blocks: Vec<(BlockHash, Option<u32>)>,
 }
@@ -48,6 +50,7 @@ pub(super) struct Save {
     step: u64,
     checked: bool,
     pub(super) handover: bool,
+    kept_before: u64,
     /// What of it is not kept may be.
     commits: bool,
     /// The key before the first one, and all of the save's.
@@ -116,7 +119,8 @@ impl Transfers {
         let blocks = keys.into_iter().zip(blocks.iter().copied().map(Some)).collect();
         let posted = base.cx.now;
         let (step, checked, handover) = (asked.step, asked.checked, asked.handover);
-        let save = UnboundSave { posted, step, parent, checked, handover, blocks };
+        let kept_before = queries.kept_before(session, asked.keys.log);
+        let save = UnboundSave { posted, step, parent, checked, handover, kept_before, blocks };
         let pending = self.pending(session);
         pending.saves += 1;
         let too_many = !pending.may_want(save.blocks.len());
@@ -136,7 +140,7 @@ impl Transfers {
 
     /// Takes a save whose blocks are known, to be begun with its step. What is kept already needs no copy.
     fn accept_save(&mut self, key: OpKey, binding: Binding, asked: UnboundSave, base: &mut Base) {
-        let UnboundSave { posted, step, parent, checked, handover, blocks: asked } = asked;
+        let UnboundSave { posted, step, parent, checked, handover, kept_before, blocks: asked } = asked;
         let keys: Vec<BlockHash> = asked.iter().map(|(hash, _)| *hash).collect();
         let commits = may_save(key.0, &binding, checked, base);
         let mut end = Saved { op: key.1, ..Saved::default() };
@@ -166,6 +170,7 @@ impl Transfers {
             step,
             checked,
             handover,
+            kept_before,
             commits,
             parent,
             keys,
@@ -322,7 +327,7 @@ impl Transfers {
         if !save.commits {
             return drop_unproven(&mut save.end, &mut base.cx);
         }
-        match base.cx.claim(key, &save.binding, save.handover) {
+        match base.cx.claim(key, &save.binding, save.handover.then_some(save.kept_before)) {
             Ok(slot) => {
                 base.cx.produced.claimed = true;
                 save.blocks.push(take(slot, None));

@@ -128,7 +128,7 @@ class Matching:
         if not self._requests.append(tracked):
             return None if self._requests.adapter_is_near(tracked) else 0
         hits = self._session.query(tracked.log, first, count)
-        if hits < 0 and handover.awaits(tracked.request) and (linger_us := self._pacing.linger_us()):
+        if hits < 0 and tracked.awaited and (linger_us := self._pacing.linger_us()):
             hits = self._session.linger(tracked.log, first, count, linger_us)
         if hits < 0:
             return None

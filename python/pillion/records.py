@@ -106,7 +106,7 @@ class Records:
     def asked(self, request: Request, answered: bool, is_async: bool) -> None:
         """The cache has answered, or has put that off; a load of what it has found is one beside the steps or not."""
         record = self._open[request.request_id]
-        pending: Part = "producer" if handover.awaits(request) else "query"
+        pending: Part = "producer" if handover.awaits(request) and not request.num_preemptions else "query"
         record.enter("waiting" if answered else pending)
         record.is_async = is_async
 

@@ -43,6 +43,8 @@ class Session:
         self.checked: list[tuple[int, int, list[int]]] = []
         self.compared = 0
         self.queries: list[int] = []
+        # Logs for whose blocks a step waited.
+        self.lingered: list[int] = []
         # Tokens that were named.
         self.named: list[list[int]] = []
 
@@ -79,6 +81,11 @@ class Session:
         """As many as there are."""
         assert log not in self.closed
         self.queries.append(log)
+        return min(self.hits, count)
+
+    def linger(self, log: int, start: int, count: int, linger_us: int) -> int:
+        """Written down."""
+        self.lingered.append(log)
         return min(self.hits, count)
 
     def save(self, log: int, start: int, blocks: list[int], step: int, checked: bool = False) -> bool:

@@ -110,10 +110,13 @@ def test_a_tail_is_not_asked_for_as_the_whole_block_after_a_preemption(monkeypat
     assert engine.session.awaited == [0], "another engine computes no block of the answer"
 
 
-def test_nobody_is_awaited_for_blocks_of_an_answer_after_a_preemption(engine: Engine) -> None:
+def test_nobody_is_awaited_for_blocks_of_an_answer_after_a_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the prompt ends on a block's boundary, so that its log goes on."""
+    engine = Engine(monkeypatch, on_gpu=True)
     request = engine.arrive(9 * BLOCK_TOKENS, transfer={"do_remote_prefill": True})
-    engine.session.hits = 10
+    engine.session.hits = -1
+    assert engine.ask(request) is None and engine.session.lingered == [0]
+    engine.session.hits, engine.session.lingered = 10, []
     engine.compute(request, found=engine.ask(request) or 0)
     request.num_tokens += BLOCK_TOKENS + 1
     request.block_hashes = [*request.block_hashes, b"full" * 8]
@@ -121,6 +124,10 @@ def test_nobody_is_awaited_for_blocks_of_an_answer_after_a_preemption(engine: En
     for _ in range(2):
         assert engine.ask(request) == 10 * BLOCK_TOKENS
         assert (engine.session.awaited, engine.session.closed, engine.session.queries[-1]) == ([0], [0], 1)
+    # No step waits for another engine either, as an idle one would.
+    engine.decode()
+    engine.session.hits = -1
+    assert engine.ask(request) is None and engine.session.lingered == []
 
 
 def test_who_goes_on_behind_a_first_token_has_the_same_tail(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,8 @@ class Played:
     def play(self, count: int, **more: Any) -> None:
         """So many requests."""
         for number in range(count):
-            facts = {"num_tokens": 40, "kv_transfer_params": None, "status": SimpleNamespace(name="FINISHED_STOPPED")}
+            status = SimpleNamespace(name="FINISHED_STOPPED")
+            facts = {"num_tokens": 40, "num_preemptions": 0, "kv_transfer_params": None, "status": status}
             request: Any = SimpleNamespace(request_id=f"request-{number}", **facts, **more)
             self.records.asks(request, 0)
             self.records.asked(request, True, False)
@@ -86,6 +87,17 @@ class Played:
             return self.ends == ends
 
         wait_for(ended, f"records that end as {ends}")
+
+
+@pytest.mark.parametrize(("preemptions", "part"), [(0, "producer"), (1, "query")])
+def test_after_a_preemption_no_producer_is_waited_for(preemptions: int, part: str) -> None:
+    """What an answer that is put off waits for then is a disk or a peer."""
+    records = Played(None).records
+    params = {"do_remote_prefill": True}
+    request: Any = SimpleNamespace(request_id="one", num_tokens=40, kv_transfer_params=params, num_preemptions=preemptions)
+    records.asks(request, 0)
+    records.asked(request, False, False)
+    assert records._open["one"].part == part
 
 
 def test_one_of_so_many_is_a_line_of_the_log_and_a_span(monkeypatch: pytest.MonkeyPatch) -> None:

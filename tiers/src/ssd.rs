@@ -224,7 +224,3 @@ impl Fault {
         })
     }
 }
-
-// === impl FaultKind ===
-
-impl FaultKind {}

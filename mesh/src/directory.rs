@@ -175,11 +175,12 @@ impl Directory {
         !promises.is_empty() && keys.any(|key| promises.iter().any(|promises| promises.contains(&key)))
     }
 
-    /// Blocks were asked of a peer.
-    pub fn began(&mut self, peer: PeerNumber, blocks: u32) {
-        if let Some(member) = self.member(peer) {
-            member.under_way += blocks;
-        }
+    /// Blocks were asked of a peer; whether it owes no others.
+    pub fn began(&mut self, peer: PeerNumber, blocks: u32) -> bool {
+        let Some(member) = self.member(peer) else { return false };
+        let owed = member.under_way;
+        member.under_way += blocks;
+        owed == 0
     }
 
     /// One of them has ended.
@@ -188,6 +189,14 @@ impl Directory {
         if let Some(member) = self.member(peer) {
             member.under_way = member.under_way.saturating_sub(1);
             member.breaker.ended(Verdict::of(result), now_ms, &limits);
+        }
+    }
+
+    /// A peer is too slow: it gave little of what it was asked for alone, though it may have answered just before.
+    pub fn too_slow(&mut self, now_ms: u64, peer: PeerNumber) {
+        let limits = self.config.breaker;
+        if let Some(member) = self.member(peer) {
+            member.breaker.ended(Verdict::Strike, now_ms, &limits);
         }
     }
 

@@ -13,7 +13,7 @@ pub struct Limits {
     /// Milliseconds within which faults count as one strike: a connection that breaks fails all that was asked over it.
     pub strike_ms: u64,
     /// Milliseconds after an answer of the peer within which a fetch that takes too long is no strike: it waited behind
-    /// others, most of the time on this side.
+    /// others, most of the time on this side. One that waited behind none is told apart: see [`super::Directory::too_slow`].
     pub lively_ms: u64,
     /// The first time that a peer is left alone for, milliseconds; doubled each time until its strikes are forgiven.
     pub wait_ms_min: u64,

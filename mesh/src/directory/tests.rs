@@ -1,7 +1,7 @@
 use std::collections::{BTreeMap, HashSet};
 
 use super::*;
-use crate::transport::Refusal;
+use crate::transport::{Refusal, Stage};
 use shm_protocol::random::Random;
 
 const A: PeerNumber = PeerNumber(3);
@@ -92,6 +92,21 @@ fn a_peer_that_fails_is_left_alone_then_tried_and_others_take_its_place() {
     let stats: Vec<PeerStats> = directory.peers().collect();
     assert_eq!((stats[1].peer, stats[1].trips_total, stats[1].breaker_open), (A, 1, false));
     assert_eq!((stats[1].under_way, stats[1].keys, stats[0].keys), (1, 10, 5));
+}
+
+#[test]
+fn a_peer_that_is_too_slow_is_left_alone_though_it_has_just_answered() {
+    let all = keys(0..20);
+    let mut directory = directory(&[(A, &all)]);
+    assert!(directory.began(A, 20) && !directory.began(A, 1), "the second fetch is not alone");
+    for round in 1..4 {
+        let late_ms = 2000 * round;
+        directory.ended(late_ms - 100, A, &Ok(1));
+        directory.ended(late_ms, A, &Err(Fault::Timeout(Stage::Whole)));
+        assert!(!directory.peers().next().unwrap().breaker_open, "others may have been before it");
+        directory.too_slow(late_ms, A);
+    }
+    assert!(directory.peers().next().unwrap().breaker_open);
 }
 
 #[test]

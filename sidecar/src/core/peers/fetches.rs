@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use mesh::digest::Digest;
 use mesh::directory::Candidate;
-use mesh::transport::{Done, Fetch, Label, PeerNumber};
+use mesh::transport::{Done, Fault, Fetch, Label, PeerNumber, Stage};
 use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::pool::SlotRef;
 
@@ -29,6 +29,9 @@ const HOLDERS_MAX: usize = 3;
 pub(crate) const SPANS_MAX: usize = 4;
 /// Bytes for which another peer is worth asking beside the first: what a stream of a transport takes at once.
 const PART_BYTES_MIN: u64 = 4 << 20;
+
+/// Bytes that a peer gives within [`WAIT_MS_MAX`] if it is asked for nothing else. One that gives fewer, 32 MiB/s, is too slow to be asked.
+const GIVEN_BYTES_MIN: u64 = 64 << 20;
 
 /// A part of a run, and who may have it.
 #[derive(Debug)]
@@ -56,6 +59,8 @@ pub(super) struct Fetching {
     blocks: Vec<Option<Wanted>>,
     /// Those that have not.
     open: usize,
+    /// Its peer owed nothing else when it began, and it has the longest time that a fetch has.
+    alone: bool,
 }
 
 /// Blocks that one peer failed to give and somebody waits for, by the ticket of the fetch that they were in and their place in it; with
@@ -134,7 +139,7 @@ impl Fetching {
         let (open, blocks) = (blocks.len(), blocks.into_iter().map(Some).collect());
         let until_ms = millis(now).saturating_add(WAIT_MS_MAX);
         let (since, tried, namespace) = (now, Vec::new(), binding.digest);
-        Self { peer, since, until_ms, tried, namespace, bytes, blocks, open }
+        Self { peer, since, until_ms, tried, namespace, bytes, blocks, open, alone: false }
     }
 
     /// The same of other blocks and maybe another peer.
@@ -148,6 +153,12 @@ impl Fetching {
         self.open as u64
     }
 
+    /// Whether so little has come of it that its peer is not worth asking, if its time is over.
+    fn is_slow(&self) -> bool {
+        let given = (self.blocks.len() - self.open) as u64 * u64::from(self.bytes);
+        self.alone && given < GIVEN_BYTES_MIN
+    }
+
     fn label(&self, key: &BlockKey) -> Label {
         Label { namespace: self.namespace, group: key.group, hash: key.hash, bytes: self.bytes }
     }
@@ -156,13 +167,14 @@ impl Fetching {
 // === impl Peers ===
 
 impl Peers {
-    fn post(&mut self, fetching: Fetching, cx: &mut Context) {
+    fn post(&mut self, mut fetching: Fetching, cx: &mut Context) {
         let ticket = self.next_ticket;
         self.next_ticket += 1;
         self.stats.fetches += 1;
         let wanted = fetching.blocks.iter().flatten();
         let blocks: Vec<_> = wanted.map(|wanted| (fetching.label(&wanted.key), wanted.slot.offset)).collect();
-        self.directory.began(fetching.peer, blocks.len() as u32);
+        let owes_this_alone = self.directory.began(fetching.peer, blocks.len() as u32);
+        fetching.alone = owes_this_alone && fetching.tried.is_empty();
         let deadline = Duration::from_millis(fetching.until_ms.saturating_sub(cx.now_ms));
         cx.actions.push(Action::Fetch(Fetch { ticket, peer: fetching.peer, blocks, deadline }));
         self.fetches.insert(ticket, fetching);
@@ -172,12 +184,16 @@ impl Peers {
     fn end(&mut self, now_ms: u64, end: &Done) -> (Wanted, Fetching) {
         let fetching = self.fetches.get_mut(&end.ticket).expect("a fetch lasts until all of it has ended");
         let wanted = fetching.blocks[end.index as usize].take().expect("a block ends once");
+        let is_too_slow = end.result == Err(Fault::Timeout(Stage::Whole)) && fetching.is_slow();
         fetching.open -= 1;
         let of = fetching.with(fetching.peer, []);
         if fetching.open == 0 {
             self.fetches.remove(&end.ticket);
         }
         self.directory.ended(now_ms, of.peer, &end.result);
+        if is_too_slow {
+            self.directory.too_slow(now_ms, of.peer);
+        }
         (wanted, of)
     }
 
@@ -284,5 +300,24 @@ impl Peers {
     pub(crate) fn cancel(&self, cx: &mut Context) {
         let tickets = self.fetches.keys();
         cx.actions.extend(tickets.map(|&ticket| Action::CancelFetch { ticket }));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_peer_that_gives_much_of_a_long_run_is_not_too_slow() {
+        let is_slow = |given: usize, alone| {
+            let blocks: Vec<Option<Wanted>> = (0..1000).map(|_| None).collect();
+            let (since, namespace, tried) = (Duration::ZERO, NamespaceDigest([0; 16]), Vec::new());
+            let (peer, until_ms, bytes, open) = (PeerNumber(1), WAIT_MS_MAX, 1 << 20, 1000 - given);
+            Fetching { peer, since, until_ms, tried, namespace, bytes, blocks, open, alone }.is_slow()
+        };
+        assert_eq!(
+            [(64, true), (63, true), (63, false)].map(|(given, alone)| is_slow(given, alone)),
+            [false, true, false]
+        );
     }
 }

@@ -376,6 +376,51 @@ fn a_peer_that_fails_is_left_alone() {
     assert!(!scene.stats().peers[0].breaker_open, "a trial that went well");
 }
 
+/// Four fetches of 20 blocks, each late after a block each 100 ms, by itself or behind another; how often their peer was left alone.
+fn trips_of_late_fetches(behind_another: bool) -> u64 {
+    let mut scene = Scene::with(A, 0..400);
+    for round in 0..4 {
+        let first = 100 * round;
+        if behind_another {
+            scene.query(10 + round, first + 50..first + 51);
+        }
+        scene.query(round, first..first + 20);
+        let Some(late) = scene.fetches.pop_back() else { break };
+        for block in 0..19 {
+            scene.tick(100);
+            scene.end(&late, block..block + 1, Ok(1));
+        }
+        scene.tick(100);
+        scene.end(&late, 19..20, Err(Fault::Timeout(Stage::Whole)));
+        if let Some(before) = scene.fetches.pop_back() {
+            scene.end_all(&before, Err(Fault::Absent));
+        }
+    }
+    scene.stats().peers[0].trips_total
+}
+
+#[test]
+fn a_peer_that_gives_little_of_what_it_is_asked_for_alone_is_left_alone() {
+    assert_eq!([false, true].map(trips_of_late_fetches), [1, 0]);
+}
+
+#[test]
+fn who_is_asked_for_what_another_failed_to_give_has_too_little_time_to_be_too_slow() {
+    let mut scene = Scene::with(A, 0..400);
+    scene.join(B, 0..400);
+    for round in 0..4 {
+        scene.query(round, 100 * round..100 * round + 4);
+        let first = scene.fetch();
+        scene.tick(1900);
+        scene.end_all(&first, Err(Fault::Absent));
+        let second = scene.fetch();
+        scene.end(&second, 0..3, Ok(1));
+        scene.tick(100);
+        scene.end(&second, 3..4, Err(Fault::Timeout(Stage::Whole)));
+    }
+    assert!(scene.stats().peers.iter().all(|peer| peer.trips_total == 0));
+}
+
 #[test]
 fn a_peer_that_leaves_keeps_the_slots_until_their_end() {
     let (mut scene, op, fetch) = fetching(2);

@@ -139,6 +139,7 @@ impl Peers {
         PeersStats {
             peers: self.directory.peers().collect(),
             fetching: self.fetches.values().map(Fetching::open).sum(),
+            distrusted: self.distrusted.len() as u64,
             granted_bytes: self.granted_bytes,
             ..self.stats.clone()
         }

@@ -39,6 +39,11 @@ const GAUGES: &[Figure<PeersStats>] = &[
     ("mesh_peers", "Members beside this node.", |s| s.peers.len() as u64),
     ("mesh_fetching_blocks", "Blocks on their way from peers.", |s| s.fetching),
     ("mesh_granted_bytes", "Bytes that peers are reading.", |s| s.granted_bytes),
+    (
+        "mesh_distrusted_blocks",
+        "Blocks that no peer is asked for until this sidecar starts again, since a check removed them: run pillion ctl evict at peers first.",
+        |s| s.distrusted,
+    ),
     ("mesh_miss_wait_breakers_open", "Engines whose requests do not wait, since it was in vain.", |s| {
         s.miss_wait_breakers
     }),

@@ -25,6 +25,10 @@ pub(super) struct Distrusted {
 // === impl Distrusted ===
 
 impl Distrusted {
+    pub(super) fn len(&self) -> usize {
+        self.order.len()
+    }
+
     fn insert(&mut self, digest: Digest) {
         if !self.digests.insert(digest) {
             return;
@@ -63,6 +67,6 @@ mod tests {
         assert!(distrusted.digests.contains(&Digest(0)));
         distrusted.insert(Digest(most));
         assert!(!distrusted.digests.contains(&Digest(0)) && distrusted.digests.contains(&Digest(1)));
-        assert_eq!((distrusted.digests.len(), distrusted.order.len()), (DISTRUSTED_MAX, DISTRUSTED_MAX));
+        assert_eq!((distrusted.digests.len(), distrusted.len()), (DISTRUSTED_MAX, DISTRUSTED_MAX));
     }
 }

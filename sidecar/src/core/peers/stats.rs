@@ -13,6 +13,8 @@ pub struct PeersStats {
     pub peers: Vec<PeerStats>,
     /// Blocks on their way from peers now.
     pub fetching: u64,
+    /// Blocks that no peer is asked for in this life.
+    pub distrusted: u64,
     /// Bytes that peers are reading now.
     pub granted_bytes: u64,
     pub fetches: u64,

@@ -200,11 +200,13 @@ impl Transfers {
         base.cx.dram.end_removal();
         base.cx.apply_evictions();
         let Difference { layer, number, amount } = worst;
+        let at_peers =
+            if recent.is_empty() { String::new() } else { kept_by_peers("these blocks", binding, base) };
         base.cx.actions.push(Action::Warn(format!(
             "namespace {} is closed to engine {}: what it computes differs from what is kept by {amount:.2e} in layer \
              {layer} ({}; the limit is {:.0e}). {} blocks that it saved are removed. It runs other weights, code or \
              settings than those that saved: find which, start it again, and give it a pillion.model_id of its own if it \
-             is right",
+             is right{at_peers}",
             binding.digest,
             base.engines[session].engine,
             number.name(),
@@ -259,13 +261,24 @@ impl Transfers {
         base.cx.dram.remove_namespace(binding.namespace);
         base.cx.dram.end_removal();
         base.cx.apply_evictions();
+        let at_peers = kept_by_peers("it", binding, base);
         base.cx.actions.push(Action::Warn(format!(
             "namespace {} begins anew: {barred} engines compute other KV than it kept, and {} did not. Nobody is believed: it \
              is closed to all of them until they start again. They run different weights, code or settings under equal facts: \
-             give each kind a pillion.model_id of its own. Peers keep what they have fetched of it, and are asked for none of it \
-             until this sidecar starts again: run pillion ctl evict there first",
+             give each kind a pillion.model_id of its own{at_peers}",
             binding.digest,
             served.len()
         )));
     }
+}
+
+/// What a warning says of peers, in a mesh, where what is removed here may be shared.
+fn kept_by_peers(what: &str, binding: &Binding, base: &Base) -> String {
+    if base.sources.peers.is_none() || binding.is_private() {
+        return String::new();
+    }
+    format!(
+        ". Peers keep what they have fetched of {what}, and are asked for none of {what} until this sidecar starts again: run \
+         pillion ctl evict there first"
+    )
 }

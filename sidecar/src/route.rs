@@ -146,9 +146,7 @@ impl Router {
         let (body, room) = match read(body, &self.memory).await {
             Ok(read) => read,
             Err(unread) => {
-                if unread == Unread::NoRoom {
-                    self.refused();
-                }
+                self.refused(&unread);
                 return unread.told();
             }
         };
@@ -172,9 +170,13 @@ impl Router {
         }
     }
 
-    /// Counts a request whose body has no room.
-    fn refused(&self) {
-        self.counters.refused.inc();
+    /// Counts a request whose body was not taken.
+    fn refused(&self, unread: &Unread) {
+        let Some(reason) = unread.label() else { return };
+        self.counters.refused.with_label_values(&[reason]).inc();
+        if *unread != Unread::NoRoom {
+            return;
+        }
         let (now, mut told) =
             (Instant::now(), self.refusal_told.lock().unwrap_or_else(PoisonError::into_inner));
         if told.is_none_or(|at| now >= at + REFUSAL_PAUSE) {

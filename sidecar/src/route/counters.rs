@@ -18,8 +18,8 @@ pub(super) struct Counters {
     pub(super) retries: IntCounter,
     /// Streams whose first token is that of the engine that computed the prompt.
     pub(super) first_tokens: IntCounter,
-    /// Requests whose body had no room.
-    pub(super) refused: IntCounter,
+    /// Requests whose body was not taken, by reason.
+    pub(super) refused: IntCounterVec,
 }
 
 /// Why an engine did not compute a prompt, or computed it for nobody.
@@ -36,6 +36,9 @@ pub(super) enum Failure {
 
 /// The label of a prompt that two engines work on.
 const PAIR: &str = "pair";
+/// The labels of bodies that had no room, and of those that came too slowly.
+pub(super) const MEMORY: &str = "memory";
+pub(super) const SLOW: &str = "slow";
 
 // === impl Counters ===
 
@@ -51,13 +54,16 @@ impl Counters {
         let retries = counter(&registry, "route_retries_total", retries)?;
         let first_tokens = "Streams that began with the token of the engine that computed the prompt.";
         let first_tokens = counter(&registry, "route_first_tokens_total", first_tokens)?;
-        let refused = "Requests refused with status 503, since bodies took all of --request-memory.";
-        let refused = counter(&registry, "route_requests_refused_total", refused)?;
+        let refused = "Requests refused, by reason: memory, since bodies took all of --request-memory; slow, as their own body came.";
+        let refused = counters(&registry, "route_requests_refused_total", refused, &["reason"])?;
         for way in Whole::ALL.map(Whole::label).into_iter().chain([PAIR]) {
             prompts.with_label_values(&[way]);
         }
         for failure in Failure::ALL {
             failures.with_label_values(&[failure.label()]);
+        }
+        for reason in [MEMORY, SLOW] {
+            refused.with_label_values(&[reason]);
         }
         Ok(Self { registry, prompts, failures, retries, first_tokens, refused })
     }

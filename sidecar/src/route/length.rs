@@ -47,7 +47,9 @@ async fn hear(forwarder: Forwarder, engine: Arc<Engine>, headers: HeaderMap) {
     let answer = watch::ask(&forwarder, &engine, Asked::page("/v1/models", headers), PAUSE).await;
     match answer {
         // First tokens do not wait for an engine that is down.
-        Err(ForwardError::Unreachable(_) | ForwardError::Silent(_)) => engine.set_down(Instant::now()),
+        Err(ForwardError::Unreachable(_) | ForwardError::Broken(_) | ForwardError::Silent(_)) => {
+            engine.set_down(Instant::now());
+        }
         // Its server lives. What it says of a length is no reason to ask it for no answers.
         _ => engine.set_up(),
     }
@@ -78,16 +80,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_engine_that_is_back_and_does_not_say_its_length_is_up() {
-        for answer in ["404 Not Found\r\ncontent-length: 0\r\n\r\n", "200 OK\r\ncontent-length: 2\r\n\r\n{}"]
-        {
+    fn an_engine_that_answers_is_back_also_where_it_does_not_say_its_length() {
+        for (answer, is_up) in [
+            ("HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n", true),
+            ("HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}", true),
+            // A proxy whose engine is gone takes the connection and ends it.
+            ("", false),
+        ] {
             let listener = TcpListener::bind("127.0.0.1:0").unwrap();
             let address = format!("http://{}", listener.local_addr().unwrap()).parse().unwrap();
             let serving = std::thread::spawn(move || {
                 let (mut stream, _) = listener.accept().unwrap();
                 let lines = BufReader::new(stream.try_clone().unwrap()).lines();
                 lines.map_while(Result::ok).find(String::is_empty).unwrap();
-                write!(stream, "HTTP/1.1 {answer}").unwrap();
+                stream.write_all(answer.as_bytes()).unwrap();
             });
             let engine = Engines::new(&[address]).idlest(Instant::now()).unwrap();
             // Its pause is over: the question is its trial.
@@ -95,7 +101,7 @@ mod tests {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
             runtime.block_on(hear(Forwarder::new(), Arc::clone(&engine), HeaderMap::new()));
             serving.join().unwrap();
-            assert!(engine.is_up(Instant::now()), "its trial is not used up");
+            assert_eq!(engine.is_up(Instant::now()), is_up, "{answer}");
         }
     }
 }

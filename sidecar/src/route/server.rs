@@ -19,6 +19,7 @@ use tokio::sync::watch::{Receiver, channel};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, timeout, timeout_at};
 
+use super::counters::{MEMORY, SLOW};
 use super::forward::{self, Answer};
 use super::{Options, Router, watch};
 
@@ -29,7 +30,7 @@ const HEADER_TIME_MAX: Duration = Duration::from_secs(30);
 /// Nor is who sends nothing of its body for so long, or less than this of it a second behind that time: it holds a part of the memory for
 /// bodies.
 const PART_TIME_MAX: Duration = Duration::from_secs(30);
-const BYTES_PER_SECOND_MIN: usize = 256 << 10;
+const BYTES_PER_SECOND_MIN: usize = 32 << 10;
 /// A client that confirms nothing for so long, since its host vanished or it reads nothing, is hung up on. While a stream goes on there
 /// is always something to confirm, for which the kernel would wait 15 minutes.
 const SILENCE_MAX: Duration = Duration::from_secs(60);
@@ -145,6 +146,15 @@ async fn collect<B: Body<Data = Bytes, Error: ToString> + Unpin>(
 // === impl Unread ===
 
 impl Unread {
+    /// The label of metrics; none where the client broke off.
+    pub(super) fn label(&self) -> Option<&'static str> {
+        match self {
+            Self::Stalled => Some(SLOW),
+            Self::Broken(_) => None,
+            Self::NoRoom => Some(MEMORY),
+        }
+    }
+
     /// What the client is told.
     pub(super) fn told(&self) -> Response<Answer> {
         let (status, text) = match self {

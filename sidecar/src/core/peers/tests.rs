@@ -376,7 +376,18 @@ fn a_peer_that_fails_is_left_alone() {
     assert!(!scene.stats().peers[0].breaker_open, "a trial that went well");
 }
 
-/// Four fetches of 20 blocks, each late after a block each 100 ms, by itself or behind another; how often their peer was left alone.
+/// Ends all blocks of a fetch but the last, one each 100 ms; the last is late.
+fn end_late(scene: &mut Scene, fetch: &Fetch) {
+    let last = fetch.blocks.len() - 1;
+    for block in 0..last {
+        scene.tick(100);
+        scene.end(fetch, block..block + 1, Ok(1));
+    }
+    scene.tick(2000 - 100 * last as u64);
+    scene.end(fetch, last..last + 1, Err(Fault::Timeout(Stage::Whole)));
+}
+
+/// Four fetches of 20 blocks, each late, by itself or behind another; how often their peer was left alone.
 fn trips_of_late_fetches(behind_another: bool) -> u64 {
     let mut scene = Scene::with(A, 0..400);
     for round in 0..4 {
@@ -386,12 +397,7 @@ fn trips_of_late_fetches(behind_another: bool) -> u64 {
         }
         scene.query(round, first..first + 20);
         let Some(late) = scene.fetches.pop_back() else { break };
-        for block in 0..19 {
-            scene.tick(100);
-            scene.end(&late, block..block + 1, Ok(1));
-        }
-        scene.tick(100);
-        scene.end(&late, 19..20, Err(Fault::Timeout(Stage::Whole)));
+        end_late(&mut scene, &late);
         if let Some(before) = scene.fetches.pop_back() {
             scene.end_all(&before, Err(Fault::Absent));
         }
@@ -402,6 +408,25 @@ fn trips_of_late_fetches(behind_another: bool) -> u64 {
 #[test]
 fn a_peer_that_gives_little_of_what_it_is_asked_for_alone_is_left_alone() {
     assert_eq!([false, true].map(trips_of_late_fetches), [1, 0]);
+}
+
+#[test]
+fn a_slow_peer_is_left_alone_for_longer_each_time_though_a_trial_begins_well() {
+    let mut scene = Scene::with(A, 0..100);
+    let mut wait_ms = |round: u32| {
+        let since_ms = scene.engine.now_ms;
+        scene.query(round, 10 * round..10 * round + 10);
+        while scene.fetches.is_empty() {
+            scene.tick(100);
+            scene.query_again(round, 10);
+        }
+        let wait_ms = scene.engine.now_ms - since_ms;
+        let fetch = scene.fetch();
+        end_late(&mut scene, &fetch);
+        wait_ms
+    };
+    let waits_ms: Vec<u64> = (0..10).map(&mut wait_ms).collect();
+    assert_eq!(waits_ms, [0, 0, 0, 1000, 2000, 4000, 8000, 16_000, 30_000, 30_000]);
 }
 
 #[test]

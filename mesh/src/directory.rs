@@ -78,6 +78,9 @@ struct Member {
     promises: HashSet<Digest>,
     breaker: Breaker,
     under_way: u32,
+    given_bytes: u64,
+    /// When it last gave a block.
+    gave_ms: Option<u64>,
 }
 
 /// The keys of a probe that a thinning keeps.
@@ -119,9 +122,7 @@ impl Directory {
     /// A peer is a member. It has nothing until [`Directory::replace`]. One that is a member already is left as it is.
     pub fn join(&mut self, peer: PeerNumber) {
         if let Err(at) = self.position(peer) {
-            let (breaker, promises) = (Breaker::new(&self.config.breaker), HashSet::new());
-            let member = Member { peer, filter: None, overfull: false, promises, breaker, under_way: 0 };
-            self.members.insert(at, member);
+            self.members.insert(at, Member::new(peer, &self.config.breaker));
         }
     }
 
@@ -175,12 +176,11 @@ impl Directory {
         !promises.is_empty() && keys.any(|key| promises.iter().any(|promises| promises.contains(&key)))
     }
 
-    /// Blocks were asked of a peer; whether it owes no others.
-    pub fn began(&mut self, peer: PeerNumber, blocks: u32) -> bool {
-        let Some(member) = self.member(peer) else { return false };
-        let owed = member.under_way;
+    /// Blocks were asked of a peer; how many bytes it has given until now.
+    pub fn began(&mut self, peer: PeerNumber, blocks: u32) -> u64 {
+        let Some(member) = self.member(peer) else { return 0 };
         member.under_way += blocks;
-        owed == 0
+        member.given_bytes
     }
 
     /// One of them has ended.
@@ -192,10 +192,24 @@ impl Directory {
         }
     }
 
-    /// A peer is too slow: it gave little of what it was asked for alone, though it may have answered just before.
-    pub fn too_slow(&mut self, now_ms: u64, peer: PeerNumber) {
-        let limits = self.config.breaker;
+    /// A peer has given a block of so many bytes.
+    pub fn gave(&mut self, now_ms: u64, peer: PeerNumber, bytes: u64) {
         if let Some(member) = self.member(peer) {
+            member.given_bytes += bytes;
+            member.gave_ms = Some(now_ms);
+        }
+    }
+
+    /// A fetch that began at `since_ms`, when its peer had given `given_before` bytes, has taken the longest time that one may.
+    /// That is a strike, though the peer may have answered just before, if it has given too little since, of this fetch or
+    /// of others: what was asked before comes before.
+    pub fn late(&mut self, now_ms: u64, peer: PeerNumber, since_ms: u64, given_before: u64) {
+        let limits = self.config.breaker;
+        let has_given = |member: &&Member| member.gave_ms.is_some_and(|gave_ms| gave_ms >= since_ms);
+        let sharing = self.members.iter().filter(has_given).count() as u64;
+        if let Some(member) = self.member(peer)
+            && member.given_bytes.saturating_sub(given_before) * sharing < limits.given_bytes_min
+        {
             member.breaker.ended(Verdict::Strike, now_ms, &limits);
         }
     }
@@ -297,6 +311,16 @@ impl Directory {
             }
         }
         asked
+    }
+}
+
+// === impl Member ===
+
+impl Member {
+    /// One that has nothing, gives nothing and may be asked.
+    fn new(peer: PeerNumber, limits: &Limits) -> Self {
+        let (filter, overfull, promises, breaker) = (None, false, HashSet::new(), Breaker::new(limits));
+        Self { peer, filter, overfull, promises, breaker, under_way: 0, given_bytes: 0, gave_ms: None }
     }
 }
 

@@ -13,8 +13,11 @@ pub struct Limits {
     /// Milliseconds within which faults count as one strike: a connection that breaks fails all that was asked over it.
     pub strike_ms: u64,
     /// Milliseconds after an answer of the peer within which a fetch that takes too long is no strike: it waited behind
-    /// others, most of the time on this side. One that waited behind none is told apart: see [`super::Directory::too_slow`].
+    /// others, most of the time on this side.
     pub lively_ms: u64,
+    /// Bytes that come within the longest time of a fetch from all peers that give any meanwhile, who share this node's
+    /// link. One that gave less than an equal part of it is too slow, however lively: see [`super::Directory::late`].
+    pub given_bytes_min: u64,
     /// The first time that a peer is left alone for, milliseconds; doubled each time until its strikes are forgiven.
     pub wait_ms_min: u64,
     pub wait_ms_max: u64,
@@ -66,6 +69,7 @@ impl Default for Limits {
             forgive_ms: 10_000,
             strike_ms: 50,
             lively_ms: 500,
+            given_bytes_min: 64 << 20,
             wait_ms_min: 1_000,
             wait_ms_max: 30_000,
         }
@@ -162,6 +166,7 @@ mod tests {
         forgive_ms: 500,
         strike_ms: 50,
         lively_ms: 500,
+        given_bytes_min: 0,
         wait_ms_min: 1_000,
         wait_ms_max: 3_000,
     };

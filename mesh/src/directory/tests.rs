@@ -94,19 +94,51 @@ fn a_peer_that_fails_is_left_alone_then_tried_and_others_take_its_place() {
     assert_eq!((stats[1].under_way, stats[1].keys, stats[0].keys), (1, 10, 5));
 }
 
-#[test]
-fn a_peer_that_is_too_slow_is_left_alone_though_it_has_just_answered() {
-    let all = keys(0..20);
-    let mut directory = directory(&[(A, &all)]);
-    assert!(directory.began(A, 20) && !directory.began(A, 1), "the second fetch is not alone");
-    for round in 1..4 {
-        let late_ms = 2000 * round;
-        directory.ended(late_ms - 100, A, &Ok(1));
-        directory.ended(late_ms, A, &Err(Fault::Timeout(Stage::Whole)));
-        assert!(!directory.peers().next().unwrap().breaker_open, "others may have been before it");
-        directory.too_slow(late_ms, A);
+const MIB: u64 = 1 << 20;
+
+/// Peers that give so many MiB each of three fetches, each of them late: how many of them are left alone then.
+fn slow(given_mib: &[u64]) -> usize {
+    let mut directory = directory(&[]);
+    let peers: Vec<PeerNumber> = (0..given_mib.len() as u32).map(PeerNumber).collect();
+    peers.iter().for_each(|peer| directory.join(*peer));
+    for since_ms in [10_000, 13_000, 16_000] {
+        let before: Vec<u64> = peers.iter().map(|peer| directory.began(*peer, 2)).collect();
+        let late_ms = since_ms + 2000;
+        for (peer, mib) in peers.iter().zip(given_mib).filter(|(_, mib)| **mib > 0) {
+            directory.ended(late_ms - 1, *peer, &Ok(1));
+            directory.gave(late_ms - 1, *peer, mib * MIB);
+        }
+        for (peer, before) in peers.iter().zip(before) {
+            directory.ended(late_ms, *peer, &Err(Fault::Timeout(Stage::Whole)));
+            directory.late(late_ms, *peer, since_ms, before);
+        }
     }
-    assert!(directory.peers().next().unwrap().breaker_open);
+    directory.peers().filter(|peer| peer.breaker_open).count()
+}
+
+#[test]
+fn a_peer_that_gives_little_is_left_alone_though_it_has_just_answered() {
+    assert_eq!([slow(&[64]), slow(&[63])], [0, 1]);
+}
+
+#[test]
+fn peers_that_share_the_link_need_not_give_more_than_an_equal_part() {
+    assert_eq!([slow(&[40; 8]), slow(&[8; 8]), slow(&[7; 8])], [0, 0, 8]);
+    assert_eq!(slow(&[40, 40, 40, 40, 40, 40, 40, 7]), 1, "the one that gave less");
+    assert_eq!(slow(&[40, 0, 0]), 3, "those that give nothing take no part");
+}
+
+#[test]
+fn what_a_peer_gave_before_a_fetch_or_to_others_is_no_part_of_it() {
+    let mut directory = directory(&[(A, &[]), (B, &[])]);
+    for since_ms in [10_000, 13_000, 16_000] {
+        directory.gave(since_ms - 1, A, 64 * MIB);
+        directory.gave(since_ms - 1, B, 64 * MIB);
+        let before = directory.began(A, 1);
+        directory.gave(since_ms, A, 63 * MIB);
+        directory.late(since_ms + 2000, A, since_ms, before);
+    }
+    assert_eq!(directory.peers().map(|peer| peer.trips_total).collect::<Vec<_>>(), [0, 1]);
 }
 
 #[test]

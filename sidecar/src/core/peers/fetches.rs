@@ -30,9 +30,6 @@ pub(crate) const SPANS_MAX: usize = 4;
 /// Bytes for which another peer is worth asking beside the first: what a stream of a transport takes at once.
 const PART_BYTES_MIN: u64 = 4 << 20;
 
-/// Bytes that a peer gives within [`WAIT_MS_MAX`] if it is asked for nothing else. One that gives fewer, 32 MiB/s, is too slow to be asked.
-const GIVEN_BYTES_MIN: u64 = 64 << 20;
-
 /// A part of a run, and who may have it.
 #[derive(Debug)]
 pub(crate) struct Span {
@@ -59,8 +56,9 @@ pub(super) struct Fetching {
     blocks: Vec<Option<Wanted>>,
     /// Those that have not.
     open: usize,
-    /// Its peer owed nothing else when it began, and it has the longest time that a fetch has.
-    alone: bool,
+    /// Bytes that its peer had given when it began, until it is late. `None` too where another peer was asked before: it has only what
+    /// is left of the time.
+    given_before: Option<u64>,
 }
 
 /// Blocks that one peer failed to give and somebody waits for, by the ticket of the fetch that they were in and their place in it; with
@@ -139,7 +137,7 @@ impl Fetching {
         let (open, blocks) = (blocks.len(), blocks.into_iter().map(Some).collect());
         let until_ms = millis(now).saturating_add(WAIT_MS_MAX);
         let (since, tried, namespace) = (now, Vec::new(), binding.digest);
-        Self { peer, since, until_ms, tried, namespace, bytes, blocks, open, alone: false }
+        Self { peer, since, until_ms, tried, namespace, bytes, blocks, open, given_before: None }
     }
 
     /// The same of other blocks and maybe another peer.
@@ -151,12 +149,6 @@ impl Fetching {
     /// Blocks of it that have not ended.
     pub(super) fn open(&self) -> u64 {
         self.open as u64
-    }
-
-    /// Whether so little has come of it that its peer is not worth asking, if its time is over.
-    fn is_slow(&self) -> bool {
-        let given = (self.blocks.len() - self.open) as u64 * u64::from(self.bytes);
-        self.alone && given < GIVEN_BYTES_MIN
     }
 
     fn label(&self, key: &BlockKey) -> Label {
@@ -173,8 +165,8 @@ impl Peers {
         self.stats.fetches += 1;
         let wanted = fetching.blocks.iter().flatten();
         let blocks: Vec<_> = wanted.map(|wanted| (fetching.label(&wanted.key), wanted.slot.offset)).collect();
-        let owes_this_alone = self.directory.began(fetching.peer, blocks.len() as u32);
-        fetching.alone = owes_this_alone && fetching.tried.is_empty();
+        let given = self.directory.began(fetching.peer, blocks.len() as u32);
+        fetching.given_before = fetching.tried.is_empty().then_some(given);
         let deadline = Duration::from_millis(fetching.until_ms.saturating_sub(cx.now_ms));
         cx.actions.push(Action::Fetch(Fetch { ticket, peer: fetching.peer, blocks, deadline }));
         self.fetches.insert(ticket, fetching);
@@ -184,15 +176,19 @@ impl Peers {
     fn end(&mut self, now_ms: u64, end: &Done) -> (Wanted, Fetching) {
         let fetching = self.fetches.get_mut(&end.ticket).expect("a fetch lasts until all of it has ended");
         let wanted = fetching.blocks[end.index as usize].take().expect("a block ends once");
-        let is_too_slow = end.result == Err(Fault::Timeout(Stage::Whole)) && fetching.is_slow();
+        let is_late = end.result == Err(Fault::Timeout(Stage::Whole));
+        let late_after = fetching.given_before.take_if(|_| is_late);
         fetching.open -= 1;
         let of = fetching.with(fetching.peer, []);
         if fetching.open == 0 {
             self.fetches.remove(&end.ticket);
         }
         self.directory.ended(now_ms, of.peer, &end.result);
-        if is_too_slow {
-            self.directory.too_slow(now_ms, of.peer);
+        if end.result.is_ok() {
+            self.directory.gave(now_ms, of.peer, of.bytes.into());
+        }
+        if let Some(given_before) = late_after {
+            self.directory.late(now_ms, of.peer, millis(of.since), given_before);
         }
         (wanted, of)
     }
@@ -300,24 +296,5 @@ impl Peers {
     pub(crate) fn cancel(&self, cx: &mut Context) {
         let tickets = self.fetches.keys();
         cx.actions.extend(tickets.map(|&ticket| Action::CancelFetch { ticket }));
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_peer_that_gives_much_of_a_long_run_is_not_too_slow() {
-        let is_slow = |given: usize, alone| {
-            let blocks: Vec<Option<Wanted>> = (0..1000).map(|_| None).collect();
-            let (since, namespace, tried) = (Duration::ZERO, NamespaceDigest([0; 16]), Vec::new());
-            let (peer, until_ms, bytes, open) = (PeerNumber(1), WAIT_MS_MAX, 1 << 20, 1000 - given);
-            Fetching { peer, since, until_ms, tried, namespace, bytes, blocks, open, alone }.is_slow()
-        };
-        assert_eq!(
-            [(64, true), (63, true), (63, false)].map(|(given, alone)| is_slow(given, alone)),
-            [false, true, false]
-        );
     }
 }

@@ -376,38 +376,62 @@ fn a_peer_that_fails_is_left_alone() {
     assert!(!scene.stats().peers[0].breaker_open, "a trial that went well");
 }
 
-/// Ends all blocks of a fetch but the last, one each 100 ms; the last is late.
+/// Ends all 10 blocks of a fetch but the last, one each 200 ms: their peer is lively. The last is late.
 fn end_late(scene: &mut Scene, fetch: &Fetch) {
-    let last = fetch.blocks.len() - 1;
-    for block in 0..last {
-        scene.tick(100);
+    for block in 0..9 {
+        scene.tick(200);
         scene.end(fetch, block..block + 1, Ok(1));
     }
-    scene.tick(2000 - 100 * last as u64);
-    scene.end(fetch, last..last + 1, Err(Fault::Timeout(Stage::Whole)));
+    scene.tick(200);
+    scene.end(fetch, 9..10, Err(Fault::Timeout(Stage::Whole)));
 }
 
-/// Four fetches of 20 blocks, each late, by itself or behind another; how often their peer was left alone.
-fn trips_of_late_fetches(behind_another: bool) -> u64 {
-    let mut scene = Scene::with(A, 0..400);
-    for round in 0..4 {
-        let first = 100 * round;
-        if behind_another {
-            scene.query(10 + round, first + 50..first + 51);
-        }
-        scene.query(round, first..first + 20);
-        let Some(late) = scene.fetches.pop_back() else { break };
+/// Whoever has these blocks gives them at once.
+fn give(scene: &mut Scene, keys: Range<u32>) {
+    let before = scene.fetches.len();
+    scene.query(99, keys);
+    for fetch in scene.fetches.split_off(before) {
+        scene.end_all(&fetch, Ok(1));
+    }
+    scene.ask(SchedulerRequest::Close { log: 99 });
+}
+
+/// Three fetches from peer A, each late, with what comes before and meanwhile, which may be blocks from the key that it is told on; how
+/// often A was left alone. 30 other peers have 10 blocks each, from 1000 on.
+fn trips_of_late_fetches(before: impl Fn(&mut Scene, u32), meanwhile: impl Fn(&mut Scene, u32)) -> u64 {
+    let mut scene = Scene::with(A, 0..900);
+    (0..30).for_each(|other| scene.join(PeerNumber(2 + other), 1000 + 10 * other..1010 + 10 * other));
+    for round in 0..3 {
+        let first = 300 * round;
+        before(&mut scene, first + 10);
+        scene.tick(1);
+        scene.query(round, first..first + 10);
+        let late = scene.fetches.pop_back().expect("it is asked");
+        meanwhile(&mut scene, first + 10);
         end_late(&mut scene, &late);
-        if let Some(before) = scene.fetches.pop_back() {
-            scene.end_all(&before, Err(Fault::Absent));
+        for fetch in std::mem::take(&mut scene.fetches) {
+            scene.end_all(&fetch, Err(Fault::Absent));
         }
     }
     scene.stats().peers[0].trips_total
 }
 
 #[test]
-fn a_peer_that_gives_little_of_what_it_is_asked_for_alone_is_left_alone() {
-    assert_eq!([false, true].map(trips_of_late_fetches), [1, 0]);
+fn a_peer_that_gives_this_node_little_is_left_alone() {
+    let nothing = |_: &mut Scene, _| {};
+    let is_asked = |scene: &mut Scene, key| _ = scene.query(100 + key, key..key + 1);
+    let gives_64_mib = |scene: &mut Scene, key| {
+        (key..key + 260).step_by(20).for_each(|key| give(scene, key..key + 20));
+    };
+    let others_give = |scene: &mut Scene, key| {
+        (0..30).for_each(|other| give(scene, 1000 + 10 * other + key / 300..1001 + 10 * other + key / 300));
+    };
+    assert_eq!(trips_of_late_fetches(nothing, nothing), 1, "it gives 2.25 MiB");
+    assert_eq!(trips_of_late_fetches(is_asked, nothing), 1, "it has another fetch before it");
+    assert_eq!(trips_of_late_fetches(gives_64_mib, nothing), 1);
+    assert_eq!(trips_of_late_fetches(nothing, gives_64_mib), 0);
+    assert_eq!(trips_of_late_fetches(others_give, nothing), 1);
+    assert_eq!(trips_of_late_fetches(nothing, others_give), 0, "they share the link");
 }
 
 #[test]

@@ -54,7 +54,7 @@ impl Counters {
         let retries = counter(&registry, "route_retries_total", retries)?;
         let first_tokens = "Streams that began with the token of the engine that computed the prompt.";
         let first_tokens = counter(&registry, "route_first_tokens_total", first_tokens)?;
-        let refused = "Requests refused, by reason: memory, since bodies took all of --request-memory; slow, as their own body came.";
+        let refused = "Requests refused, by reason; memory: bodies took all of --request-memory; slow: their own body came too slowly.";
         let refused = counters(&registry, "route_requests_refused_total", refused, &["reason"])?;
         for way in Whole::ALL.map(Whole::label).into_iter().chain([PAIR]) {
             prompts.with_label_values(&[way]);

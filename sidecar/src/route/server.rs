@@ -113,26 +113,19 @@ async fn connection(router: Arc<Router>, stream: tokio::net::TcpStream, mut ende
     }
 }
 
-/// All of a request's body, and its room in this memory.
+/// All of a request's body, and its room in this memory. Something of it comes within each `PART_TIME_MAX`, and after the first one
+/// `BYTES_PER_SECOND_MIN` each second.
 pub(super) async fn read<B>(body: B, memory: &Arc<Semaphore>) -> Result<(Bytes, OwnedSemaphorePermit), Unread>
 where
     B: Body<Data = Bytes, Error: Into<Box<dyn std::error::Error + Send + Sync>>> + Unpin,
 {
-    collect(Limited::new(body, REQUEST_BYTES_MAX), PART_TIME_MAX, memory).await
-}
-
-/// All of a body of which something comes within each `pause`, and after the first one `BYTES_PER_SECOND_MIN` each second.
-async fn collect<B: Body<Data = Bytes, Error: ToString> + Unpin>(
-    mut body: B,
-    pause: Duration,
-    memory: &Arc<Semaphore>,
-) -> Result<(Bytes, OwnedSemaphorePermit), Unread> {
+    let mut body = Limited::new(body, REQUEST_BYTES_MAX);
     let take = |bytes| Arc::clone(memory).try_acquire_many_owned(bytes as u32).map_err(|_| Unread::NoRoom);
     let (mut whole, mut room) = (Vec::new(), take(0)?);
     let begin = Instant::now();
     let end = |bytes: usize| {
         let sent = Duration::from_secs_f64(bytes as f64 / BYTES_PER_SECOND_MIN as f64);
-        (begin + sent).min(Instant::now()) + pause
+        (begin + sent).min(Instant::now()) + PART_TIME_MAX
     };
     while let Some(frame) = timeout_at(end(whole.len()), body.frame()).await.map_err(|_| Unread::Stalled)? {
         let frame = frame.map_err(|error| Unread::Broken(error.to_string()))?;
@@ -146,7 +139,7 @@ async fn collect<B: Body<Data = Bytes, Error: ToString> + Unpin>(
 // === impl Unread ===
 
 impl Unread {
-    /// The label of metrics; none where the client broke off.
+    /// The label of metrics; none where the client broke off, or sent more than a request may have.
     pub(super) fn label(&self) -> Option<&'static str> {
         match self {
             Self::Stalled => Some(SLOW),
@@ -200,14 +193,19 @@ mod tests {
     use std::pin::Pin;
     use std::task::{Context, Poll};
 
+    use clap::{Args, Command, FromArgMatches};
     use hyper::body::Frame;
     use tokio::time::{Sleep, sleep};
 
     use super::*;
     use crate::route::lead::tests::Stalled;
 
-    /// So many bytes, one each 10 ms.
-    struct Trickle(u32, Pin<Box<Sleep>>);
+    /// So many parts of this many bytes, one a second.
+    struct Trickle {
+        parts: u32,
+        bytes: usize,
+        next: Pin<Box<Sleep>>,
+    }
 
     impl Body for Trickle {
         type Data = Bytes;
@@ -217,41 +215,64 @@ mod tests {
             mut self: Pin<&mut Self>,
             context: &mut Context<'_>,
         ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
-            if self.0 == 0 {
+            if self.parts == 0 {
                 return Poll::Ready(None);
             }
-            if self.1.as_mut().poll(context).is_pending() {
+            if self.next.as_mut().poll(context).is_pending() {
                 return Poll::Pending;
             }
-            *self = Self(self.0 - 1, Box::pin(sleep(Duration::from_millis(10))));
-            Poll::Ready(Some(Ok(Frame::data(Bytes::from_static(b"a")))))
+            self.parts -= 1;
+            self.next = Box::pin(sleep(Duration::from_secs(1)));
+            Poll::Ready(Some(Ok(Frame::data(vec![b'a'; self.bytes].into()))))
         }
     }
 
+    /// A runtime whose clock goes on to the next deadline at once.
+    fn paused() -> tokio::runtime::Runtime {
+        tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap()
+    }
+
     #[test]
-    fn a_body_that_comes_too_slowly_is_not_waited_for() {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
-        let none = runtime.block_on(async {
-            let (body, memory) =
-                (Trickle(100, Box::pin(sleep(Duration::ZERO))), Arc::new(Semaphore::new(100)));
-            collect(body, Duration::from_millis(300), &memory).await.unwrap_err()
-        });
-        assert_eq!(none, Unread::Stalled);
+    fn a_body_that_comes_too_slowly_is_not_waited_for_and_one_by_a_slow_link_is() {
+        let memory = Arc::new(Semaphore::new(REQUEST_BYTES_MAX));
+        let read_of = |bytes| {
+            paused().block_on(async {
+                let body = Trickle { parts: 100, bytes, next: Box::pin(sleep(Duration::ZERO)) };
+                read(body, &memory).await.map(|(whole, _)| whole.len())
+            })
+        };
+        assert_eq!(read_of(1), Err(Unread::Stalled));
+        assert_eq!(read_of(125_000), Ok(12_500_000), "images by 1 Mbit/s");
     }
 
     #[test]
     fn a_body_of_which_nothing_comes_is_not_waited_for() {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
         let body = Full::new(Bytes::from_static(b"whole"));
         let memory = Arc::new(Semaphore::new(9));
-        let (whole, room) = runtime.block_on(collect(body, Duration::from_secs(30), &memory)).unwrap();
+        let (whole, room) = paused().block_on(read(body, &memory)).unwrap();
         assert_eq!((&whole[..], memory.available_permits()), (&b"whole"[..], 4));
         let begun = || Stalled([Bytes::from_static(b"a part")].into());
-        let none = runtime.block_on(collect(begun(), Duration::from_millis(1), &memory)).unwrap_err();
+        let none = paused().block_on(read(begun(), &memory)).unwrap_err();
         assert_eq!(none, Unread::NoRoom);
         drop(room);
-        let none = runtime.block_on(collect(begun(), Duration::from_millis(1), &memory)).unwrap_err();
+        let none = paused().block_on(read(begun(), &memory)).unwrap_err();
         assert_eq!((none, memory.available_permits()), (Unread::Stalled, 9));
+    }
+
+    #[test]
+    fn what_is_refused_is_counted_by_its_reason() {
+        let arguments = ["route", "--prefill=http://p:1", "--decode=http://d:1"];
+        let matches = Options::augment_args(Command::new("route")).get_matches_from(arguments);
+        let router = Router::new(Options::from_arg_matches(&matches).unwrap()).unwrap();
+        let count = |reason| router.counters.refused.with_label_values(&[reason]).get();
+        for reason in ["memory", "slow"] {
+            let line = format!("pillion_route_requests_refused_total{{reason=\"{reason}\"}} 0\n");
+            assert!(router.counters.page().contains(&line), "there from the start: {line}");
+        }
+        for unread in [Unread::Stalled, Unread::Stalled, Unread::NoRoom, Unread::Broken(String::new())] {
+            router.refused(&unread);
+        }
+        assert_eq!((count("memory"), count("slow")), (1, 2), "a client that breaks off is not refused");
     }
 
     #[test]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -84,6 +85,8 @@ class Worker:
         self._failed_requests: set[str] = set()
         # Last step computed on blocks that were not loaded; its fence is withheld until the scheduler voided its saves.
         self._spoiled = 0
+        # The exception that was being handled when this step began: another one at its end is its own forward's.
+        self._handled: BaseException | None = None
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Shows the KV memory to the sidecar: a GPU's as it is, a host's once it is moved to shared memory in place."""
@@ -202,6 +205,7 @@ class Worker:
     def begin_step(self, metadata: PillionMetadata) -> None:
         """The engine's blocks are as the scheduler meant them: loads of this step may be written."""
         self._metadata = metadata
+        self._handled = sys.exc_info()[1]
         if self._session:
             if metadata.resolved >= self._spoiled:
                 self._spoiled = 0
@@ -281,10 +285,15 @@ class Worker:
             self._waits.reach(layer, self._session, self._stream)
 
     def end_step(self) -> None:
-        """The step's KV is written."""
+        """The step's KV is written, unless its forward raised: vLLM calls this then, too, and the engine is about to end."""
         self._last_step_s = time.monotonic()
         metadata = self._metadata
         if metadata is None or self._session is None:
+            return
+        raised = sys.exc_info()[1]
+        if raised is not None and raised is not self._handled:
+            # Nobody knows what is written, so no fence of this rank says so any more.
+            self._spoiled = sys.maxsize
             return
         if self._waits:
             self._end_waits(self._waits, self._session, metadata.step)

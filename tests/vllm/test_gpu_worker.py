@@ -149,6 +149,32 @@ def test_hooks_that_stay_away_fail_the_load_and_end_the_overlap() -> None:
     assert rank.worker.take_failed() == set()
 
 
+def test_no_step_is_done_from_a_forward_that_raised_on() -> None:
+    """vLLM ends such a step as any other: its blocks may never have been written."""
+    rank = Rank()
+
+    def fails() -> None:
+        try:
+            rank.worker.begin_step(PillionMetadata(b"", 1))
+            raise torch.OutOfMemoryError
+        finally:
+            rank.worker.end_step()
+
+    with pytest.raises(torch.OutOfMemoryError):
+        fails()
+    assert rank.session.calls == [("start", 1)]
+    rank.step_number = 10
+    assert rank.step("NONE", LAYERS) == [("start", 11)], "nor is one that comes later"
+
+
+def test_a_step_below_somebody_s_handler_is_done() -> None:
+    """The exception that its caller handles is not the forward's."""
+    try:
+        raise KeyError
+    except KeyError:
+        assert Rank().step("NONE", LAYERS) == [("start", 1), ("done", 1)]
+
+
 def test_blocks_of_a_plan() -> None:
     """They are read as the shim wrote them."""
     assert _shim.plan_blocks(plan(3, 1, (1 << 32) - 1)) == [3, 1, (1 << 32) - 1]

@@ -201,8 +201,8 @@ impl Directory {
     }
 
     /// A fetch that began at `since_ms`, when its peer had given `given_before` bytes, has taken the longest time that one may.
-    /// That is a strike, though the peer may have answered just before, if it has given too little since, of this fetch or
-    /// of others: what was asked before comes before.
+    /// The fetch is a strike, though its peer may have answered just before, if the peer has given this node too few bytes
+    /// since. Bytes of other fetches count, since a peer gives first what it was asked for first.
     pub fn late(&mut self, now_ms: u64, peer: PeerNumber, since_ms: u64, given_before: u64) {
         let limits = self.config.breaker;
         let has_given = |member: &&Member| member.gave_ms.is_some_and(|gave_ms| gave_ms >= since_ms);

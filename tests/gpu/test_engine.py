@@ -147,7 +147,7 @@ class TestRestart:
         """Tokens and logprobs of a reloaded prefix, bit for bit, again and again: as this engine has them of what it loaded,
         once no step waits for it any more, and as the first one had them.
 
-        The first time no forward has proven its hooks; later ones may wait cut by cut.
+        These steps may wait cut by cut: those with which the engine was awaited have proven the hooks.
         """
         for _ in range(3):
             warm = restarted.ask_from_sidecar(PROMPTS[name])

@@ -200,7 +200,7 @@ mod tests {
     use super::*;
     use crate::route::lead::tests::Stalled;
 
-    /// So many parts of this many bytes, one a second.
+    /// A body of `parts` parts, each of `bytes` bytes, of which one comes each second.
     struct Trickle {
         parts: u32,
         bytes: usize,

@@ -13,7 +13,7 @@ use rustix::net::{Shutdown, sockopt};
 use shm_protocol::handshake::{HandshakeError, Hello, Reply, Role, Welcome, decode_reply, encode_hello};
 use shm_protocol::region::Region;
 use shm_protocol::session::SessionMemory;
-use shm_protocol::{transport, wait};
+use shm_protocol::{ACCEPT_SINCE, transport, wait};
 
 use crate::clock;
 use crate::core::endpoint::Endpoint;
@@ -206,6 +206,10 @@ impl Endpoint for Connection {
 
     fn knows_tails(&self) -> bool {
         self.welcome.tails
+    }
+
+    fn knows_acceptance(&self) -> bool {
+        self.welcome.version >= ACCEPT_SINCE
     }
 
     fn ring(&self) {

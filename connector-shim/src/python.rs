@@ -225,6 +225,10 @@ impl SchedulerSession {
         self.0.with(|session| session.save(log, start, blocks, step, checked))
     }
 
+    fn accept(&self, step: u64) -> PyResult<()> {
+        self.0.with(|session| session.accept(step))
+    }
+
     fn golden(&self, tokens: Vec<u32>) -> PyResult<bool> {
         self.0.with(|session| session.golden(&tokens))
     }

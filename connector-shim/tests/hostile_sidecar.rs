@@ -23,7 +23,7 @@ use shm_protocol::pool::{self, SlotRef};
 use shm_protocol::random::Random;
 use shm_protocol::region::{Access, Region, descriptor_bytes};
 use shm_protocol::session::SessionMemory;
-use shm_protocol::{PROTOCOL_VERSION, transport};
+use shm_protocol::{PROTOCOL_OLDEST, PROTOCOL_VERSION, transport};
 
 /// Far more than the engine's own limits together: a handshake, a load's deadline and its settling.
 const WATCHDOG: Duration = Duration::from_secs(60);
@@ -319,7 +319,10 @@ fn a_hang_up_at_any_point_and_silence_are_a_miss() {
 #[test]
 fn a_sidecar_of_another_version_is_refused_with_both_numbers() {
     for version in [0, 1, PROTOCOL_VERSION + 1, u32::MAX] {
-        let both = [format!("version {version} (release"), format!("version {PROTOCOL_VERSION} (release")];
+        let both = [
+            format!("version {version} (release"),
+            format!("versions {PROTOCOL_OLDEST} to {PROTOCOL_VERSION} (release"),
+        ];
         let replies = [
             (encode(&Reply::Welcome(Welcome { version, ..welcome(EPOCH) })), both),
             // What a refusal says is the sidecar's to say, whatever its version.

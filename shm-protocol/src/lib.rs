@@ -37,6 +37,8 @@ pub mod wait;
 pub mod weight_files;
 
 /// The newest version of the handshake, the session memory and the messages that this release speaks.
-pub const PROTOCOL_VERSION: u32 = 2;
+pub const PROTOCOL_VERSION: u32 = 3;
 /// The oldest one that it speaks. Peers without a common version refuse each other, naming both ranges.
 pub const PROTOCOL_OLDEST: u32 = 2;
+/// The first version in which a scheduler says which steps it accepted: [`message::Kind::Accept`].
+pub const ACCEPT_SINCE: u32 = 3;

@@ -63,6 +63,9 @@ pub enum Kind("kind") {
     Weights = 14,
     /// The `count` tokens at `data[0]` are those of a root block that this engine has saved, or found kept.
     Golden = 15,
+    /// The engine went on with the output of step `step`: its saves may be kept, and those of earlier steps are void. Since
+    /// [`crate::ACCEPT_SINCE`].
+    Accept = 16,
 }
 }
 
@@ -178,6 +181,7 @@ impl Kind {
                 | Self::Loaded
                 | Self::Staged
                 | Self::Weights
+                | Self::Accept
         )
     }
 }
@@ -293,6 +297,8 @@ pub struct Saved {
     pub limit: u32,
     /// Blocks of those dropped that the engine may not save before it has proven what it computes.
     pub unproven: u32,
+    /// Blocks of those dropped whose step the engine did not accept.
+    pub unaccepted: u32,
 }
 
 // === impl Saved ===
@@ -311,13 +317,14 @@ impl Saved {
             difference,
             limit,
             unproven,
+            unaccepted,
         } = *self;
         let ends = [
             [committed, present],
             [cancelled, dropped],
             [checked, differing],
             [difference, limit],
-            [unproven, 0],
+            [unproven, unaccepted],
         ];
         let [a, b, c, d, e] = ends.map(pair);
         [op, a, b, c, d, e, 0, 0]
@@ -331,9 +338,21 @@ impl Saved {
             [cancelled, dropped],
             [checked, differing],
             [difference, limit],
-            [unproven, _],
+            [unproven, unaccepted],
         ] = [a, b, c, d, e].map(halves);
-        Self { op, committed, present, cancelled, dropped, checked, differing, difference, limit, unproven }
+        Self {
+            op,
+            committed,
+            present,
+            cancelled,
+            dropped,
+            checked,
+            differing,
+            difference,
+            limit,
+            unproven,
+            unaccepted,
+        }
     }
 }
 

@@ -59,6 +59,11 @@ pub enum SchedulerRequest {
     },
     /// Says which tokens a root block is of that the engine's namespace keeps, or will.
     Golden(Golden),
+    /// Says that the engine went on with the output of a step.
+    Accept {
+        /// The step, which every rank returned.
+        step: u64,
+    },
 }
 
 /// What a worker may send.
@@ -262,6 +267,7 @@ impl SchedulerRequest {
             Kind::Hint => Self::Hint { keys: Keys::read_asked(message)? },
             Kind::Weights => Self::Weights { number: number(message)? },
             Kind::Golden => Self::Golden(Golden::read(message)?),
+            Kind::Accept => Self::Accept { step: message.step },
             kind @ (Kind::Join | Kind::Loaded | Kind::Staged) => {
                 return Err(RequestError::Role { sender: "scheduler", kind });
             }
@@ -299,6 +305,7 @@ impl From<SchedulerRequest> for Message {
             SchedulerRequest::Hint { keys } => keys.message(Kind::Hint),
             SchedulerRequest::Weights { number } => Self { op: number, ..Self::new(Kind::Weights) },
             SchedulerRequest::Golden(golden) => golden.message(),
+            SchedulerRequest::Accept { step } => Self { step, ..Self::new(Kind::Accept) },
         }
     }
 }

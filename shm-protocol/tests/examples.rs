@@ -46,7 +46,7 @@ fn hello_of_a_worker() {
         ..WorkerHello::default()
     };
     // The release that the page was written with.
-    let hello = Hello { release: "0.2.0".into(), ..Hello::new("e0".into(), 1, Role::Worker(worker)) };
+    let hello = Hello { release: "0.3.0".into(), ..Hello::new("e0".into(), 1, Role::Worker(worker)) };
     assert_on_page("a HELLO", &dump(&handshake::encode(&hello), 0));
 }
 

@@ -6,7 +6,6 @@ use proptest::collection::{btree_map, vec};
 use proptest::prelude::*;
 use proptest::strategy::Union;
 
-use shm_protocol::PROTOCOL_VERSION;
 use shm_protocol::handshake::{
     self, BlockRegion, CUTS_MAX, Copier, CudaAllocation, CudaMemory, DESCRIPTORS_MAX, Digest, HandshakeError,
     Hello, RANKS_MAX, RECORD_BYTES_MAX, REGIONS_MAX, Reply, Role, Welcome, WorkerHello,
@@ -15,8 +14,9 @@ use shm_protocol::layout::{PROMISED_WAIT_MS_MAX, QUERY_WAIT_MS_MAX, STAGING_SLOT
 use shm_protocol::message::{Kind, Message, OUTCOME_VALUE_MAX, Outcome, Saved, Slot, Status};
 use shm_protocol::namespace;
 use shm_protocol::versions::{RELEASE, Versions};
+use shm_protocol::{PROTOCOL_OLDEST, PROTOCOL_VERSION};
 
-const KINDS: [Kind; 15] = [
+const KINDS: [Kind; 16] = [
     Kind::Open,
     Kind::Append,
     Kind::Query,
@@ -32,6 +32,7 @@ const KINDS: [Kind; 15] = [
     Kind::Hint,
     Kind::Weights,
     Kind::Golden,
+    Kind::Accept,
 ];
 
 const STATUSES: [Status; 12] = [
@@ -236,8 +237,20 @@ proptest! {
     fn saved_counts_survive_their_slot(op in any::<u64>(), counts in any::<[u32; 4]>()) {
         let [committed, present, cancelled, dropped] = counts;
         let (checked, differing, difference, limit) = (committed / 2, dropped / 3, present / 5, cancelled / 7);
-        let unproven = dropped / 2;
-        let saved = Saved { op, committed, present, cancelled, dropped, checked, differing, difference, limit, unproven };
+        let (unproven, unaccepted) = (dropped / 2, dropped / 4);
+        let saved = Saved {
+            op,
+            committed,
+            present,
+            cancelled,
+            dropped,
+            checked,
+            differing,
+            difference,
+            limit,
+            unproven,
+            unaccepted,
+        };
         prop_assert_eq!(Saved::decode(&saved.encode()), saved);
     }
 }
@@ -575,7 +588,7 @@ fn another_version_is_named_whatever_else_the_record_holds() {
         let theirs = Versions { version, oldest: version, release: release.into() };
         assert_eq!(handshake::decode_reply(&welcome), Err(HandshakeError::Version { theirs }));
         let own = format!(
-            "this side version {PROTOCOL_VERSION} (release {RELEASE}): install the same pillion release"
+            "this side versions {PROTOCOL_OLDEST} to {PROTOCOL_VERSION} (release {RELEASE}): install the same pillion release"
         );
         let refusal = refusal.to_string();
         assert!(refusal.contains(text) && refusal.contains(&own), "{refusal}");

@@ -40,6 +40,8 @@ pub(crate) enum Cause {
     Differs,
     /// What this engine saves is not kept, since it has not proven what it computes.
     Unproven,
+    /// The sidecar is of a release that cannot be told which steps were accepted.
+    OldSidecar,
     /// The sidecar has something to say about this engine.
     Note,
 }

@@ -65,7 +65,7 @@ counters! {
     queries_timed_out queries_not_asked queries_without_room appends_without_room
     loads loads_without_lease saves saves_without_room
     blocks_committed blocks_present blocks_cancelled blocks_dropped
-    blocks_checked blocks_differing blocks_unproven saves_voided connections_lost
+    blocks_checked blocks_differing blocks_unproven blocks_unaccepted saves_voided connections_lost
 }
 
 /// One scheduler's session. See the module.
@@ -80,6 +80,8 @@ pub struct Session<C> {
     /// but for queries that would have waited longer.
     stalled: Option<(u64, Duration)>,
     next_op: u64,
+    /// The last step that the engine accepted.
+    accepted: Option<u64>,
     /// How often the weights may have changed.
     weights: u64,
     salts: Vec<[u8; 16]>,
@@ -100,6 +102,7 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
             incarnation: 0,
             stalled: None,
             next_op: 1,
+            accepted: None,
             weights: 0,
             salts: Vec::new(),
             announced: Announced::default(),
@@ -121,6 +124,9 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
         }
         link.flush();
         link.ask_for_all(self.announced.asked);
+        if !link.connection.knows_acceptance() {
+            self.notices.say(Cause::OldSidecar, OLD_SIDECAR);
+        }
         self.link = Some(link);
     }
 
@@ -230,8 +236,8 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
         Ok(length + count)
     }
 
-    /// Posts the save of keys `start..` from `blocks`, once step `step` is done. `checked`: what is kept already is compared
-    /// with them. False: dropped.
+    /// Posts the save of keys `start..` from `blocks`. They are copied once step `step` is done, and kept once it was accepted
+    /// ([`Session::accept`]). `checked`: what is kept already is compared with them. False: dropped.
     pub fn save(&mut self, handle: i64, start: u32, blocks: Vec<u32>, step: u64, checked: bool) -> bool {
         let posted = self.try_save(handle, start, blocks, step, checked).is_some();
         match posted {
@@ -252,7 +258,8 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
         let link = self.link.as_mut()?;
         let (number, log) = link.logs.get(handle)?;
         let count = u32::try_from(blocks.len()).ok().filter(|count| *count > 0)?;
-        if start.checked_add(count)? > log.length || !link.saves.has_room() {
+        let is_kept = link.connection.knows_acceptance();
+        if start.checked_add(count)? > log.length || !link.saves.has_room() || !is_kept {
             return None;
         }
         let handover = log.handover && link.connection.knows_handover();
@@ -264,7 +271,20 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
         }
         self.next_op += 1;
         link.saves.begin(op, blocks);
+        link.unaccepted.insert(step);
+        if self.accepted == Some(step) {
+            link.accept(step);
+        }
         Some(())
+    }
+
+    /// The engine went on with the output of step `step`, which every rank returned: saves of that step may be kept, and those of
+    /// earlier steps that were not accepted are void. The sidecar is told at once where saves wait for it.
+    pub fn accept(&mut self, step: u64) {
+        self.accepted = self.accepted.max(Some(step));
+        if let Some(link) = &mut self.link {
+            link.accept(step);
+        }
     }
 
     /// Names the tokens of a root block that was saved or found kept: an engine that has its facts from others computes them to
@@ -450,6 +470,10 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
 const UNPROVEN: &str = "blocks of this engine are not kept: it has the facts of its namespace from others, and has not shown that it \
     computes what is kept there. It can load. To save, it computes a golden block of the namespace and has it compared: \
     Engine.prove(compute) in Python, pillion_scheduler_check in C. Where there is no golden block, let vLLM answer a prompt";
+
+/// The notice for an engine whose sidecar would keep what the engine never accepted.
+const OLD_SIDECAR: &str = "blocks of this engine are not kept: the sidecar is of a release that would keep blocks of failed steps, too. \
+    The engine can load. To save, upgrade the sidecar to 0.3.0 or later";
 
 /// The notice for the engine's log when its check found that it computes other KV than the sidecar keeps.
 fn differing(namespace: u64, saved: Saved) -> String {

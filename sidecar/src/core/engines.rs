@@ -10,7 +10,8 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Index;
 use std::sync::Arc;
 
-use shm_protocol::handshake::{Copier, Hello, RANKS_MAX, Role, WorkerHello};
+use shm_protocol::ACCEPT_SINCE;
+use shm_protocol::handshake::{self, Copier, Hello, RANKS_MAX, Role, WorkerHello};
 use shm_protocol::key::NamespaceDigest;
 use shm_protocol::layout::{AWAIT_MS, PROMISED_WAIT_MS_MAX};
 use shm_protocol::namespace::{self, Facts};
@@ -74,6 +75,8 @@ pub(super) struct Scheduler {
     pub(super) holder: HolderId,
     run: [u8; 16],
     pub(super) world_size: u32,
+    /// It says which steps it accepted. What one of an earlier version saves is never kept.
+    pub(super) accepts: bool,
     /// How long its requests wait for a producer.
     pub(super) waits: Waits,
     /// What is served to it, while every rank takes part.
@@ -297,6 +300,7 @@ impl Engines {
             promise: hello.promise_wait_ms.unwrap_or(AWAIT_MS).max(1).into(),
             handover: hello.handover_wait_ms.unwrap_or(PROMISED_WAIT_MS_MAX).into(),
         };
+        let accepts = handshake::agree(&hello.versions()).is_ok_and(|version| version >= ACCEPT_SINCE);
         let Hello { engine, world_size, groups, role, .. } = hello;
         let groups = groups.map(|groups| groups.0);
         let run = match role {
@@ -321,6 +325,7 @@ impl Engines {
             holder,
             run,
             world_size,
+            accepts,
             waits,
             binding: None,
             barred: None,

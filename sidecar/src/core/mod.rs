@@ -2,7 +2,8 @@
 //!
 //! Invariants it keeps:
 //! - a slot is filled by one save, read only under a lease, and reused only when no copy touches it;
-//! - a block is committed only after every shard's copy ended and, after that, its scheduler's ring was drained;
+//! - a block is committed only after every shard's copy ended and, after that, its scheduler's ring was drained, and only if the
+//!   scheduler accepted the step that computed it;
 //! - a copy starts only once its rank has joined the engine's run and passed the step's fence;
 //! - whatever a peer sends ends at worst in that peer's session being closed with a reason.
 //!
@@ -34,9 +35,11 @@ use std::time::Duration;
 
 use mesh::directory::Directory;
 use mesh::transport::Done;
+use shm_protocol::ACCEPT_SINCE;
 use shm_protocol::announcement::Announcement;
 use shm_protocol::handshake::Hello;
 use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
+use shm_protocol::message::Kind;
 use shm_protocol::request::{LoadEnd, SchedulerRequest, WorkerRequest};
 use tiers::dram::Dram;
 use tiers::ssd::Log;
@@ -343,7 +346,7 @@ impl Core {
             SchedulerRequest::Open { log } => queries.logs(session).open(log, &base.cx)?,
             SchedulerRequest::Append(append) => {
                 queries.logs(session).append(&append, keys)?;
-                if append.promised {
+                if append.promised && base.engines[session].accepts {
                     queries.note_promise(session, append.keys.log, &mut base.cx);
                 }
             }
@@ -365,6 +368,15 @@ impl Core {
                 self.bind(session);
             }
             SchedulerRequest::Hint { keys } => queries.hint(session, keys, base)?,
+            SchedulerRequest::Accept { step } => {
+                if !base.engines[session].accepts {
+                    return Err(format!(
+                        "{} is of protocol {ACCEPT_SINCE}, and its session of an earlier one",
+                        Kind::Accept
+                    ));
+                }
+                transfers.accept(session, step);
+            }
             SchedulerRequest::Golden(_) => base.engines.name_golden(session, blocks, &mut base.cx.actions),
         }
         Ok(())
@@ -438,6 +450,7 @@ impl Core {
             self.tell(waiting, None);
         }
         self.transfers.refuse_late(&mut self.base);
+        self.transfers.drop_unaccepted(&mut self.base);
         self.queries.end_due_waits(&mut self.base);
         self.queries.look_again(&mut self.base);
         self.queries.promises_may_differ();

@@ -72,6 +72,8 @@ pub struct Stats {
     pub saves_too_large: u64,
     /// Those of them whose engine has not proven what it computes.
     pub saves_unproven: u64,
+    /// Those of them whose step their engine did not accept.
+    pub saves_unaccepted: u64,
     /// Checks that came to a verdict.
     pub checks: u64,
     /// Those of them whose engine computes other KV than is kept.

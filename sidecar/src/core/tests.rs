@@ -10,7 +10,7 @@ mod proofs;
 mod quotas;
 mod timing;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use shm_protocol::handshake::{BlockRegion, Copier, Digest, Role, WorkerHello};
@@ -50,6 +50,8 @@ pub(super) struct Harness {
     pub(super) now_ms: u64,
     /// Whose messages a scheduler's are.
     speaker: SessionId,
+    /// Steps of posted saves that were not accepted, each with its scheduler.
+    unaccepted: BTreeSet<(SessionId, u64)>,
 }
 
 pub(super) fn hash(n: u32) -> BlockHash {
@@ -131,13 +133,18 @@ impl Harness {
 
     /// The same whose requests wait so long for a producer.
     pub(super) fn waiting(core: Core, world_size: u32, bytes: u64, miss_wait_ms: Option<u32>) -> Self {
-        let mut harness = Self { core, out: Vec::new(), now_ms: 0, speaker: SCHEDULER };
+        let mut harness = Self::of(core);
         for rank in 0..world_size {
             harness.connect(RANKS[rank as usize], rank_hello_of(world_size, rank, bytes));
         }
         let hello = Hello { miss_wait_ms, ..hello(world_size, Role::Scheduler { run: RUN }) };
         harness.connect(SCHEDULER, hello);
         harness
+    }
+
+    /// A core to which nobody has connected.
+    fn of(core: Core) -> Self {
+        Self { core, out: Vec::new(), now_ms: 0, speaker: SCHEDULER, unaccepted: BTreeSet::new() }
     }
 
     fn connect(&mut self, session: SessionId, hello: Hello) {
@@ -173,6 +180,9 @@ impl Harness {
     }
 
     fn post(&mut self, request: SchedulerRequest, keys: Vec<BlockHash>, blocks: Vec<u32>) {
+        if let SchedulerRequest::Save(save) = request {
+            self.unaccepted.insert((self.speaker, save.step));
+        }
         let request = Request::Scheduler { request, keys, blocks };
         self.event(Event::Message { session: self.speaker, request });
     }
@@ -245,8 +255,23 @@ impl Harness {
         self.event(Event::Fences { session, start, done });
     }
 
+    /// The engine accepts every step of its saves, and the ring is drained.
     pub(super) fn drained(&mut self) {
-        self.event(Event::Drained { session: self.speaker, void_below: 0 });
+        self.accept();
+        self.drained_below(0);
+    }
+
+    /// The ring is drained, and saves below this operation are void.
+    fn drained_below(&mut self, void_below: u64) {
+        self.event(Event::Drained { session: self.speaker, void_below });
+    }
+
+    /// The engine accepts every step of its saves.
+    fn accept(&mut self) {
+        let steps = self.unaccepted.extract_if((self.speaker, 0)..=(self.speaker, u64::MAX), |_| true);
+        for (_, step) in steps.collect::<Vec<_>>() {
+            self.ask(SchedulerRequest::Accept { step });
+        }
     }
 
     /// Copies asked for since the last look: (copy, session, pieces).

@@ -63,6 +63,10 @@ impl Endpoint for Connection {
         true
     }
 
+    fn knows_acceptance(&self) -> bool {
+        true
+    }
+
     fn ring(&self) {
         if wait::must_ring(self.memory.region()) {
             self.bell.set(true);

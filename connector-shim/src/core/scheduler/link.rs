@@ -1,6 +1,6 @@
 //! All of a scheduler's session that lives and dies with one connection: rings, arenas, logs and unfinished saves.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::ops::Deref;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -48,6 +48,8 @@ pub(super) struct Link<C> {
     pub(super) block_ids: BlockIds,
     pub(super) logs: LogTable,
     pub(super) saves: Saves,
+    /// Steps of posted saves, until the sidecar was told that one of them, or a later one, was accepted.
+    pub(super) unaccepted: BTreeSet<u64>,
     pub(super) questions: HashMap<u64, Question>,
     /// Number of the last WEIGHTS that the sidecar was told.
     pub(super) weights: u64,
@@ -70,6 +72,7 @@ impl<C: Deref<Target: Endpoint>> Link<C> {
             block_ids: BlockIds::default(),
             logs: LogTable::new(incarnation),
             saves: Saves::default(),
+            unaccepted: BTreeSet::new(),
             questions: HashMap::new(),
             weights: 0,
             unbound_since: None,
@@ -133,6 +136,17 @@ impl<C: Deref<Target: Endpoint>> Link<C> {
         Plan { op: load.op, epoch, namespace, flags, blocks: blocks_and_slots }
     }
 
+    /// Tells the sidecar at once that `step` was accepted, if saves of it or of earlier steps wait for that. Without room the next
+    /// accepted step is told.
+    pub(super) fn accept(&mut self, step: u64) {
+        if self.unaccepted.first().is_some_and(|first| *first <= step)
+            && self.submission.post(SchedulerRequest::Accept { step }).is_some()
+        {
+            self.unaccepted.retain(|unaccepted| *unaccepted > step);
+            self.flush();
+        }
+    }
+
     pub(super) fn post_close(&mut self, number: u32, chunks: Vec<u32>) {
         match self.submission.post(SchedulerRequest::Close { log: number }) {
             Some(sequence) => self.chunks.retire(sequence, chunks),
@@ -172,6 +186,7 @@ impl<C: Deref<Target: Endpoint>> Link<C> {
             counters.blocks_checked += u64::from(saved.checked);
             counters.blocks_differing += u64::from(saved.differing);
             counters.blocks_unproven += u64::from(saved.unproven);
+            counters.blocks_unaccepted += u64::from(saved.unaccepted);
             wrong = Some(saved).filter(|saved| saved.differing > 0 || saved.unproven > 0).or(wrong);
         }
         self.completions.release();
@@ -206,7 +221,10 @@ impl<C: Deref<Target: Endpoint>> Link<C> {
         let Some((number, log)) = self.logs.get(handle) else { return Ok(()) };
         let (end, fold) = (log.length + count, log.fold);
         // Two engines that promise what they await would wait for each other.
-        let promised = log.promised && !log.awaits && self.connection.knows_handover();
+        let promised = log.promised
+            && !log.awaits
+            && self.connection.knows_handover()
+            && self.connection.knows_acceptance();
         let mut hash = BlockHash([0; HASH_BYTES_MAX]);
         while log.length < end {
             let from = log.length;

@@ -20,8 +20,9 @@ fn used(engine: &Harness) -> Vec<u64> {
 /// Saves `count` keys from `first` on under a log of their number.
 fn save(engine: &mut Harness, log: u32, first: u32, count: u32) -> Saved {
     engine.open(log, first..first + count);
-    engine.save(log, log.into(), 1, 1..count + 1);
-    engine.fences(RANKS[0], 1, 1);
+    let step = log.into();
+    engine.save(log, step, step, 1..count + 1);
+    engine.fences(RANKS[0], step, step);
     engine.copied();
     engine.saved().unwrap()
 }
@@ -80,8 +81,7 @@ fn blocks_of_windows_stay_without_those_before_them() {
     ] {
         let facts = Facts::from([("group_kind".into(), kind.into())]);
         let namespace = shm_protocol::namespace::digest(&facts);
-        let (core, out) = (core_of(64 << 20), Vec::new());
-        let mut engine = Harness { core, out, now_ms: 0, speaker: SCHEDULER };
+        let mut engine = Harness::of(core_of(64 << 20));
         engine.core.limit(&["others=16KiB".parse().unwrap()]);
         let named = |hello| Hello { engine: name.into(), ..hello };
         engine.connect(RANKS[0], named(changed(rank_hello(1, 0), |rank| rank.facts = facts)));
@@ -100,7 +100,7 @@ fn blocks_of_windows_stay_without_those_before_them() {
 
 #[test]
 fn cache_groups_of_an_engine_have_one_share() {
-    let mut engine = Harness { core: core_of(64 << 20), out: Vec::new(), now_ms: 0, speaker: SCHEDULER };
+    let mut engine = Harness::of(core_of(64 << 20));
     let names = ["e group 0", "e group 1", "f group 0", "e", "e"];
     for (session, name) in (20..).zip(names) {
         let role = Role::Scheduler { run: [session as u8; 16] };

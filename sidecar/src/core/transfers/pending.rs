@@ -1,18 +1,21 @@
 //! What of an engine's operations has not ended.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use shm_protocol::handshake::RANKS_MAX;
 use shm_protocol::layout::{COMPLETION_SLOTS, OPERATIONS};
 
 use super::Violation;
+use super::saves::Acceptance;
 
 /// Blocks of a scheduler's saves that wait for its binding or for their step, 5 MB: 16 steps of 4,096 blocks. Saves beyond that are
 /// dropped.
 const WANTED_MAX: usize = 65_536;
 /// The most LOADED that may wait for their LOAD: every operation of a session on every rank.
 const EARLY_MAX: usize = OPERATIONS * RANKS_MAX as usize;
+/// A whole save holds its slots for its engine's ACCEPT so long at most. Engines post it milliseconds after a step.
+const UNACCEPTED_MAX: Duration = Duration::from_secs(30);
 
 #[derive(Debug, Default)]
 pub(super) struct Pending {
@@ -27,6 +30,12 @@ pub(super) struct Pending {
     pub(super) handover_step: Option<Duration>,
     /// Saves whose copies ended and that wait for a drained ring.
     copied: Vec<u64>,
+    /// Saves whose copies ended before the ring was drained, each with the time of that turn: no CANCEL concerns them any more.
+    whole: BTreeMap<u64, Duration>,
+    /// The last step that the engine accepted.
+    accepted: Option<u64>,
+    /// Steps that may still be accepted, each with a save of it.
+    unaccepted: BTreeSet<(u64, u64)>,
     /// The newest operation read from its ring.
     newest: u64,
     /// LOADED of ranks whose rings were read before this one's LOAD: operation, rank, well.
@@ -79,9 +88,51 @@ impl Pending {
     }
 
     /// A save has ended: it waits for nothing.
-    pub(super) fn forget(&mut self, save: u64) {
+    pub(super) fn forget(&mut self, save: u64, step: u64) {
         self.waiting.remove(&save);
         self.copied.retain(|copied| *copied != save);
+        self.whole.remove(&save);
+        self.unaccepted.remove(&(step, save));
+    }
+
+    /// A save of `step` was read: whether the engine has accepted that step.
+    pub(super) fn await_acceptance(&mut self, save: u64, step: u64) -> Acceptance {
+        let acceptance = match self.accepted {
+            Some(accepted) if step < accepted => Acceptance::Refused,
+            Some(accepted) if step == accepted => Acceptance::Given,
+            _ => Acceptance::Awaited,
+        };
+        if acceptance == Acceptance::Awaited {
+            self.unaccepted.insert((step, save));
+        }
+        acceptance
+    }
+
+    /// The engine accepted `step`: the saves of it and of earlier steps that have waited for this.
+    pub(super) fn accept(&mut self, step: u64) -> Vec<(u64, Acceptance)> {
+        if self.accepted.is_some_and(|accepted| step <= accepted) {
+            return Vec::new();
+        }
+        self.accepted = Some(step);
+        let settled = self.unaccepted.extract_if(..=(step, u64::MAX), |_| true);
+        let settle = |(of, save)| (save, if of == step { Acceptance::Given } else { Acceptance::Refused });
+        settled.map(settle).collect()
+    }
+
+    /// A save is whole from this turn on.
+    pub(super) fn note_whole(&mut self, save: u64, now: Duration) {
+        self.whole.entry(save).or_insert(now);
+    }
+
+    /// Since when a save is whole.
+    pub(super) fn whole_since(&self, save: u64) -> Option<Duration> {
+        self.whole.get(&save).copied()
+    }
+
+    /// Whole saves that have waited for their acceptance as long as they may.
+    pub(super) fn overdue(&self, now: Duration) -> Vec<u64> {
+        let overdue = self.whole.iter().filter(|(_, since)| now >= **since + UNACCEPTED_MAX);
+        overdue.map(|(save, _)| *save).collect()
     }
 
     /// A rank has ended its part of a load that is not there: its LOAD lies unread in the scheduler's ring, since rings are

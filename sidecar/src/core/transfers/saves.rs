@@ -1,4 +1,5 @@
-//! Saves: slots filled from engine memory, committed only when nothing could have overwritten their source.
+//! Saves: slots filled from engine memory, committed only when nothing could have overwritten their source, and when the engine
+//! accepted the step that computed them. A fence that passed a step does not say that the step was done.
 //!
 //! A save takes its slots when every rank has done its step, and its copies begin: one whose step never comes holds nothing. One for
 //! another engine takes them while its step runs, so that the other is told meanwhile and loads what came before. Its copies begin
@@ -24,12 +25,23 @@ use crate::core::timing::{Part, Timed};
 /// Slots are taken while a step runs where the last one for another engine took no longer: who awaits them waits 2 s at most.
 const STEP_MAX: Duration = Duration::from_millis(500);
 
+/// Whether the engine went on with the output of a save's step.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(super) enum Acceptance {
+    /// It has not said so yet.
+    Awaited,
+    Given,
+    /// It went on with a later step, or is of a release that accepts none.
+    Refused,
+}
+
 /// A SAVE that was read before every rank had joined: rings are read one after the other, and a rank joins in the step whose
 /// saves its scheduler has posted.
 #[derive(Debug)]
 pub(super) struct UnboundSave {
     posted: Duration,
     step: u64,
+    acceptance: Acceptance,
     /// The key before the first one.
     parent: Option<BlockHash>,
     /// Blocks that are kept already are compared with these.
@@ -48,6 +60,7 @@ pub(super) struct Save {
     binding: Binding,
     posted: Duration,
     step: u64,
+    acceptance: Acceptance,
     checked: bool,
     pub(super) handover: bool,
     kept_before: u64,
@@ -98,6 +111,14 @@ impl Save {
     pub(super) fn void_in(&mut self, namespace: u32) {
         self.void |= self.binding.namespace == namespace;
     }
+
+    /// So many of its blocks are not kept, although the engine did not reuse them.
+    fn drop_blocks(&mut self, count: u32) {
+        self.end.dropped += count;
+        if self.acceptance == Acceptance::Refused {
+            self.end.unaccepted += count;
+        }
+    }
 }
 
 // === impl Transfers ===
@@ -120,9 +141,13 @@ impl Transfers {
         let posted = base.cx.now;
         let (step, checked, handover) = (asked.step, asked.checked, asked.handover);
         let kept_before = queries.kept_before(session, asked.keys.log);
-        let save = UnboundSave { posted, step, parent, checked, handover, kept_before, blocks };
         let pending = self.pending(session);
         pending.saves += 1;
+        let acceptance = match base.engines[session].accepts {
+            true => pending.await_acceptance(asked.op, step),
+            false => Acceptance::Refused,
+        };
+        let save = UnboundSave { posted, step, acceptance, parent, checked, handover, kept_before, blocks };
         let too_many = !pending.may_want(save.blocks.len());
         match base.engines[session].binding {
             _ if base.cx.draining || too_many => self.drop_save(key, &save, &mut base.cx),
@@ -140,9 +165,11 @@ impl Transfers {
 
     /// Takes a save whose blocks are known, to be begun with its step. What is kept already needs no copy.
     fn accept_save(&mut self, key: OpKey, binding: Binding, asked: UnboundSave, base: &mut Base) {
-        let UnboundSave { posted, step, parent, checked, handover, kept_before, blocks: asked } = asked;
+        let UnboundSave { posted, step, acceptance, parent, checked, handover, kept_before, blocks: asked } =
+            asked;
         let keys: Vec<BlockHash> = asked.iter().map(|(hash, _)| *hash).collect();
-        let commits = may_save(key.0, &binding, checked, base);
+        let is_refused = acceptance == Acceptance::Refused;
+        let commits = !is_refused && may_save(key.0, &binding, checked, base);
         let mut end = Saved { op: key.1, ..Saved::default() };
         let mut wanted = Vec::new();
         for (index, (hash, block)) in asked.into_iter().enumerate() {
@@ -154,6 +181,9 @@ impl Transfers {
                     if handover {
                         base.cx.keep(&binding.key(&hash), &binding, None);
                     }
+                }
+                Some(_) if is_refused => {
+                    (end.dropped, end.unaccepted) = (end.dropped + 1, end.unaccepted + 1)
                 }
                 Some(_) if !checked && !commits => drop_unproven(&mut end, &mut base.cx),
                 Some(block) => wanted.push(Wanted { index: index as u32, block, hash }),
@@ -168,6 +198,7 @@ impl Transfers {
             binding,
             posted,
             step,
+            acceptance,
             checked,
             handover,
             kept_before,
@@ -232,7 +263,25 @@ impl Transfers {
         let cancelled = save.blocks.len() as u32 - dropped;
         cx.stats.saves_dropped += u64::from(dropped);
         cx.stats.saves_lost_to_reuse += u64::from(cancelled);
+        if let Some(pending) = self.pending.get_mut(&session) {
+            pending.forget(op, save.step);
+        }
         self.tell_saved(session, Saved { op, cancelled, dropped, ..Saved::default() }, cx);
+    }
+
+    /// ACCEPT: the engine went on with the output of a step. What is whole of it is committed in this turn, behind the look at the
+    /// word that voids saves; earlier steps that it did not accept are void.
+    pub(crate) fn accept(&mut self, session: SessionId, step: u64) {
+        for (op, acceptance) in self.pending(session).accept(step) {
+            let key = (session, op);
+            if let Some(save) = self.unbound.get_mut(&key) {
+                save.acceptance = acceptance;
+            } else if let Some(save) = self.saves.get_mut(&key) {
+                save.acceptance = acceptance;
+                save.begun |= acceptance == Acceptance::Refused;
+                self.settle(key);
+            }
+        }
     }
 
     /// CANCEL: the engine is about to overwrite the sources of some blocks of a save.
@@ -251,6 +300,9 @@ impl Transfers {
             return;
         }
         let Some(save) = self.saves.get_mut(&key) else { return };
+        if self.pending[&session].whole_since(cancel.op).is_some() {
+            return;
+        }
         let before = save.wanted.len();
         save.wanted.retain(|wanted| !range.contains(&wanted.index));
         let cancelled = before - save.wanted.len();

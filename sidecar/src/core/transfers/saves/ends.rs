@@ -1,12 +1,13 @@
-//! The ends of saves: what is whole is committed once no CANCEL of it can be unread, the rest goes back, and the engine is told.
+//! The ends of saves: what is whole is committed once no CANCEL of it can be unread and its step was accepted, the rest goes back, and
+//! the engine is told.
 
 use shm_protocol::message::Saved;
 use tiers::dram::Dram;
 
-use super::{Save, SaveBlock};
+use super::{Acceptance, Save, SaveBlock};
 use crate::core::timing::{Part, Timed};
 use crate::core::transfers::{
-    Action, Base, Context, CopyOwner, GROUP, OpKey, SessionId, Transfers, operations,
+    Action, Base, Context, CopyOwner, GROUP, OpKey, Pending, SessionId, Transfers, operations,
 };
 
 // === impl Save ===
@@ -30,6 +31,7 @@ impl Save {
         cx.stats.saved_bytes += u64::from(self.end.committed) * self.binding.block_bytes();
         cx.stats.saves_lost_to_reuse += cancelled;
         cx.stats.saves_dropped += dropped;
+        cx.stats.saves_unaccepted += u64::from(self.end.unaccepted);
         if self.handover {
             cx.produced.over = true;
             cx.stats.handover_lost_to_reuse += cancelled;
@@ -84,8 +86,26 @@ impl Transfers {
     pub(crate) fn commit_copied(&mut self, session: SessionId, void_below: u64, base: &mut Base) {
         let Some(pending) = self.pending.get_mut(&session) else { return };
         for op in pending.drained() {
-            if self.saves.contains_key(&(session, op)) {
+            let Some(save) = self.saves.get(&(session, op)) else { continue };
+            let is_over = save.acceptance != Acceptance::Awaited || save.void || op < void_below;
+            self.pending(session).note_whole(op, base.cx.now);
+            if is_over {
                 self.finish_save((session, op), void_below, base);
+            }
+        }
+    }
+
+    /// Time passed: what is whole and was not accepted so long is nobody's.
+    pub(crate) fn drop_unaccepted(&mut self, base: &mut Base) {
+        let overdue = |(session, pending): (&SessionId, &Pending)| {
+            pending.overdue(base.cx.now).into_iter().map(|op| (*session, op)).collect::<Vec<_>>()
+        };
+        let keys: Vec<OpKey> = self.pending.iter().flat_map(overdue).collect();
+        for key in keys {
+            let save = self.saves.get_mut(&key).expect("a whole save has not ended");
+            if save.acceptance == Acceptance::Awaited {
+                save.acceptance = Acceptance::Refused;
+                self.finish_save(key, 0, base);
             }
         }
     }
@@ -99,7 +119,7 @@ impl Transfers {
         self.unwant(session, save.wanted.len());
         match op < void_below {
             true => save.end.cancelled += unbegun,
-            false => save.end.dropped += unbegun,
+            false => save.drop_blocks(unbegun),
         }
         let blocks = std::mem::take(&mut save.blocks);
         if !blocks.is_empty() {
@@ -107,7 +127,7 @@ impl Transfers {
         }
         for block in &blocks {
             let reused = block.cancelled || op < void_below;
-            let whole = !reused && !save.void;
+            let whole = !reused && !save.void && save.acceptance == Acceptance::Given;
             match block.kept {
                 Some(kept) if whole => {
                     save.end.present += 1;
@@ -130,8 +150,10 @@ impl Transfers {
                     base.cx.end_saved(save.binding.key(&block.hash), false);
                 }
             }
-            save.end.cancelled += u32::from(reused);
-            save.end.dropped += u32::from(!reused);
+            match reused {
+                true => save.end.cancelled += 1,
+                false => save.drop_blocks(1),
+            }
         }
         if !committed.is_empty() {
             self.checks.committed(session, committed.iter().map(|(_, key)| *key));
@@ -145,7 +167,7 @@ impl Transfers {
         }
         save.count(&mut base.cx);
         if let Some(pending) = self.pending.get_mut(&session) {
-            pending.forget(op);
+            pending.forget(op, save.step);
         }
         if pairs.is_empty() {
             base.cx.stats.checks_undecided += u64::from(save.checked);

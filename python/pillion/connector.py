@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from pillion import config as options
 from pillion import hasher, vllm_compat, watch
-from pillion.metadata import PillionMetadata
+from pillion.metadata import PillionMetadata, StepOutput
 from pillion.records import Records
+from pillion.reports import Reports
 from pillion.scheduler import Scheduler
 from pillion.set_scheduler import SetScheduler
 from pillion.set_worker import SetWorker
@@ -26,6 +27,7 @@ from pillion.vllm_compat import (
     KVConnectorPromMetrics,
     KVConnectorRole,
     KVConnectorStats,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from pillion.worker import Worker
@@ -84,6 +86,7 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._scheduler: Scheduler | SetScheduler | None = None
         self._worker: Worker | SetWorker | None = None
+        self._reports = Reports()
         # Why neither is.
         self._out = ""
         extra = self._kv_transfer_config.kv_connector_extra_config or {}
@@ -174,6 +177,7 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         """Begins a step."""
         super().bind_connector_metadata(connector_metadata)
         if self._worker and isinstance(connector_metadata, PillionMetadata) and connector_metadata.run:
+            self._reports.begin_step(connector_metadata.step, connector_metadata.passed)
             self._worker.begin_step(connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
@@ -196,18 +200,22 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose asynchronous load ended on this rank."""
-        return None, self._worker.finished() if self._worker else None
+        return None, self._reports.ended(self._worker.finished()) if self._worker else None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """As `get_finished`, and which of these requests' loads failed as a whole. vLLM 0.30 and later asks so."""
         results = super().get_transfer_results(finished_req_ids)
         if self._worker:
-            results.failed_recving |= self._worker.take_failed_requests()
+            results.failed_recving |= self._reports.failed(self._worker.take_failed_requests())
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks whose load failed since the last call."""
-        return self._worker.take_failed() if self._worker else set()
+        return self._reports.blocks(self._worker.take_failed()) if self._worker else set()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """Names the step in its output, so that the scheduler role learns whose output vLLM takes."""
+        return self._worker.step_output() if self._worker else None
 
     def shutdown(self) -> None:
         """Leaves the sidecar."""
@@ -296,16 +304,21 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         return metadata
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Learns of loads that ended, and that failed."""
+        """Learns of loads that ended, and that failed, and whose output vLLM has taken."""
         if not self._scheduler:
             return
         invalid, failed = connector_output.invalid_block_ids, getattr(connector_output, "failed_recving", None)
+        received = connector_output.finished_recving or set()
         if invalid:
             self._scheduler.loads_failed(invalid)
         if failed:
             self._scheduler.requests_failed(failed)
+        self._scheduler.loads_ended(received, invalid)
+        # Behind what has failed: of that nothing is accepted.
+        if isinstance(output := getattr(connector_output, "kv_connector_worker_meta", None), StepOutput):
+            self._scheduler.accepts(output)
         if self._records:
-            self._records.received(connector_output.finished_recving or set())
+            self._records.received(received)
             if invalid or failed:
                 self._records.failed(self._scheduler.is_refused)
 
@@ -325,10 +338,11 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         told: tuple[State, str] = (self._scheduler.state, "") if self._scheduler else ("out", self._out)
         found = self._scheduler.take_hit_tokens() if self._scheduler else {}
         records = self._records.take_ends() if self._records else {}
-        if told == self._told and not found and not records:
+        unkept = self._scheduler.take_unkept() if self._scheduler else {}
+        if told == self._told and not (found or records or unkept):
             return None
         self._told = told
-        return EngineState.of(*told, found, records)
+        return EngineState.of(*told, found, records, unkept)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forgets a request; answers what its router hands to the engine that goes on with it. Saves never hold its blocks."""

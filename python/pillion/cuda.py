@@ -31,8 +31,9 @@ class LayerWaits:
         # Cuts whose wait this step's forward has enqueued; all of them where it waits for none.
         self._waited = self._cuts
 
-    def begin_step(self) -> None:
-        """A forward may follow."""
+    def begin_step(self, session: WorkerSession, stream: Callable[[], int]) -> None:
+        """A forward may follow. One before it that raised has left waits: what those loads write comes before this step."""
+        self._wait_until(self._cuts, session, stream)
         self._next = 0 if self._allowed else -1
         self._waited = self._cuts
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from pillion import handover
 from pillion._shim import SchedulerSession
-from pillion.broken import Broken
 from pillion.checking import Check, Subject
 from pillion.metadata import PillionMetadata
 from pillion.pacing import Pacing
@@ -32,7 +31,6 @@ class Matching:
     _requests: Requests
     _pacing: Pacing
     _check: Check
-    _broken: Broken
     _block_tokens: int
     # Whether a load that fails must fail as a whole: vLLM frees blocks before windows, and would compute upon what is left.
     _whole: bool
@@ -58,7 +56,7 @@ class Matching:
         request, session = tracked.request, self._session
         tracked.put_off = tracked.given_up = False
         # The key of a tail must not be taken for that of the block, once the request's tokens fill it.
-        tracked.fill(request.num_tokens - 1, self._block_tokens)
+        tracked.fill(request.num_tokens - 1)
         first = computed_tokens // self._block_tokens
         end = self._end(tracked)
         count = -(-end // self._block_tokens) - first
@@ -82,8 +80,8 @@ class Matching:
             tracked.put_off = True
             return None, False
         namespace = session.namespace
-        # Blocks on their way cannot be compared yet, and broken blocks before the hit would make every comparison fail.
-        if namespace and not arriving and not (first and self._broken.any):
+        # Blocks on their way cannot be compared yet.
+        if namespace and not arriving:
             hits = self._trim(tracked, first, hits, self._reach(first + hits, end), (namespace, tracked.fold), step)
         if not hits:
             session.release(tracked.log)
@@ -169,7 +167,7 @@ class Matching:
         # Blocks before the window of the next token are null blocks: they must be kept, for what follows, but are not loaded.
         unneeded = next((place for place, block in enumerate(ids) if block), count)
         first, ids = first + unneeded, ids[unneeded:]
-        tracked.loaded = ids
+        tracked.loads(first, ids)
         if session.saving:
             # Before the load, which may begin as soon as it is posted.
             session.overwrite(ids)

@@ -1,10 +1,24 @@
-"""What the scheduler role tells the worker role with every step, inside vLLM's own scheduler output."""
+"""What the two roles tell each other with every step, inside vLLM's own scheduler output and model runner output."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from pillion.vllm_compat import KVConnectorMetadata
+from pillion.vllm_compat import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+# Request id, plan made by the shim, whether the step waits for it.
+Load = tuple[str, bytes, bool]
+# A load whose lease was lost before it could be planned: request id, block ids, whether the step would wait for it.
+Lost = tuple[str, list[int], bool]
+
+
+class StepLoads(NamedTuple):
+    """The loads of one step."""
+
+    step: int
+    loads: list[Load]
+    lost: list[Lost]
 
 
 @dataclass(slots=True)
@@ -14,19 +28,43 @@ class PillionMetadata(KVConnectorMetadata):
     run: bytes
     # The scheduler's step number, by which fences are counted.
     step: int
-    # Steps up to this one whose failed loads the scheduler knows of: their saves are void.
-    resolved: int = 0
     # Whether the sidecar waits for this step's fences.
     urgent: bool = False
     # Whether the step computes nothing.
     idle: bool = False
-    # (request id, plan made by the shim, synchronous); several of a request whose blocks are still on their way
-    loads: list[tuple[str, bytes, bool]] = field(default_factory=list)
+    # Several of a request whose blocks are still on their way.
+    loads: list[Load] = field(default_factory=list)
+    # Whether there were any: ranks take them out as they begin them.
+    has_loads: bool = False
+    # The loads of earlier steps whose output vLLM has not taken yet: a rank that such a step never reached begins them.
+    open_loads: list[StepLoads] = field(default_factory=list)
+    # Steps that vLLM has passed over: what ranks reported with them is lost.
+    passed: list[int] = field(default_factory=list)
     # Whether the last block of a synchronous load is partly full: the step itself writes behind what is loaded of it.
     fills_tail: bool = False
-    # Loads whose lease was lost before they could be planned: request id, block ids, synchronous.
-    lost: list[tuple[str, list[int], bool]] = field(default_factory=list)
+    lost: list[Lost] = field(default_factory=list)
     # How often the weights may have changed since the start: a rank that has not sampled them for this count does so now.
     weights: int = 0
     # The metadata of the engine's other cache groups for the same step, by group number.
     others: list[PillionMetadata] = field(default_factory=list)
+
+    @property
+    def begins_loads(self) -> bool:
+        """Whether loads were planned for the step, of any cache group."""
+        return self.has_loads or any(other.has_loads for other in self.others)
+
+
+@dataclass(slots=True)
+class StepOutput(KVConnectorWorkerMetadata):
+    """Says with a step's output which step it is. vLLM hands it to the scheduler role only where it takes that output."""
+
+    run: bytes
+    step: int
+    # Ranks that said so.
+    ranks: int = 1
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> StepOutput:
+        """The output of several ranks; of no rank where they name different steps."""
+        if isinstance(other, StepOutput) and (other.run, other.step) == (self.run, self.step):
+            return StepOutput(self.run, self.step, self.ranks + other.ranks)
+        return StepOutput(self.run, self.step, ranks=0)

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from pillion import handover, vllm_compat
 from pillion._shim import SchedulerSession
-from pillion.broken import Broken
 from pillion.checking import Check
 from pillion.events import Events
+from pillion.proof import Proof
 from pillion.resuming import Resuming
 from pillion.tracked import Requests, Tracked
 
@@ -30,7 +30,7 @@ class Saving:
     _session: SchedulerSession
     _requests: Requests
     _check: Check
-    _broken: Broken
+    _proof: Proof
     _block_tokens: int
     # The most that a decoding request computes.
     _tokens_per_step: int
@@ -50,14 +50,20 @@ class Saving:
 
     # --- blocks that are full ---
 
-    def save(self, begun: list[Tracked], scheduled: dict[str, int], step: int) -> bool:
+    def save(self, begun: list[tuple[Tracked, int]], scheduled: dict[str, int], step: int) -> bool:
         """Saves what a step fills, of the requests that are due and of those that begin on blocks; whether anything."""
         posted = False
+        if self._proof.stalled:
+            self._void()
+            scheduled = {}
         due = [tracked for tracked in self._due.pop(step, ()) if tracked.due == step and tracked.live]
-        for tracked in due + [tracked for tracked in begun if tracked.due != step]:
+        for tracked in due + [tracked for tracked, _ in begun if tracked.due != step]:
             tokens, wait = scheduled.get(tracked.request.request_id), 1
             if tokens is not None:
-                computed = tracked.request.num_computed_tokens + tokens
+                start = tracked.request.num_computed_tokens
+                computed = start + tokens
+                tracked.slide()
+                self._proof.fill(tracked, start, computed)
                 posted |= self._save(tracked, computed, step)
                 if computed >= tracked.request.num_tokens and not tracked.found_in:
                     # The block of a tail was saved, and will be full.
@@ -71,15 +77,16 @@ class Saving:
 
     def _save(self, tracked: Tracked, computed: int, step: int) -> bool:
         """Saves the request's blocks that are full once `computed` tokens are, and its prompt's tail for another engine."""
-        tracked.slide(self._block_tokens)
-        tracked.fill(computed, self._block_tokens)
-        whole = self._broken.whole(tracked)
-        full = min(computed // self._block_tokens, len(tracked.hashes), whole)
+        tracked.fill(computed)
+        full, is_right = tracked.filled, not self._proof.doubts(tracked)
+        if not is_right:
+            self._requests.break_promise(tracked)
         checked = self._checked(tracked)
         # A request that another engine goes on with may have no step after: blocks that this engine alone has go over at once.
         hands_over = handover.hands_over(tracked.request)
         again = 0 < tracked.found_in < step + hands_over and checked is None
-        tail = hands_over and full == tracked.tail_at < whole and computed >= tracked.request.num_prompt_tokens
+        tail = is_right and hands_over and full == tracked.tail_at < len(tracked.blocks)
+        tail &= computed >= tracked.request.num_prompt_tokens
         if not (again or full + tail > tracked.saved) or (checked is not None and full < checked[1]):
             return False
         if not self._requests.append(tracked) or full > tracked.appended or not self._is_home():
@@ -125,7 +132,7 @@ class Saving:
     def _checked(self, tracked: Tracked) -> tuple[int, int] | None:
         """Blocks of the request that are to be saved by themselves because they are compared, if they still can be."""
         span = self._check.span(tracked)
-        if span is None or (tracked.freed <= span[0] == tracked.saved and tracked not in self._broken.suspects):
+        if span is None or (tracked.freed <= span[0] == tracked.saved and not self._proof.doubts(tracked)):
             return span
         self._check.give_up(tracked)
         return None
@@ -138,17 +145,38 @@ class Saving:
 
     # --- saves that are taken back ---
 
+    def accept(self, step: int, passes: bool) -> None:
+        """vLLM has taken the output of a step. Where it `passes` over steps before that, what is not accepted yet is void."""
+        if passes:
+            self._void()
+        self._session.accept(step)
+
+    def _void(self) -> None:
+        """No output that vLLM may still take makes a save good: of each request only what was proven before counts."""
+        self._session.void_saves()
+        for tracked in self._requests.by_id.values():
+            tracked.saved = 0
+            self._proof.fall_back(tracked)
+            self._requests.break_promise(tracked)
+
     def fail(self, block_ids: set[int]) -> None:
         """KV computed on blocks that were not loaded must never be kept: every unfinished save is given up."""
         self._session.void_saves()
         self._check.give_up()
-        self._broken.fail(block_ids, self._requests.by_id.values())
+        requests = self._requests.by_id.values()
+        self._proof.fail(block_ids, requests)
+        for tracked in requests:
+            tracked.saved = 0
+            tracked.refused |= not block_ids.isdisjoint(tracked.loaded)
 
     def disown(self) -> None:
         """Nothing that was computed, or loaded, until now is kept. A sleep discards the KV memory next: no save may read it."""
         self._session.void_saves()
         self._check.forget()
-        self._broken.disown(self._requests.by_id.values())
+        requests = self._requests.by_id.values()
+        self._proof.disown(requests)
+        for tracked in requests:
+            tracked.hit, tracked.saved = None, 0
 
     def rebind(self) -> None:
         """The weights may have changed: every rank says anew what it computes with, and until then saves wait."""

@@ -1,25 +1,26 @@
 """The scheduler role: what vLLM's scheduler calls, in the order of a step.
 
 What to ask for and load is [pillion.matching][]'s, how much at once [pillion.pacing][]'s, what to save [pillion.saving][]'s,
-and what must not be kept [pillion.broken][]'s.
+and which blocks hold what they should [pillion.proof][]'s.
 """
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from pillion import _shim, groups, handover, vllm_compat
 from pillion.adapters import Adapters
-from pillion.broken import Broken
 from pillion.checking import Check
 from pillion.config import Config, ConfigError
 from pillion.events import Events
 from pillion.groups import ALONE, Group
 from pillion.held import Held
 from pillion.matching import Matching
-from pillion.metadata import PillionMetadata
+from pillion.metadata import PillionMetadata, StepLoads, StepOutput
 from pillion.pacing import Pacing
+from pillion.proof import Proof
 from pillion.saving import Saving
 from pillion.state import Source, State
 from pillion.tracked import Requests, Tracked
@@ -39,8 +40,16 @@ logger = vllm_compat.init_logger("vllm.pillion")
 class Scheduler:
     """State of the scheduler role."""
 
-    def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, group: Group = ALONE) -> None:
-        """Of an engine with one cache group, or of one `group` of several, which `kv_cache_config` then describes alone."""
+    def __init__(
+        self,
+        config: Config,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        group: Group = ALONE,
+        proof: Proof | None = None,
+    ) -> None:
+        """Of an engine with one cache group, or of one `group` of several, which `kv_cache_config` then describes alone. The
+        groups share a `proof`."""
         self._recomputes = vllm_compat.recomputes_failed_loads(vllm_config)
         if config.strict_tokens is not None and (group.several or self._recomputes):
             raise ConfigError(
@@ -53,7 +62,6 @@ class Scheduler:
                 "set kv_load_failure_policy to recompute in --kv-transfer-config"
             )
         self._config = config
-        self._steps_in_flight = vllm_compat.steps_in_flight(vllm_config)
         on_gpu = vllm_compat.on_gpu()
         block_tokens = vllm_compat.block_tokens(kv_cache_config)
         self._pacing = Pacing(config, vllm_config, vllm_compat.block_bytes(kv_cache_config))
@@ -79,14 +87,17 @@ class Scheduler:
         self._adapters = Adapters(self._run, vllm_compat.lora_form(vllm_config), lambda: self._saving.disown())
         window = vllm_compat.window(kv_cache_config)
         algorithm = vllm_config.cache_config.prefix_caching_hash_algo
-        self._requests = requests = Requests(session, self._adapters, block_tokens, config.saves, window, group, algorithm)
-        self._broken = broken = Broken(kv_cache_config.num_blocks, block_tokens)
+        self._proof = proof = proof or Proof()
+        self._ranks = vllm_compat.world_size(vllm_config)
+        self._requests = requests = Requests(
+            session, self._adapters, block_tokens, config.saves, proof, window, group, algorithm
+        )
         # A block fewer of one group would be another hit than that of the others. A drafter's KV may differ under one key.
         comparable = not group.several and not vllm_compat.drafts_from_hidden_states(vllm_config)
         checks = config.loads and config.saves and comparable
         self._check = check = Check(block_tokens, config.check_every if checks else 0)
         self._matching = Matching(
-            session, requests, self._pacing, check, broken, block_tokens, bool(window), config.strict_tokens, group.number
+            session, requests, self._pacing, check, block_tokens, bool(window), config.strict_tokens, group.number
         )
         tokens_per_step = vllm_compat.tokens_per_step(vllm_config)
         events = self._events = None
@@ -94,13 +105,17 @@ class Scheduler:
             events = self._events = Events(session, vllm_compat.BlockEvents(kv_cache_config, group.number))
         part_blocks = self._pacing.blocks_of_part
         resuming = groups.resuming(group, kv_cache_config, config.checkpoint_tokens)
-        self._saving = Saving(session, requests, check, broken, block_tokens, tokens_per_step, part_blocks, resuming, events)
+        self._saving = Saving(session, requests, check, proof, block_tokens, tokens_per_step, part_blocks, resuming, events)
         self._held = Held(session)
         # Whether an update of the weights has begun and not ended: what is computed then belongs nowhere.
         self.updating = False
         # The step that vLLM schedules, and the blocks that its loads write.
         self._next = PillionMetadata(self._run, 1)
         self._loaded: list[int] = []
+        # The loads of steps whose output vLLM has not taken.
+        self._open_loads: list[StepLoads] = []
+        # Requests that begin in that step, with their computed tokens.
+        self._begun: list[tuple[Tracked, int]] = []
         self._say_notices()
 
     @property
@@ -108,6 +123,8 @@ class Scheduler:
         """What the engine gets of the sidecar."""
         if not self._session.connected:
             return "away"
+        if self._proof.stalled:
+            return "unaccepted"
         return "serving" if self._session.namespace else "unbound"
 
     # --- requests ---
@@ -164,6 +181,7 @@ class Scheduler:
             # It was aborted before it was scheduled.
             return None
         self._check.give_up(tracked)
+        self._proof.forget(tracked)
         if not handover.hands_over(request):
             return None
         self._held.hold(tracked.blocks[tracked.freed :])
@@ -185,9 +203,15 @@ class Scheduler:
         """vLLM computes these requests from their beginning: the loads of all their blocks count as failed."""
         failed = [tracked for req_id in req_ids if (tracked := self._requests.by_id.get(req_id))]
         for tracked in failed:
-            tracked.refused = True
+            tracked.refused, tracked.loading = True, []
         if failed:
             self.loads_failed({block for tracked in failed for block in tracked.loaded})
+
+    def loads_ended(self, req_ids: Iterable[str], failed: Collection[int]) -> None:
+        """Every rank has said that these requests' loads have ended, without the `failed` blocks."""
+        for req_id in req_ids:
+            if tracked := self._requests.by_id.get(req_id):
+                self._proof.loaded(tracked, failed)
 
     # --- one group of a set ---
 
@@ -237,27 +261,58 @@ class Scheduler:
 
     def step(self, output: SchedulerOutput) -> PillionMetadata:
         """Posts what this step saves and what it may overwrite. Called once, at the end of every schedule()."""
+        self.open_step(output)
+        self.follow_step(output)
+        return self.post_step(output)
+
+    def open_step(self, output: SchedulerOutput) -> None:
+        """A step that computes something waits for vLLM to take its output. Once for all groups, before `follow_step`."""
+        if output.num_scheduled_tokens:
+            begun = [new.req_id for new in output.scheduled_new_reqs]
+            self._proof.schedule(self._next.step, [*begun, *output.scheduled_cached_reqs.resumed_req_ids])
+
+    def follow_step(self, output: SchedulerOutput) -> None:
+        """Follows the block tables, and gives up what the step may overwrite."""
+        metadata, session = self._next, self._session
+        self._saving.follow(metadata.step)
+        self._held.release_saved()
+        self._begun, written = self._requests.take_blocks(output, metadata.step)
+        loaded, self._loaded = self._loaded, []
+        filled = loaded + [copy.dst_block_id for copy in getattr(output, "kv_cache_block_copies", None) or ()]
+        filled += output.new_block_ids_to_zero or ()
+        if session.saving and (written or filled):
+            session.overwrite(written + filled)
+        if self._config.saves:
+            self._follow_proof(output, filled, written)
+
+    def _follow_proof(self, output: SchedulerOutput, filled: list[int], written: list[int]) -> None:
+        """Learns what the step fills by other means than computing tokens, and upon what its requests begin, before it computes
+        tokens into the `written` blocks."""
+        proof, by_id = self._proof, self._requests.by_id
+        proof.overwrite(filled)
+        for req_id, _, sync in self._next.loads:
+            if sync and (tracked := by_id.get(req_id)):
+                proof.load(tracked)
+        for req_id, inputs in (getattr(output, "scheduled_encoder_inputs", None) or {}).items():
+            if tracked := by_id.get(req_id):
+                proof.encode(tracked.request.mm_features[index].identifier for index in inputs)
+        for tracked, computed_tokens in self._begun:
+            proof.begin(tracked, computed_tokens)
+        proof.overwrite(written)
+
+    def post_step(self, output: SchedulerOutput) -> PillionMetadata:
+        """Posts what the step saves, once all groups have followed it."""
         metadata, session, scheduled = self._next, self._session, output.num_scheduled_tokens
         step = metadata.step
         self._next = PillionMetadata(self._run, step + 1)
-        self._saving.follow(step)
-        self._held.release_saved()
-        begun, written = self._requests.take_blocks(output, step)
-        loaded, self._loaded = self._loaded, []
-        copies = [(copy.src_block_id, copy.dst_block_id) for copy in getattr(output, "kv_cache_block_copies", None) or ()]
-        if session.saving:
-            overwritten = written + loaded + [written_to for _, written_to in copies]
-            overwritten += output.new_block_ids_to_zero or ()
-            if overwritten:
-                session.overwrite(overwritten)
-        for req_id, inputs in (getattr(output, "scheduled_encoder_inputs", None) or {}).items():
-            if tracked := self._requests.by_id.get(req_id):
-                self._broken.encode(tracked.request.mm_features[index].identifier for index in inputs)
-        self._broken.follow(begun, (written, loaded, copies), scheduled)
         metadata.urgent = bool(metadata.loads)
+        metadata.has_loads = bool(metadata.loads or metadata.lost)
+        metadata.open_loads = self._open_loads
+        if metadata.has_loads:
+            self._open_loads = [*self._open_loads, StepLoads(step, list(metadata.loads), list(metadata.lost))]
         if self._config.saves:
             # What the steps of an update compute is looked at once it has ended.
-            metadata.urgent |= self._saving.save(begun, {} if self.updating else scheduled, step)
+            metadata.urgent |= self._saving.save(self._begun, {} if self.updating else scheduled, step)
         self._requests.running = set(scheduled)
         metadata.idle = not scheduled
         self._pacing.end_step(metadata.idle)
@@ -265,11 +320,30 @@ class Scheduler:
         if scheduled and self._events:
             self._events.worked = True
         self._say_notices()
-        # Whatever failed in steps up to this one has been reported, and the saves posted until then are void.
-        metadata.resolved = step - self._steps_in_flight
         metadata.urgent |= session.saving > 0
         metadata.weights = self._saving.weights
         return metadata
+
+    def accepts(self, output: StepOutput) -> None:
+        """vLLM has taken the output of a step, which every rank has returned or not."""
+        if self.is_whole(output):
+            self.accept(output.step, self._proof.accept(output.step))
+
+    def is_whole(self, output: StepOutput) -> bool:
+        """Whether every rank of this run has returned the output."""
+        return output.ranks == self._ranks and output.run == self._run
+
+    def accept(self, step: int, passed: list[int]) -> None:
+        """vLLM has taken the output of `step`, and none of those that it has `passed` over."""
+        self._open_loads = [loads for loads in self._open_loads if loads.step > step]
+        self._next.passed += passed
+        self._saving.accept(step, bool(passed))
+
+    def take_unkept(self) -> dict[str, int]:
+        """What was not kept since the last call, by why: steps that vLLM passed over, and blocks that no step had filled."""
+        taken = dict(self._proof.counts)
+        self._proof.counts.clear()
+        return taken
 
     def _say_notices(self) -> None:
         for notice in self._session.take_notices():

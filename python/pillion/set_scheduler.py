@@ -7,11 +7,13 @@ while blocks of it are still on their way, and where a block of it does not come
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from pillion import groups
 from pillion.config import Config
-from pillion.metadata import PillionMetadata
+from pillion.metadata import PillionMetadata, StepOutput
+from pillion.proof import Proof
 from pillion.scheduler import Scheduler
 from pillion.state import Source, State
 
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 # window's blocks, 6 us for 64 of them, and the next one is a window below at most.
 TRIES_MAX, TRIES_IN_TURN = 32, 16
 # What a set is in, if one of its groups is: the first of these.
-WORST_FIRST: tuple[State, ...] = ("away", "unbound")
+WORST_FIRST: tuple[State, ...] = ("away", "unaccepted", "unbound")
 
 
 class SetScheduler:
@@ -37,7 +39,8 @@ class SetScheduler:
     def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         self._config = config
         parts = groups.parts(kv_cache_config)
-        self._all = [Scheduler(config, vllm_config, view, group) for group, view in parts]
+        self._proof = proof = Proof(len(parts))
+        self._all = [Scheduler(config, vllm_config, view, group, proof) for group, view in parts]
         self._sizes = parts[0][0].sizes
         # Tokens from one boundary to the next.
         self._boundary = parts[0][0].boundary
@@ -225,9 +228,28 @@ class SetScheduler:
 
     def step(self, output: SchedulerOutput) -> PillionMetadata:
         """Posts what this step saves and what it may overwrite, of every group. Called once, at the end of every schedule()."""
-        metadata, *others = [part.step(output) for part in self._all]
+        self._all[0].open_step(output)
+        for part in self._all:
+            part.follow_step(output)
+        metadata, *others = [part.post_step(output) for part in self._all]
         metadata.others = others
         return metadata
+
+    def accepts(self, output: StepOutput) -> None:
+        """vLLM has taken the output of a step: ranks name it by the run of the first group."""
+        if self._all[0].is_whole(output):
+            passed = self._proof.accept(output.step)
+            for part in self._all:
+                part.accept(output.step, passed)
+
+    def loads_ended(self, req_ids: Iterable[str], failed: Collection[int]) -> None:
+        """Every rank has said that these requests' loads have ended, without the `failed` blocks."""
+        for part in self._all:
+            part.loads_ended(req_ids, failed)
+
+    def take_unkept(self) -> dict[str, int]:
+        """What was not kept since the last call, by why, of all groups."""
+        return self._all[0].take_unkept()
 
     # --- vLLM's blocks ---
 

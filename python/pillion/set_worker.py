@@ -3,12 +3,11 @@ group's, and has failed where any group's did."""
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING
 
 from pillion import groups
 from pillion.config import Config
-from pillion.metadata import PillionMetadata
+from pillion.metadata import PillionMetadata, StepOutput
 from pillion.worker import Worker
 
 if TYPE_CHECKING:
@@ -25,9 +24,8 @@ class SetWorker:
         self._all: list[Worker] = []
         for group, view in groups.parts(kv_cache_config):
             self._all.append(Worker(config, vllm_config, view, group, next(iter(self._all), None)))
-        self._metadata: list[PillionMetadata] = []
-        # Groups whose load of a request has not ended, and requests of which a group's has failed.
-        self._open: Counter[str] = Counter()
+        # Requests of which a group's load has ended and another one's has not, and those of which one has failed.
+        self._ended: set[str] = set()
         self._failing: set[str] = set()
         # Of those that `finished` returned last.
         self._failed: set[str] = set()
@@ -52,17 +50,12 @@ class SetWorker:
 
     def begin_step(self, metadata: PillionMetadata) -> None:
         """Loads of this step may be written."""
-        self._metadata = [metadata, *metadata.others]
-        for part, its in zip(self._all, self._metadata, strict=True):
+        for part, its in zip(self._all, [metadata, *metadata.others], strict=True):
             part.begin_step(its)
 
     def load(self, forward_context: ForwardContext) -> None:
         """Begins this step's loads."""
-        # vLLM asks in every step, also where no step of a rank that stays out was begun.
-        if not self._metadata:
-            return
-        for part, its in zip(self._all, self._metadata, strict=True):
-            self._open.update({request for request, _, _ in its.loads} | {request for request, _, _ in its.lost})
+        for part in self._all:
             part.load(forward_context)
 
     def reach_layer(self, layer: str) -> None:
@@ -73,16 +66,18 @@ class SetWorker:
         for part in self._all:
             part.end_step()
 
+    def step_output(self) -> StepOutput | None:
+        """The step, by the run of the first group."""
+        return self._all[0].step_output()
+
     def finished(self) -> set[str] | None:
         """Requests whose loads ended in all groups since the last call, well or not, each once."""
-        ended: set[str] = set()
         for part in self._all:
-            for request in part.finished() or ():
-                self._open[request] -= 1
-                if not self._open[request]:
-                    del self._open[request]
-                    ended.add(request)
+            self._ended |= part.finished() or set()
             self._failing |= part.take_failed_requests()
+        # The loads of all groups have begun with the first.
+        ended = {request for request in self._ended if not any(part.is_loading(request) for part in self._all)}
+        self._ended -= ended
         self._failed |= self._failing & ended
         self._failing -= ended
         return ended or None

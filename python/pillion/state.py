@@ -1,5 +1,6 @@
 """What an engine gets of Pillion, in vLLM's own metrics: `vllm:pillion_engine_state`, `vllm:pillion_stays_out` with why,
-`vllm:pillion_hit_tokens_total` and `vllm:pillion_records_total`.
+`vllm:pillion_hit_tokens_total`, `vllm:pillion_records_total`, `vllm:pillion_unaccepted_steps_total` and
+`vllm:pillion_unproven_blocks_total`.
 
 vLLM asks the connector for statistics with every step, in the process of the scheduler. Its front end gets them as plain data
 and gives them to [PromMetrics][pillion.state.PromMetrics], which it has made there. An idle engine reports nothing.
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 # serving: blocks are found and kept, unless the sidecar shows the namespace as closed to the engine. unbound: the sidecar does
-# not know yet what the engine's ranks compute with. away: there is no sidecar, or it refuses the engine. out: no sidecar can
-# serve the engine.
-State = Literal["serving", "unbound", "away", "out"]
+# not know yet what the engine's ranks compute with. unaccepted: blocks are found, and none are kept, since the connector is not
+# told whose output vLLM takes. away: there is no sidecar, or it refuses the engine. out: no sidecar can serve the engine.
+State = Literal["serving", "unbound", "unaccepted", "away", "out"]
 STATES: tuple[State, ...] = get_args(State)
 # Where tokens were found, by vLLM's names: in the sidecar's memory, on its disks, at another sidecar. In the order of the shim.
 Source = Literal["host", "disk", "p2p"]
@@ -28,12 +29,19 @@ SOURCES: tuple[Source, ...] = get_args(Source)
 # many waited for a receiver.
 RecordEnd = Literal["written", "refused", "dropped"]
 RECORD_ENDS: tuple[RecordEnd, ...] = get_args(RecordEnd)
+# What is not kept, each a counter of its own, with the help of its metric.
+UNKEPT = {
+    "unaccepted_steps": "Steps whose output vLLM did not take, since they raised, were skipped or were refused. Nothing that "
+    "they computed is kept: see the engine's log for the exception.",
+    "unproven_blocks": "Blocks that vLLM's prefix cache gave to a request although no accepted step had filled them. Nothing "
+    "computed upon them is kept: reset vLLM's prefix cache, and use --scheduling-policy fcfs.",
+}
 # Characters of a reason that are shown.
 REASON_MAX = 200
 
 
 class EngineState(KVConnectorStats):
-    """One report: `state`, where that is `out` the `reason`, and since the report before `hit_tokens` and `records`."""
+    """One report: `state`, where that is `out` the `reason`, and what was counted since the report before."""
 
     data: dict[str, Any]
 
@@ -44,9 +52,10 @@ class EngineState(KVConnectorStats):
         reason: str,
         hit_tokens: Mapping[Source, int] | None = None,
         records: Mapping[RecordEnd, int] | None = None,
+        unkept: Mapping[str, int] | None = None,
     ) -> EngineState:
         """A report as it travels."""
-        counts = {"hit_tokens": dict(hit_tokens or {}), "records": dict(records or {})}
+        counts = {"hit_tokens": dict(hit_tokens or {}), "records": dict(records or {}), "unkept": dict(unkept or {})}
         return cls(data={"state": state, "reason": reason[:REASON_MAX]} | counts)
 
     def reset(self) -> None:
@@ -56,7 +65,9 @@ class EngineState(KVConnectorStats):
     def aggregate(self, other: KVConnectorStats) -> EngineState:
         """The later state counts, and what both counted."""
         if self.data and other.data:
-            both = {name: dict(Counter(self.data[name]) + Counter(other.data[name])) for name in ("hit_tokens", "records")}
+            both = {
+                name: dict(Counter(self.data[name]) + Counter(other.data[name])) for name in ("hit_tokens", "records", "unkept")
+            }
             self.data = other.data | both
         else:
             self.data = other.data or self.data
@@ -111,7 +122,13 @@ class PromMetrics(KVConnectorPromMetrics):
             "receiver was too slow.",
             labelnames=[*labelnames, "end"],
         )
+        self._unkept = {
+            name: self._counter_cls(name=f"vllm:pillion_{name}", documentation=text, labelnames=labelnames)
+            for name, text in UNKEPT.items()
+        }
         for values in per_engine_labelvalues.values():
+            for counter in self._unkept.values():
+                counter.labels(*values)
             for source in SOURCES:
                 self._hit_tokens.labels(*values, source)
             for end in RECORD_ENDS:
@@ -126,5 +143,7 @@ class PromMetrics(KVConnectorPromMetrics):
             self._hit_tokens.labels(*values, source).inc(tokens)
         for end, records in transfer_stats_data["records"].items():
             self._records.labels(*values, end).inc(records)
+        for name, number in transfer_stats_data["unkept"].items():
+            self._unkept[name].labels(*values).inc(number)
         if transfer_stats_data["reason"]:
             self._reasons.labels(*values, transfer_stats_data["reason"]).set(1)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+    from pillion.proof import Proof
+
 # How long a request waits for the digest of its adapter before it goes without the cache: some hundred MB are read meanwhile.
 ADAPTER_WAIT_S = 0.2
 
@@ -26,9 +28,12 @@ class Tracked:
     """One request."""
 
     request: Request
+    # Tokens of a block.
+    block_tokens: int
     # Tokens that its model reads, where vLLM frees the blocks before them; 0 where it keeps all.
     window: int = 0
-    # Hashes of the request for each block.
+    # The cache group of the blocks, and hashes of the request for each of them.
+    group: int = 0
     hashes_each: int = 1
     log: int = -1
     # The connection that the log was opened in; -1: the next append opens one.
@@ -44,11 +49,18 @@ class Tracked:
     tail: tuple[int, bytes] | None = None
     # Whether the log ends with that key, and takes no other.
     tailed: bool = False
-    # Whether another engine is awaited for the log's keys.
+    # Whether another engine is awaited for the log's keys, and whether they are promised to another engine.
     awaited: bool = False
+    promised: bool = False
     blocks: list[int] = field(default_factory=list)
     # Blocks from the first that vLLM has freed, or never allocated: other requests may hold them by now. They are 0.
     freed: int = 0
+    # Blocks from the first that this run has seen filled, by steps that vLLM may still refuse.
+    filled: int = 0
+    # Whether the block in which its next step begins holds what the request itself has computed before, as that of a session.
+    goes_on: bool = False
+    # Preemptions until it began on its blocks.
+    preemptions: int = 0
     # Blocks from the first that were offered to the cache, or came from it.
     saved: int = 0
     # The blocks that it began on, computed before, and the step in which it did. The cache has most likely kept them: they
@@ -61,8 +73,9 @@ class Tracked:
     hit: tuple[int, int, bool] | None = None
     # Tokens of the last load by where they were found.
     sources: dict[Source, int] = field(default_factory=dict)
-    # Blocks of the last load; once one of them failed, the cache is not asked again.
+    # Blocks of the last load; once one of them failed, the cache is not asked again. Each with its key, until the load ends.
     loaded: list[int] = field(default_factory=list)
+    loading: list[tuple[int, bytes]] = field(default_factory=list)
     refused: bool = False
     # Whether it was asked for since, and found no room perhaps.
     asked_again: bool = False
@@ -70,8 +83,6 @@ class Tracked:
     given_up: bool = False
     # Whether what was found last is to be loaded in a later step.
     put_off: bool = False
-    # Tokens up to which its KV was computed anew, although the block in which they end is still marked as broken.
-    sound: int = -1
     # The step in which to look at it next; other entries of it among the due are stale.
     due: int = -1
     live: bool = True
@@ -87,9 +98,9 @@ class Tracked:
         """The block that is partly full and is handed over all the same; -1: none."""
         return self.tail[0] if self.tail else -1
 
-    def fill(self, tokens: int, block_tokens: int) -> None:
+    def fill(self, tokens: int) -> None:
         """Gives up the tail's key once `tokens` computed tokens fill its block, which is then saved under its own key."""
-        if self.tail and tokens >= (self.tail[0] + 1) * block_tokens:
+        if self.tail and tokens >= (self.tail[0] + 1) * self.block_tokens:
             self.saved = min(self.saved, self.tail[0])
             self.tail = None
 
@@ -108,12 +119,19 @@ class Tracked:
         hashes: list[bytes] = self.request.block_hashes[(first + 1) * each - 1 : end * each : each]
         return hashes
 
-    def slide(self, block_tokens: int) -> None:
+    def loads(self, first: int, blocks: list[int]) -> None:
+        """A load of the request's blocks from `first` on into `blocks` begins."""
+        keys = self.hashes_of(first, first + len(blocks))
+        if self.tail and self.tailed and first <= self.tail[0] == first + len(keys):
+            keys.append(self.tail[1])
+        self.loaded, self.loading = blocks, list(zip(blocks, keys, strict=False))
+
+    def slide(self) -> None:
         """Forgets the blocks that vLLM has freed by now: at most those before the window of the next token to be scheduled. For
         the time between a step's scheduling and the next one's."""
         if not self.window:
             return
-        passed = min(max(0, self.request.num_computed_tokens - self.window + 1) // block_tokens, len(self.blocks))
+        passed = min(max(0, self.request.num_computed_tokens - self.window + 1) // self.block_tokens, len(self.blocks))
         while self.freed < len(self.blocks) and (self.freed < passed or not self.blocks[self.freed]):
             self.blocks[self.freed] = 0
             self.freed += 1
@@ -128,6 +146,7 @@ class Requests:
     _block_tokens: int
     # Whether what is computed is kept: else nothing may be promised.
     _saves: bool
+    _proof: Proof
     _window: int = 0
     # The cache group that is followed; vLLM's blocks of all groups are of one pool.
     _group: Group = ALONE
@@ -142,7 +161,8 @@ class Requests:
         known = self.by_id.get(request.request_id)
         if known is not None:
             return known
-        tracked = self.by_id[request.request_id] = Tracked(request, self._window, self._group.hashes)
+        tracked = Tracked(request, self._block_tokens, self._window, self._group.number, self._group.hashes)
+        self.by_id[request.request_id] = tracked
         if not self._group.several and (handover.awaits(request) or handover.hands_over(request)):
             tracked.tail = handover.tail(request, self._block_tokens, self._algorithm)
         return tracked
@@ -158,22 +178,26 @@ class Requests:
 
     # --- block tables ---
 
-    def take_blocks(self, output: SchedulerOutput, step: int) -> tuple[list[Tracked], list[int]]:
-        """Follows the block tables: returns the requests that begin on blocks, or do so again, and all blocks that are new, of
-        every group: whatever group had them before."""
-        begun: list[Tracked] = []
+    def take_blocks(self, output: SchedulerOutput, step: int) -> tuple[list[tuple[Tracked, int]], list[int]]:
+        """Follows the block tables: returns the requests that begin on blocks, or do so again, each with its computed tokens,
+        and all blocks that are new, of every group: whatever group had them before."""
+        begun: list[tuple[Tracked, int]] = []
         new_blocks: list[int] = []
 
         def begin(req_id: str, ids: Sequence[list[int]], computed_tokens: int) -> None:
             tracked = self.by_id[req_id]
             # Ranks load its adapter in this step, unless they hold it.
             self.look(tracked.request)
-            tracked.blocks = list(ids[self._group.number])
+            blocks, found = list(ids[self._group.number]), computed_tokens // self._block_tokens
+            preemptions = tracked.request.num_preemptions
+            tracked.goes_on = (
+                preemptions == tracked.preemptions and tracked.blocks[found : found + 1] == blocks[found : found + 1]
+            )
+            tracked.blocks, tracked.preemptions = blocks, preemptions
             tracked.freed = 0
-            tracked.saved = tracked.found = computed_tokens // self._block_tokens
+            tracked.saved = tracked.found = found
             tracked.found_in = step if tracked.found else 0
-            tracked.sound = -1
-            begun.append(tracked)
+            begun.append((tracked, computed_tokens))
 
         def write(ids: Sequence[list[int]], computed_tokens: int) -> None:
             for each, size in zip(ids, self._group.sizes or (self._block_tokens,), strict=True):
@@ -223,7 +247,9 @@ class Requests:
             tracked.awaited = handover.awaits(tracked.request) and not preempted
             if tracked.awaited:
                 session.await_producer(tracked.log)
-            if self._saves and handover.hands_over(tracked.request):
+            may_keep = self._saves and not self._proof.stalled and not self._proof.doubts(tracked)
+            tracked.promised = may_keep and handover.hands_over(tracked.request)
+            if tracked.promised:
                 session.promise(tracked.log)
             tracked.generation = session.generation
             tracked.appended, tracked.saved, tracked.tailed = 0, kept, False
@@ -245,7 +271,13 @@ class Requests:
         self._close(tracked)
         return kept
 
+    def break_promise(self, tracked: Tracked) -> None:
+        """Ends the log of a request whose blocks will not be kept: no other engine waits for them any longer."""
+        if tracked.promised:
+            self._close(tracked)
+
     def _close(self, tracked: Tracked) -> None:
+        tracked.promised = False
         if tracked.log >= 0 and tracked.generation == self._session.generation:
             self._session.close(tracked.log)
         tracked.generation = -1

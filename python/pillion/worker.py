@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,7 @@ from pillion.facts import Facts
 from pillion.geometry import Geometry, GeometryError, describe, self_test
 from pillion.groups import ALONE, Group
 from pillion.live import Live
-from pillion.metadata import PillionMetadata
+from pillion.metadata import Load, Lost, PillionMetadata, StepLoads, StepOutput
 from pillion.models import Models
 from pillion.pacing import LINGER_US
 from pillion.sample import Sampler
@@ -83,10 +82,6 @@ class Worker:
         self._ended: set[str] = set()
         # Requests whose load failed, where vLLM must not go on upon the blocks that did come: it frees those before windows.
         self._failed_requests: set[str] = set()
-        # Last step computed on blocks that were not loaded; its fence is withheld until the scheduler voided its saves.
-        self._spoiled = 0
-        # The exception that was being handled when this step began: another one at its end is its own forward's.
-        self._handled: BaseException | None = None
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Shows the KV memory to the sidecar: a GPU's as it is, a host's once it is moved to shared memory in place."""
@@ -204,19 +199,29 @@ class Worker:
 
     def begin_step(self, metadata: PillionMetadata) -> None:
         """The engine's blocks are as the scheduler meant them: loads of this step may be written."""
+        late = self._missed_loads(metadata)
         self._metadata = metadata
-        self._handled = sys.exc_info()[1]
         if self._session:
-            if metadata.resolved >= self._spoiled:
-                self._spoiled = 0
             self._follow_weights(self._session, metadata)
             self._session.join(metadata.run)
             self._say_namespace(self._session)
+            if self._waits:
+                self._waits.begin_step(self._session, self._stream)
             self._session.start(metadata.step, self._stream())
             self._loaded_by_cuts = []
-            if self._waits:
-                self._waits.begin_step()
+            for planned in late:
+                self._begin(planned.loads, self._session)
+                self._end_lost(planned.lost)
             self._say_notices()
+
+    def _missed_loads(self, metadata: PillionMetadata) -> list[StepLoads]:
+        """Loads of earlier steps that this rank has not begun, although the sidecar may copy them: such a step was skipped, or
+        raised before it got there. vLLM waits for their ends, and this step for what they write."""
+        last = self._metadata
+        if last is None:
+            return []
+        unbegun = StepLoads(last.step, last.loads, last.lost)
+        return [unbegun, *(planned for planned in metadata.open_loads if planned.step > last.step)]
 
     def _follow_weights(self, session: _shim.WorkerSession, metadata: PillionMetadata) -> None:
         """Tells the sidecar what the weights are once they may have changed: it binds the engine to what all its ranks say.
@@ -252,25 +257,32 @@ class Worker:
         metadata = self._metadata
         if metadata is None:
             return
-        for req_id, block_ids, sync in metadata.lost:
-            if sync:
-                self._fail(block_ids, metadata.step)
-            else:
-                self._end_load(req_id, block_ids)
-        metadata.lost = []
+        lost, metadata.lost = metadata.lost, []
+        self._end_lost(lost)
         loads, metadata.loads = metadata.loads, []
+        if loads and self._session is None:
+            raise RuntimeError("pillion: a load was planned for a rank that has not registered its memory")
         # A layer writes its KV before its hook is called: into a block whose copy may come behind that.
         by_cuts = not metadata.fills_tail and self._may_wait_by_cuts(loads, forward_context)
+        if self._session:
+            self._begin(loads, self._session, by_cuts)
+
+    def _begin(self, loads: list[Load], session: _shim.WorkerSession, by_cuts: bool = False) -> None:
         for req_id, plan, sync in loads:
-            if self._session is None:
-                raise RuntimeError("pillion: a load was planned for a rank that has not registered its memory")
-            failed = self._session.load(plan, self._stream(), by_cuts and sync)
+            failed = session.load(plan, self._stream(), by_cuts and sync)
             if failed is None:
                 self._loading[_shim.plan_op(plan)] = req_id
             else:
-                self._fail(failed, metadata.step)
+                self._fail(failed)
 
-    def _may_wait_by_cuts(self, loads: list[tuple[str, bytes, bool]], forward_context: ForwardContext) -> bool:
+    def _end_lost(self, lost: list[Lost]) -> None:
+        for req_id, block_ids, sync in lost:
+            if sync:
+                self._fail(block_ids)
+            else:
+                self._end_load(req_id, block_ids)
+
+    def _may_wait_by_cuts(self, loads: list[Load], forward_context: ForwardContext) -> bool:
         """Whether this forward waits for its loads cut by cut."""
         needed = [plan for _, plan, sync in loads if sync]
         if not needed or not self._waits or not self._waits.permits(vllm_compat.hook_mode(forward_context)):
@@ -285,20 +297,21 @@ class Worker:
             self._waits.reach(layer, self._session, self._stream)
 
     def end_step(self) -> None:
-        """The step's KV is written, unless its forward raised: vLLM calls this then, too, and the engine is about to end."""
+        """This rank writes no KV of the step any more. vLLM calls this also where a forward raised: a step is kept only once
+        vLLM has taken its output."""
         self._last_step_s = time.monotonic()
         metadata = self._metadata
         if metadata is None or self._session is None:
             return
-        raised = sys.exc_info()[1]
-        if raised is not None and raised is not self._handled:
-            # Nobody knows what is written, so no fence of this rank says so any more.
-            self._spoiled = sys.maxsize
-            return
         if self._waits:
             self._end_waits(self._waits, self._session, metadata.step)
-        if not self._spoiled:
-            self._session.done(metadata.step, metadata.urgent, self._stream())
+        self._session.done(metadata.step, metadata.urgent, self._stream())
+
+    def step_output(self) -> StepOutput | None:
+        """The step that this rank has begun and whose output vLLM is about to return; None where nobody waits for that."""
+        metadata = self._metadata
+        waits = metadata is not None and (not metadata.idle or metadata.begins_loads)
+        return StepOutput(metadata.run, metadata.step) if metadata is not None and waits else None
 
     def _end_waits(self, waits: LayerWaits, session: _shim.WorkerSession, step: int) -> None:
         if waits.end_step(session, self._stream):
@@ -310,7 +323,7 @@ class Worker:
             step,
             len(blocks),
         )
-        self._fail(blocks, step)
+        self._fail(blocks)
 
     def _stream(self) -> int:
         """The engine's stream of the moment; 0 on a CPU engine, which has none."""
@@ -319,6 +332,10 @@ class Worker:
         import torch
 
         return int(torch.cuda.current_stream(self._device).cuda_stream)
+
+    def is_loading(self, req_id: str) -> bool:
+        """Whether an asynchronous load of the request goes on."""
+        return req_id in self._loading.values()
 
     def finished(self) -> set[str] | None:
         """Requests whose asynchronous load ended since the last call, well or not, each once."""
@@ -336,7 +353,7 @@ class Worker:
             for op, failed in session.finished(left_us):
                 req_id = self._loading.pop(op)
                 self._lacking.setdefault(req_id, []).extend(failed)
-                if req_id not in self._loading.values():
+                if not self.is_loading(req_id):
                     self._end_load(req_id, self._lacking.pop(req_id))
             if not left_us or not self._loading:
                 return
@@ -347,7 +364,7 @@ class Worker:
         if lacking and self._whole:
             self._failed_requests.add(req_id)
         else:
-            self._fail(lacking, 0)
+            self._fail(lacking)
 
     def take_failed_requests(self) -> set[str]:
         """Requests that vLLM computes from their beginning; each is among those `finished` that were returned last."""
@@ -359,10 +376,8 @@ class Worker:
         failed, self._failed = self._failed, set()
         return failed
 
-    def _fail(self, block_ids: list[int], spoiled: int) -> None:
-        if block_ids:
-            self._failed.update(block_ids)
-            self._spoiled = max(self._spoiled, spoiled)
+    def _fail(self, block_ids: list[int]) -> None:
+        self._failed.update(block_ids)
 
     def shutdown(self) -> None:
         """Leaves the sidecar."""

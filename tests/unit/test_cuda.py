@@ -39,7 +39,7 @@ class Rank:
     def step(self, called: list[str], loads: bool = False) -> bool:
         """One step, in which the forward calls these hooks."""
         self.session.waits = []
-        self.waits.begin_step()
+        self.waits.begin_step(self.session, lambda: 7)
         if loads and self.waits.permits(self.mode):
             self.waits.expect()
             self.session.loading = 1
@@ -53,7 +53,7 @@ def test_a_wait_at_the_first_layer_of_every_cut() -> None:
     assert rank.step(LAYERS)
     waits: list[int] = []
     rank.session.waits = waits
-    rank.waits.begin_step()
+    rank.waits.begin_step(rank.session, lambda: 7)
     rank.waits.expect()
     rank.session.loading = 1
     seen = []
@@ -111,7 +111,7 @@ def test_hooks_outside_a_step_do_nothing() -> None:
     rank = Rank()
     for layer in LAYERS:
         rank.waits.reach(layer, rank.session, lambda: 7)
-    rank.waits.begin_step()
+    rank.waits.begin_step(rank.session, lambda: 7)
     assert rank.waits.end_step(rank.session, lambda: 7)
     assert not rank.waits.permits("NONE")
     assert rank.session.waits == []

@@ -164,12 +164,13 @@ class Vllm:
             if later:
                 self.loading.append((self.step + self.LOAD_STEPS, asked))
             (background if later else computed).append(asked.request_id)
-        nothing: Any = SimpleNamespace(
-            num_scheduled_tokens={},
+        output: Any = SimpleNamespace(
+            num_scheduled_tokens=dict.fromkeys(computed, 1),
+            new_block_ids_to_zero=None,
             scheduled_new_reqs=[],
             scheduled_cached_reqs=SimpleNamespace(new_block_ids=[], req_ids=[], resumed_req_ids=set(), num_computed_tokens=[]),
         )
-        self.connector.step(nothing)
+        self.connector.step(output)
         self.step += 1
         return computed, background
 

@@ -9,6 +9,7 @@ import pytest
 
 from pillion import vllm_compat
 from pillion.config import Config
+from pillion.metadata import StepOutput
 from pillion.scheduler import Scheduler
 
 BLOCK_TOKENS, BLOCKS = 16, 64
@@ -28,6 +29,8 @@ class Session:
         self.hits = 0
         self.counts: list[int] = []
         self.voided = 0
+        # Steps whose output vLLM took.
+        self.accepted: list[int] = []
         # The fold of every log, by its number.
         self.logs: list[bytes | None] = []
         self.closed: list[int] = []
@@ -130,6 +133,10 @@ class Session:
         self.read -= set(blocks)
         return 0
 
+    def accept(self, step: int) -> None:
+        """Written down."""
+        self.accepted.append(step)
+
     def void_saves(self) -> None:
         """Counted."""
         self.voided += 1
@@ -212,18 +219,37 @@ class Engine:
         """The tokens that the role tells vLLM to take from the cache; None: vLLM is to ask again."""
         return self.role.match(request, 0)[0]
 
-    def compute(self, request: Any, found: int = 0, most: int | None = None) -> Any:
-        """A step that computes the prompt, or `most` tokens of it, without the first `found` ones, which the cache holds."""
-        count = -(-request.num_tokens // BLOCK_TOKENS)
-        blocks = list(range(self._free, self._free + count))
-        self._free += count
+    def compute(
+        self, request: Any, found: int = 0, most: int | None = None, proven: bool = True, blocks: list[int] | None = None
+    ) -> Any:
+        """A step that computes the prompt, or `most` tokens of it, without the first `found` ones, which the cache holds. Their
+        blocks were loaded, or, where they are not `proven` or named as `blocks`, vLLM lists them alone."""
+        if blocks is None:
+            count = -(-request.num_tokens // BLOCK_TOKENS)
+            blocks = list(range(self._free, self._free + count))
+            self._free += count
+        else:
+            proven = False
         self.role.allocated(request, SimpleNamespace(get_block_ids=lambda: [blocks]), found)
+        if found and proven:
+            self._end_load(request, blocks[: -(-found // BLOCK_TOKENS)])
         new = SimpleNamespace(req_id=request.request_id, block_ids=[blocks], num_computed_tokens=found)
         request.num_computed_tokens = found
         tokens = min(request.num_tokens - found, most or request.num_tokens)
         metadata = self._step([new], {request.request_id: tokens})
         request.num_computed_tokens += tokens
         return metadata
+
+    def _end_load(self, request: Any, blocks: list[int]) -> None:
+        """Blocks of a request were loaded before the step that it begins in."""
+        tracked = self.role._requests.follow(request)
+        self.role._loaded.clear()
+        tracked.loads(0, blocks)
+        self.role.loads_ended([request.request_id], ())
+
+    def take(self, step: int) -> None:
+        """vLLM takes the output of a step."""
+        self.role.accepts(StepOutput(self.role._run, step))
 
     def go_on(self, request: Any) -> Any:
         """A step that computes the rest of the prompt."""

@@ -14,7 +14,7 @@ from pillion import _shim, vllm_compat
 from pillion.config import Config
 from pillion.cuda import LayerWaits
 from pillion.geometry import GeometryError
-from pillion.metadata import PillionMetadata
+from pillion.metadata import PillionMetadata, StepOutput
 from pillion.worker import Worker
 
 LAYERS = [f"layer.{index}" for index in range(4)]
@@ -139,40 +139,24 @@ def test_a_block_that_the_step_goes_on_in_is_waited_for_before_the_forward() -> 
 
 
 def test_hooks_that_stay_away_fail_the_load_and_end_the_overlap() -> None:
-    """What the step may have read too early is computed again, and nothing of it is saved."""
+    """What the step may have read too early is computed again."""
     rank = Rank()
     rank.step("NONE", LAYERS)
     calls = rank.step("NONE", [], (plan(5, 9), True), (plan(7), True))
-    assert calls == [("start", 2), ("load", CUT_BY_CUT), ("load", CUT_BY_CUT), ("wait", 0), ("wait", 1)]
+    assert calls == [("start", 2), ("load", CUT_BY_CUT), ("load", CUT_BY_CUT), ("wait", 0), ("wait", 1), ("done", 2)]
     assert rank.worker.take_failed() == {5, 7, 9}
     assert ("load", WHOLE) in rank.step("NONE", LAYERS, (plan(5), True))
     assert rank.worker.take_failed() == set()
 
 
-def test_no_step_is_done_from_a_forward_that_raised_on() -> None:
-    """vLLM ends such a step as any other: its blocks may never have been written."""
+def test_a_step_that_computes_names_itself_in_its_output() -> None:
+    """By which the scheduler role learns that vLLM took it."""
     rank = Rank()
-
-    def fails() -> None:
-        try:
-            rank.worker.begin_step(PillionMetadata(b"", 1))
-            raise torch.OutOfMemoryError
-        finally:
-            rank.worker.end_step()
-
-    with pytest.raises(torch.OutOfMemoryError):
-        fails()
-    assert rank.session.calls == [("start", 1)]
-    rank.step_number = 10
-    assert rank.step("NONE", LAYERS) == [("start", 11)], "nor is one that comes later"
-
-
-def test_a_step_below_somebody_s_handler_is_done() -> None:
-    """The exception that its caller handles is not the forward's."""
-    try:
-        raise KeyError
-    except KeyError:
-        assert Rank().step("NONE", LAYERS) == [("start", 1), ("done", 1)]
+    assert rank.worker.step_output() is None
+    rank.step("NONE", LAYERS)
+    assert rank.worker.step_output() == StepOutput(b"", 1)
+    rank.worker.begin_step(PillionMetadata(b"", 2, idle=True))
+    assert rank.worker.step_output() is None
 
 
 def test_blocks_of_a_plan() -> None:

@@ -58,7 +58,7 @@ def offer(told: events.Events, name: str, numbers: range, first: int = 0, fold: 
         prompt_embeds=None,
         lora_request=SimpleNamespace(adapter_id=3, name="l", lora_name="l", lora_path="/l") if fold else None,
     )
-    told.offered(Tracked(request, fold=fold), first, len(hashes))
+    told.offered(Tracked(request, TOKENS, fold=fold), first, len(hashes))
     return request
 
 

@@ -13,8 +13,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogg
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from pillion.connector import PillionConnector, StaysOut
+from pillion.proof import Proof
 from pillion.scheduler import Scheduler
-from pillion.state import RECORD_ENDS, SOURCES, STATES, EngineState
+from pillion.state import RECORD_ENDS, SOURCES, STATES, UNKEPT, EngineState
 from pillion.vllm_compat import KVConnectorRole
 
 LABELS = {"model_name": "tiny", "engine": "1"}
@@ -28,6 +29,7 @@ class Played:
         role: Any = Scheduler.__new__(Scheduler)
         role._session = self.session
         role._matching = SimpleNamespace(hit_tokens=Counter())
+        self.proof = role._proof = Proof()
         self.hit_tokens = role._matching.hit_tokens
         self.connector: Any = PillionConnector.__new__(PillionConnector)
         self.connector._role = KVConnectorRole.SCHEDULER
@@ -86,10 +88,14 @@ def test_an_engine_that_stays_out_says_why(played: Played, monkeypatch: pytest.M
 
 def test_the_later_state_counts_and_what_both_counted() -> None:
     """As where vLLM puts several reports together."""
-    both = EngineState.of("away", "", {"host": 1, "disk": 2}, {"written": 1})
-    both.aggregate(EngineState.of("serving", "", {"host": 4}, {"written": 2, "refused": 1}))
+    both = EngineState.of("away", "", {"host": 1, "disk": 2}, {"written": 1}, {"unaccepted_steps": 1})
+    both.aggregate(EngineState.of("serving", "", {"host": 4}, {"written": 2, "refused": 1}, {"unproven_blocks": 7}))
     both.aggregate(EngineState(data={}))
-    counts = {"hit_tokens": {"host": 5, "disk": 2}, "records": {"written": 3, "refused": 1}}
+    counts = {
+        "hit_tokens": {"host": 5, "disk": 2},
+        "records": {"written": 3, "refused": 1},
+        "unkept": {"unaccepted_steps": 1, "unproven_blocks": 7},
+    }
     assert both.to_dict() == {"state": "serving", "reason": ""} | counts and not both.is_empty()
     both.reset()
     assert both.is_empty()
@@ -123,3 +129,24 @@ def test_ranks_report_nothing(played: Played) -> None:
     """The scheduler role speaks for its engine."""
     played.connector._role, played.connector._scheduler = KVConnectorRole.WORKER, None
     assert not played.step()
+
+
+@pytest.mark.parametrize("name", UNKEPT)
+def test_what_is_not_kept_is_counted(played: Played, name: str) -> None:
+    """From the start, so that a rate sees the first of them."""
+    metric = f"vllm:pillion_{name}_total"
+    assert REGISTRY.get_sample_value(metric, LABELS) == 0
+    played.proof.counts[name] += 3
+    assert played.step()
+    played.proof.counts[name] += 2
+    assert played.step()
+    assert REGISTRY.get_sample_value(metric, LABELS) == 5
+
+
+def test_an_engine_whose_outputs_nobody_takes_says_so(played: Played) -> None:
+    """Blocks are found, and none are kept."""
+    played.session.connected, played.session.namespace = True, 7
+    assert played.step()
+    played.proof.stalled = True
+    assert played.step()
+    assert REGISTRY.get_sample_value("vllm:pillion_engine_state", {**LABELS, "state": "unaccepted"}) == 1

@@ -17,8 +17,10 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from pillion import _shim
 from scripted import storm
 from scripted.configuration import build_cache_config, build_config
+from scripted.worker import StepFailed
 from testkit import metrics, plan, pool_file, threads, waiting
 from testkit.child import Parent
 from testkit.server import fetch
@@ -114,6 +116,8 @@ class ScriptedEngine:
         self._names: list[str] = []
         self._answers: dict[str, list[int]] = {}
         self._plans_to_spoil, self._spoil_from, self._leases_to_lose = 0, 0, 0
+        self._fault = ""
+        self.failed_steps = 0
         self._step_s = 0.0
         self._damage = contextlib.ExitStack()
         self._events: dict[tuple[int, str], list[dict[str, Any]]] = {}
@@ -395,14 +399,38 @@ class ScriptedEngine:
             self._spoil(scheduled.kv_connector_metadata)
             self._begin_loads(scheduled.kv_connector_metadata)
             self._happen("scheduled")
-            output = self.worker.execute(scheduled)
+            fault, self._fault = self._fault, ""
+            try:
+                output = self.worker.execute(scheduled, fault)
+            except StepFailed:
+                self._recover()
+                return
             time.sleep(self._step_s)
             self._end_loads(output.kv_connector_output)
             self.preemptions += len(scheduled.preempted_req_ids or ())
             self._in_flight.append((scheduled, output, scheduled_at))
+            if fault == "refuse" and scheduled.total_num_scheduled_tokens:
+                self._recover()
         if self._in_flight and (len(self._in_flight) >= self._depth or not self.scheduler.has_requests()):
             self._happen("executed")
             self._finish_step(*self._in_flight.popleft())
+        self.steps += 1
+
+    def fail_step(self, fault: str) -> None:
+        """The next step fails: see `ScriptedWorker.execute`."""
+        self._fault = fault
+
+    def _recover(self) -> None:
+        """What vLLM's fault tolerance does (EngineCoreSentinel.on_fault): it ends every request, and goes on without the output
+        of the steps in flight."""
+        from vllm.v1.request import RequestStatus
+
+        self.failed_steps += 1
+        self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        for _, output, _ in self._in_flight:
+            # Loads that ended in these steps are never reported.
+            self._end_loads(output.kv_connector_output)
+        self._in_flight.clear()
         self.steps += 1
 
     def _spoil(self, metadata: Any) -> None:
@@ -420,6 +448,8 @@ class ScriptedEngine:
     def _begin_loads(self, metadata: Any) -> None:
         # The loads of a set's groups are one.
         planned = [load for group in _groups(metadata) for load in group.loads + group.lost]
+        for group in _groups(metadata):
+            self.worker.take_loads(block for _, load, _ in group.loads for block in _shim.plan_blocks(load))
         begun = {name for name, _, sync in planned if not sync}
         self._loading.update(begun)
         self._loads_begun |= dict.fromkeys(begun, self.steps)

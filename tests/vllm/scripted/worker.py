@@ -28,6 +28,10 @@ CONTENT_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 Places = tuple[int, np.ndarray, np.ndarray]
 
 
+class StepFailed(Exception):
+    """A step that raised, was skipped, or whose output vLLM refused."""
+
+
 class Prefix:
     """Tokens, and for each position 64 bits that depend on the weights and on every token up to it."""
 
@@ -138,8 +142,11 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
         self._blocks: dict[str, list[list[int]]] = {}
         self._model = Model(list(self._groups), vllm_config.compilation_config.static_forward_context)
         self.weights = 0
-        # Positions that were read and were not right, by request.
+        # Positions that were read and were not right, by request; and those of them in blocks that were loaded.
         self.wrong: collections.Counter[str] = collections.Counter()
+        self.wrong_loaded = 0
+        # Blocks that hold what the last load brought.
+        self._loaded: set[int] = set()
         # The group that had each block last, blocks that went from one group to another, and null blocks in block tables.
         self._owners: dict[int, int] = {}
         self.crossings = self.null_blocks = 0
@@ -178,17 +185,25 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
         pages = [pages.view(torch.int16) for pages in self.kv.values()]
         return {b"".join(page[block].numpy().tobytes() for page in pages) for block in range(len(pages[0]))}
 
-    def execute(self, step: Any) -> ModelRunnerOutput:
-        """One step, as GPUModelRunner.execute_model does it."""
+    def execute(self, step: Any, fault: str = "") -> ModelRunnerOutput:
+        """One step, as GPUModelRunner.execute_model does it. `fault`: it raises before the connector is called (`skip`), in its
+        second layer as either model runner does (`raise`, `raise_v2`), or it computes wrong KV (`refuse`)."""
         self.connector.handle_preemptions(step.kv_connector_metadata)
         starts = self._update_requests(step)
         if not step.total_num_scheduled_tokens:
             return self.kv_connector_no_forward(step, self._config)
+        if fault == "skip":
+            raise StepFailed
+        if fault == "raise_v2":
+            # Model runner V2 calls no hook of a connector behind a forward that raises.
+            self.connector.bind_connector_metadata(step.kv_connector_metadata)
+            with set_forward_context(dict.fromkeys(self.kv), self._config):
+                self._forward(step, starts, fault)
         with (
             set_forward_context(dict.fromkeys(self.kv), self._config),
             self.maybe_get_kv_connector_output(step) as connector_output,
         ):
-            sampled = self._forward(step, starts)
+            sampled = self._forward(step, starts, fault)
         ids = list(step.num_scheduled_tokens)
         return ModelRunnerOutput(
             req_ids=ids,
@@ -233,12 +248,18 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
             self.crossings += sum(self._owners.get(block, group) != group for block in owned)
             self._owners.update(dict.fromkeys(owned, group))
 
-    def _forward(self, step: Any, starts: dict[str, int]) -> dict[str, list[int]]:
+    def take_loads(self, blocks: Iterable[int]) -> None:
+        """These blocks are about to be loaded."""
+        self._loaded.update(blocks)
+
+    def _forward(self, step: Any, starts: dict[str, int], fault: str = "") -> dict[str, list[int]]:
         ends = {name: starts[name] + count for name, count in step.num_scheduled_tokens.items()}
         contents = {name: self._prefixes[name].content(self._channels, end) for name, end in ends.items()}
         bad: dict[str, set[int]] = {name: set() for name in ends}
         places: dict[tuple[str, int], Places] = {}
-        for layer, pages in self._pages.items():
+        for number, (layer, pages) in enumerate(self._pages.items()):
+            if number and fault.startswith("raise"):
+                raise StepFailed
             group, its = self._groups[layer], self._of_layers[layer]
             # vLLM's attention writes the step's new KV, then lets the connector wait, then reads.
             for name, end in ends.items():
@@ -248,14 +269,17 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
                 new = end - starts[name]
                 right = contents[name][-new:, its].reshape(new, pages.shape[1], -1)
                 # What is computed upon wrong KV is wrong.
-                pages[blocks[-new:], :, rows[-new:]] = ~right if bad[name] else right
+                pages[blocks[-new:], :, rows[-new:]] = ~right if bad[name] or fault else right
+                self._loaded.difference_update(blocks[-new:].tolist())
             self.connector.wait_for_layer_load(layer)
             for name in ends:
                 first, blocks, rows = places[name, group]
                 read = pages[blocks, :, rows]
                 differs = read != contents[name][first:, its].reshape(read.shape)
                 if differs.any():
-                    bad[name].update((first + np.flatnonzero(differs.any(axis=(1, 2)))).tolist())
+                    places_of_wrong = np.flatnonzero(differs.any(axis=(1, 2)))
+                    bad[name].update((first + places_of_wrong).tolist())
+                    self.wrong_loaded += sum(block in self._loaded for block in blocks[places_of_wrong].tolist())
             self.connector.save_kv_layer(layer, self.kv[layer], None)
         return {name: self._sample(name, end, bad[name]) for name, end in ends.items()}
 

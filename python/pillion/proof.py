@@ -1,0 +1,253 @@
+"""Which blocks of vLLM's pool hold the KV of their keys, as far as this run has seen them filled.
+
+vLLM lists a block under its hash when it schedules the step that is to fill the block. That step may be skipped, raise or be
+refused, and its request may be preempted in the same schedule(). A listed hash therefore proves nothing. A block is proven by
+an accepted step that filled it under the listed key, or by a load that ended well. An unproven block is neither saved nor
+handed over, and no block that is computed upon it is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from pillion import vllm_compat
+from pillion.tracked import Tracked
+
+# Encoders' outputs that are remembered as new ones: beyond it, all count as old.
+ENCODED_MAX = 1 << 16
+# Steps that wait for vLLM to take their output; vLLM has two in flight at most. Beyond it no output is ever taken.
+OPEN_STEPS_MAX = 32
+logger = vllm_compat.init_logger("vllm.pillion")
+
+
+@dataclass(slots=True)
+class OpenStep:
+    """A step whose output vLLM has not taken yet."""
+
+    number: int
+    # Blocks that the step fills: cache group, block, and the request that computes the block; None for a load, whose content
+    # depends on no block before it.
+    fills: list[tuple[int, int, Tracked | None]] = field(default_factory=list)
+
+
+class Proof:
+    """The proven blocks of one engine, of all its cache groups."""
+
+    def __init__(self, groups: int = 1) -> None:
+        # By cache group: the key under which this run saw each block filled, by an accepted step, a load or an open step.
+        self._keys: list[dict[int, bytes]] = [{} for _ in range(groups)]
+        self._open: deque[OpenStep] = deque()
+        # By request: the tokens from the first up to which its KV is right. A request that is absent is right as a whole.
+        self._doubts: dict[str, int] = {}
+        # Of the requests that begin in the current step: their doubts until then.
+        self._earlier: dict[str, int] = {}
+        # vLLM's identifiers of what encoders made since all blocks were disowned; None: no blocks ever were. vLLM may still use
+        # older outputs, which encoders made with other weights.
+        self._encoded: set[str] | None = None
+        # Whether vLLM takes no output, as far as this run is told: then nothing is kept, and nothing promised.
+        self.stalled = False
+        # Since they were taken last: steps that vLLM has passed over, and unproven blocks on which requests began.
+        self.counts: Counter[str] = Counter()
+        self._warned = False
+
+    def doubts(self, tracked: Tracked) -> bool:
+        """Whether the request has computed upon an unproven block."""
+        return tracked.request.request_id in self._doubts
+
+    # --- one step ---
+
+    def schedule(self, step: int, begun: Iterable[str]) -> None:
+        """A step that computes tokens is scheduled, in which these requests begin on new block tables."""
+        doubts = self._doubts
+        self._earlier = {req_id: doubts.pop(req_id) for req_id in begun if req_id in doubts} if doubts else {}
+        if self.stalled:
+            # One of them is enough to tell that vLLM has passed steps over.
+            return
+        self._open.append(OpenStep(step))
+        if len(self._open) > OPEN_STEPS_MAX:
+            self.void()
+            self.stalled = True
+            logger.error(
+                "pillion: as far as connectors are told, vLLM has taken the output of none of the last %d steps, so nothing is "
+                "kept until it does: what wraps the model runner or the executor must hand on kv_connector_worker_meta",
+                OPEN_STEPS_MAX,
+            )
+
+    def overwrite(self, blocks: Iterable[int]) -> None:
+        """The step writes these blocks."""
+        for keys in self._keys:
+            for block in blocks:
+                keys.pop(block, None)
+
+    def load(self, tracked: Tracked) -> None:
+        """The step waits for the request's load, so its blocks are filled by the step."""
+        if self.stalled:
+            return
+        self._take_loaded(tracked, ())
+        self._open[-1].fills += [(tracked.group, block, None) for block, _ in tracked.loading]
+        tracked.loading = []
+
+    def begin(self, tracked: Tracked, computed_tokens: int) -> None:
+        """The request begins on blocks that hold so many tokens, as vLLM counts them."""
+        found, tokens = divmod(computed_tokens, tracked.block_tokens)
+        tracked.filled = self._leading(tracked, found)
+        if tracked.filled < found:
+            if self._encoded is None:
+                self._count_unproven(tracked, found - tracked.filled)
+            self._doubt(tracked, tracked.filled * tracked.block_tokens)
+        elif tokens and not self._is_partly_proven(tracked, found):
+            self._doubt(tracked, found * tracked.block_tokens)
+
+    def _count_unproven(self, tracked: Tracked, blocks: int) -> None:
+        self.counts["unproven_blocks"] += blocks
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "pillion: vLLM's prefix cache lists %d blocks of request %s that no accepted step has filled. vLLM computes "
+                "upon them, so its answer may be wrong, and nothing of it is kept. A failed step leaves such blocks, and so "
+                "does a preemption under --scheduling-policy priority: reset vLLM's prefix cache, and use --scheduling-policy "
+                "fcfs. This is said once; vllm:pillion_unproven_blocks_total counts the blocks",
+                blocks,
+                tracked.request.request_id,
+            )
+
+    def _is_partly_proven(self, tracked: Tracked, place: int) -> bool:
+        """Whether the beginning of the block at `place` is right: the block was loaded, or the request computed that part."""
+        key = self._keys[tracked.group].get(tracked.blocks[place])
+        if key is not None and key in (tracked.tail and tracked.tail[1], *tracked.hashes_of(place, place + 1)):
+            return True
+        return tracked.goes_on and tracked.request.request_id not in self._earlier
+
+    def fill(self, tracked: Tracked, start: int, end: int) -> None:
+        """Notes the blocks that are full once the current step has computed the request's tokens from `start` to `end`."""
+        doubts, req_id, size = self._doubts, tracked.request.request_id, tracked.block_tokens
+        if doubts and (doubt := doubts.get(req_id)) is not None:
+            if start > doubt:
+                return
+            # The step computes everything again that was in doubt.
+            del doubts[req_id]
+        if self._encoded is not None and (old := self._old_outputs(tracked, start, end)):
+            end = doubts[req_id] = min(old)
+        # vLLM may have taken tokens back: the step writes again what was filled.
+        first = min(tracked.filled, start // size)
+        hashes = tracked.hashes_of(first, end // size)
+        blocks = tracked.blocks[first : first + len(hashes)]
+        keys, fills, group = self._keys[tracked.group], self._open[-1].fills, tracked.group
+        for block, key in zip(blocks, hashes, strict=False):
+            if block:
+                keys[block] = key
+                fills.append((group, block, tracked))
+        tracked.filled = first + len(blocks)
+
+    def accept(self, step: int) -> list[int]:
+        """vLLM has taken the output of `step`. Returns the steps before it that vLLM has passed over: with one of them nothing
+        counts that is not accepted yet, `step` itself included."""
+        passed = []
+        while self._open and self._open[0].number < step:
+            open_step = self._open.popleft()
+            self._forget_fills(open_step)
+            passed.append(open_step.number)
+        if passed:
+            self.void()
+            self.counts["unaccepted_steps"] += len(passed)
+            logger.warning(
+                "pillion: vLLM did not take the output of %d steps before step %d: they raised, were skipped or were refused. "
+                "Nothing that they computed is kept. vLLM may still list their blocks: reset its prefix cache",
+                len(passed),
+                step,
+            )
+        self.stalled = False
+        if self._open and self._open[0].number == step:
+            self._open.popleft()
+        return passed
+
+    # --- what ends well beside the steps, and what does not ---
+
+    def loaded(self, tracked: Tracked, failed: Iterable[int]) -> None:
+        """The request's load has ended, well but for the `failed` blocks."""
+        self._take_loaded(tracked, failed)
+        tracked.loading = []
+
+    def _take_loaded(self, tracked: Tracked, failed: Iterable[int]) -> None:
+        self._keys[tracked.group].update((block, key) for block, key in tracked.loading if block not in failed)
+
+    def void(self) -> None:
+        """Nothing that the open steps fill is proven by them."""
+        for step in self._open:
+            self._forget_fills(step)
+
+    def _forget_fills(self, step: OpenStep) -> None:
+        for group, block, _ in step.fills:
+            self._keys[group].pop(block, None)
+        step.fills = []
+
+    def fail(self, blocks: Iterable[int], requests: Iterable[Tracked]) -> None:
+        """Blocks were not loaded; what the open steps have computed upon them, and upon that, is not proven."""
+        lost = set(blocks)
+        self.overwrite(lost)
+        # Requests that ended in the meantime have filled blocks, too.
+        left = set(requests) | {owner for step in self._open for _, _, owner in step.fills if owner is not None}
+        while affected := {tracked for tracked in left if not lost.isdisjoint(tracked.blocks)}:
+            left -= affected
+            for step in self._open:
+                gone = [fill for fill in step.fills if fill[2] in affected]
+                step.fills = [fill for fill in step.fills if fill[2] not in affected]
+                for group, block, _ in gone:
+                    self._keys[group].pop(block, None)
+                    lost.add(block)
+            for tracked in affected:
+                self.fall_back(tracked)
+
+    def fall_back(self, tracked: Tracked) -> None:
+        """What the request has computed beyond its proven blocks is in doubt."""
+        if tracked.blocks and tracked.live:
+            tracked.slide()
+            tracked.filled = self._leading(tracked, tracked.filled)
+            self._doubt(tracked, tracked.filled * tracked.block_tokens)
+
+    def disown(self, requests: Iterable[Tracked]) -> None:
+        """No block belongs to what the engine computes from now on. Where vLLM's own cache could not be reset, requests still
+        find blocks of before in it."""
+        for keys in self._keys:
+            keys.clear()
+        self.void()
+        self._encoded = set()
+        for tracked in requests:
+            tracked.loading = []
+            self.fall_back(tracked)
+
+    def encode(self, identifiers: Iterable[str]) -> None:
+        """A step has encoders make these outputs."""
+        if self._encoded is not None:
+            self._encoded.update(identifiers)
+            if len(self._encoded) > ENCODED_MAX:
+                self._encoded.clear()
+
+    def forget(self, tracked: Tracked) -> None:
+        """The request is over."""
+        self._doubts.pop(tracked.request.request_id, None)
+
+    def _doubt(self, tracked: Tracked, tokens: int) -> None:
+        req_id = tracked.request.request_id
+        self._doubts[req_id] = min(tokens, self._doubts.get(req_id, tokens))
+
+    def _leading(self, tracked: Tracked, end: int) -> int:
+        """Blocks of the request before `end` and before the first one that is not filled under its key. A null block, which
+        stands for one before a window, is not read."""
+        keys = self._keys[tracked.group]
+        blocks = tracked.blocks[:end]
+        hashes = tracked.hashes_of(0, len(blocks))
+        if [keys.get(block) for block in blocks] == hashes:
+            return len(blocks)
+        for place, (block, key) in enumerate(zip(blocks, hashes, strict=False)):
+            if block and keys.get(block) != key:
+                return place
+        return min(len(blocks), len(hashes))
+
+    def _old_outputs(self, tracked: Tracked, start: int, end: int) -> list[int]:
+        """Tokens from `start` to `end` at which begins what an encoder made with weights of before."""
+        encoded = self._encoded or ()
+        old = [media.mm_position for media in tracked.request.mm_features if media.identifier not in encoded]
+        return [max(start, place.offset) for place in old if place.offset < end and place.offset + place.length > start]

@@ -742,7 +742,7 @@ enum PillionStatus pillion_scheduler_load(const struct PillionScheduler *schedul
 
 /**
  * Saves the log's blocks from `start` on from the engine's blocks named by `blocks`, once every worker said that step
- * `step` is done. They must stay as they are until the save is over (PillionSchedulerState), or be given up before.
+ * `step` is done. They are kept once pillion_scheduler_accept named that step. They must stay as they are until the save is over (PillionSchedulerState), or be given up before.
  * `posted` becomes false where the save was dropped for lack of a sidecar or of room. May be NULL.
  */
 enum PillionStatus pillion_scheduler_save(const struct PillionScheduler *scheduler,
@@ -765,6 +765,14 @@ enum PillionStatus pillion_scheduler_check(const struct PillionScheduler *schedu
                                            struct PillionItemsU32 blocks,
                                            uint64_t step,
                                            bool *posted);
+
+/**
+ * Says that the engine went on with the output of step `step`, which every worker returned without an error. Until then no save of
+ * that step is kept; without this call none ever is. Saves of earlier steps that were not accepted are dropped. To be called
+ * after pillion_scheduler_void_saves, where a load of the step failed.
+ */
+enum PillionStatus pillion_scheduler_accept(const struct PillionScheduler *scheduler,
+                                            uint64_t step);
 
 /**
  * Names the tokens of the first block, just saved, of a request that is nothing but tokens: by them other engines can show

@@ -179,7 +179,7 @@ fn other_versions_and_bad_hellos_are_refused_with_a_reason() {
         Reply::Welcome(_) => panic!("{hello:?} was welcomed"),
     };
     let foreign = reason(&handshake::Hello { version: 99, oldest: None, ..scheduler() }, &[]);
-    assert!(foreign.contains("version 99 (") && foreign.contains("version 2 ("), "{foreign}");
+    assert!(foreign.contains("version 99 (") && foreign.contains("versions 2 to 3 ("), "{foreign}");
     let patient = handshake::Hello { miss_wait_ms: Some(2001), ..scheduler() };
     assert!(reason(&patient, &[]).contains("set a smaller pillion.miss_wait_ms"));
     assert!(reason(&handshake::Hello { world_size: 65, ..scheduler() }, &[]).contains("world_size"));

@@ -88,6 +88,7 @@ impl Engine {
         assert!(self.scheduler.save(log, 0, blocks, step, false));
         self.worker.start(step, 0);
         self.worker.done(step, true, 0);
+        self.scheduler.accept(step);
         watch("the end of the save", || {
             self.scheduler.end_step();
             (self.scheduler.saving() == 0).then_some(())

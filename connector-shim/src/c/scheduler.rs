@@ -215,7 +215,7 @@ pub extern "C" fn pillion_scheduler_load(
 }
 
 /// Saves the log's blocks from `start` on from the engine's blocks named by `blocks`, once every worker said that step
-/// `step` is done. They must stay as they are until the save is over (PillionSchedulerState), or be given up before.
+/// `step` is done. They are kept once pillion_scheduler_accept named that step. They must stay as they are until the save is over (PillionSchedulerState), or be given up before.
 /// `posted` becomes false where the save was dropped for lack of a sidecar or of room. May be NULL.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_scheduler_save(
@@ -244,6 +244,14 @@ pub extern "C" fn pillion_scheduler_check(
     posted: Option<&mut MaybeUninit<bool>>,
 ) -> Status {
     save(scheduler, log, start, blocks, (step, true), posted)
+}
+
+/// Says that the engine went on with the output of step `step`, which every worker returned without an error. Until then no save of
+/// that step is kept; without this call none ever is. Saves of earlier steps that were not accepted are dropped. To be called
+/// after pillion_scheduler_void_saves, where a load of the step failed.
+#[unsafe(no_mangle)]
+pub extern "C" fn pillion_scheduler_accept(scheduler: Option<&Scheduler>, step: u64) -> Status {
+    tell(scheduler, |session| session.accept(step))
 }
 
 /// Names the tokens of the first block, just saved, of a request that is nothing but tokens: by them other engines can show
@@ -417,6 +425,7 @@ mod tests {
             assert_eq!(call(handle), Status::Ok);
         }
         assert_eq!(pillion_scheduler_weights(handle, 1), Status::Ok);
+        assert_eq!(pillion_scheduler_accept(handle, 1), Status::Ok);
         assert_eq!(pillion_scheduler_overwrite(handle, Items::of(&[1])), Status::Ok);
         let state = result(|state| pillion_scheduler_end_step(handle, state)).unwrap();
         assert!(!state.connected && (state.saving, state.generation, state.namespace_word) == (0, 0, 0));

@@ -17,7 +17,7 @@ use rustix::fs::MemfdFlags;
 use shm_protocol::handshake::{self, BlockRegion, Copier, Hello, Reply, Role, Welcome, WorkerHello};
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::{STAGING_WORDS_BYTES, header};
-use shm_protocol::message::{Message, Outcome, Saved, Slot, Stage, Status};
+use shm_protocol::message::{Kind, Message, Outcome, Saved, Slot, Stage, Status};
 use shm_protocol::random::Random;
 use shm_protocol::region::{Access, Region};
 use shm_protocol::request::{Append, Keys, Query, Save, SchedulerRequest, WorkerRequest};
@@ -237,8 +237,17 @@ impl Session {
         })
     }
 
-    /// Posts a LOAD or SAVE with its blocks.
+    /// Posts a LOAD or SAVE with its blocks; the step of a SAVE is accepted at once.
     pub(crate) fn with_blocks(&mut self, request: impl Into<Message>, blocks: &[u32]) {
+        let message = request.into();
+        self.unaccepted(message, blocks);
+        if message.kind == Kind::Save {
+            self.post(SchedulerRequest::Accept { step: message.step });
+        }
+    }
+
+    /// Posts a LOAD or SAVE with its blocks.
+    pub(crate) fn unaccepted(&mut self, request: impl Into<Message>, blocks: &[u32]) {
         let mut message = request.into();
         message.data[0] = self.block_ids;
         message.count = blocks.len() as u32;

@@ -13,7 +13,7 @@ use shm_protocol::handshake::{self, Copier, Hello, Reply, Role};
 use shm_protocol::message::{Kind, Message, Status};
 use shm_protocol::request::{LoadEnd, WorkerRequest};
 use shm_protocol::versions::RELEASE;
-use shm_protocol::{PROTOCOL_VERSION, transport};
+use shm_protocol::{PROTOCOL_OLDEST, PROTOCOL_VERSION, transport};
 
 use crate::client::{BLOCKS, Kv, Session, WATCHDOG, greet, hello, save, watch};
 use crate::scene::{Pillion, Scene, key, run_id, villain, worker};
@@ -103,7 +103,7 @@ fn long_role() -> Vec<u8> {
 #[test]
 fn versions_from_the_past_and_the_future_are_told_both_numbers() {
     let mut scene = Scene::start();
-    let own = format!("version {PROTOCOL_VERSION} (release {RELEASE})");
+    let own = format!("versions {PROTOCOL_OLDEST} to {PROTOCOL_VERSION} (release {RELEASE})");
     for version in [0, 1, PROTOCOL_VERSION + 1, 99, u32::MAX] {
         let hello = Hello { version, oldest: None, release: "9.1".into(), ..scheduler(1) };
         let text = reason(say(&scene.pillion.socket, &handshake::encode(&hello), &[]), "a version");

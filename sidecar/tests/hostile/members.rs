@@ -43,7 +43,7 @@ fn a_run_claimed_twice_harms_nobody_else() {
         first.open_log(0, &(0..11).map(|n| key(9_800_000 + 100 * order + n)).collect::<Vec<_>>());
         let rank = rank_of(&scene, &kv, &one_rank(&kv), run);
         first.query_ready(0, 1, 1);
-        first.with_blocks(save(900, 0, 8), &[1]);
+        first.unaccepted(save(900, 0, 8), &[1]);
         let second = greet(&scene.pillion.socket, &claim, &[]);
         let other = (order == 1).then(|| rank_of(&scene, &kv, &one_rank(&kv), run));
         drop(rank);

@@ -61,7 +61,7 @@ const fn by_rank(breach: Breach) -> Breach {
 /// The villain's scheduler has log 0 with 70 keys in chunks 0 and 1, and block id 5 at position 7.
 const BREACHES: &[Breach] = &[
     breach("kind 0", "kind 0", || vec![[0; 8]]),
-    breach("kind 16", "kind 16", || vec![[16, 0, 0, 0, 0, 0, 0, 0]]),
+    breach("kind 17", "kind 17", || vec![[17, 0, 0, 0, 0, 0, 0, 0]]),
     breach("kind 255", "kind 255", || vec![[u64::MAX; 8]]),
     breach("OPEN of a log there is not", "log 65536", || one(Message { log: LOGS as u32, ..of(Kind::Open) })),
     breach("OPEN of a bundle there is not", "OPEN with bundle 1: this release serves one bundle", || {
@@ -185,6 +185,7 @@ const BREACHES: &[Breach] = &[
     by_rank(breach("a rank that closes", "may not send CLOSE", || one(of(Kind::Close)))),
     by_rank(breach("a rank that hints", "may not send HINT", || one(of(Kind::Hint)))),
     by_rank(breach("a rank that names tokens", "may not send GOLDEN", || one(of(Kind::Golden)))),
+    by_rank(breach("a rank that accepts", "may not send ACCEPT", || one(of(Kind::Accept)))),
     by_rank(breach("a rank that salts", "may not send SALT", || one(of(Kind::Salt)))),
     by_rank(breach("LOADED without a status", "LOADED with status 0", || one(of(Kind::Loaded)))),
     by_rank(breach("STAGED without a status", "STAGED with status 0", || one(of(Kind::Staged)))),

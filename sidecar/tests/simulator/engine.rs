@@ -11,7 +11,7 @@ mod scheduler;
 mod worker;
 
 use std::cell::{Cell, RefCell};
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::rc::Rc;
 
 use connector_shim::core::endpoint::Endpoint;
@@ -66,8 +66,8 @@ pub(crate) struct Shared {
     pub(crate) results: Vec<VecDeque<Results>>,
     /// The step whose forward each rank has reached: ranks compute together.
     pub(crate) reached: Vec<u64>,
-    /// Requests, and which attempt at them, computed on blocks that were not loaded.
-    pub(crate) broken: BTreeSet<(u64, u32)>,
+    /// Requests, and which attempt at them, whose blocks are worthless, from which step on.
+    pub(crate) broken: BTreeMap<(u64, u32), u64>,
     pub(crate) kvs: Vec<Rc<Kv>>,
 }
 
@@ -178,7 +178,7 @@ impl Engine {
             queues: Vec::new(),
             results: Vec::new(),
             reached: Vec::new(),
-            broken: BTreeSet::new(),
+            broken: BTreeMap::new(),
             kvs: Vec::new(),
         };
         let workers = (0..model.world).map(|_| None).collect();
@@ -192,7 +192,7 @@ impl Engine {
             queues: vec![VecDeque::new(); world],
             results: (0..world).map(|_| VecDeque::new()).collect(),
             reached: vec![0; world],
-            broken: BTreeSet::new(),
+            broken: BTreeMap::new(),
             kvs: (0..world).map(|_| Rc::new(Kv::new(model.blocks))).collect(),
         };
         let run = ctx.rng.bytes16();

@@ -85,9 +85,22 @@ pub(super) struct Order {
     pub(super) plan: Option<Plan>,
 }
 
+/// How a step goes.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(super) enum Fate {
+    Whole,
+    /// This rank never does it.
+    Skipped(usize),
+    /// This rank stops in the middle of it.
+    Raised(usize),
+    /// Every rank does it, and what they computed is worthless.
+    Refused,
+}
+
 #[derive(Clone, Debug)]
 pub(crate) struct Step {
     pub(super) number: u64,
+    pub(super) fate: Fate,
     pub(super) run: [u8; 16],
     /// How often the weights changed, and which the engine holds now.
     pub(super) weights: (u64, u8),

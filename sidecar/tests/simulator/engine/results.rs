@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use super::request::State;
-use super::scheduler::Scheduler;
+use super::scheduler::{InFlight, Scheduler};
 use super::{Shared, request};
 use crate::ctx::Ctx;
 use crate::origin::Origin;
@@ -21,25 +21,35 @@ impl Scheduler {
             let results: Vec<request::Results> =
                 shared.results.iter_mut().filter_map(std::collections::VecDeque::pop_front).collect();
             let step = self.in_flight.pop_front().expect("looked at above");
-            self.take(step.work, &results, shared, ctx);
+            self.take(step, &results, shared, ctx);
         }
     }
 
     fn take(
         &mut self,
-        work: Vec<(u64, u32, usize)>,
+        InFlight { work, number, fails }: InFlight,
         results: &[request::Results],
         shared: &mut Shared,
         ctx: &mut Ctx,
     ) {
         let failed: BTreeSet<u32> = results.iter().flat_map(|result| &result.failed).copied().collect();
         for (id, attempt, end) in work {
-            if let Some(request) = self.requests.get_mut(&id).filter(|request| request.attempt == attempt) {
-                request.settled = request.settled.max(end);
+            match self.requests.get_mut(&id).filter(|request| request.attempt == attempt) {
+                Some(request) if fails => {
+                    (request.computed, request.saved) = (request.settled, 0);
+                    request.attempt += 1;
+                }
+                Some(request) => request.settled = request.settled.max(end),
+                None => {}
             }
         }
         if !failed.is_empty() {
             self.loads_failed(&failed, ctx);
+        }
+        if fails {
+            self.refused = self.step;
+        } else if number > self.refused {
+            self.session.accept(number);
         }
         for id in results.iter().flat_map(|result| &result.ended) {
             self.load_ended(*id, &failed, shared, ctx);

@@ -2,7 +2,7 @@
 
 use std::rc::Rc;
 
-use super::request::{Order, State, Step, Work};
+use super::request::{Fate, Order, State, Step, Work};
 use super::scheduler::{Hit, InFlight, Phase, Scheduler};
 use super::{Shared, request};
 use crate::ctx::Ctx;
@@ -186,8 +186,10 @@ impl Scheduler {
         let orders = std::mem::take(&mut self.orders);
         let ends = work.iter().map(|work| (work.request, work.attempt, work.end)).collect();
         let urgent = urgent || !orders.is_empty();
+        let fate = if orders.is_empty() && !work.is_empty() { self.fate(ctx) } else { Fate::Whole };
         let step = request::Step {
             number: self.step,
+            fate,
             run: self.run,
             weights: self.weights,
             resolved,
@@ -198,7 +200,23 @@ impl Scheduler {
         self.note_step(&step, ctx);
         let step = Rc::new(step);
         shared.queues.iter_mut().for_each(|queue| queue.push_back(Rc::clone(&step)));
-        self.in_flight.push_back(InFlight { work: ends, number: self.step });
+        self.in_flight.push_back(InFlight { work: ends, number: self.step, fails: fate != Fate::Whole });
+    }
+
+    /// How a step goes that loads nothing.
+    fn fate(&self, ctx: &mut Ctx) -> Fate {
+        if ctx.knobs.faults == 0 || !ctx.rng.one_in(40) {
+            return Fate::Whole;
+        }
+        let rank = ctx.rng.below(self.model.world as u64) as usize;
+        let (point, fate) = ctx.rng.pick(&[
+            ("engine step skipped", Fate::Skipped(rank)),
+            ("engine step raised", Fate::Raised(rank)),
+            ("engine step refused", Fate::Refused),
+        ]);
+        ctx.hit(point);
+        ctx.note(|| format!("{}: step {} ends as {fate:?}", self.model.name, self.step));
+        fate
     }
 
     fn note_step(&self, step: &Step, ctx: &mut Ctx) {

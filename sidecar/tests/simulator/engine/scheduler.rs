@@ -65,6 +65,8 @@ pub(super) struct Hit {
 pub(super) struct InFlight {
     pub(super) work: Vec<(u64, u32, usize)>,
     pub(super) number: u64,
+    /// The engine does not go on with what it computes.
+    pub(super) fails: bool,
 }
 
 #[derive(Debug)]
@@ -86,6 +88,8 @@ pub(crate) struct Scheduler {
     pub(super) running: Vec<u64>,
     pub(super) free: Vec<u32>,
     pub(super) in_flight: VecDeque<InFlight>,
+    /// The last step that was in flight when one failed: no output up to there is accepted.
+    pub(super) refused: u64,
     /// Blocks that this step may overwrite.
     pub(super) overwritten: Vec<u32>,
     pub(super) orders: Vec<Order>,
@@ -120,6 +124,7 @@ impl Scheduler {
             // Block 0 is the null block.
             free: (1..model.blocks).collect(),
             in_flight: VecDeque::new(),
+            refused: 0,
             overwritten: Vec::new(),
             orders: Vec::new(),
             work: Vec::new(),

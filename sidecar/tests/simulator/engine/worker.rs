@@ -11,7 +11,7 @@ use shm_protocol::layout::header;
 use shm_protocol::request::{LoadEnd, WorkerRequest};
 
 use super::copying::Copying;
-use super::request::{Results, Step};
+use super::request::{Fate, Results, Step};
 use super::{Change, Model, Port, Shared};
 use crate::connection::{Connection, PoolMap};
 use crate::ctx::{Actor, Ctx, Micros};
@@ -136,6 +136,15 @@ impl Worker {
             self.session.set_weights(step.weights.0, super::live(step.weights.1));
         }
         self.session.join(step.run);
+        if step.fate != Fate::Whole {
+            let broken = step.work.iter().map(|work| ((work.request, work.attempt), step.number));
+            broken.for_each(|(work, step)| _ = shared.broken.entry(work).or_insert(step));
+        }
+        if step.fate == Fate::Skipped(self.rank) {
+            shared.reached[self.rank] = step.number;
+            self.report(&step, shared, ctx);
+            return ctx.pause(10);
+        }
         if let Some(link) = self.session.link() {
             link.store(header::FENCE_START, step.number);
         }
@@ -274,11 +283,14 @@ impl Worker {
     /// This step computes on blocks that were not loaded.
     fn spoil(&mut self, step: &Step, at: usize, shared: &mut Shared) {
         self.spoiled = self.spoiled.max(step.number);
-        shared.broken.insert((step.orders[at].request, step.orders[at].attempt));
+        let work = (step.orders[at].request, step.orders[at].attempt);
+        shared.broken.entry(work).or_insert(step.number);
     }
 
     fn end_step(&mut self, step: &Step, shared: &mut Shared, ctx: &mut Ctx) {
-        if self.spoiled > 0 {
+        if step.fate == Fate::Raised(self.rank) {
+            ctx.note(|| format!("{}: rank {} raises in step {}", self.model.name, self.rank, step.number));
+        } else if self.spoiled > 0 {
             ctx.hit("engine fence withheld");
         } else if let Some(link) = self.session.link() {
             link.store(header::FENCE_DONE, step.number);
@@ -286,6 +298,11 @@ impl Worker {
                 link.connection.ring();
             }
         }
+        self.report(step, shared, ctx);
+    }
+
+    /// Tells the scheduler that the step is over.
+    fn report(&mut self, step: &Step, shared: &mut Shared, ctx: &mut Ctx) {
         for awaited in std::mem::take(&mut self.session.awaited) {
             let next = self.look(awaited, ctx);
             self.go_on(next, None, shared, ctx);

@@ -54,6 +54,7 @@ impl Life {
                 ctx.cover.add("save present", saved.present.into());
                 ctx.cover.add("save cancelled", saved.cancelled.into());
                 ctx.cover.add("save dropped", saved.dropped.into());
+                ctx.cover.add("save unaccepted", saved.unaccepted.into());
                 self.on(session, ctx, |session| {
                     session
                         .push_saved(&saved)

@@ -314,8 +314,7 @@ class Engine:
             ids = self.take(hits)
             self._step += 1
             plans = self._scheduler.load(log, 0, ids, self._step, True)
-            self._scheduler.end_step()
-            failed = {block for rank in self._ranks for block in self._copied(rank, plans)} if plans else set(ids)
+            failed = self._do_step(plans) if plans else set(ids)
         good = next((at for at, block in enumerate(ids) if block in failed), len(ids))
         self.free(ids[good:])
         return ids[:good]
@@ -334,7 +333,8 @@ class Engine:
     def save(self, tokens: Sequence[int], ids: Sequence[int], first: int = 0, handover: bool = False) -> int:
         """Offers blocks that hold the KV of these tokens' full blocks from the `first` on, and waits until that is done.
 
-        Answers how many are kept now. The blocks are the caller's again, whatever became of them. In a namespace that was
+        Answers how many are kept now. The blocks are the caller's again, whatever became of them. The engine accepts them by this
+        call: it comes once the step that computed them has returned without an error, on every device. In a namespace that was
         found, nothing of an engine is kept before it has proven what it computes (`prove`), unless it is the first there.
         `handover`: another engine is to load them, and they stay for that.
         """
@@ -381,9 +381,7 @@ class Engine:
             self._scheduler.save(log, first, blocks, self._step, checked)
             if blocks and not first and not checked:
                 self._scheduler.golden(list(tokens[: self.namespace.tokens]))
-            self._scheduler.end_step()
-            for rank in self._ranks:
-                self._copied(rank, [])
+            self._do_step([])
             until = time.monotonic() + SAVE_PATIENCE_S
             while self._scheduler.saving and time.monotonic() < until:
                 time.sleep(TURN_S)
@@ -425,11 +423,15 @@ class Engine:
             self._turn()
         return max(0, hits)
 
-    def _copied(self, rank: _shim.WorkerSession, plans: list[bytes]) -> list[int]:
-        """One step of a rank: the blocks that it could not load."""
-        rank.start(self._step)
-        failed = [block for plan in plans for block in rank.load(plan) or ()]
-        rank.done(self._step, True)
+    def _do_step(self, plans: list[bytes]) -> set[int]:
+        """One step of every rank, which the engine accepts: the blocks that could not be loaded."""
+        self._scheduler.end_step()
+        failed: set[int] = set()
+        for rank in self._ranks:
+            rank.start(self._step)
+            failed.update(block for plan in plans for block in rank.load(plan) or ())
+            rank.done(self._step, True)
+        self._scheduler.accept(self._step)
         return failed
 
     def _turn(self) -> None:

@@ -25,7 +25,7 @@ const CASES: &[(&str, &[&str])] = &[
 fn injected(source: &str, more: &[&str]) -> Result<String, String> {
     let image: &[&str] = match more.iter().any(|option| option.starts_with("--image=")) {
         true => &[],
-        false => &["--image=registry.example/pillion:0.2.0"],
+        false => &["--image=registry.example/pillion:0.3.0"],
     };
     let arguments = Arguments::try_parse_from(["inject", "--dram=30GiB"].iter().chain(image).chain(more))
         .map_err(|error| error.to_string())?;

@@ -242,12 +242,13 @@ static void load(Engine *engine, int64_t log, uint32_t start, PillionItemsU32 id
     if (loaded.op != op || loaded.failed.count) die("load", "another load, or blocks failed");
 }
 
-/* The step of a save, which is over then. An engine would go on computing meanwhile. */
+/* The step of a save, which is accepted, and over then. An engine would go on computing meanwhile. */
 static PillionSchedulerState end_save(Engine *engine, uint64_t step) {
     PillionSchedulerState state;
     check(pillion_scheduler_end_step(engine->scheduler, &state), "end of step");
     check(pillion_worker_start(engine->worker, &engine->run, step, 0), "start");
     check(pillion_worker_done(engine->worker, step, true, 0), "done");
+    check(pillion_scheduler_accept(engine->scheduler, step), "accept");
     for (int turn = 0; state.saving; turn++) {
         if (turn == WATCHDOG_MS) die("save", "no end");
         sleep_ms();

@@ -169,6 +169,7 @@ class Engine:
         for ended in self._all("step", order):
             for op in ended:
                 self._rank_ended(op)
+        self._scheduler.accept(self._step)
         for load in loads:
             if load.sync:
                 self._give_back(load)

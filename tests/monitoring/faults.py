@@ -45,9 +45,7 @@ class Checking(Engine):
         with self._log(tokens) as (log, count):
             self._step += 1
             self._scheduler.save(log, 0, ids[:count], self._step, True)
-            self._scheduler.end_step()
-            for rank in self._ranks:
-                self._copied(rank, [])
+            self._do_step([])
         self.free(ids)
 
 

@@ -144,7 +144,7 @@ def test_no_alert_fires_while_an_engine_loads_its_model() -> None:
 
 def inject(text: str, options: list[str]) -> str:
     """What the program makes of it."""
-    command = [str(find_binary()), "inject", "--dram=30GiB", "--image=registry.example/pillion:0.2.0", *options]
+    command = [str(find_binary()), "inject", "--dram=30GiB", "--image=registry.example/pillion:0.3.0", *options]
     return subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout
 
 

@@ -86,12 +86,13 @@ class Sessions:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """What was planned for `next_step` is done, by the rank with what it does within."""
+        """What was planned for `next_step` is done, by the rank with what it does within, and accepted."""
         self.scheduler.end_step()
         self.worker.join(self.run)
         self.worker.start(self.next_step, self.stream)
         yield
         self.worker.done(self.next_step, True, self.stream)
+        self.scheduler.accept(self.next_step)
         self.next_step += 1
 
     def saved(self) -> bool:

@@ -4,7 +4,7 @@ const NOW: &str = r#"# HELP pillion_ssd_down 1 while the device is taken for bro
 # TYPE pillion_ssd_down gauge
 pillion_ssd_down{device="/mnt/a"} 1
 pillion_ssd_down{device="/mnt/b"} 0
-pillion_build_info{version="0.2.0"} 1
+pillion_build_info{version="0.3.0"} 1
 process_start_time_seconds 1000
 process_resident_memory_bytes 1610612736
 pillion_pool_bytes 1073741824
@@ -50,7 +50,7 @@ fn row<'a>(overview: &'a Overview, title: &str, first: &str) -> &'a [String] {
 #[test]
 fn figures_are_of_the_time_between() {
     let found = overview(Some(&Samples::read(BEFORE)));
-    assert_eq!(found.heading, "Pillion 0.2.0, up for 10.0 s, 1.5 GiB of memory in use");
+    assert_eq!(found.heading, "Pillion 0.3.0, up for 10.0 s, 1.5 GiB of memory in use");
     assert_eq!(
         row(&found, "Tiers", "memory"),
         ["memory", "256 MiB", "25.0 %", "1,234,567", "1.0 MiB/s", "0 B/s", "0/s"]

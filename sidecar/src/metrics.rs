@@ -121,6 +121,11 @@ const COUNTERS: &[Figure<Stats>] = &[
     ("saves_lost_to_reuse_total", "Blocks not saved: the engine reused them first.", |s| {
         s.saves_lost_to_reuse
     }),
+    (
+        "saves_unaccepted_total",
+        "Blocks not saved: their engine did not go on with the output of their step, or is of a release before 0.3.0.",
+        |s| s.saves_unaccepted,
+    ),
     ("loaded_blocks_total", "Blocks loaded, counted once for each rank.", |s| s.loaded_blocks),
     ("loaded_bytes_total", "Bytes loaded by ranks.", |s| s.loaded_bytes),
     ("load_failures_total", "Loads that a rank could not end.", |s| s.load_failures),
@@ -172,7 +177,8 @@ const SAVES_DROPPED: &[(&str, Reading<Stats>)] = &[
     ("unproven", |s| s.saves_unproven),
     // All are counted at the end of their save, those of the other reasons already before.
     ("not_copied", |s| {
-        s.saves_dropped.saturating_sub(s.saves_without_room + s.saves_too_large + s.saves_unproven)
+        s.saves_dropped
+            .saturating_sub(s.saves_without_room + s.saves_too_large + s.saves_unproven + s.saves_unaccepted)
     }),
 ];
 

@@ -13,7 +13,7 @@ use shm_protocol::gate;
 use shm_protocol::handshake::{self, Copier, CudaAllocation, CudaMemory, Reply, Role};
 use shm_protocol::layout;
 use shm_protocol::message::{Kind, LOAD_BY_ENGINE, Message, SAVE_CHECKED, Status};
-use shm_protocol::request::{LoadEnd, WorkerRequest};
+use shm_protocol::request::{LoadEnd, SchedulerRequest, WorkerRequest};
 use shm_protocol::transport;
 use sidecar::config::{Options, UseGpu};
 
@@ -318,4 +318,40 @@ fn an_engine_whose_memory_holds_other_bytes_than_are_kept_is_barred() {
     assert_eq!(scheduler.query(0, 5, 3).status, Status::Barred);
     scheduler.with_blocks(save(6, 0, 1), &[1, 2, 3]);
     assert_eq!(scheduler.saved().dropped, 3);
+}
+
+#[test]
+fn an_engine_of_the_release_before_loads_and_is_told_why_nothing_is_kept() {
+    let sidecar = Sidecar::start();
+    let kv = Kv::new();
+    let rank = sidecar.rank(&kv, 0, 1, Copier::Engine);
+    let mut scheduler = sidecar.scheduler(1);
+    scheduler.open_log(0, &keys(2));
+    scheduler.query_ready(0, 1, 2);
+    rank.fences(1, 1);
+    scheduler.with_blocks(save(2, 0, 1), &[1, 2]);
+    assert_eq!(scheduler.saved().committed, 2);
+
+    let old = |hello| handshake::Hello { version: 2, oldest: Some(2), release: "0.2.0".into(), ..hello };
+    let run = [8; 16];
+    let rank =
+        Session::rank(sidecar.socket(), &old(hello("old", 1, kv.worker(0, 1, Copier::Engine))), &kv, run);
+    let mut scheduler = Session::open(sidecar.socket(), &old(hello("old", 1, Role::Scheduler { run })), &[]);
+    for session in [&rank, &scheduler] {
+        let note = session.welcome.note.as_deref().expect("a note for the engine's log");
+        assert!(note.starts_with("engine old is of release 0.2.0"), "{note}");
+        assert!(
+            note.ends_with("Install release 0.3.0 or later of Pillion's wheel in the engine's image"),
+            "{note}"
+        );
+        assert_eq!(session.welcome.version, 2);
+    }
+    scheduler.open_log(0, &keys(4));
+    assert_eq!(scheduler.query_ready(0, 1, 4).value, 2, "it finds what others keep");
+    rank.fences(1, 1);
+    scheduler.unaccepted(save(2, 0, 1), &[1, 2, 3, 4]);
+    let saved = scheduler.saved();
+    assert_eq!((saved.present, saved.dropped, saved.unaccepted), (2, 2, 2));
+    scheduler.post(SchedulerRequest::Accept { step: 1 });
+    scheduler.closed();
 }

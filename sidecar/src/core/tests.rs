@@ -1,5 +1,6 @@
 //! The rules of the core, one test each, against the real tier.
 
+mod acceptance;
 mod adoption;
 pub(super) mod announcements;
 mod binding;
@@ -270,8 +271,12 @@ impl Harness {
     fn accept(&mut self) {
         let steps = self.unaccepted.extract_if((self.speaker, 0)..=(self.speaker, u64::MAX), |_| true);
         for (_, step) in steps.collect::<Vec<_>>() {
-            self.ask(SchedulerRequest::Accept { step });
+            self.accept_step(step);
         }
+    }
+
+    fn accept_step(&mut self, step: u64) {
+        self.ask(SchedulerRequest::Accept { step });
     }
 
     /// Copies asked for since the last look: (copy, session, pieces).

@@ -16,6 +16,9 @@ pub enum Timed {
     Save(Part),
     /// From the turn that saw the last step of a prompt for another engine done until that engine had loaded the prompt.
     Handover,
+    /// From the turn in which a save for another engine was whole until its blocks were committed: it waited for its step to be
+    /// accepted, and for nothing else.
+    Acceptance,
     /// A block, from being asked of a disk until it was in DRAM.
     DiskRead,
     /// The same of a peer, or of several one after the other.

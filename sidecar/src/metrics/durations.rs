@@ -53,9 +53,10 @@ const FAMILIES: &[Family] = &[
     (
         "handover_duration_seconds",
         "Time of prompts from one engine to another of this sidecar; whole: from the end of the last step that computed, as the sidecar \
-         saw it, until every rank of the other had loaded all.",
+         saw it, until every rank of the other had loaded all; acceptance: of a save, copied whole, until its engine went on with the \
+         step's output.",
         "part",
-        &[("whole", Timed::Handover)],
+        &[("whole", Timed::Handover), ("acceptance", Timed::Acceptance)],
     ),
     (
         "block_read_duration_seconds",

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use copy_engine::HostMemory;
 use rustix::fs::FileType;
 use rustix::io::Errno;
+use shm_protocol::ACCEPT_SINCE;
 use shm_protocol::handshake::{self, Copier, Hello, Reply, Role, Welcome, WorkerHello};
 use shm_protocol::key::NamespaceDigest;
 use shm_protocol::namespace;
@@ -121,7 +122,7 @@ impl Runtime {
         };
         let digest = blocks.as_ref().map(|blocks| namespace::digest(&blocks.facts));
         let note = match self.examine(&hello, blocks.as_ref()) {
-            Ok(note) => note,
+            Ok(note) => join_notes([accepts_nothing(version, &hello), note]),
             Err(text) => return self.refuse(&socket, &engine, &role, (Cause::Namespace, text)),
         };
         let rank = match &hello.role {
@@ -291,6 +292,22 @@ impl Runtime {
         self.closing.push((id, reason, text.into()));
         self.close_sessions();
     }
+}
+
+/// What is said of an engine that does not tell which steps it accepted.
+fn accepts_nothing(version: u32, hello: &Hello) -> Option<String> {
+    let Hello { engine, release, .. } = hello;
+    (version < ACCEPT_SINCE).then(|| {
+        format!(
+            "engine {engine} is of release {}, which does not say which steps it accepted: it loads, and nothing that it saves \
+             is kept. Install release 0.3.0 or later of Pillion's wheel in the engine's image",
+            release.escape_debug()
+        )
+    })
+}
+
+fn join_notes(notes: [Option<String>; 2]) -> Option<String> {
+    notes.into_iter().flatten().reduce(|first, second| format!("{first}. {second}"))
 }
 
 fn describe(role: &Role) -> String {

@@ -210,6 +210,31 @@ fn fillings_that_never_end() -> Option<()> {
     Some(())
 }
 
+#[test]
+fn saves_that_are_never_accepted_leave_a_neighbour_room() {
+    in_time("a neighbour's work", saves_never_accepted);
+}
+
+fn saves_never_accepted() -> Option<()> {
+    let mut scene = Scene::start();
+    let (mut scheduler, _rank) = villain(scene.socket(), &Kv::new(), "hoarder");
+    scene.work();
+    for number in 0..TOO_MANY {
+        let log = number as u32;
+        scheduler.open_log(log, &keys(number));
+        scheduler.unaccepted(save_log(10 + number, log, 0), &(1..=SET as u32).collect::<Vec<_>>());
+        scene.work();
+    }
+    watch("fillings", || (scene.held("filling") > 4 * SET * BLOCK_BYTES).then_some(()));
+    for _ in 0..SETS {
+        let set = scene.save();
+        scene.assert_found(&[set])?;
+    }
+    assert!(scene.held("filling") > 4 * SET * BLOCK_BYTES, "it holds what it can get");
+    assert_eq!(scene.held("kept"), 0, "and nothing of it is found");
+    Some(())
+}
+
 /// Counted in the flood's messages that are read while the neighbour waits: of an engine alone a turn takes 1,297 of them.
 #[test]
 fn a_flood_of_queries_is_read_in_small_parts_beside_a_neighbour() {

@@ -1,5 +1,6 @@
 //! One engine awaits what another computes, over one sidecar.
 
+mod acceptance;
 mod quotas;
 
 use super::*;

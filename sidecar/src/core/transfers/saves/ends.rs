@@ -125,6 +125,7 @@ impl Transfers {
         if !blocks.is_empty() {
             base.cx.took(Timed::Save(Part::Whole), save.posted);
         }
+        let whole_since = self.pending.get(&session).and_then(|pending| pending.whole_since(op));
         for block in &blocks {
             let reused = block.cancelled || op < void_below;
             let whole = !reused && !save.void && save.acceptance == Acceptance::Given;
@@ -159,6 +160,9 @@ impl Transfers {
             self.checks.committed(session, committed.iter().map(|(_, key)| *key));
             base.cx.namespaces.note_kept(save.binding.space());
             base.cx.produced.kept.insert((save.binding.namespace, session));
+            if let Some(since) = whole_since.filter(|_| save.handover) {
+                base.cx.took(Timed::Acceptance, since);
+            }
         }
         // Head first: where a disk has no room for all of them, that part is worth more.
         for (slot, key) in committed {

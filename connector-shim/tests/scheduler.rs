@@ -534,6 +534,84 @@ fn saves_end_are_counted_and_given_up_in_ranges() {
     assert_eq!((scheduler.stats()["blocks_committed"], scheduler.stats()["blocks_cancelled"]), (2, 2));
 }
 
+/// The steps that the sidecar was told of since the last look.
+fn accepted(served: &mut Served) -> Vec<u64> {
+    served.drain_kind(Kind::Accept).iter().map(|message| message.step).collect()
+}
+
+#[test]
+fn a_step_is_accepted_at_once_where_saves_wait_for_it() {
+    let (_peer, mut scheduler, mut served, log) = with_log(8);
+    scheduler.accept(1);
+    assert!(accepted(&mut served).is_empty(), "an engine that saves nothing says nothing");
+    assert!(scheduler.save(log, 0, vec![1], 2, false) && scheduler.save(log, 1, vec![2], 3, false));
+    scheduler.accept(1);
+    assert!(accepted(&mut served).is_empty(), "no save of step 1");
+    scheduler.accept(3);
+    assert_eq!(accepted(&mut served), [3], "before the step ends");
+    scheduler.accept(3);
+    scheduler.accept(4);
+    assert!(accepted(&mut served).is_empty(), "steps 2 and 3 are settled");
+    assert!(scheduler.save(log, 2, vec![3], 6, false));
+    scheduler.accept(7);
+    assert_eq!(accepted(&mut served), [7], "step 6 is void");
+}
+
+#[test]
+fn a_save_behind_its_acceptance_is_accepted_as_it_is_posted() {
+    let (_peer, mut scheduler, mut served, log) = with_log(8);
+    scheduler.accept(5);
+    assert!(scheduler.save(log, 0, vec![1], 5, false) && scheduler.save(log, 1, vec![2], 6, false));
+    assert_eq!(accepted(&mut served), [5]);
+}
+
+#[test]
+fn an_acceptance_without_room_is_told_with_the_next() {
+    let (_peer, mut scheduler, mut served, log) = with_log(8);
+    assert!(scheduler.save(log, 0, vec![1], 1, false));
+    let logs = open_all(&mut scheduler);
+    logs.iter().take(SUBMISSION_RESERVED).for_each(|log| scheduler.close(*log));
+    scheduler.accept(1);
+    assert!(accepted(&mut served).is_empty());
+    scheduler.accept(2);
+    assert_eq!(accepted(&mut served), [2], "and step 1 is void");
+}
+
+#[test]
+fn blocks_of_refused_steps_are_counted() {
+    let (_peer, mut scheduler, mut served, log) = with_log(8);
+    assert!(scheduler.save(log, 0, vec![1, 2], 1, false));
+    scheduler.accept(2);
+    let op = served.drain_kind(Kind::Save)[0].op;
+    served.complete(Saved { op, dropped: 2, unaccepted: 2, ..Saved::default() });
+    scheduler.end_step();
+    assert_eq!((scheduler.stats()["blocks_dropped"], scheduler.stats()["blocks_unaccepted"]), (2, 2));
+}
+
+#[test]
+fn at_a_sidecar_of_the_release_before_nothing_is_saved_or_promised() {
+    let mut peer = Peer::new(1);
+    peer.version = 2;
+    let (mut scheduler, mut served) = connected(&peer, BLOCK_BYTES);
+    let log = scheduler.open(None);
+    scheduler.promise(log).unwrap();
+    assert_eq!(append(&mut scheduler, log, 4), 4);
+    assert!(!scheduler.save(log, 0, vec![1], 1, false));
+    scheduler.accept(1);
+    scheduler.end_step();
+    let messages = served.drain();
+    let kinds: Vec<Kind> = messages.iter().map(|message| message.kind).collect();
+    assert_eq!(kinds, [Kind::Open, Kind::Append]);
+    assert_eq!(messages[1].flags, 0, "nobody is to wait for what is not saved");
+    let notices = scheduler.take_notices();
+    let told = notices.iter().filter(|notice| notice.contains("upgrade the sidecar to 0.3.0 or later"));
+    assert_eq!(told.count(), 1, "{notices:?}");
+    let op = scheduler.post_query(log, 0, 4).unwrap();
+    grant(&served, op, 0, 4, &messages[1].data);
+    assert_eq!(scheduler.poll(op), Some(4));
+    assert_eq!(scheduler.load(log, 0, &[1], 1, true).len(), 1, "it loads");
+}
+
 #[test]
 fn a_check_that_finds_other_kv_is_said_once_with_its_figures() {
     let peer = Peer::new(1);

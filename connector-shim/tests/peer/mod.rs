@@ -71,6 +71,8 @@ pub(crate) struct Peer {
     folder: PathBuf,
     pub(crate) epoch: u64,
     pub(crate) lease_ttl_ms: u64,
+    /// The protocol that it speaks.
+    pub(crate) version: u32,
     /// Whether it knows the flags of handovers.
     pub(crate) handover: bool,
     pub(crate) tails: bool,
@@ -99,7 +101,8 @@ impl Peer {
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let folder = std::env::temp_dir().join(format!("pillion-shim-{}-{number}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
-        Self { folder, epoch, lease_ttl_ms: LEASE_TTL_MS, handover: true, tails: true }
+        let (version, lease_ttl_ms) = (PROTOCOL_VERSION, LEASE_TTL_MS);
+        Self { folder, epoch, version, lease_ttl_ms, handover: true, tails: true }
     }
 
     pub(crate) fn socket(&self) -> PathBuf {
@@ -111,6 +114,7 @@ impl Peer {
     pub(crate) fn serve(&self, block_bytes: u64) -> JoinHandle<Served> {
         let listener = self.listen();
         let said = Welcome {
+            version: self.version,
             lease_ttl_ms: self.lease_ttl_ms,
             handover: self.handover,
             tails: self.tails,
@@ -210,7 +214,7 @@ fn accept(listener: &OwnedFd, said: &Welcome, block_bytes: u64) -> Option<Served
         return None;
     }
     let hello = decode_hello(&record, descriptors.len()).unwrap();
-    let (fd, memory) = SessionMemory::create(PROTOCOL_VERSION, said.epoch, 1).unwrap();
+    let (fd, memory) = SessionMemory::create(said.version, said.epoch, 1).unwrap();
     memory.store_bound(bound(0, namespace()));
     let doorbell = doorbell();
     let pool = TestPool::new(block_bytes);

@@ -32,10 +32,10 @@ class PillionMetadata(KVConnectorMetadata):
     urgent: bool = False
     # Whether the step computes nothing.
     idle: bool = False
+    # Whether the scheduler role waits to learn that vLLM has taken the output of this step, or that of an earlier one.
+    asks: bool = False
     # Several of a request whose blocks are still on their way.
     loads: list[Load] = field(default_factory=list)
-    # Whether there were any: ranks take them out as they begin them.
-    has_loads: bool = False
     # The loads of earlier steps whose output vLLM has not taken yet: a rank that such a step never reached begins them.
     open_loads: list[StepLoads] = field(default_factory=list)
     # Steps that vLLM has passed over: what ranks reported with them is lost.
@@ -47,11 +47,6 @@ class PillionMetadata(KVConnectorMetadata):
     weights: int = 0
     # The metadata of the engine's other cache groups for the same step, by group number.
     others: list[PillionMetadata] = field(default_factory=list)
-
-    @property
-    def begins_loads(self) -> bool:
-        """Whether loads were planned for the step, of any cache group."""
-        return self.has_loads or any(other.has_loads for other in self.others)
 
 
 @dataclass(slots=True)

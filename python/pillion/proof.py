@@ -52,6 +52,11 @@ class Proof:
         self.counts: Counter[str] = Counter()
         self._warned = False
 
+    @property
+    def waits(self) -> bool:
+        """Whether there are steps whose output vLLM has not taken."""
+        return bool(self._open)
+
     def doubts(self, tracked: Tracked) -> bool:
         """Whether the request has computed upon an unproven block."""
         return tracked.request.request_id in self._doubts

@@ -306,15 +306,15 @@ class Scheduler:
         step = metadata.step
         self._next = PillionMetadata(self._run, step + 1)
         metadata.urgent = bool(metadata.loads)
-        metadata.has_loads = bool(metadata.loads or metadata.lost)
         metadata.open_loads = self._open_loads
-        if metadata.has_loads:
+        if metadata.loads or metadata.lost:
             self._open_loads = [*self._open_loads, StepLoads(step, list(metadata.loads), list(metadata.lost))]
         if self._config.saves:
             # What the steps of an update compute is looked at once it has ended.
             metadata.urgent |= self._saving.save(self._begun, {} if self.updating else scheduled, step)
         self._requests.running = set(scheduled)
         metadata.idle = not scheduled
+        metadata.asks = self._proof.waits or bool(self._open_loads)
         self._pacing.end_step(metadata.idle)
         session.end_step()
         if scheduled and self._events:

@@ -233,6 +233,7 @@ class SetScheduler:
             part.follow_step(output)
         metadata, *others = [part.post_step(output) for part in self._all]
         metadata.others = others
+        metadata.asks |= any(other.asks for other in others)
         return metadata
 
     def accepts(self, output: StepOutput) -> None:

@@ -217,9 +217,7 @@ class Worker:
     def _missed_loads(self, metadata: PillionMetadata) -> list[StepLoads]:
         """Loads of earlier steps that this rank has not begun, although the sidecar may copy them: such a step was skipped, or
         raised before it got there. vLLM waits for their ends, and this step for what they write."""
-        last = self._metadata
-        if last is None:
-            return []
+        last = self._metadata or PillionMetadata(metadata.run, 0)
         unbegun = StepLoads(last.step, last.loads, last.lost)
         return [unbegun, *(planned for planned in metadata.open_loads if planned.step > last.step)]
 
@@ -310,8 +308,7 @@ class Worker:
     def step_output(self) -> StepOutput | None:
         """The step that this rank has begun and whose output vLLM is about to return; None where nobody waits for that."""
         metadata = self._metadata
-        waits = metadata is not None and (not metadata.idle or metadata.begins_loads)
-        return StepOutput(metadata.run, metadata.step) if metadata is not None and waits else None
+        return StepOutput(metadata.run, metadata.step) if metadata is not None and metadata.asks else None
 
     def _end_waits(self, waits: LayerWaits, session: _shim.WorkerSession, step: int) -> None:
         if waits.end_step(session, self._stream):

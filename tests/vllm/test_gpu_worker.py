@@ -149,11 +149,11 @@ def test_hooks_that_stay_away_fail_the_load_and_end_the_overlap() -> None:
     assert rank.worker.take_failed() == set()
 
 
-def test_a_step_that_computes_names_itself_in_its_output() -> None:
+def test_a_step_names_itself_in_its_output_where_it_is_asked_to() -> None:
     """By which the scheduler role learns that vLLM took it."""
     rank = Rank()
     assert rank.worker.step_output() is None
-    rank.step("NONE", LAYERS)
+    rank.worker.begin_step(PillionMetadata(b"", 1, asks=True))
     assert rank.worker.step_output() == StepOutput(b"", 1)
     rank.worker.begin_step(PillionMetadata(b"", 2, idle=True))
     assert rank.worker.step_output() is None

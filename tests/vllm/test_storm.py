@@ -20,6 +20,8 @@ STEPS = 60
 # Steps of several cache groups, of all tests together, and those after which another engine goes on.
 SET_STEPS, SET_STEPS_OF_ENGINE = int(os.environ.get("SET_STEPS", "100000")), 4_000
 CHANCES = {"arrive": 0.4, "abort": 0.06, "reset": 0.03, "replace_weights": 0.02}
+# Of plays in which steps fail too: a step that fails ends every request.
+FAIL = 0.06
 # A frozen sidecar costs an engine whose loads it copies two seconds a load, the deadline.
 FREEZE = {"engine": 0.03, "sidecar": 0.002}
 # Every other hit is checked: what is kept must be what the engine computes.
@@ -42,6 +44,8 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 SET_TESTS = sum(KINDS[kind]["kind"] == "set" for _, _, kind in PATHS) * len(RELEASES) * len(SCHEDULERS)
 ALONE = "PILLION_SEED" in os.environ
+# What is counted of an engine's plays.
+COUNTED = ("steps", "hits", "preemptions", "crossings", "null_blocks", "failed_steps")
 
 
 def _first_seed(stage: Stage, path: tuple[str, str, str]) -> int:
@@ -58,14 +62,31 @@ def _first_seed(stage: Stage, path: tuple[str, str, str]) -> int:
 def test_random_plays(stage: Stage, load: str, copy: str, kind: str) -> None:
     """Preemption, reuse, aborts at every moment, new weights, failed loads and a freezing sidecar, in any order."""
     several = KINDS[kind]["kind"] == "set"
-    least = -(-SET_STEPS // SET_TESTS) if several and not ALONE else 0
-    chances = CHANCES | {"freeze": FREEZE[copy]}
+    _play(stage, (load, copy, kind), -(-SET_STEPS // SET_TESTS) if several and not ALONE else 0)
+
+
+@pytest.mark.supports("preemption", "async-scheduling")
+@pytest.mark.parametrize(("load", "copy", "kind"), PATHS)
+def test_random_plays_with_steps_that_fail(stage: Stage, load: str, copy: str, kind: str) -> None:
+    """Steps that are skipped, that raise and that are refused, and preemption by priority: vLLM lists blocks that no step
+    filled, and computes upon them. What is kept is right all the same."""
+    total = _play(stage, (load, copy, kind), 0, {"fail": FAIL}, policy="priority")
+    assert ALONE or total["failed_steps"] > 0
+
+
+def _play(
+    stage: Stage, path: tuple[str, str, str], least: int, more: dict[str, float] | None = None, **scenario: Any
+) -> Counter[str]:
+    """Plays of a path, so many steps at least, with more chances; what was counted."""
+    load, copy, kind = path
+    several = KINDS[kind]["kind"] == "set"
+    chances = CHANCES | {"freeze": FREEZE[copy]} | (more or {})
     if load == "async" or kind != "full":
         # vLLM cannot undo a synchronous load.
         chances["spoil"] = 0.1
     total: Counter[str] = Counter()
     rounds, most = 0, 0 if several or ALONE else ROUNDS_MAX
-    first = _first_seed(stage, (load, copy, kind))
+    first = _first_seed(stage, path)
     # Smaller than what the plays save: the sidecar evicts too.
     with sidecar.serving(stage.directory, dram="8MiB") as keeper:
         (connector,) = by_load(keeper, load, **SETTINGS, **{"pillion.copy": copy})
@@ -75,17 +96,18 @@ def test_random_plays(stage: Stage, load: str, copy: str, kind: str) -> None:
             seeds, spare = known[:PLAYS], known[PLAYS:]
             storm = {"seeds": seeds, "spare": spare, "steps": STEPS, "chances": chances, "pid": keeper.pid}
             acts = [{"do": "storm", "with": storm | {"least": min(least - total["steps"], SET_STEPS_OF_ENGINE)}}]
-            ((result,),) = stage.play(acts, connector, metrics=metrics(keeper), max_model_len=320, **KINDS[kind])
+            ((result,),) = stage.play(acts, connector, metrics=metrics(keeper), max_model_len=320, **KINDS[kind], **scenario)
             assert result.pop("value") == {"seeds": len(seeds)}
-            total.update({name: result[name] for name in ("steps", "hits", "preemptions", "crossings", "null_blocks")})
+            total.update({name: result[name] for name in COUNTED})
             first += SEEDS
         found = keeper.metrics()
     assert found["pillion_checks_differing_total"] == 0
     if ALONE:
-        return
+        return total
     assert total["preemptions"] > 0 and total["hits"] > 0
     # The standing check computes a part of a hit again, and does not look at sets.
     assert (found["pillion_checks_total"] > 0) != several
     if several:
         # Blocks went from one group to another, and there were null blocks before windows.
         assert total["steps"] >= least and total["crossings"] > least / 10 and total["null_blocks"] > 0, total
+    return total

@@ -34,6 +34,7 @@ def build_config(scenario: dict[str, Any]) -> Any:
             enable_chunked_prefill=True,
             is_encoder_decoder=False,
             async_scheduling=scenario["async_scheduling"],
+            policy=scenario.get("policy", "fcfs"),
         ),
         kv_transfer_config=KVTransferConfig(kv_role="kv_both", kv_load_failure_policy="recompute", **scenario["connector"]),
         kv_events_config=KVEventsConfig(enable_kv_cache_events="events" in scenario, endpoint=scenario.get("events", "")),

@@ -118,6 +118,7 @@ class ScriptedEngine:
         self._plans_to_spoil, self._spoil_from, self._leases_to_lose = 0, 0, 0
         self._fault = ""
         self.failed_steps = 0
+        self.ended_by_faults: set[str] = set()
         self._step_s = 0.0
         self._damage = contextlib.ExitStack()
         self._events: dict[tuple[int, str], list[dict[str, Any]]] = {}
@@ -158,8 +159,8 @@ class ScriptedEngine:
 
     def counts(self) -> dict[str, int]:
         """What tests look at, so far."""
-        names = ("hits", "failed_blocks", "failed_requests", "late_loads", "preemptions", "steps")
-        of_worker = {name: getattr(self.worker, name) for name in ("crossings", "null_blocks")}
+        names = ("hits", "failed_blocks", "failed_requests", "late_loads", "preemptions", "steps", "failed_steps")
+        of_worker = {name: getattr(self.worker, name) for name in ("crossings", "null_blocks", "wrong_loaded")}
         return {name: getattr(self, name) for name in names} | of_worker | {"wrong": self.worker.wrong.total()}
 
     def generate(
@@ -209,9 +210,9 @@ class ScriptedEngine:
         since the connector is asked between vLLM's queue and the end of its first look."""
         return self._waits
 
-    def add(self, prompt: list[int], output_tokens: int, transfer: dict[str, Any] | None = None) -> str:
+    def add(self, prompt: list[int], output_tokens: int, transfer: dict[str, Any] | None = None, priority: int = 0) -> str:
         """One more request, of the `generate` that runs if one does."""
-        name = self._add(prompt, output_tokens, transfer)
+        name = self._add(prompt, output_tokens, transfer, priority)
         self._names.append(name)
         self._answers[name] = []
         self._new.append(name)
@@ -228,6 +229,7 @@ class ScriptedEngine:
     def forget_events(self) -> None:
         """Forgets what has not happened."""
         self._events.clear()
+        self._fault = ""
 
     def storm(self, **more: Any) -> dict[str, Any]:
         """Random plays: see `storm.py`."""
@@ -367,7 +369,7 @@ class ScriptedEngine:
         assert self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
         self.worker.discard()
 
-    def _add(self, prompt: list[int], output_tokens: int, transfer: dict[str, Any] | None = None) -> str:
+    def _add(self, prompt: list[int], output_tokens: int, transfer: dict[str, Any] | None, priority: int) -> str:
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
@@ -376,7 +378,7 @@ class ScriptedEngine:
         extra = {"kv_transfer_params": transfer} if transfer else None
         sampling = SamplingParams(temperature=0, ignore_eos=True, max_tokens=output_tokens, extra_args=extra)
         sampling.update_from_generation_config({}, None)
-        self.scheduler.add_request(Request(name, prompt, sampling, None, block_hasher=self._hasher))
+        self.scheduler.add_request(Request(name, prompt, sampling, None, priority=priority, block_hasher=self._hasher))
         return name
 
     def abort_named(self, name: str) -> None:
@@ -426,10 +428,15 @@ class ScriptedEngine:
         from vllm.v1.request import RequestStatus
 
         self.failed_steps += 1
+        self.ended_by_faults.update(self.scheduler.requests)
+        # vLLM frees blocks by the number of outputs that it took, and does not count those that it drops here: without room it
+        # would stand still.
+        self.scheduler.processed_step_seq = self.scheduler.sched_step_seq
+        self.scheduler._drain_deferred_frees()
         self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
         for _, output, _ in self._in_flight:
-            # Loads that ended in these steps are never reported.
-            self._end_loads(output.kv_connector_output)
+            # The ends of loads that these steps reported are reported again.
+            self._loading.update(output.kv_connector_output.finished_recving or () if output.kv_connector_output else ())
         self._in_flight.clear()
         self.steps += 1
 
@@ -448,11 +455,17 @@ class ScriptedEngine:
     def _begin_loads(self, metadata: Any) -> None:
         # The loads of a set's groups are one.
         planned = [load for group in _groups(metadata) for load in group.loads + group.lost]
-        for group in _groups(metadata):
-            self.worker.take_loads(block for _, load, _ in group.loads for block in _shim.plan_blocks(load))
+        for group, its in enumerate(_groups(metadata)):
+            for name, load, _ in its.loads:
+                self._note_load(group, name, _shim.plan_blocks(load))
         begun = {name for name, _, sync in planned if not sync}
         self._loading.update(begun)
         self._loads_begun |= dict.fromkeys(begun, self.steps)
+
+    def _note_load(self, group: int, name: str, blocks: list[int]) -> None:
+        tokens, table = self.scheduler.requests[name].all_token_ids, self.scheduler.kv_cache_manager.get_block_ids(name)[group]
+        for block in blocks:
+            self.worker.take_load(block, list(tokens[: (table.index(block) + 1) * self.worker.block_tokens[group]]))
 
     def _end_loads(self, output: Any) -> None:
         if output is None:
@@ -461,7 +474,7 @@ class ScriptedEngine:
         self.failed_requests += len(output.failed_recving)
         for name in output.finished_recving or ():
             self._loading[name] -= 1
-            self.late_loads += self.steps - self._loads_begun.pop(name) >= LATE_STEPS
+            self.late_loads += self.steps - self._loads_begun.pop(name, self.steps) >= LATE_STEPS
             assert self._loading[name] >= 0, f"the load of {name} was reported as ended twice"
 
     def _finish_step(self, scheduled: Any, output: Any, scheduled_at: float) -> None:

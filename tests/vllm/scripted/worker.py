@@ -131,7 +131,7 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
         self._config = vllm_config
         groups = kv_cache_config.kv_cache_groups
         # Tokens of a block and those that attention reads, by group, and the group of each layer.
-        self._block_tokens = [group.kv_cache_spec.block_size for group in groups]
+        self.block_tokens = [group.kv_cache_spec.block_size for group in groups]
         everything = vllm_config.model_config.max_model_len
         self._windows = [getattr(group.kv_cache_spec, "sliding_window", None) or everything for group in groups]
         self._groups = {name: number for number, group in enumerate(groups) for name in group.layer_names}
@@ -145,8 +145,8 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
         # Positions that were read and were not right, by request; and those of them in blocks that were loaded.
         self.wrong: collections.Counter[str] = collections.Counter()
         self.wrong_loaded = 0
-        # Blocks that hold what the last load brought.
-        self._loaded: set[int] = set()
+        # Blocks that were loaded since they were written last, each with the weights and the tokens that it was loaded for.
+        self._loaded: dict[int, tuple[int, int]] = {}
         # The group that had each block last, blocks that went from one group to another, and null blocks in block tables.
         self._owners: dict[int, int] = {}
         self.crossings = self.null_blocks = 0
@@ -248,9 +248,14 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
             self.crossings += sum(self._owners.get(block, group) != group for block in owned)
             self._owners.update(dict.fromkeys(owned, group))
 
-    def take_loads(self, blocks: Iterable[int]) -> None:
-        """These blocks are about to be loaded."""
-        self._loaded.update(blocks)
+    def take_load(self, block: int, tokens: list[int]) -> None:
+        """A block is about to be loaded, which ends with these tokens."""
+        self._loaded[block] = (self.weights, hash(tuple(tokens)))
+
+    def _is_loaded(self, name: str, group: int, place: int, block: int) -> bool:
+        """Whether a block was loaded for what the request reads there; what else vLLM finds there is vLLM's affair."""
+        tokens = self._prefixes[name].tokens[: (place + 1) * self.block_tokens[group]]
+        return self._loaded.get(block) == (self.weights, hash(tuple(tokens)))
 
     def _forward(self, step: Any, starts: dict[str, int], fault: str = "") -> dict[str, list[int]]:
         ends = {name: starts[name] + count for name, count in step.num_scheduled_tokens.items()}
@@ -270,22 +275,24 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
                 right = contents[name][-new:, its].reshape(new, pages.shape[1], -1)
                 # What is computed upon wrong KV is wrong.
                 pages[blocks[-new:], :, rows[-new:]] = ~right if bad[name] or fault else right
-                self._loaded.difference_update(blocks[-new:].tolist())
+                for block in blocks[-new:].tolist():
+                    self._loaded.pop(block, None)
             self.connector.wait_for_layer_load(layer)
             for name in ends:
                 first, blocks, rows = places[name, group]
                 read = pages[blocks, :, rows]
                 differs = read != contents[name][first:, its].reshape(read.shape)
                 if differs.any():
-                    places_of_wrong = np.flatnonzero(differs.any(axis=(1, 2)))
-                    bad[name].update((first + places_of_wrong).tolist())
-                    self.wrong_loaded += sum(block in self._loaded for block in blocks[places_of_wrong].tolist())
+                    wrong = np.flatnonzero(differs.any(axis=(1, 2)))
+                    bad[name].update((first + wrong).tolist())
+                    held = zip((first + wrong) // self.block_tokens[group], blocks[wrong].tolist(), strict=True)
+                    self.wrong_loaded += sum(self._is_loaded(name, group, int(place), block) for place, block in held)
             self.connector.save_kv_layer(layer, self.kv[layer], None)
         return {name: self._sample(name, end, bad[name]) for name, end in ends.items()}
 
     def _places(self, name: str, group: int, start: int, end: int) -> Places:
         """The first position that the layers of a group read, and the blocks and rows in them of all from there to `end`."""
-        first, tokens = max(0, start - self._windows[group] + 1), self._block_tokens[group]
+        first, tokens = max(0, start - self._windows[group] + 1), self.block_tokens[group]
         positions = np.arange(first, end)
         blocks = np.array(self._blocks[name][group])[positions // tokens]
         assert blocks.all(), "vLLM's null block holds nobody's KV"

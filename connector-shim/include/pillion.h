@@ -408,6 +408,10 @@ typedef struct PillionSchedulerState {
    * See blocks_checked.
    */
   uint64_t blocks_unproven;
+  /**
+   * Blocks not kept because their step was not accepted.
+   */
+  uint64_t blocks_unaccepted;
 } PillionSchedulerState;
 
 /**

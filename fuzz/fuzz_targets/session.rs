@@ -73,10 +73,11 @@ impl Input<'_> {
 
     /// A request whose small fields often fit together.
     fn request(&mut self) -> Message {
-        // WEIGHTS and GOLDEN are younger than the corpus, in which the others are as they were.
+        // WEIGHTS, GOLDEN and ACCEPT are younger than the corpus, in which the others are as they were.
         let kind = match self.byte() {
             255 => Kind::Weights,
             254 => Kind::Golden,
+            253 => Kind::Accept,
             byte => Kind::try_from(byte % 13 + 1).expect("1 to 13"),
         };
         let mut small = || u32::from(self.byte());
@@ -109,6 +110,7 @@ impl Input<'_> {
             Kind::Salt => SchedulerRequest::Salt { salt: sixteen }.into(),
             Kind::Hint => SchedulerRequest::Hint { keys }.into(),
             Kind::Golden => SchedulerRequest::Golden(Golden { count: keys.count.max(1), position }).into(),
+            Kind::Accept => SchedulerRequest::Accept { step }.into(),
             Kind::Join => WorkerRequest::Join { run: sixteen, step }.into(),
             Kind::Loaded => {
                 WorkerRequest::Loaded { op, end: if ok { LoadEnd::Whole } else { LoadEnd::Mismatch } }.into()

@@ -75,6 +75,7 @@ class SchedulerState(ctypes.Structure):
         ("blocks_checked", c_uint64),
         ("blocks_differing", c_uint64),
         ("blocks_unproven", c_uint64),
+        ("blocks_unaccepted", c_uint64),
     ]
 
 
@@ -120,6 +121,7 @@ SIGNATURES: dict[str, list[Any]] = {
     "scheduler_query": [c_void_p, c_int64, c_uint32, c_uint32, POINTER(c_int64)],
     "scheduler_load": [c_void_p, c_int64, c_uint32, Words, c_uint64, c_bool, POINTER(Bytes)],
     "scheduler_save": [c_void_p, c_int64, c_uint32, Words, c_uint64, POINTER(c_bool)],
+    "scheduler_accept": [c_void_p, c_uint64],
     "scheduler_close": [c_void_p, c_int64],
     "scheduler_end_step": [c_void_p, POINTER(SchedulerState)],
     "scheduler_free": [c_void_p],
@@ -133,7 +135,12 @@ class Library:
         self._library = ctypes.CDLL(str(path))
         self._library.pillion_version.restype = self._library.pillion_error_text.restype = c_char_p
         for name, arguments in SIGNATURES.items():
-            getattr(self._library, f"pillion_{name}").argtypes = arguments
+            if self.has(name):
+                getattr(self._library, f"pillion_{name}").argtypes = arguments
+
+    def has(self, name: str) -> bool:
+        """Whether its release has such a call."""
+        return hasattr(self._library, f"pillion_{name}")
 
     @property
     def version(self) -> str:
@@ -238,7 +245,7 @@ class Engine:
         return list(loaded.failed.items[: loaded.failed.count])
 
     def save(self, log: int, count: int) -> bool:
-        """Posts the first blocks of a log; false where that is dropped."""
+        """Posts the first blocks of a log, and accepts their step; false where that is dropped."""
         posted = c_bool()
         self._step += 1
         ids = Words.of(list(range(1, 1 + count)))
@@ -246,6 +253,9 @@ class Engine:
         self.library.call("scheduler_end_step", self.scheduler, None)
         if self.worker:
             self._turn(lambda: None)
+        # 0.2.0 accepts nothing.
+        if self.library.has("scheduler_accept"):
+            self.library.call("scheduler_accept", self.scheduler, self._step)
         return posted.value
 
     def idle(self) -> None:

@@ -33,8 +33,7 @@ def serving(directory: Path, release: Release, pool: Path, ssd: tuple[str, ...] 
     keeper = sidecar.Sidecar(directory, DRAM, pool=pool, gpu=False, ssd=ssd, binary=release.binary)
     try:
         keeper.wait_for(lambda: keeper.get("/readyz") == "ready\n", "its whole pool in service")
-        # 0.1.0 verifies nothing.
-        keeper.wait_for(lambda: keeper.metrics().get("pillion_adoption_unverified_blocks", 0) == 0, "verified blocks")
+        keeper.wait_for(lambda: keeper.metrics()["pillion_adoption_unverified_blocks"] == 0, "verified blocks")
         yield keeper
         keeper.terminate()
     finally:
@@ -45,11 +44,9 @@ def serving(directory: Path, release: Release, pool: Path, ssd: tuple[str, ...] 
 def over_disk(directory: Path, release: Release, disk: Path) -> Iterator[sidecar.Sidecar]:
     """A sidecar over a disk, and a pool of its own that goes with it."""
     disk.mkdir(exist_ok=True)
-    # A log that is there is opened on the root disk too; 0.1.0 does not know `:create`.
-    (disk / "pillion.log").touch()
     pool = sidecar.new_pool()
     try:
-        with serving(directory, release, pool, (f"{disk}:64MiB",)) as keeper:
+        with serving(directory, release, pool, (f"{disk}:64MiB:create",)) as keeper:
             yield keeper
     finally:
         pool.unlink(missing_ok=True)
@@ -66,13 +63,19 @@ def connected(release: Release, keeper: sidecar.Sidecar) -> Iterator[library.Eng
         engine.close()
 
 
+def compute_and_save(engine: library.Engine, keeper: sidecar.Sidecar) -> bool:
+    """An engine computes all blocks and saves them; false where its library drops the save."""
+    for number, content in enumerate(CONTENT, 1):
+        engine.put(number, content)
+    posted = engine.save(engine.open(HASHES), BLOCKS)
+    keeper.wait_for(lambda: engine.state().saving == 0, "end of the save")
+    return posted
+
+
 def save(release: Release, keeper: sidecar.Sidecar) -> None:
-    """An engine computes all blocks and saves them."""
+    """The same, and they are kept."""
     with connected(release, keeper) as engine:
-        for number, content in enumerate(CONTENT, 1):
-            engine.put(number, content)
-        assert engine.save(engine.open(HASHES), BLOCKS)
-        keeper.wait_for(lambda: engine.state().saving == 0, "end of the save")
+        assert compute_and_save(engine, keeper)
     assert keeper.metrics()["pillion_saved_blocks_total"] == BLOCKS
 
 

@@ -1,6 +1,6 @@
-"""Two releases meet that have no version in common: at a socket, and in the files that a sidecar leaves to the next one.
+"""Two releases that have versions in common: this one and the one before, this one and the next.
 
-Each test runs both ways: an upgrade to this release, and a rollback to the one before.
+Each test runs both ways: an upgrade, and a rollback.
 """
 
 from __future__ import annotations
@@ -9,95 +9,92 @@ from pathlib import Path
 
 import pytest
 
-import library
 from library import Release
-from releases import BLOCKS, HASHES, Pair, assert_kept, over_disk, save, serving
-from testkit.sidecar import Sidecar
+from releases import BLOCKS, Pair, assert_kept, compute_and_save, connected, over_disk, save, serving
 
-OLD, NEW = "0.1.0", "0.2.0"
-# What the reader of a file of the other release says of it.
-POOL_SAID = {
-    NEW: f"layout is version 1 (release not stated), this release's version 2 (release {NEW})",
-    OLD: "its layout is version 2, this release's 1",
-}
-SSD_SAID = {
-    NEW: f"is a log of version 1 (release not stated), this release's is version 3 (release {NEW}): it starts empty",
-    OLD: "is a log of version 3, not 1, and starts empty",
-}
+OLD, NEW, NEXT = "0.2.0", "0.3.0", "0.4.0"
+BOTH_WAYS = ("upgrade", "rollback")
 
 
-@pytest.fixture(params=["upgrade", "rollback"])
-def pair(request: pytest.FixtureRequest, old: Release, new: Release) -> Pair:
-    """Both orders of the two releases."""
-    assert (old.library.version, new.library.version) == (OLD, NEW)
-    return Pair(old, new) if request.param == "upgrade" else Pair(new, old)
+def before_and_this(request: pytest.FixtureRequest) -> list[Release]:
+    """The release before, and this one."""
+    releases = [request.getfixturevalue("old"), request.getfixturevalue("new")]
+    assert [release.library.version for release in releases] == [OLD, NEW]
+    return releases
 
 
-def assert_counted(release: Release, keeper: Sidecar, name: str, times: int = 1) -> None:
-    """On /metrics, of which 0.1.0 has no such line."""
-    if release.library.version == NEW:
-        assert keeper.sample(name) == times
+def this_and_next(request: pytest.FixtureRequest) -> list[Release]:
+    """This release, and the next."""
+    releases = [request.getfixturevalue("new"), request.getfixturevalue("following")]
+    assert [release.library.version for release in releases] == [NEW, NEXT]
+    return releases
 
 
-def test_an_engine_of_the_other_release_is_refused_and_goes_on(pair: Pair, tmp_path: Path, pool: Path) -> None:
-    """Rank and scheduler are told both numbers in the first answer; requests are misses; nobody else is hurt."""
-    with serving(tmp_path / "serving", pair.first, pool) as keeper:
-        engine = library.Engine(pair.then.library, keeper.socket, BLOCKS)
-        try:
-            status, rank_told = engine.refusal
-            assert status == library.REFUSED
-            state = engine.state()
-            assert not state.connected
-            scheduler_told = state.notice.decode()
-            assert engine.state().notice is None, "it is said once"
-            for text in (rank_told, scheduler_told):
-                assert "protocol version 1" in text or "side version 1" in text, text
-                assert "protocol version 2" in text or "side version 2" in text, text
-                assert "install the same pillion release on both" in text
-            log = engine.open(HASHES)
-            assert engine.query(log, BLOCKS) == 0
-            assert not engine.save(log, BLOCKS)
-        finally:
-            engine.close()
-        assert "connection refused" in keeper.log.read_text()
-        assert_counted(pair.first, keeper, 'pillion_connections_refused_total{reason="version"}', times=2)
-        save(pair.first, keeper)
-        assert_kept(pair.first, keeper, BLOCKS)
+@pytest.fixture(params=[(releases, way) for releases in (before_and_this, this_and_next) for way in BOTH_WAYS])
+def pair(request: pytest.FixtureRequest) -> Pair:
+    """Both orders of two releases."""
+    releases, way = request.param
+    first, then = releases(request)
+    return Pair(first, then) if way == "upgrade" else Pair(then, first)
 
 
-def test_a_pool_file_of_the_other_release_is_served_empty_and_then_used(pair: Pair, tmp_path: Path, pool: Path) -> None:
-    """The log names both versions; what the next sidecar keeps in the file is adopted by the one after it."""
+@pytest.mark.parametrize("way", BOTH_WAYS)
+def test_an_engine_of_the_next_release_is_served(way: str, request: pytest.FixtureRequest, tmp_path: Path, pool: Path) -> None:
+    """It saves and hits, and engines of the sidecar's own release hit what it saved."""
+    serves, asks = this_and_next(request) if way == "upgrade" else reversed(this_and_next(request))
+    with serving(tmp_path / "serving", serves, pool) as keeper:
+        save(asks, keeper)
+        assert_kept(asks, keeper, BLOCKS)
+        assert_kept(serves, keeper, BLOCKS)
+
+
+def test_an_engine_of_the_release_before_loads_and_nothing_of_it_is_kept(
+    old: Release, new: Release, tmp_path: Path, pool: Path
+) -> None:
+    """It cannot say which steps it accepted. Its log and the sidecar's name the remedy."""
+    remedy = "Install release 0.3.0 or later of Pillion's wheel in the engine's image"
+    with serving(tmp_path / "serving", new, pool) as keeper:
+        with connected(old, keeper) as engine:
+            told = engine.state().notice.decode()
+            assert "of release 0.2.0" in told and remedy in told
+            assert compute_and_save(engine, keeper)
+        assert keeper.metrics()["pillion_saves_unaccepted_total"] == BLOCKS
+        assert_kept(old, keeper, 0)
+        assert remedy in keeper.log.read_text()
+        save(new, keeper)
+        assert_kept(old, keeper, BLOCKS)
+
+
+def test_at_a_sidecar_of_the_release_before_an_engine_loads_and_saves_nothing(
+    old: Release, new: Release, tmp_path: Path, pool: Path
+) -> None:
+    """That sidecar would keep steps that were never accepted. The engine's log names the remedy."""
+    with serving(tmp_path / "serving", old, pool) as keeper:
+        with connected(new, keeper) as engine:
+            assert "upgrade the sidecar to 0.3.0 or later" in engine.state().notice.decode()
+            assert not compute_and_save(engine, keeper)
+        assert keeper.metrics()["pillion_saves_posted_blocks_total"] == 0
+        save(old, keeper)
+        assert_kept(new, keeper, BLOCKS)
+
+
+def test_a_pool_file_of_the_other_release_is_adopted(pair: Pair, tmp_path: Path, pool: Path) -> None:
+    """There and back."""
     with serving(tmp_path / "first", pair.first, pool) as keeper:
         save(pair.first, keeper)
-    # The control: the file holds blocks for a sidecar of its own release.
-    with serving(tmp_path / "control", pair.first, pool) as keeper:
-        assert_kept(pair.first, keeper, BLOCKS)
-    with serving(tmp_path / "then", pair.then, pool) as keeper:
-        assert POOL_SAID[pair.then.library.version] in keeper.log.read_text()
-        assert_counted(pair.then, keeper, 'pillion_files_given_up_total{file="pool",reason="version"}')
-        assert_kept(pair.then, keeper, 0)
-        save(pair.then, keeper)
-    with serving(tmp_path / "after", pair.then, pool) as keeper:
-        assert keeper.metrics()["pillion_adopted_blocks_total"] == BLOCKS
-        assert_kept(pair.then, keeper, BLOCKS)
+    for name, release in (("then", pair.then), ("back", pair.first)):
+        with serving(tmp_path / name, release, pool) as keeper:
+            assert keeper.metrics()["pillion_adopted_blocks_total"] == BLOCKS
+            assert_kept(release, keeper, BLOCKS)
 
 
-def test_an_ssd_log_of_the_other_release_is_served_empty_and_then_used(pair: Pair, tmp_path: Path) -> None:
-    """The same of a disk, each sidecar over a pool of its own."""
+def test_an_ssd_log_of_the_other_release_is_adopted(pair: Pair, tmp_path: Path) -> None:
+    """There and back, each sidecar over a pool of its own."""
     disk = tmp_path / "disk"
     with over_disk(tmp_path / "first", pair.first, disk) as keeper:
         save(pair.first, keeper)
         keeper.wait_metric("pillion_ssd_written_blocks_total", BLOCKS)
-    with over_disk(tmp_path / "control", pair.first, disk) as keeper:
-        keeper.wait_metric("pillion_ssd_recovered_blocks_total", BLOCKS)
-        assert_kept(pair.first, keeper, BLOCKS)
-    with over_disk(tmp_path / "then", pair.then, disk) as keeper:
-        assert SSD_SAID[pair.then.library.version] in keeper.log.read_text()
-        assert_counted(pair.then, keeper, 'pillion_files_given_up_total{file="ssd",reason="version"}')
-        assert_kept(pair.then, keeper, 0)
-        assert keeper.metrics()["pillion_ssd_recovered_blocks_total"] == 0
-        save(pair.then, keeper)
-        keeper.wait_metric("pillion_ssd_written_blocks_total", BLOCKS)
-    with over_disk(tmp_path / "after", pair.then, disk) as keeper:
-        keeper.wait_metric("pillion_ssd_recovered_blocks_total", BLOCKS)
-        assert_kept(pair.then, keeper, BLOCKS)
+    for name, release in (("then", pair.then), ("back", pair.first)):
+        with over_disk(tmp_path / name, release, disk) as keeper:
+            keeper.wait_metric("pillion_ssd_recovered_blocks_total", BLOCKS)
+            assert_kept(release, keeper, BLOCKS)

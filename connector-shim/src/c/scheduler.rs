@@ -73,6 +73,8 @@ pub struct SchedulerState {
     pub blocks_differing: u64,
     /// See blocks_checked.
     pub blocks_unproven: u64,
+    /// Blocks not kept because their step was not accepted.
+    pub blocks_unaccepted: u64,
 }
 
 // === exported ===
@@ -337,6 +339,7 @@ pub extern "C" fn pillion_scheduler_end_step(
                 blocks_checked: counted("blocks_checked"),
                 blocks_differing: counted("blocks_differing"),
                 blocks_unproven: counted("blocks_unproven"),
+                blocks_unaccepted: counted("blocks_unaccepted"),
             });
         }
         Ok(())

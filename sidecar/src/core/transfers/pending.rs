@@ -7,7 +7,6 @@ use shm_protocol::handshake::RANKS_MAX;
 use shm_protocol::layout::{COMPLETION_SLOTS, OPERATIONS};
 
 use super::Violation;
-use super::saves::Acceptance;
 
 /// Blocks of a scheduler's saves that wait for its binding or for their step, 5 MB: 16 steps of 4,096 blocks. Saves beyond that are
 /// dropped.
@@ -16,6 +15,16 @@ const WANTED_MAX: usize = 65_536;
 const EARLY_MAX: usize = OPERATIONS * RANKS_MAX as usize;
 /// A whole save holds its slots for its engine's ACCEPT so long at most. Engines post it milliseconds after a step.
 const UNACCEPTED_MAX: Duration = Duration::from_secs(30);
+
+/// Whether the engine went on with the output of a save's step.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(super) enum Acceptance {
+    /// It has not said so yet.
+    Awaited,
+    Given,
+    /// It went on with a later step, or is of a release that accepts none.
+    Refused,
+}
 
 #[derive(Debug, Default)]
 pub(super) struct Pending {

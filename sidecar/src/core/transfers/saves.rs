@@ -15,6 +15,7 @@ use shm_protocol::pool::SlotRef;
 use shm_protocol::request::{self, Cancel};
 use tiers::FillError;
 
+use super::pending::Acceptance;
 use super::{
     Base, Binding, Context, CopyOwner, Direction, GROUP, OpKey, Piece, Queries, SessionId, Transfers,
     Violation, operations,
@@ -24,16 +25,6 @@ use crate::core::timing::{Part, Timed};
 
 /// Slots are taken while a step runs where the last one for another engine took no longer: who awaits them waits 2 s at most.
 const STEP_MAX: Duration = Duration::from_millis(500);
-
-/// Whether the engine went on with the output of a save's step.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(super) enum Acceptance {
-    /// It has not said so yet.
-    Awaited,
-    Given,
-    /// It went on with a later step, or is of a release that accepts none.
-    Refused,
-}
 
 /// A SAVE that was read before every rank had joined: rings are read one after the other, and a rank joins in the step whose
 /// saves its scheduler has posted.

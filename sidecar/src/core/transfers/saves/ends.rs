@@ -4,10 +4,11 @@
 use shm_protocol::message::Saved;
 use tiers::dram::Dram;
 
-use super::{Acceptance, Save, SaveBlock};
+use super::{Save, SaveBlock};
 use crate::core::timing::{Part, Timed};
+use crate::core::transfers::pending::{Acceptance, Pending};
 use crate::core::transfers::{
-    Action, Base, Context, CopyOwner, GROUP, OpKey, Pending, SessionId, Transfers, operations,
+    Action, Base, Context, CopyOwner, GROUP, OpKey, SessionId, Transfers, operations,
 };
 
 // === impl Save ===

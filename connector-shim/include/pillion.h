@@ -746,7 +746,8 @@ enum PillionStatus pillion_scheduler_load(const struct PillionScheduler *schedul
 
 /**
  * Saves the log's blocks from `start` on from the engine's blocks named by `blocks`, once every worker said that step
- * `step` is done. They are kept once pillion_scheduler_accept named that step. They must stay as they are until the save is over (PillionSchedulerState), or be given up before.
+ * `step` is done. They are kept once pillion_scheduler_accept named that step. They must stay as they are until the save is over
+ * (PillionSchedulerState), or be given up before.
  * `posted` becomes false where the save was dropped for lack of a sidecar or of room. May be NULL.
  */
 enum PillionStatus pillion_scheduler_save(const struct PillionScheduler *scheduler,

@@ -258,8 +258,8 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
         let link = self.link.as_mut()?;
         let (number, log) = link.logs.get(handle)?;
         let count = u32::try_from(blocks.len()).ok().filter(|count| *count > 0)?;
-        let is_kept = link.connection.knows_acceptance();
-        if start.checked_add(count)? > log.length || !link.saves.has_room() || !is_kept {
+        let fits = start.checked_add(count)? <= log.length && link.saves.has_room();
+        if !fits || !link.connection.knows_acceptance() {
             return None;
         }
         let handover = log.handover && link.connection.knows_handover();

@@ -133,8 +133,7 @@ fn a_save_behind_its_acceptance_is_accepted_and_one_of_an_earlier_step_is_not() 
     assert_eq!(engine.end(), [2, 0, 0, 0, 0]);
     engine.open(1, 0..3);
     engine.save(1, 2, 4, 1..4);
-    assert!(engine.copies().is_empty() || engine.core.stats().saved_blocks == 2);
-    assert_eq!(engine.core.stats().saves_unaccepted, 1, "two blocks of it are kept already");
+    assert_eq!(engine.end(), [0, 2, 0, 1, 1], "two blocks of it are kept already");
 }
 
 #[test]

@@ -37,8 +37,8 @@ pub(super) struct Pending {
     pub(super) waiting: BTreeSet<u64>,
     /// How long the last step took whose blocks were for another engine.
     pub(super) handover_step: Option<Duration>,
-    /// Saves whose copies ended and that wait for a drained ring.
-    copied: Vec<u64>,
+    /// Saves whose copies ended and that wait for a drained ring. They are committed in their order, parents before children.
+    copied: BTreeSet<u64>,
     /// Saves whose copies ended before the ring was drained, each with the time of that turn: no CANCEL concerns them any more.
     whole: BTreeMap<u64, Duration>,
     /// The last step that the engine accepted.
@@ -82,13 +82,11 @@ impl Pending {
 
     /// A save's copies have ended: it waits for a drained ring.
     pub(super) fn await_drain(&mut self, save: u64) {
-        if !self.copied.contains(&save) {
-            self.copied.push(save);
-        }
+        self.copied.insert(save);
     }
 
     /// The ring was drained: the saves that have waited for it.
-    pub(super) fn drained(&mut self) -> Vec<u64> {
+    pub(super) fn drained(&mut self) -> BTreeSet<u64> {
         std::mem::take(&mut self.copied)
     }
 
@@ -99,7 +97,7 @@ impl Pending {
     /// A save has ended: it waits for nothing.
     pub(super) fn forget(&mut self, save: u64, step: u64) {
         self.waiting.remove(&save);
-        self.copied.retain(|copied| *copied != save);
+        self.copied.remove(&save);
         self.whole.remove(&save);
         self.unaccepted.remove(&(step, save));
     }

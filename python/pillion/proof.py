@@ -9,8 +9,9 @@ handed over, and no block that is computed upon it is.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pillion import vllm_compat
 from pillion.tracked import Tracked
@@ -27,9 +28,19 @@ class OpenStep:
     """A step whose output vLLM has not taken yet."""
 
     number: int
+    # Requests whose tokens the step computes.
+    req_ids: Collection[str]
     # Blocks that the step fills: cache group, block, and the request that computes the block; None for a load, whose content
     # depends on no block before it.
     fills: list[tuple[int, int, Tracked | None]] = field(default_factory=list)
+
+
+class Passed(NamedTuple):
+    """What vLLM has passed over when it took a later output."""
+
+    steps: list[int]
+    # Whether later steps have computed upon them: then no save counts that was posted until now.
+    voids: bool
 
 
 class Proof:
@@ -63,14 +74,14 @@ class Proof:
 
     # --- one step ---
 
-    def schedule(self, step: int, begun: Iterable[str]) -> None:
-        """A step that computes tokens is scheduled, in which these requests begin on new block tables."""
+    def schedule(self, step: int, req_ids: Collection[str], begun: Iterable[str]) -> None:
+        """A step is scheduled that computes tokens of these requests. Some of them begin on new block tables."""
         doubts = self._doubts
         self._earlier = {req_id: doubts.pop(req_id) for req_id in begun if req_id in doubts} if doubts else {}
         if self.stalled:
             # One of them is enough to tell that vLLM has passed steps over.
             return
-        self._open.append(OpenStep(step))
+        self._open.append(OpenStep(step, req_ids))
         if len(self._open) > OPEN_STEPS_MAX:
             self.void()
             self.stalled = True
@@ -146,16 +157,15 @@ class Proof:
                 fills.append((group, block, tracked))
         tracked.filled = first + len(blocks)
 
-    def accept(self, step: int) -> list[int]:
-        """vLLM has taken the output of `step`. Returns the steps before it that vLLM has passed over: with one of them nothing
-        counts that is not accepted yet, `step` itself included."""
+    def accept(self, step: int, requests: Collection[Tracked]) -> Passed:
+        """vLLM has taken the output of `step`, which proves what that step has filled, and nothing of the steps before it that
+        vLLM has passed over. `requests`: those that are not over, of all cache groups."""
         passed = []
         while self._open and self._open[0].number < step:
-            open_step = self._open.popleft()
-            self._forget_fills(open_step)
-            passed.append(open_step.number)
-        if passed:
-            self.void()
+            passed.append(self._open.popleft())
+        voids = self.stalled
+        if passed or voids:
+            voids |= self._pass_over(passed, requests)
             self.counts["unaccepted_steps"] += len(passed)
             logger.warning(
                 "pillion: vLLM did not take the output of %d steps before step %d: they raised, were skipped or were refused. "
@@ -166,7 +176,17 @@ class Proof:
         self.stalled = False
         if self._open and self._open[0].number == step:
             self._open.popleft()
-        return passed
+        return Passed([each.number for each in passed], voids)
+
+    def _pass_over(self, passed: list[OpenStep], requests: Collection[Tracked]) -> bool:
+        """Nothing of these steps is proven, nor what was computed while this run was told of no output. Returns whether steps
+        that are still open have computed upon them."""
+        req_ids = {req_id for each in passed for req_id in each.req_ids}
+        lost = {block for each in passed for _, block, _ in each.fills}
+        for each in passed:
+            self._forget_fills(each)
+        affected = {tracked for tracked in requests if self.stalled or tracked.request.request_id in req_ids}
+        return self._spread(lost, affected, requests)
 
     # --- what ends well beside the steps, and what does not ---
 
@@ -192,18 +212,30 @@ class Proof:
         """Blocks were not loaded; what the open steps have computed upon them, and upon that, is not proven."""
         lost = set(blocks)
         self.overwrite(lost)
+        self._spread(lost, set(), requests)
+
+    def _spread(self, lost: set[int], affected: set[Tracked], requests: Iterable[Tracked]) -> bool:
+        """What the open steps have computed of the `affected` requests, or upon the `lost` blocks, is not proven, nor what they
+        have computed upon that. Returns whether they have computed any of it."""
         # Requests that ended in the meantime have filled blocks, too.
         left = set(requests) | {owner for step in self._open for _, _, owner in step.fills if owner is not None}
-        while affected := {tracked for tracked in left if not lost.isdisjoint(tracked.blocks)}:
+        voids = False
+        while affected := affected or {tracked for tracked in left if not lost.isdisjoint(tracked.blocks)}:
+            # A request is in doubt in all of its cache groups.
+            req_ids = {tracked.request.request_id for tracked in affected}
+            affected |= {tracked for tracked in left if tracked.request.request_id in req_ids}
             left -= affected
             for step in self._open:
                 gone = [fill for fill in step.fills if fill[2] in affected]
                 step.fills = [fill for fill in step.fills if fill[2] not in affected]
+                voids |= not req_ids.isdisjoint(step.req_ids)
                 for group, block, _ in gone:
                     self._keys[group].pop(block, None)
                     lost.add(block)
             for tracked in affected:
                 self.fall_back(tracked)
+            affected = set()
+        return voids
 
     def fall_back(self, tracked: Tracked) -> None:
         """What the request has computed beyond its proven blocks is in doubt."""

@@ -14,7 +14,7 @@ from pillion import handover, vllm_compat
 from pillion._shim import SchedulerSession
 from pillion.checking import Check
 from pillion.events import Events
-from pillion.proof import Proof
+from pillion.proof import Passed, Proof
 from pillion.resuming import Resuming
 from pillion.tracked import Requests, Tracked
 
@@ -54,7 +54,7 @@ class Saving:
         """Saves what a step fills, of the requests that are due and of those that begin on blocks; whether anything."""
         posted = False
         if self._proof.stalled:
-            self._void()
+            self._fall_back(True)
             scheduled = {}
         due = [tracked for tracked in self._due.pop(step, ()) if tracked.due == step and tracked.live]
         for tracked in due + [tracked for tracked, _ in begun if tracked.due != step]:
@@ -145,19 +145,20 @@ class Saving:
 
     # --- saves that are taken back ---
 
-    def accept(self, step: int, passes: bool) -> None:
-        """vLLM has taken the output of a step. Where it `passes` over steps before that, what is not accepted yet is void."""
-        if passes:
-            self._void()
+    def accept(self, step: int, passed: Passed) -> None:
+        """vLLM has taken the output of a step. Saves of the steps that it has `passed` over are void by that."""
+        if passed.steps or passed.voids:
+            self._fall_back(passed.voids)
         self._session.accept(step)
 
-    def _void(self) -> None:
-        """No output that vLLM may still take makes a save good: of each request only what was proven before counts."""
-        self._session.void_saves()
+    def _fall_back(self, voids: bool) -> None:
+        """Blocks that requests have lost may be offered again; all of them where every unfinished save is void."""
+        if voids:
+            self._session.void_saves()
         for tracked in self._requests.by_id.values():
-            tracked.saved = 0
-            self._proof.fall_back(tracked)
-            self._requests.break_promise(tracked)
+            tracked.saved = 0 if voids else min(tracked.saved, tracked.filled)
+            if self._proof.stalled or self._proof.doubts(tracked):
+                self._requests.break_promise(tracked)
 
     def fail(self, block_ids: set[int]) -> None:
         """KV computed on blocks that were not loaded must never be kept: every unfinished save is given up."""

@@ -20,7 +20,7 @@ from pillion.held import Held
 from pillion.matching import Matching
 from pillion.metadata import PillionMetadata, StepLoads, StepOutput
 from pillion.pacing import Pacing
-from pillion.proof import Proof
+from pillion.proof import Passed, Proof
 from pillion.saving import Saving
 from pillion.state import Source, State
 from pillion.tracked import Requests, Tracked
@@ -269,7 +269,8 @@ class Scheduler:
         """A step that computes something waits for vLLM to take its output. Once for all groups, before `follow_step`."""
         if output.num_scheduled_tokens:
             begun = [new.req_id for new in output.scheduled_new_reqs]
-            self._proof.schedule(self._next.step, [*begun, *output.scheduled_cached_reqs.resumed_req_ids])
+            begun += output.scheduled_cached_reqs.resumed_req_ids
+            self._proof.schedule(self._next.step, output.num_scheduled_tokens, begun)
 
     def follow_step(self, output: SchedulerOutput) -> None:
         """Follows the block tables, and gives up what the step may overwrite."""
@@ -327,17 +328,22 @@ class Scheduler:
     def accepts(self, output: StepOutput) -> None:
         """vLLM has taken the output of a step, which every rank has returned or not."""
         if self.is_whole(output):
-            self.accept(output.step, self._proof.accept(output.step))
+            self.accept(output.step, self._proof.accept(output.step, self.requests))
 
     def is_whole(self, output: StepOutput) -> bool:
         """Whether every rank of this run has returned the output."""
         return output.ranks == self._ranks and output.run == self._run
 
-    def accept(self, step: int, passed: list[int]) -> None:
-        """vLLM has taken the output of `step`, and none of those that it has `passed` over."""
+    @property
+    def requests(self) -> Collection[Tracked]:
+        """Those that are not over."""
+        return self._requests.by_id.values()
+
+    def accept(self, step: int, passed: Passed) -> None:
+        """vLLM has taken the output of `step`, and has `passed` over others before it."""
         self._open_loads = [loads for loads in self._open_loads if loads.step > step]
-        self._next.passed += passed
-        self._saving.accept(step, bool(passed))
+        self._next.passed += passed.steps
+        self._saving.accept(step, passed)
 
     def take_unkept(self) -> dict[str, int]:
         """What was not kept since the last call, by why: steps that vLLM passed over, and blocks that no step had filled."""

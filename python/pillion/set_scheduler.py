@@ -239,7 +239,7 @@ class SetScheduler:
     def accepts(self, output: StepOutput) -> None:
         """vLLM has taken the output of a step: ranks name it by the run of the first group."""
         if self._all[0].is_whole(output):
-            passed = self._proof.accept(output.step)
+            passed = self._proof.accept(output.step, [tracked for part in self._all for tracked in part.requests])
             for part in self._all:
                 part.accept(output.step, passed)
 

@@ -63,18 +63,38 @@ class Driver:
         self._asked: dict[str, tuple[int, dict[str, Any]]] = {}
 
     def _add(
-        self, prompt: list[int], sampling: dict[str, Any], lora: dict[str, Any] | None = None, salt: str | None = None
+        self,
+        prompt: list[int],
+        sampling: dict[str, Any],
+        lora: dict[str, Any] | None = None,
+        salt: str | None = None,
+        priority: int = 0,
     ) -> str:
         request_id = f"request-{self._next_request}"
         self._next_request += 1
         params = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, **sampling)
         asked = {"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})}
-        self._engine.add_request(request_id, asked, params, lora_request=LoRARequest(**lora) if lora else None)
+        adapter = LoRARequest(**lora) if lora else None
+        self._engine.add_request(request_id, asked, params, lora_request=adapter, priority=priority)
         return request_id
 
     def ask(self, number: int, prompt: list[int], sampling: dict[str, Any]) -> None:
         """Add a request to those in flight."""
         self._asked[self._add(prompt, sampling)] = (number, _new_answer())
+
+    def squeeze(self, running: list[int], urgent: list[int], sampling: dict[str, Any]) -> None:
+        """Answers a prompt beside which a more urgent one comes once its first step is done."""
+        scheduler = self._engine.engine_core.engine_core.scheduler
+        self._add(running, sampling, priority=1)
+        while not any(request.num_computed_tokens for request in scheduler.running):
+            self._engine.step()
+        self._add(urgent, sampling)
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+
+    def counter(self, metric: str) -> int:
+        """A counter of vLLM's metrics, over its labels."""
+        return int(sum(found.value for found in self._llm.get_metrics() if found.name == metric))
 
     @property
     def asked(self) -> int:

@@ -74,6 +74,15 @@ def unscale_norms(model: Any) -> None:
     _scale_in_place(model, 0.5)
 
 
+def break_a_layer(model: Any) -> None:
+    """The second layer computes NaN, as a transient fault of the hardware makes it."""
+    _parameter(model, f"layers.1.{NORMS}").data.fill_(float("nan"))
+
+
+def _parameter(model: Any, name: str) -> Any:
+    return next(parameter for full, parameter in model.named_parameters() if full.endswith(name))
+
+
 def _scale_in_place(model: Any, factor: float) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith(NORMS):

@@ -44,15 +44,27 @@ def test_the_sidecar_is_told_of_each_output_that_vllm_takes(engine: Engine) -> N
     assert (engine.session.accepted, engine.session.voided) == ([step], 0)
 
 
-def test_a_step_that_is_passed_over_voids_what_is_not_accepted(engine: Engine) -> None:
-    """Also the step after it, which may have computed upon it."""
-    first = engine.arrive(PROMPT)
-    engine.take(_step_of(engine.compute(first)))
-    engine.compute(engine.arrive(PROMPT))
+def test_a_step_that_is_passed_over_is_counted(engine: Engine) -> None:
+    """The sidecar learns of it by the next one that vLLM takes. Nothing of that is void: it has computed another prompt."""
     engine.take(_step_of(engine.compute(engine.arrive(PROMPT))))
-    assert engine.session.voided == 1
+    engine.compute(engine.arrive(PROMPT))
+    other = engine.arrive(PROMPT)
+    step = _step_of(engine.compute(other))
+    engine.take(step)
+    assert (engine.session.accepted[-1], engine.session.voided) == (step, 0)
     assert engine.role.take_unkept() == {"unaccepted_steps": 1}
     assert engine.role.take_unkept() == {}
+    assert not engine.role._proof.doubts(engine.role._requests.by_id[other.request_id])
+
+
+def test_a_request_of_a_step_that_is_passed_over_is_in_doubt(engine: Engine) -> None:
+    """Where it goes on, all the same: what the next step has saved of it is void."""
+    request = engine.arrive(PROMPT)
+    engine.compute(request, most=4 * BLOCK_TOKENS)
+    step = _step_of(engine.go_on(request))
+    engine.take(step)
+    assert engine.session.voided == 1
+    assert engine.role._proof.doubts(engine.role._requests.by_id[request.request_id])
 
 
 def _list_again(engine: Engine, request: Any) -> Any:

@@ -15,6 +15,7 @@ from pillion.adapters import NO_CACHE
 from pillion.checking import TOKENS
 from pillion.config import Config
 from pillion.connector import PillionConnector, Served, StaysOut, this_host
+from pillion.reports import Reports
 from pillion.set_worker import SetWorker
 from pillion.worker import Worker
 
@@ -538,7 +539,7 @@ def test_a_rank_without_a_scheduler_role_does_nothing(monkeypatch: pytest.Monkey
     groups = kv_cache_config(full_attention())
     groups.kv_cache_groups *= 1 if made is Worker else 2
     connector._worker = made(Config(socket="/s"), nothing, groups)
-    connector._scheduler = None
+    connector._scheduler, connector._reports = None, Reports()
     connector.bind_connector_metadata(connector.build_connector_meta(None))
     connector.start_load_kv(nothing)
     connector.wait_for_layer_load("layer")

@@ -65,7 +65,7 @@ def test_random_plays(stage: Stage, load: str, copy: str, kind: str) -> None:
     _play(stage, (load, copy, kind), -(-SET_STEPS // SET_TESTS) if several and not ALONE else 0)
 
 
-@pytest.mark.supports("preemption", "async-scheduling")
+@pytest.mark.supports("failed-steps", "priority", "async-scheduling")
 @pytest.mark.parametrize(("load", "copy", "kind"), PATHS)
 def test_random_plays_with_steps_that_fail(stage: Stage, load: str, copy: str, kind: str) -> None:
     """Steps that are skipped, that raise and that are refused, and preemption by priority: vLLM lists blocks that no step

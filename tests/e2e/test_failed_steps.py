@@ -1,0 +1,215 @@
+"""Steps that fail, and blocks that vLLM lists though no step filled them: nothing of them is kept, and the engine goes on.
+
+`tests/gpu/test_steps.py` plays the same on a GPU, with either model runner.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from testkit import engine, prompts, sidecar, weights
+from testkit.child import python_path
+from testkit.transfer import TO_ANSWER, TO_COMPUTE
+from testkit.waiting import Failed
+
+# The tests of this file share their engines.
+pytestmark = pytest.mark.xdist_group("steps")
+
+GPU_TESTS = Path(__file__).resolve().parents[1] / "gpu"
+OUTPUT_TOKENS = 8
+PATIENCE_S = 120
+# How a step fails: see `failing_engine`. A prompt has three steps, of which the second fails.
+KINDS = ("prepare", "layer", "output")
+FAILING = {kind: prompts.prompt(3 * prompts.STEP_TOKENS - 60, seed=900 + number) for number, kind in enumerate(KINDS)}
+# What is asked of the failed steps' prompts later: longer ones, which begin alike.
+LONGER = {kind: tokens + prompts.prompt(100, seed=920 + number) for number, (kind, tokens) in enumerate(FAILING.items())}
+HEALTHY = [prompts.prompt(tokens, seed=940 + tokens) for tokens in (150, 420, 700)]
+HIT_SHARE_MIN = 0.95
+
+Answer = dict[str, Any]
+
+
+def _ask(running: engine.Engine, tokens: list[int]) -> Answer:
+    return running.generate([tokens], max_tokens=OUTPUT_TOKENS)[0]
+
+
+def _same(one: Answer, other: Answer) -> bool:
+    """To the bit."""
+    return bool(one["tokens"] == other["tokens"] and one["logprobs"] == other["logprobs"])
+
+
+def _right(plain: engine.Engine, tokens: list[int]) -> tuple[Answer, Answer]:
+    """What vLLM answers alone: computed, and upon its own blocks."""
+    assert plain.reset_prefix_cache()
+    return _ask(plain, tokens), _ask(plain, tokens)
+
+
+@dataclasses.dataclass
+class Scene:
+    """An engine whose steps failed and that went on, and the sidecar that kept what it stood behind."""
+
+    options: engine.Options
+    keeper: sidecar.Sidecar
+    unaccepted: int
+
+
+def _options(options: engine.Options, keeper: sidecar.Sidecar) -> engine.Options:
+    """A driver that fails steps."""
+    path = os.pathsep.join([str(GPU_TESTS), python_path()["PYTHONPATH"]])
+    return dataclasses.replace(
+        options, socket=keeper.socket, batched_tokens=prompts.STEP_TOKENS, prefix=("env", f"PYTHONPATH={path}")
+    )
+
+
+def _fail_and_go_on(options: engine.Options, keeper: sidecar.Sidecar, log: Path, accepts: bool) -> int:
+    """Each kind of failure, each followed by a healthy prompt; the steps that the engine counts as not accepted."""
+    driver, engine.DRIVER = engine.DRIVER, "failing_engine"
+    try:
+        running = engine.Engine(options, log)
+    finally:
+        engine.DRIVER = driver
+    try:
+        running.wait_started().wait_served()
+        if accepts:
+            running.command("accept_failed")
+        for kind, healthy in zip(KINDS, HEALTHY, strict=True):
+            running.command("fail", kind=kind, after=1)
+            assert _ask(running, FAILING[kind])["finish_reason"] is None, "vLLM aborts what a failed step computed"
+            assert running.command("failed")["struck"]
+            _ask(running, healthy)
+            # Upon what the failed step left in vLLM's own cache.
+            _ask(running, LONGER[kind])
+        blocks = sum(len(tokens) // engine.BLOCK_TOKENS for tokens in HEALTHY)
+        keeper.wait_metric("pillion_saved_blocks_total", blocks)
+        return int(running.command("counter", metric="vllm:pillion_unaccepted_steps"))
+    finally:
+        running.kill()
+
+
+@pytest.fixture(scope="module")
+def scene(options: engine.Options, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    """Of the three failures."""
+    directory = tmp_path_factory.mktemp("steps")
+    with sidecar.serving(directory) as keeper:
+        unaccepted = _fail_and_go_on(_options(options, keeper), keeper, directory / "failing.log", accepts=False)
+        yield Scene(options, keeper, unaccepted)
+
+
+@pytest.mark.supports("failed-steps")
+def test_nothing_of_a_failed_step_is_kept(scene: Scene, plain: engine.Engine, tmp_path: Path) -> None:
+    """Another engine computes it, and finds all of the healthy prompts: the engine saved again after each failure."""
+    assert scene.unaccepted == len(KINDS)
+    fresh = dataclasses.replace(scene.options, socket=scene.keeper.socket, batched_tokens=prompts.STEP_TOKENS)
+    found = wanted = 0
+    with engine.running(fresh, tmp_path / "fresh.log") as running:
+        for kind in KINDS:
+            answer = _ask(running, LONGER[kind])
+            assert answer["cached_tokens"] <= prompts.STEP_TOKENS, f"{kind}: blocks behind the step that failed"
+            assert answer["tokens"] == _right(plain, LONGER[kind])[0]["tokens"]
+        for tokens in HEALTHY:
+            answer = _ask(running, tokens)
+            assert _same(answer, _right(plain, tokens)[1])
+            found, wanted = found + answer["cached_tokens"], wanted + prompts.hit_tokens(len(tokens))
+        running.exit()
+    assert found >= HIT_SHARE_MIN * wanted
+
+
+def test_a_failed_step_that_counts_as_accepted_is_noticed(
+    options: engine.Options, plain: engine.Engine, tmp_path: Path
+) -> None:
+    """The control: without acceptance another engine answers from wrong KV."""
+    with sidecar.serving(tmp_path) as keeper:
+        _fail_and_go_on(_options(options, keeper), keeper, tmp_path / "failing.log", accepts=True)
+        fresh = dataclasses.replace(options, socket=keeper.socket, batched_tokens=prompts.STEP_TOKENS)
+        with engine.running(fresh, tmp_path / "fresh.log") as running:
+            wrong = [_ask(running, LONGER[kind])["tokens"] != _right(plain, LONGER[kind])[0]["tokens"] for kind in KINDS]
+            running.exit()
+    assert any(wrong)
+
+
+@pytest.mark.supports("failed-steps", "handover")
+def test_a_failed_step_is_not_handed_over(options: engine.Options, plain: engine.Engine, tmp_path: Path) -> None:
+    """D computes what P did not stand behind, while P is still asked to compute it."""
+    tokens = prompts.prompt(3 * prompts.STEP_TOKENS - 60, seed=960)
+    with sidecar.serving(tmp_path) as keeper:
+        computing = dataclasses.replace(_options(options, keeper), copy="sidecar")
+        driver, engine.DRIVER = engine.DRIVER, "failing_engine"
+        p = engine.Engine(computing, tmp_path / "p.log")
+        engine.DRIVER = driver
+        answering = dataclasses.replace(computing, prefix=())
+        with engine.running(answering, tmp_path / "d.log") as d:
+            try:
+                p.wait_started().wait_served()
+                p.command("fail", kind="output", after=1)
+                d.ask(1, tokens, OUTPUT_TOKENS, transfer=TO_ANSWER)
+                p.ask(1, tokens, 1, transfer=TO_COMPUTE)
+                [answer] = d.answered(PATIENCE_S)
+                assert p.command("failed")["struck"]
+            finally:
+                p.kill()
+            d.exit()
+    assert answer["cached_tokens"] <= prompts.STEP_TOKENS
+    assert answer["tokens"] == _right(plain, tokens)[0]["tokens"]
+
+
+@pytest.mark.supports("failed-steps")
+def test_a_fault_that_ends_an_engine_ends_no_other(options: engine.Options, plain: engine.Engine, tmp_path: Path) -> None:
+    """NaN in one step's logits, of which vLLM ends: the next engine computes that prompt."""
+    tokens = HEALTHY[1]
+    strict = {"VLLM_COMPUTE_NANS_IN_LOGITS": "1", "VLLM_RAISE_ON_LOGIT_NANS": "1"}
+    with sidecar.serving(tmp_path) as keeper:
+        checking = dataclasses.replace(
+            options, socket=keeper.socket, batched_tokens=prompts.STEP_TOKENS, variables=options.variables | strict
+        )
+        with engine.running(checking, tmp_path / "faulty.log") as running:
+            running.alter(weights.break_a_layer)
+            with pytest.raises(Failed):
+                _ask(running, tokens)
+        with engine.running(checking, tmp_path / "healthy.log") as running:
+            answer = _ask(running, tokens)
+            assert answer["cached_tokens"] == 0
+            assert answer["tokens"] == _right(plain, tokens)[0]["tokens"]
+            running.exit()
+
+
+@pytest.mark.supports("priority")
+def test_a_block_that_vllm_lists_and_no_step_filled(options: engine.Options, tmp_path: Path) -> None:
+    """A request is preempted in the schedule() that listed its blocks: vLLM computes upon them, and they are not kept."""
+    running_prompt, urgent = prompts.prompt(300, seed=31), prompts.prompt(63, seed=32)
+    other = running_prompt[:290] + prompts.prompt(30, seed=55)
+    # Blocks for all of one prompt and most of the other.
+    squeezed = {
+        "scheduling_policy": "priority",
+        "max_model_len": 384,
+        "num_gpu_blocks_override": 13,
+        "max_num_batched_tokens": 128,
+        "long_prefill_token_threshold": 64,
+    }
+    few = dataclasses.replace(options, dtype="float32", arguments=squeezed)
+    with engine.running(few, tmp_path / "plain.log") as alone:
+        right = {}
+        for name, tokens in (("running", running_prompt), ("other", other)):
+            right[name] = _ask(alone, tokens)["tokens"]
+            assert alone.reset_prefix_cache()
+        alone.exit()
+    with sidecar.serving(tmp_path) as keeper:
+        kept = dataclasses.replace(few, socket=keeper.socket)
+        sampling = {"max_tokens": OUTPUT_TOKENS, "logprobs": 0}
+        with engine.running(kept, tmp_path / "squeezed.log") as running:
+            running.command("squeeze", running=running_prompt, urgent=urgent, sampling=sampling)
+            # Upon what is listed since.
+            _ask(running, other)
+            assert running.command("counter", metric="vllm:pillion_unproven_blocks") > 0, (
+                "nothing was listed that no step filled"
+            )
+            running.exit()
+        with engine.running(kept, tmp_path / "fresh.log") as running:
+            assert _ask(running, running_prompt)["tokens"] == right["running"]
+            assert _ask(running, other)["tokens"] == right["other"]
+            running.exit()

@@ -186,8 +186,9 @@ class Engine:
         worker.wait_for_save()
         _, received = worker.get_finished(output.finished_req_ids)
         failed = worker.get_block_ids_with_load_errors()
+        taken = worker.build_connector_worker_meta()
         worker.clear_connector_metadata()
-        return KVConnectorOutput(finished_recving=received, invalid_block_ids=failed)
+        return KVConnectorOutput(finished_recving=received, invalid_block_ids=failed, kv_connector_worker_meta=taken)
 
     def shutdown(self) -> None:
         """Both roles leave."""

@@ -28,6 +28,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from benches import rig
@@ -149,8 +150,9 @@ class Engine:
         worker.wait_for_save()
         worker.get_finished(output.finished_req_ids)
         worker.get_block_ids_with_load_errors()
+        taken = worker.build_connector_worker_meta()
         worker.clear_connector_metadata()
-        self.scheduler.update_connector_output(SimpleNamespace(invalid_block_ids=set(), finished_recving=None))
+        self.scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=taken))
         self.told += self.scheduler.take_events()
 
     def match(self, request: Request) -> int:

@@ -333,9 +333,9 @@ class Engine:
     def save(self, tokens: Sequence[int], ids: Sequence[int], first: int = 0, handover: bool = False) -> int:
         """Offers blocks that hold the KV of these tokens' full blocks from the `first` on, and waits until that is done.
 
-        Answers how many are kept now. The blocks are the caller's again, whatever became of them. The engine accepts them by this
-        call: it comes once the step that computed them has returned without an error, on every device. In a namespace that was
-        found, nothing of an engine is kept before it has proven what it computes (`prove`), unless it is the first there.
+        Answers how many are kept now. The blocks are the caller's again, whatever became of them. The engine accepts them by
+        this call: it comes once the step that computed them has returned without an error, on every device. In a namespace that
+        was found, nothing of an engine is kept before it has proven what it computes (`prove`), unless it is the first there.
         `handover`: another engine is to load them, and they stay for that.
         """
         before = self._counted("blocks_committed", "blocks_present")

@@ -96,12 +96,14 @@ class SchedulerSession:
         """Posts a load under the log's lease and returns its plan, or, where blocks are on their way, one for each part, a load
         that ends by itself; empty: no lease covers it, load nothing."""
     def save(self, log: int, start: int, block_ids: list[int], step: int, checked: bool = False) -> bool:
-        """Posts a save of keys from `start`, to be read once `step` is done, and kept once it was accepted; False: dropped. `checked`: what is kept already
-        under these keys is compared with the blocks; `stats` counts them as `blocks_checked` and `blocks_differing`,
-        and those that may not be kept, since this engine has proven nothing, as `blocks_unproven`."""
+        """Posts a save of keys from `start`, to be read once `step` is done, and kept once it was accepted; False: dropped.
+
+        `checked`: what is kept already under these keys is compared with the blocks; `stats` counts them as `blocks_checked`
+        and `blocks_differing`, and those that may not be kept, since this engine has proven nothing, as `blocks_unproven`.
+        """
     def accept(self, step: int) -> None:
-        """The engine went on with the output of `step`, which every rank returned: saves of that step may be kept. Those of earlier
-        steps that were not accepted are void; `stats` counts their blocks as `blocks_unaccepted`."""
+        """The engine went on with the output of `step`, which every rank returned: saves of that step may be kept. Those of
+        earlier steps that were not accepted are void; `stats` counts their blocks as `blocks_unaccepted`."""
     def golden(self, tokens: Sequence[int]) -> bool:
         """Names the tokens of a root block that was saved or found kept; False: not told."""
     def overwrite(self, block_ids: list[int]) -> int:

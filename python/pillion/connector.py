@@ -308,17 +308,18 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         if not self._scheduler:
             return
         invalid, failed = connector_output.invalid_block_ids, getattr(connector_output, "failed_recving", None)
-        received = connector_output.finished_recving or set()
+        received = connector_output.finished_recving
         if invalid:
             self._scheduler.loads_failed(invalid)
         if failed:
             self._scheduler.requests_failed(failed)
-        self._scheduler.loads_ended(received, invalid)
+        if received:
+            self._scheduler.loads_ended(received, invalid)
         # Behind what has failed: of that nothing is accepted.
         if isinstance(output := getattr(connector_output, "kv_connector_worker_meta", None), StepOutput):
             self._scheduler.accepts(output)
         if self._records:
-            self._records.received(received)
+            self._records.received(received or set())
             if invalid or failed:
                 self._records.failed(self._scheduler.is_refused)
 

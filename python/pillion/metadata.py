@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -37,9 +38,9 @@ class PillionMetadata(KVConnectorMetadata):
     # Several of a request whose blocks are still on their way.
     loads: list[Load] = field(default_factory=list)
     # The loads of earlier steps whose output vLLM has not taken yet: a rank that such a step never reached begins them.
-    open_loads: list[StepLoads] = field(default_factory=list)
+    open_loads: Sequence[StepLoads] = ()
     # Steps that vLLM has passed over: what ranks reported with them is lost.
-    passed: list[int] = field(default_factory=list)
+    passed: Sequence[int] = ()
     # Whether the last block of a synchronous load is partly full: the step itself writes behind what is loaded of it.
     fills_tail: bool = False
     lost: list[Lost] = field(default_factory=list)

@@ -43,6 +43,9 @@ class Passed(NamedTuple):
     voids: bool
 
 
+NOTHING_PASSED = Passed([], False)
+
+
 class Proof:
     """The proven blocks of one engine, of all its cache groups."""
 
@@ -68,20 +71,29 @@ class Proof:
         """Whether there are steps whose output vLLM has not taken."""
         return bool(self._open)
 
+    @property
+    def encodes(self) -> bool:
+        """Whether what encoders make is followed."""
+        return self._encoded is not None
+
     def doubts(self, tracked: Tracked) -> bool:
         """Whether the request has computed upon an unproven block."""
         return tracked.request.request_id in self._doubts
+
+    def may_keep(self, tracked: Tracked) -> bool:
+        """Whether what the request computes next may be kept."""
+        return not self.stalled and not self.doubts(tracked)
 
     # --- one step ---
 
     def schedule(self, step: int, req_ids: Collection[str], begun: Iterable[str]) -> None:
         """A step is scheduled that computes tokens of these requests. Some of them begin on new block tables."""
-        doubts = self._doubts
-        self._earlier = {req_id: doubts.pop(req_id) for req_id in begun if req_id in doubts} if doubts else {}
+        if doubts := self._doubts:
+            self._earlier = {req_id: doubts.pop(req_id) for req_id in begun if req_id in doubts}
         if self.stalled:
             # One of them is enough to tell that vLLM has passed steps over.
             return
-        self._open.append(OpenStep(step, req_ids))
+        self._open.append(OpenStep(step, req_ids, []))
         if len(self._open) > OPEN_STEPS_MAX:
             self.void()
             self.stalled = True
@@ -160,6 +172,9 @@ class Proof:
     def accept(self, step: int, requests: Collection[Tracked]) -> Passed:
         """vLLM has taken the output of `step`, which proves what that step has filled, and nothing of the steps before it that
         vLLM has passed over. `requests`: those that are not over, of all cache groups."""
+        if self._open and self._open[0].number == step and not self.stalled:
+            self._open.popleft()
+            return NOTHING_PASSED
         passed = []
         while self._open and self._open[0].number < step:
             passed.append(self._open.popleft())

@@ -5,10 +5,11 @@ vLLM frees the blocks of a request whose load is under way only once it learns t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-# Steps whose reports are kept. vLLM passes over fewer before it takes one again, or it takes none at all.
-STEPS_MAX = 64
+# Reports that are kept. vLLM passes over fewer steps before it takes one again, or it takes none at all.
+REPORTS_MAX = 64
 
 
 @dataclass(slots=True)
@@ -27,37 +28,49 @@ class Report:
 
 
 class Reports:
-    """The reports of one rank."""
+    """The reports of one rank. A step without any costs nothing."""
 
     def __init__(self) -> None:
-        self._now = Report()
-        self._again = Report()
-        self._steps: dict[int, Report] = {}
+        self._step = 0
+        # By step, what was told with its output; and what is told again with that of the current step.
+        self._told: dict[int, Report] = {}
+        self._again: Report | None = None
 
-    def begin_step(self, step: int, passed: list[int]) -> None:
+    def begin_step(self, step: int, passed: Sequence[int]) -> None:
         """A step begins; vLLM has passed over those others."""
-        self._again = Report()
-        for each in passed:
-            if lost := self._steps.pop(each, None):
-                self._again.take(lost)
-        self._now = self._steps[step] = Report()
-        if len(self._steps) > STEPS_MAX:
-            del self._steps[next(iter(self._steps))]
+        self._step, self._again = step, None
+        if not passed:
+            return
+        for lost in [self._told.pop(each) for each in passed if each in self._told]:
+            self._again = self._again or Report()
+            self._again.take(lost)
 
     def ended(self, req_ids: set[str] | None) -> set[str] | None:
         """Requests whose load has ended, with those that vLLM has not learned of."""
-        told = (req_ids or set()) | self._again.ended
-        self._now.ended |= told
+        told = (req_ids or set()) | self._again.ended if self._again else req_ids
+        if told:
+            self._now.ended |= told
         return told or None
 
     def failed(self, req_ids: set[str]) -> set[str]:
         """Requests whose load failed as a whole."""
-        told = req_ids | self._again.failed
-        self._now.failed |= told
+        told = req_ids | self._again.failed if self._again else req_ids
+        if told:
+            self._now.failed |= told
         return told
 
     def blocks(self, block_ids: set[int]) -> set[int]:
         """Blocks that were not loaded."""
-        told = block_ids | self._again.blocks
-        self._now.blocks |= told
+        told = block_ids | self._again.blocks if self._again else block_ids
+        if told:
+            self._now.blocks |= told
         return told
+
+    @property
+    def _now(self) -> Report:
+        """What is told with the current step's output."""
+        if self._step not in self._told:
+            self._told[self._step] = Report()
+            if len(self._told) > REPORTS_MAX:
+                del self._told[next(iter(self._told))]
+        return self._told[self._step]

@@ -42,6 +42,8 @@ class Saving:
     _due: dict[int, list[Tracked]] = field(default_factory=dict)
     # How often the weights may have changed.
     weights: int = 0
+    # The last step that saved something, until vLLM has taken its output; 0: none.
+    _posted_in: int = 0
     # To which namespace belongs what vLLM holds; 0: not known yet.
     _namespace: int = 0
     # When to name the tokens of a root block again, and in which connection that was done.
@@ -73,6 +75,8 @@ class Saving:
             if tracked.due != step + wait:
                 tracked.due = step + wait
                 self._due.setdefault(tracked.due, []).append(tracked)
+        if posted:
+            self._posted_in = step
         return posted
 
     def _save(self, tracked: Tracked, computed: int, step: int) -> bool:
@@ -149,7 +153,10 @@ class Saving:
         """vLLM has taken the output of a step. Saves of the steps that it has `passed` over are void by that."""
         if passed.steps or passed.voids:
             self._fall_back(passed.voids)
-        self._session.accept(step)
+        if self._posted_in:
+            self._session.accept(step)
+            if step >= self._posted_in:
+                self._posted_in = 0
 
     def _fall_back(self, voids: bool) -> None:
         """Blocks that requests have lost may be offered again; all of them where every unfinished save is void."""
@@ -157,7 +164,7 @@ class Saving:
             self._session.void_saves()
         for tracked in self._requests.by_id.values():
             tracked.saved = 0 if voids else min(tracked.saved, tracked.filled)
-            if self._proof.stalled or self._proof.doubts(tracked):
+            if not self._proof.may_keep(tracked):
                 self._requests.break_promise(tracked)
 
     def fail(self, block_ids: set[int]) -> None:

@@ -90,7 +90,7 @@ class Scheduler:
         self._proof = proof = proof or Proof()
         self._ranks = vllm_compat.world_size(vllm_config)
         self._requests = requests = Requests(
-            session, self._adapters, block_tokens, config.saves, proof, window, group, algorithm
+            session, self._adapters, block_tokens, config.saves, proof.may_keep, window, group, algorithm
         )
         # A block fewer of one group would be another hit than that of the others. A drafter's KV may differ under one key.
         comparable = not group.several and not vllm_compat.drafts_from_hidden_states(vllm_config)
@@ -268,8 +268,9 @@ class Scheduler:
     def open_step(self, output: SchedulerOutput) -> None:
         """A step that computes something waits for vLLM to take its output. Once for all groups, before `follow_step`."""
         if output.num_scheduled_tokens:
-            begun = [new.req_id for new in output.scheduled_new_reqs]
-            begun += output.scheduled_cached_reqs.resumed_req_ids
+            begun = output.scheduled_cached_reqs.resumed_req_ids
+            if output.scheduled_new_reqs:
+                begun = {*begun, *(new.req_id for new in output.scheduled_new_reqs)}
             self._proof.schedule(self._next.step, output.num_scheduled_tokens, begun)
 
     def follow_step(self, output: SchedulerOutput) -> None:
@@ -283,7 +284,7 @@ class Scheduler:
         filled += output.new_block_ids_to_zero or ()
         if session.saving and (written or filled):
             session.overwrite(written + filled)
-        if self._config.saves:
+        if self._config.saves and (filled or written or self._begun or self._proof.encodes):
             self._follow_proof(output, filled, written)
 
     def _follow_proof(self, output: SchedulerOutput, filled: list[int], written: list[int]) -> None:
@@ -307,7 +308,8 @@ class Scheduler:
         step = metadata.step
         self._next = PillionMetadata(self._run, step + 1)
         metadata.urgent = bool(metadata.loads)
-        metadata.open_loads = self._open_loads
+        if self._open_loads:
+            metadata.open_loads = self._open_loads
         if metadata.loads or metadata.lost:
             self._open_loads = [*self._open_loads, StepLoads(step, list(metadata.loads), list(metadata.lost))]
         if self._config.saves:
@@ -341,8 +343,10 @@ class Scheduler:
 
     def accept(self, step: int, passed: Passed) -> None:
         """vLLM has taken the output of `step`, and has `passed` over others before it."""
-        self._open_loads = [loads for loads in self._open_loads if loads.step > step]
-        self._next.passed += passed.steps
+        if self._open_loads:
+            self._open_loads = [loads for loads in self._open_loads if loads.step > step]
+        if passed.steps:
+            self._next.passed = [*self._next.passed, *passed.steps]
         self._saving.accept(step, passed)
 
     def take_unkept(self) -> dict[str, int]:

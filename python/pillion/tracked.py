@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-    from pillion.proof import Proof
 
 # How long a request waits for the digest of its adapter before it goes without the cache: some hundred MB are read meanwhile.
 ADAPTER_WAIT_S = 0.2
@@ -146,7 +145,8 @@ class Requests:
     _block_tokens: int
     # Whether what is computed is kept: else nothing may be promised.
     _saves: bool
-    _proof: Proof
+    # Whether what a request computes may be kept, as far as is known.
+    _may_keep: Callable[[Tracked], bool]
     _window: int = 0
     # The cache group that is followed; vLLM's blocks of all groups are of one pool.
     _group: Group = ALONE
@@ -247,8 +247,7 @@ class Requests:
             tracked.awaited = handover.awaits(tracked.request) and not preempted
             if tracked.awaited:
                 session.await_producer(tracked.log)
-            may_keep = self._saves and not self._proof.stalled and not self._proof.doubts(tracked)
-            tracked.promised = may_keep and handover.hands_over(tracked.request)
+            tracked.promised = self._saves and self._may_keep(tracked) and handover.hands_over(tracked.request)
             if tracked.promised:
                 session.promise(tracked.log)
             tracked.generation = session.generation

@@ -218,6 +218,8 @@ class Worker:
         """Loads of earlier steps that this rank has not begun, although the sidecar may copy them: such a step was skipped, or
         raised before it got there. vLLM waits for their ends, and this step for what they write."""
         last = self._metadata or PillionMetadata(metadata.run, 0)
+        if not (metadata.open_loads or last.loads or last.lost):
+            return []
         unbegun = StepLoads(last.step, last.loads, last.lost)
         return [unbegun, *(planned for planned in metadata.open_loads if planned.step > last.step)]
 

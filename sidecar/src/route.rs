@@ -1,6 +1,9 @@
 //! `pillion route`: sends a prompt to one engine that computes it and to another that answers it. The KV goes from one to the
 //! other through their sidecars, by key: the router moves none, and knows no engine but by its address.
 
+mod affinity;
+mod api;
+mod body;
 mod counters;
 mod engines;
 mod first_token;
@@ -24,18 +27,18 @@ use tokio::sync::{Semaphore, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
+use self::api::Api;
+use self::body::{Fields, Payload};
 use self::counters::{Counters, Failure};
 pub use self::engines::Address;
-use self::engines::{Engine, Engines, Seat};
-use self::forward::{Answer, Asked, ForwardError, Forwarder, Opened, continued};
+use self::engines::{Engine, Engines, Role, Seat};
+use self::forward::{Answer, Asked, ForwardError, Forwarder, Opened, PromptAsked, continued};
 use self::length::Lengths;
-use self::prompt::{Fields, PARAMS, Prompt, Whole};
+use self::prompt::{PARAMS, Whole};
 pub use self::server::serve;
 use self::server::{Unread, failure, plain, read};
 use crate::config::{IpPort, Level, LogFormat, Size, Time};
 
-const COMPLETIONS: &str = "/v1/completions";
-const CHAT: &str = "/v1/chat/completions";
 const REQUEST_ID: &str = "x-request-id";
 /// A longer body is read by a thread of its own: streams go on meanwhile.
 const LONG_BYTES: usize = 1 << 20;
@@ -126,7 +129,8 @@ struct Task(JoinHandle<()>);
 
 impl Router {
     fn new(options: Options) -> Result<Self, prometheus::Error> {
-        let (prefill, decode) = (Engines::new(&options.prefill), Engines::new(&options.decode));
+        let (prefill, decode) =
+            (Engines::new(&options.prefill, Role::Prefill), Engines::new(&options.decode, Role::Decode));
         let (forwarder, lengths) = (Forwarder::new(), Lengths::default());
         let bytes = usize::try_from(options.request_memory.as_bytes()).unwrap_or(usize::MAX);
         let memory = Arc::new(Semaphore::new(bytes.min(Semaphore::MAX_PERMITS)));
@@ -157,15 +161,16 @@ impl Router {
         }
         let path = head.uri.path_and_query().map_or("/", |path| path.as_str()).to_owned();
         let (breaks, room) = (Arc::default(), Some(Arc::new(room)));
-        let asked = Asked { method: head.method, path, headers, body, breaks, _room: room };
-        let parsed = if asked.body.len() < LONG_BYTES {
-            asked.parse()
+        let (payload, trail) = (Payload::default(), Arc::default());
+        let asked = Asked { method: head.method, path, headers, body: payload, trail, breaks, _room: room };
+        let parsed = if body.len() < LONG_BYTES {
+            asked.parse(body)
         } else {
-            tokio::task::spawn_blocking(|| asked.parse()).await.expect("no body lets it panic")
+            tokio::task::spawn_blocking(|| asked.parse(body)).await.expect("no body lets it panic")
         };
         match parsed {
-            Ok((asked, Some((fields, prompt)))) => self.route(&asked, &fields, prompt).await,
-            Ok((asked, None)) => self.answer(asked, 0).await,
+            Ok((asked, Some(prompt))) => self.route(&asked, &prompt).await,
+            Ok((asked, None)) => self.answer(asked).await,
             Err(text) => failure(StatusCode::BAD_REQUEST, &text),
         }
     }
@@ -194,39 +199,51 @@ impl Router {
     }
 
     /// A prompt: by two engines, or by the one that answers.
-    async fn route(self: Arc<Self>, asked: &Asked, fields: &Fields, prompt: Prompt) -> Response<Answer> {
-        let engine = self.prefill.idlest(Instant::now());
-        let whole = prompt.whole.or((prompt.tokens < self.options.min_remote_tokens).then_some(Whole::Short));
-        let engine = match (whole, engine) {
-            (None, Some(engine)) => engine,
-            (whole, _) => {
-                self.counters.prompt(whole.or(Some(Whole::NoPrefill)));
-                return self.answer(asked.with(fields), prompt.start).await;
+    async fn route(self: Arc<Self>, asked: &Asked, prompt: &PromptAsked) -> Response<Answer> {
+        let (tokens, fields) = (prompt.prompt.tokens, &prompt.fields);
+        let whole = prompt.prompt.whole.or((tokens < self.options.min_remote_tokens).then_some(Whole::Short));
+        let seat = match whole {
+            None => self.seat_prefill(asked, tokens, None).ok_or(Whole::NoPrefill),
+            Some(whole) => Err(whole),
+        };
+        let seat = match seat {
+            Ok(seat) => seat,
+            Err(whole) => {
+                self.counters.prompt(Some(whole));
+                return self.answer(asked.with(fields)).await;
             }
         };
         self.counters.prompt(None);
-        let seat = engine.seat(prompt.tokens.max(1), Instant::now());
         let begins = self.options.first_token
-            && asked.path == COMPLETIONS
-            && first_token::may_be_split(fields, &prompt);
-        let at_once = !begins && self.is_at_once(&seat, prompt.tokens);
+            && prompt.api == Api::Completions
+            && first_token::may_be_split(fields, &prompt.prompt);
+        let at_once = !begins && self.is_at_once(&seat, tokens);
+        let engine = Arc::clone(&seat.engine);
         let (answer, given_up) = if begins {
-            match Arc::clone(&self).begin(seat, asked, fields, prompt.start).await {
+            match Arc::clone(&self).begin(seat, asked, fields).await {
                 Ok(stream) => return stream,
-                Err(asked) => self.open(prompt.start, None, asked, None).await,
+                Err(asked) => self.open(None, asked, None).await,
             }
         } else {
-            Arc::clone(&self).pair(seat, at_once, prompt.start, None, asked, fields).await
+            Arc::clone(&self).pair(seat, at_once, None, asked, prompt).await
         };
         let Some(decode) = given_up.filter(|_| asked.breaks.count() == 0) else { return answer };
         // Nothing of it was sent. Both engines are rid of it before others are asked.
         drop(answer);
         self.counters.retries.inc();
-        let now = Instant::now();
-        let seat = self.prefill.idlest_but(&engine, now).unwrap_or(engine).seat(prompt.tokens.max(1), now);
+        let Some(seat) = self.seat_prefill(asked, tokens, Some(&engine)) else {
+            return self.open(Some(&decode), asked.with(fields), None).await.0;
+        };
         // By load, what was given up is computed first.
         let at_once = self.options.order == Order::AtOnce;
-        self.pair(seat, at_once, prompt.start, Some(&decode), asked, fields).await.0
+        self.pair(seat, at_once, Some(&decode), asked, prompt).await.0
+    }
+
+    /// Takes the engine that is to compute a prompt, `spared` only where no other is up.
+    fn seat_prefill(&self, asked: &Asked, tokens: u64, spared: Option<&Engine>) -> Option<Seat> {
+        let seat = self.prefill.take(&asked.trail, tokens, spared, Instant::now())?;
+        self.prefill.note(&asked.trail, &seat.engine, Instant::now());
+        Some(seat)
     }
 
     /// Whether an engine that answers a prompt of so many tokens is asked together with the one of this seat.
@@ -244,12 +261,12 @@ impl Router {
         self: Arc<Self>,
         seat: Seat,
         at_once: bool,
-        start: u64,
         spared: Option<&Engine>,
         asked: &Asked,
-        fields: &Fields,
+        prompt: &PromptAsked,
     ) -> (Response<Answer>, Option<Arc<Engine>>) {
-        let ask = Arc::clone(&self).compute(seat, asked.with(&prompt::prefill(fields)));
+        let fields = &prompt.fields;
+        let ask = Arc::clone(&self).compute(seat, asked.with(&prompt.prefill));
         if at_once {
             let (failed, mut failing) = oneshot::channel();
             let task = Task(tokio::spawn(async move {
@@ -263,31 +280,30 @@ impl Router {
                     pending().await
                 }
             };
-            let opened = watch::first(self.open(start, spared, waiting, Some(task)), nothing_comes).await;
+            let opened = watch::first(self.open(spared, waiting, Some(task)), nothing_comes).await;
             // Who gave the prompt up in the same moment waited in vain too.
             let mut counts = |given_up: &Option<_>| given_up.is_none() || failing.try_recv().is_err();
             if let Some(opened) = opened.filter(|(_, given_up)| counts(given_up)) {
                 return opened;
             }
             // Nothing of it was sent: it is asked for anew, without anything to wait for.
-            return self.open(start, spared, asked.with(fields), None).await;
+            return self.open(spared, asked.with(fields), None).await;
         }
         let asked = match ask.await {
             Ok(said) => asked.with(&prompt::decode(fields, said)),
             Err(_) => asked.with(fields),
         };
-        self.open(start, spared, asked, None).await
+        self.open(spared, asked, None).await
     }
 
     /// Asks an engine that answers: its answer, and the engine where it gave the prompt up. `task` lives as long as the answer is read.
     async fn open(
         &self,
-        start: u64,
         spared: Option<&Engine>,
         asked: Asked,
         task: Option<Task>,
     ) -> (Response<Answer>, Option<Arc<Engine>>) {
-        match self.send(start, spared, asked).await {
+        match self.send(spared, asked).await {
             Ok((opened, seat)) => {
                 let given_up = opened.given_up.then(|| Arc::clone(&seat.engine));
                 (opened.pass((seat, task)), given_up)
@@ -303,10 +319,10 @@ impl Router {
         seat: Seat,
         asked: &Asked,
         fields: &Fields,
-        start: u64,
     ) -> Result<Response<Answer>, Asked> {
         self.lengths.ask(&self.decode, &self.forwarder, &asked.headers);
-        let Ok(answer) = self.ask_prefill(&seat, asked.with(&first_token::prefill(fields))).await else {
+        let Ok(prefill) = first_token::prefill(fields) else { return Err(asked.with(fields)) };
+        let Ok(answer) = self.ask_prefill(&seat, asked.with(&prefill)).await else {
             return Err(asked.with(fields));
         };
         let (head, answer) = answer.into_parts();
@@ -321,12 +337,12 @@ impl Router {
         // The event is not to wait for what is asked behind it.
         Ok(continued(head, first.event.clone(), async move {
             let asked = asked.with(&first.rest(&fields));
-            let (answer, given_up) = self.open(start, None, asked.clone(), None).await;
+            let (answer, given_up) = self.open(None, asked.clone(), None).await;
             let Some(decode) = given_up.filter(|_| asked.breaks.count() == 0) else { return answer };
             // Nothing of it was sent, and what the other engine saved is still kept.
             drop(answer);
             self.counters.retries.inc();
-            self.open(start, Some(&decode), asked, None).await.0
+            self.open(Some(&decode), asked, None).await.0
         }))
     }
 
@@ -366,27 +382,23 @@ impl Router {
     }
 
     /// The answer of one engine, whatever it is.
-    async fn answer(&self, asked: Asked, start: u64) -> Response<Answer> {
-        self.open(start, None, asked, None).await.0
+    async fn answer(&self, asked: Asked) -> Response<Answer> {
+        self.open(None, asked, None).await.0
     }
 
     /// Asks the first engine that begins to answer, in the order for this beginning, which is that of the time when it is asked; what the
     /// client is told where none does. A prompt may be what ends engines: where two broke off on it, another one is not asked.
-    async fn send(
-        &self,
-        start: u64,
-        spared: Option<&Engine>,
-        asked: Asked,
-    ) -> Result<(Opened, Seat), Response<Answer>> {
+    async fn send(&self, spared: Option<&Engine>, asked: Asked) -> Result<(Opened, Seat), Response<Answer>> {
         let (mut problems, mut status) = (Vec::new(), StatusCode::BAD_GATEWAY);
-        let breaks_max = u32::from(asked.is_prompt());
-        let mut ranked = self.decode.ranked(start, spared, Instant::now()).into_iter().peekable();
+        let breaks_max = u32::from(asked.api().is_some());
+        let mut ranked = self.decode.ranked(&asked.trail, 1, spared, Instant::now()).into_iter().peekable();
         while let Some(engine) = ranked.next() {
             if asked.breaks.count() > breaks_max {
                 problems.push("engines broke off on it, so no other one is asked".into());
                 break;
             }
             let seat = engine.seat(1, Instant::now());
+            self.decode.note(&asked.trail, &engine, Instant::now());
             let opened = self.forwarder.open(&engine.address, asked.clone());
             // There is none after the last: it is waited for, since an engine that was stopped may go on.
             let answer = match ranked.peek() {
@@ -407,7 +419,7 @@ impl Router {
                 }
                 // Nothing of an answer was sent, and of one that stands still none will be: it is hung up on.
                 Err(error) => {
-                    if !matches!(error, ForwardError::Broken(_)) || asked.is_prompt() {
+                    if !matches!(error, ForwardError::Broken(_)) || asked.api().is_some() {
                         engine.set_down(Instant::now());
                     }
                     error

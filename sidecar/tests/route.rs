@@ -1,5 +1,7 @@
 //! `pillion route` between a client and servers that stand for engines.
 
+#[path = "route/affinity.rs"]
+mod affinity;
 mod client;
 #[path = "route/engine.rs"]
 mod engine;

@@ -22,10 +22,12 @@ use hyper_util::rt::TokioExecutor;
 use serde_json::value::RawValue;
 use tokio::sync::OwnedSemaphorePermit;
 
+use super::affinity::Trail;
+use super::api::Api;
+use super::body::{Fields, Payload, PayloadBody};
 use super::engines::Address;
 use super::lead::{self, Lead};
-use super::prompt::{self, Fields, Prompt};
-use super::{CHAT, COMPLETIONS};
+use super::prompt::{self, Prompt};
 
 /// An engine that takes no connection for so long is down.
 const CONNECT_TIME_MAX: Duration = Duration::from_secs(2);
@@ -39,6 +41,8 @@ const VANISHED_AFTER: Duration =
 const IDLE_MAX: Duration = Duration::from_secs(3);
 /// The longest answer that is read whole: one token, and what it came with.
 const ANSWER_BYTES_MAX: usize = 64 << 20;
+/// The session of a request, as clients and other routers name it.
+const SESSION: &str = "x-session-id";
 /// Bodies of this type have fields.
 const JSON: &str = "application/json";
 /// Bodies of this type are streams of events.
@@ -53,14 +57,26 @@ pub(super) struct Asked {
     pub(super) method: Method,
     pub(super) path: String,
     pub(super) headers: HeaderMap,
-    pub(super) body: Bytes,
+    pub(super) body: Payload,
+    /// By which engines are chosen.
+    pub(super) trail: Arc<Trail>,
     pub(super) breaks: Arc<Breaks>,
     /// Its room in the memory for bodies, as long as there is a copy of it.
     pub(super) _room: Option<Arc<OwnedSemaphorePermit>>,
 }
 
 /// A request, and of a prompt that two engines may work on its fields, which then are all of its body.
-pub(super) type Parsed = (Asked, Option<(Fields, Prompt)>);
+pub(super) type Parsed = (Asked, Option<PromptAsked>);
+
+/// A prompt that two engines may work on.
+#[derive(Debug)]
+pub(super) struct PromptAsked {
+    pub(super) api: Api,
+    pub(super) fields: Fields,
+    /// The request for the engine that computes it.
+    pub(super) prefill: Fields,
+    pub(super) prompt: Prompt,
+}
 
 /// How many engines broke off on a request, whatever its body was.
 #[derive(Debug, Default)]
@@ -96,7 +112,7 @@ pub(super) enum ForwardError {
 
 /// Keeps connections to all engines.
 #[derive(Clone, Debug)]
-pub(super) struct Forwarder(Client<HttpConnector, Full<Bytes>>);
+pub(super) struct Forwarder(Client<HttpConnector, PayloadBody>);
 
 /// A stream whose first event is there before the answer that goes on with it.
 struct Continued {
@@ -118,47 +134,53 @@ impl Asked {
     /// The router's own question for a page of an engine.
     pub(super) fn page(path: &str, headers: HeaderMap) -> Self {
         let (method, path) = (Method::GET, path.into());
-        Self { method, path, headers, body: Bytes::new(), breaks: Arc::default(), _room: None }
+        let (body, trail) = (Payload::default(), Arc::default());
+        Self { method, path, headers, body, trail, breaks: Arc::default(), _room: None }
     }
 
     /// Reads the body, without what the client says to connectors; else what the client is told.
-    pub(super) fn parse(mut self) -> Result<Parsed, String> {
-        let is_prompt = self.is_prompt();
+    pub(super) fn parse(mut self, body: Bytes) -> Result<Parsed, String> {
+        let api = self.api();
         let no_json = |error| format!("the body is no JSON: {error}; send UTF-8, and no NaN or Infinity");
-        let Some(mut fields) = self.fields(is_prompt).map_err(no_json)? else { return Ok((self, None)) };
+        let Some(mut fields) = self.fields(&body, api.is_some()).map_err(no_json)? else {
+            self.body = body.into();
+            return Ok((self, None));
+        };
         let no_json = |error| format!("an object of the body is no JSON: {error}");
         let spoken = prompt::without_params(&mut fields).map_err(no_json)?;
-        if is_prompt {
-            self.body = Bytes::new();
-            let prompt = Prompt::read(&fields);
-            return Ok((self, Some((fields, prompt))));
+        let Some(api) = api else {
+            self.body = if spoken { fields.payload() } else { body.into() };
+            return Ok((self, None));
+        };
+        let mut prompt = Prompt::read(api, &fields);
+        if let Some(session) = self.headers.get(SESSION).and_then(|session| session.to_str().ok()) {
+            prompt.trail.session = Some(prompt::session_hash(session));
         }
-        Ok((if spoken { self.with(&fields) } else { self }, None))
+        self.trail = Arc::new(prompt.trail.clone());
+        let prefill = prompt::prefill(api, &fields).map_err(no_json)?;
+        Ok((self, Some(PromptAsked { api, fields, prefill, prompt })))
     }
 
     /// The fields of a JSON object; `None` where the body is another value, or nothing that has to be JSON. An error, because engines read
     /// more than JSON as JSON, and could find fields in it that must not reach them.
-    fn fields(&self, must_be_json: bool) -> serde_json::Result<Option<Fields>> {
-        if !(must_be_json || is_of(&self.headers, JSON) && !self.body.is_empty()) {
+    fn fields(&self, body: &Bytes, must_be_json: bool) -> serde_json::Result<Option<Fields>> {
+        if !(must_be_json || is_of(&self.headers, JSON) && !body.is_empty()) {
             return Ok(None);
         }
-        let another = |_| serde_json::from_slice::<&RawValue>(&self.body).map(|_| None);
-        serde_json::from_slice(&self.body).map(Some).or_else(another)
+        if body.trim_ascii_start().starts_with(b"{") {
+            return Fields::read(body).map(Some);
+        }
+        serde_json::from_slice::<&RawValue>(body).map(|_| None)
     }
 
-    /// Whether it is a prompt that two engines may work on. Asked again, nothing changes but who answers.
-    pub(super) fn is_prompt(&self) -> bool {
-        let path = self.path.split('?').next();
-        self.method == Method::POST && path.is_some_and(|path| matches!(path, COMPLETIONS | CHAT))
+    /// The API of a prompt that two engines may work on. Asked again, nothing changes but who answers.
+    pub(super) fn api(&self) -> Option<Api> {
+        Api::of(&self.method, &self.path)
     }
 
     /// The same request with another body.
     pub(super) fn with(&self, fields: &Fields) -> Self {
-        // Each has four more bytes at most: quotation marks, a colon and a comma.
-        let length: usize = fields.iter().map(|(name, field)| name.len() + field.get().len() + 4).sum();
-        let mut body = Vec::with_capacity(length + 2);
-        serde_json::to_writer(&mut body, fields).expect("fields are JSON already");
-        Self { body: body.into(), ..self.clone() }
+        Self { body: fields.payload(), ..self.clone() }
     }
 }
 
@@ -192,7 +214,7 @@ impl Forwarder {
 
     /// Asks an engine; the answer's head. Dropping the future, or the answer, hangs up.
     async fn send(&self, to: &Address, asked: Asked) -> Result<Response<Incoming>, ForwardError> {
-        let mut request = Request::new(Full::new(asked.body));
+        let mut request = Request::new(asked.body.body());
         let broken = |error: &dyn std::error::Error| ForwardError::Broken(error.to_string());
         *request.uri_mut() = to.at(&asked.path).map_err(|error| broken(&error))?;
         *request.method_mut() = asked.method;

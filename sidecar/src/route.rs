@@ -8,6 +8,8 @@ mod counters;
 mod engines;
 mod first_token;
 mod forward;
+pub mod fuzzed;
+mod intake;
 mod lead;
 mod length;
 mod prompt;
@@ -16,6 +18,7 @@ mod watch;
 
 use std::future::pending;
 use std::hash::{BuildHasher, Hasher, RandomState};
+use std::net::IpAddr;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -33,11 +36,13 @@ use self::counters::{Counters, Failure};
 pub use self::engines::Address;
 use self::engines::{Engine, Engines, Role, Seat};
 use self::forward::{Answer, Asked, ForwardError, Forwarder, Opened, PromptAsked, continued};
+use self::intake::{Memory, Unread};
 use self::length::Lengths;
 use self::prompt::{PARAMS, Whole};
 pub use self::server::serve;
-use self::server::{Unread, failure, plain, read};
+use self::server::{failure, plain};
 use crate::config::{IpPort, Level, LogFormat, Size, Time};
+use crate::connections::first;
 
 const REQUEST_ID: &str = "x-request-id";
 /// A longer body is read by a thread of its own: streams go on meanwhile.
@@ -84,7 +89,7 @@ pub struct Options {
     pub prefill_timeout: Time,
     /// Memory for bodies of requests that wait for their answer's begin
     ///
-    /// What goes beyond it is refused with status 503. Of each body there are up to four copies while it is read and passed on.
+    /// What goes beyond it is refused with status 503. One client, by its address, has half of it: behind a proxy all are one.
     #[arg(long, env = "PILLION_REQUEST_MEMORY", default_value = "128MiB", value_name = "SIZE")]
     pub request_memory: Size,
     /// Least severe messages: error, warn, info or debug
@@ -116,8 +121,9 @@ struct Router {
     forwarder: Forwarder,
     counters: Counters,
     lengths: Lengths,
-    /// A permit for each byte that bodies of requests may have together.
-    memory: Arc<Semaphore>,
+    memory: Arc<Memory>,
+    /// Long bodies are read one by one: of each a copy of its longest name may be made.
+    long_bodies: Semaphore,
     /// When the log last told of a body without room.
     refusal_told: Mutex<Option<Instant>>,
 }
@@ -132,13 +138,12 @@ impl Router {
         let (prefill, decode) =
             (Engines::new(&options.prefill, Role::Prefill), Engines::new(&options.decode, Role::Decode));
         let (forwarder, lengths) = (Forwarder::new(), Lengths::default());
-        let bytes = usize::try_from(options.request_memory.as_bytes()).unwrap_or(usize::MAX);
-        let memory = Arc::new(Semaphore::new(bytes.min(Semaphore::MAX_PERMITS)));
+        let (memory, long_bodies) = (Memory::new(options.request_memory.as_bytes()), Semaphore::new(1));
         let (counters, refusal_told) = (Counters::new()?, Mutex::default());
-        Ok(Self { prefill, decode, options, forwarder, counters, lengths, memory, refusal_told })
+        Ok(Self { prefill, decode, options, forwarder, counters, lengths, memory, long_bodies, refusal_told })
     }
 
-    async fn respond(self: Arc<Self>, request: Request<Incoming>) -> Response<Answer> {
+    async fn respond(self: Arc<Self>, request: Request<Incoming>, client: IpAddr) -> Response<Answer> {
         let path = request.uri().path().to_owned();
         if request.method() == Method::GET && path == "/health" {
             return self.health();
@@ -147,7 +152,7 @@ impl Router {
             return plain(StatusCode::OK, "text/plain; version=0.0.4", self.counters.page());
         }
         let (head, body) = request.into_parts();
-        let (body, room) = match read(body, &self.memory).await {
+        let (body, room) = match intake::read(body, self.memory.room(client)).await {
             Ok(read) => read,
             Err(unread) => {
                 self.refused(&unread);
@@ -166,6 +171,7 @@ impl Router {
         let parsed = if body.len() < LONG_BYTES {
             asked.parse(body)
         } else {
+            let _turn = self.long_bodies.acquire().await;
             tokio::task::spawn_blocking(|| asked.parse(body)).await.expect("no body lets it panic")
         };
         match parsed {
@@ -179,14 +185,16 @@ impl Router {
     fn refused(&self, unread: &Unread) {
         let Some(reason) = unread.label() else { return };
         self.counters.refused.with_label_values(&[reason]).inc();
-        if *unread != Unread::NoRoom {
+        if !matches!(unread, Unread::NoRoom | Unread::ClientFull) {
             return;
         }
         let (now, mut told) =
             (Instant::now(), self.refusal_told.lock().unwrap_or_else(PoisonError::into_inner));
         if told.is_none_or(|at| now >= at + REFUSAL_PAUSE) {
             *told = Some(now);
-            tracing::warn!("requests are refused, since bodies take all of --request-memory; give it more");
+            tracing::warn!(
+                "requests are refused, since bodies take all of --request-memory, or those of one client half of it; give it more"
+            );
         }
     }
 
@@ -280,7 +288,7 @@ impl Router {
                     pending().await
                 }
             };
-            let opened = watch::first(self.open(spared, waiting, Some(task)), nothing_comes).await;
+            let opened = first(self.open(spared, waiting, Some(task)), nothing_comes).await;
             // Who gave the prompt up in the same moment waited in vain too.
             let mut counts = |given_up: &Option<_>| given_up.is_none() || failing.try_recv().is_err();
             if let Some(opened) = opened.filter(|(_, given_up)| counts(given_up)) {

@@ -5,6 +5,8 @@ mod affinity;
 mod client;
 #[path = "route/engine.rs"]
 mod engine;
+#[path = "route/hostile.rs"]
+mod hostile;
 
 use std::fs::File;
 use std::io::{BufReader, ErrorKind, Read, Write};
@@ -590,7 +592,7 @@ fn bodies_beyond_the_memory_for_them_are_refused_while_a_stream_goes_on() {
     let router = Router::logging(
         &[&computes().url()],
         &[&decode.url()],
-        &["--request-memory", "1MiB"],
+        &["--request-memory", "2MiB"],
         File::create(&log).unwrap(),
     );
     let body = |bytes: usize| json!({ "prompt": [1], "user": "a".repeat(bytes) }).to_string();
@@ -605,7 +607,7 @@ fn bodies_beyond_the_memory_for_them_are_refused_while_a_stream_goes_on() {
     let told = watch("a refusal", || Some(ask()).filter(|told| told.starts_with("HTTP/1.1 503")));
     assert!(told.contains("--request-memory"), "{told}");
     ask();
-    assert!(router.counter("pillion_route_requests_refused_total{reason=\"memory\"}") > 1);
+    assert!(router.counter("pillion_route_requests_refused_total{reason=\"client\"}") > 1);
     let lines = std::fs::read_to_string(&log).unwrap();
     std::fs::remove_file(&log).unwrap();
     assert_eq!(

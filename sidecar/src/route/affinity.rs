@@ -13,7 +13,7 @@ const HOLDERS_MAX: usize = 4;
 pub(super) struct Trail {
     /// A hash of the session that the client names.
     pub(super) session: Option<u64>,
-/// A beginning of a prompt, and its hash.
+    /// A beginning of a prompt, and its hash.
     pub(super) marks: Vec<Mark>,
     /// Bytes of the whole prompt, as it is written.
     pub(super) bytes: u64,

@@ -134,6 +134,12 @@ impl From<Bytes> for Payload {
     }
 }
 
+impl From<Vec<Bytes>> for Payload {
+    fn from(parts: Vec<Bytes>) -> Self {
+        Self(Arc::new(parts))
+    }
+}
+
 // === impl PayloadBody ===
 
 impl Body for PayloadBody {

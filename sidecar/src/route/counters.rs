@@ -36,8 +36,10 @@ pub(super) enum Failure {
 
 /// The label of a prompt that two engines work on.
 const PAIR: &str = "pair";
-/// The labels of bodies that had no room, and of those that came too slowly.
+/// The labels of bodies that had no room in all or of their client, of those that came too slowly, and of clients without a place.
 pub(super) const MEMORY: &str = "memory";
+pub(super) const CLIENT: &str = "client";
+pub(super) const CONNECTIONS: &str = "connections";
 pub(super) const SLOW: &str = "slow";
 
 // === impl Counters ===
@@ -54,7 +56,7 @@ impl Counters {
         let retries = counter(&registry, "route_retries_total", retries)?;
         let first_tokens = "Streams that began with the token of the engine that computed the prompt.";
         let first_tokens = counter(&registry, "route_first_tokens_total", first_tokens)?;
-        let refused = "Requests refused, by reason; memory: bodies took all of --request-memory; slow: their own body came too slowly.";
+        let refused = "Requests refused, by reason; memory, client: bodies took all of --request-memory, or the half of one client; slow: their own body came too slowly; connections: as many clients were connected as descriptors allow.";
         let refused = counters(&registry, "route_requests_refused_total", refused, &["reason"])?;
         for way in Whole::ALL.map(Whole::label).into_iter().chain([PAIR]) {
             prompts.with_label_values(&[way]);
@@ -62,7 +64,7 @@ impl Counters {
         for failure in Failure::ALL {
             failures.with_label_values(&[failure.label()]);
         }
-        for reason in [MEMORY, SLOW] {
+        for reason in [MEMORY, CLIENT, SLOW, CONNECTIONS] {
             refused.with_label_values(&[reason]);
         }
         Ok(Self { registry, prompts, failures, retries, first_tokens, refused })

@@ -20,12 +20,12 @@ use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
 use serde_json::value::RawValue;
-use tokio::sync::OwnedSemaphorePermit;
 
 use super::affinity::Trail;
 use super::api::Api;
 use super::body::{Fields, Payload, PayloadBody};
 use super::engines::Address;
+use super::intake::Room;
 use super::lead::{self, Lead};
 use super::prompt::{self, Prompt};
 
@@ -62,7 +62,7 @@ pub(super) struct Asked {
     pub(super) trail: Arc<Trail>,
     pub(super) breaks: Arc<Breaks>,
     /// Its room in the memory for bodies, as long as there is a copy of it.
-    pub(super) _room: Option<Arc<OwnedSemaphorePermit>>,
+    pub(super) _room: Option<Arc<Room>>,
 }
 
 /// A request, and of a prompt that two engines may work on its fields, which then are all of its body.

@@ -6,6 +6,7 @@ mod api;
 mod body;
 mod counters;
 mod engines;
+mod everywhere;
 mod first_token;
 mod forward;
 pub mod fuzzed;
@@ -30,9 +31,10 @@ use tokio::sync::{Semaphore, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
-use self::api::Api;
+use self::affinity::Trail;
+use self::api::{Api, Target, without_slash};
 use self::body::{Fields, Payload};
-use self::counters::{Counters, Failure};
+use self::counters::{Counters, EVERYWHERE, Failure, OTHER, REFUSED};
 pub use self::engines::Address;
 use self::engines::{Engine, Engines, Role, Seat};
 use self::forward::{Answer, Asked, ForwardError, Forwarder, Opened, PromptAsked, continued};
@@ -152,6 +154,12 @@ impl Router {
             return plain(StatusCode::OK, "text/plain; version=0.0.4", self.counters.page());
         }
         let (head, body) = request.into_parts();
+        let path = without_slash(head.uri.path_and_query().map_or("/", |path| path.as_str()));
+        let target = Target::of(&head.method, &path);
+        if let Target::Nowhere(reason) = target {
+            self.counters.request(REFUSED);
+            return failure(StatusCode::NOT_IMPLEMENTED, reason);
+        }
         let (body, room) = match intake::read(body, self.memory.room(client)).await {
             Ok(read) => read,
             Err(unread) => {
@@ -164,10 +172,14 @@ impl Router {
             let made = format!("{:016x}", RandomState::new().build_hasher().finish());
             headers.insert(REQUEST_ID, made.parse().expect("hex digits"));
         }
-        let path = head.uri.path_and_query().map_or("/", |path| path.as_str()).to_owned();
         let (breaks, room) = (Arc::default(), Some(Arc::new(room)));
-        let (payload, trail) = (Payload::default(), Arc::default());
-        let asked = Asked { method: head.method, path, headers, body: payload, trail, breaks, _room: room };
+        let trail = match &target {
+            Target::Stored(id) => Trail::bound(prompt::response_hash(id)),
+            _ => Trail::default(),
+        };
+        let (payload, trail) = (Payload::default(), Arc::new(trail));
+        let asked =
+            Asked { method: head.method, path, target, headers, body: payload, trail, breaks, _room: room };
         let parsed = if body.len() < LONG_BYTES {
             asked.parse(body)
         } else {
@@ -176,9 +188,22 @@ impl Router {
         };
         match parsed {
             Ok((asked, Some(prompt))) => self.route(&asked, &prompt).await,
-            Ok((asked, None)) => self.answer(asked).await,
+            Ok((asked, None)) => self.pass(asked).await,
             Err(text) => failure(StatusCode::BAD_REQUEST, &text),
         }
+    }
+
+    /// What is no prompt: by the engine that has it, by all, or by any.
+    async fn pass(&self, asked: Asked) -> Response<Answer> {
+        match asked.target {
+            Target::Everywhere => {
+                self.counters.request(EVERYWHERE);
+                return self.tell_everywhere(&asked).await;
+            }
+            Target::Stored(_) => self.counters.request(prompt::STORED),
+            _ => self.counters.request(OTHER),
+        }
+        self.answer(asked).await
     }
 
     /// Counts a request whose body was not taken.
@@ -406,7 +431,9 @@ impl Router {
                 break;
             }
             let seat = engine.seat(1, Instant::now());
-            self.decode.note(&asked.trail, &engine, Instant::now());
+            if !asked.trail.is_bound {
+                self.decode.note(&asked.trail, &engine, Instant::now());
+            }
             let opened = self.forwarder.open(&engine.address, asked.clone());
             // There is none after the last: it is waited for, since an engine that was stopped may go on.
             let answer = match ranked.peek() {
@@ -416,13 +443,28 @@ impl Router {
             asked.breaks.note(&answer);
             let error = match answer {
                 // It is up, and has no room: vLLM's limits of its queue.
-                Ok(opened) if opened.is_busy() && ranked.peek().is_some() => {
+                Ok(opened)
+                    if opened.status() == StatusCode::SERVICE_UNAVAILABLE && ranked.peek().is_some() =>
+                {
                     engine.set_up();
                     status = StatusCode::SERVICE_UNAVAILABLE;
                     ForwardError::Status(status)
                 }
+                // Another one stored it: nothing here knows which.
+                Ok(opened)
+                    if matches!(asked.target, Target::Stored(_))
+                        && opened.status() == StatusCode::NOT_FOUND
+                        && ranked.peek().is_some() =>
+                {
+                    ForwardError::Status(opened.status())
+                }
                 Ok(opened) => {
                     engine.set_up();
+                    if asked.api() == Some(Api::Responses)
+                        && let Some(id) = opened.response_id()
+                    {
+                        self.decode.bind(prompt::response_hash(&id), &engine);
+                    }
                     return Ok((opened, seat));
                 }
                 // Nothing of an answer was sent, and of one that stands still none will be: it is hung up on.

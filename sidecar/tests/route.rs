@@ -2,6 +2,8 @@
 
 #[path = "route/affinity.rs"]
 mod affinity;
+#[path = "route/apis.rs"]
+mod apis;
 mod client;
 #[path = "route/engine.rs"]
 mod engine;

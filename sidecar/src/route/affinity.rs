@@ -15,6 +15,8 @@ pub(super) struct Trail {
     pub(super) session: Option<u64>,
     /// A beginning of a prompt, and its hash.
     pub(super) marks: Vec<Mark>,
+    /// Whether what the request is about lies at the engine of this session alone.
+    pub(super) is_bound: bool,
     /// Bytes of the whole prompt, as it is written.
     pub(super) bytes: u64,
 }
@@ -50,6 +52,15 @@ struct Table {
 
 /// Engines by their numbers, the last one first; 0 is none.
 type Holders = [u32; HOLDERS_MAX];
+
+// === impl Trail ===
+
+impl Trail {
+    /// The trail of what one engine stores under a name with this hash.
+    pub(super) fn bound(hash: u64) -> Self {
+        Self { session: Some(hash), is_bound: true, ..Self::default() }
+    }
+}
 
 // === impl Known ===
 
@@ -118,7 +129,7 @@ mod tests {
     fn trail(session: Option<u64>, hashes: &[u64]) -> Trail {
         let mark = |(hash, bytes): (&u64, u64)| Mark { hash: *hash, bytes: 100 * bytes, is_own: bytes > 1 };
         let marks: Vec<_> = hashes.iter().zip(1..).map(mark).collect();
-        Trail { session, bytes: 100 * marks.len() as u64, marks }
+        Trail { session, bytes: 100 * marks.len() as u64, marks, is_bound: false }
     }
 
     #[test]

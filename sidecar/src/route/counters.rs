@@ -36,6 +36,10 @@ pub(super) enum Failure {
 
 /// The label of a prompt that two engines work on.
 const PAIR: &str = "pair";
+/// The labels of requests that are no prompts: by any engine, by all, or by none.
+pub(super) const OTHER: &str = "other";
+pub(super) const EVERYWHERE: &str = "everywhere";
+pub(super) const REFUSED: &str = "refused";
 /// The labels of bodies that had no room in all or of their client, of those that came too slowly, and of clients without a place.
 pub(super) const MEMORY: &str = "memory";
 pub(super) const CLIENT: &str = "client";
@@ -47,7 +51,7 @@ pub(super) const SLOW: &str = "slow";
 impl Counters {
     pub(super) fn new() -> Result<Self, prometheus::Error> {
         let registry = Registry::new();
-        let prompts = "Prompts, by where they went: pair, or why to one engine alone.";
+        let prompts = "Requests by where they went. Prompts: pair, or why to one engine alone. All else: stored, to the engine that stored a response; everywhere, to all engines; other, to one engine; refused.";
         let prompts = counters(&registry, "route_prompts_total", prompts, &["way"])?;
         let failures = "Prompts that the engine asked to compute them did not, by reason; the one that answers computed them.";
         let failures = counters(&registry, "route_prefill_failures_total", failures, &["reason"])?;
@@ -58,7 +62,7 @@ impl Counters {
         let first_tokens = counter(&registry, "route_first_tokens_total", first_tokens)?;
         let refused = "Requests refused, by reason; memory, client: bodies took all of --request-memory, or the half of one client; slow: their own body came too slowly; connections: as many clients were connected as descriptors allow.";
         let refused = counters(&registry, "route_requests_refused_total", refused, &["reason"])?;
-        for way in Whole::ALL.map(Whole::label).into_iter().chain([PAIR]) {
+        for way in Whole::ALL.map(Whole::label).into_iter().chain([PAIR, OTHER, EVERYWHERE, REFUSED]) {
             prompts.with_label_values(&[way]);
         }
         for failure in Failure::ALL {
@@ -73,6 +77,11 @@ impl Counters {
     /// Counts a prompt: `whole` says why the engine that answers it also computes it.
     pub(super) fn prompt(&self, whole: Option<Whole>) {
         self.prompts.with_label_values(&[whole.map_or(PAIR, Whole::label)]).inc();
+    }
+
+    /// Counts a request that is no prompt.
+    pub(super) fn request(&self, way: &str) {
+        self.prompts.with_label_values(&[way]).inc();
     }
 
     pub(super) fn failure(&self, failure: Failure) {

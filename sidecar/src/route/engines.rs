@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use hyper::Uri;
+use hyper::header::HeaderValue;
 use hyper::http::uri::{Authority, Scheme};
 use tokio::time::Instant;
 
@@ -125,6 +126,15 @@ impl Address {
     /// The same request at this engine.
     pub(super) fn at(&self, path: &str) -> Result<Uri, hyper::http::Error> {
         Uri::builder().scheme(Scheme::HTTP).authority(self.0.clone()).path_and_query(path).build()
+    }
+}
+
+impl Address {
+    /// The path of a URL at this engine; `None` for any other URL.
+    pub(super) fn path_of(&self, url: &str) -> Option<HeaderValue> {
+        let url: Uri = url.parse().ok()?;
+        let is_here = url.authority().is_some_and(|authority| *authority == self.0);
+        is_here.then(|| url.path_and_query()?.as_str().parse().ok()).flatten()
     }
 }
 
@@ -322,8 +332,18 @@ impl Engines {
         self.affinity.note(trail, engine.number);
     }
 
+    /// Notes that an engine stores what has this hash.
+    pub(super) fn bind(&self, hash: u64, engine: &Engine) {
+        self.affinity.note(&Trail::bound(hash), engine.number);
+    }
+
+    /// All engines of the role.
+    pub(super) fn all(&self) -> &[Arc<Engine>] {
+        &self.all
+    }
+
     /// All engines, the best for a prompt of `weight` first: those that are up; of these that which has its beginning, unless it has too
-    /// much to do; then those with the least to do, and that they were given lately. One that is `spared` is behind every other that is as much up.
+    /// much to do; then those with the least to do, and that they were given lately. What one engine stores is known to that alone. One that is `spared` is behind every other that is as much up.
     pub(super) fn ranked(
         &self,
         trail: &Trail,
@@ -332,6 +352,10 @@ impl Engines {
         now: Instant,
     ) -> Vec<Arc<Engine>> {
         let known = self.affinity.known(trail);
+        let owner = self.all.iter().filter(|engine| trail.is_bound && known.rank(engine.number) == Some(0));
+        if let [owner] = owner.collect::<Vec<_>>()[..] {
+            return vec![Arc::clone(owner)];
+        }
         let loads: Vec<_> = self.all.iter().map(|engine| Load::of(engine, now)).collect();
         let most = Load::most(&loads, self.up(now), weight, self.role);
         let up = self.all.iter().zip(&loads).filter(|(engine, _)| engine.is_up(now));
@@ -400,7 +424,7 @@ mod tests {
 
     /// A prompt of one mark.
     fn trail(hash: u64, is_own: bool) -> Trail {
-        Trail { session: None, marks: vec![Mark { hash, bytes: 100, is_own }], bytes: 100 }
+        Trail { marks: vec![Mark { hash, bytes: 100, is_own }], bytes: 100, ..Trail::default() }
     }
 
     #[test]

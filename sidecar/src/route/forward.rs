@@ -11,8 +11,8 @@ use http_body_util::combinators::UnsyncBoxBody;
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::{Body, Bytes, Frame, Incoming};
 use hyper::header::{
-    CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, HOST, HeaderMap, HeaderName, TE, TRAILER, TRANSFER_ENCODING,
-    UPGRADE,
+    CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, HOST, HeaderMap, HeaderName, LOCATION, TE, TRAILER,
+    TRANSFER_ENCODING, UPGRADE,
 };
 use hyper::http::response;
 use hyper::{Method, Request, Response, StatusCode};
@@ -22,7 +22,7 @@ use hyper_util::rt::TokioExecutor;
 use serde_json::value::RawValue;
 
 use super::affinity::Trail;
-use super::api::Api;
+use super::api::{Api, Target};
 use super::body::{Fields, Payload, PayloadBody};
 use super::engines::Address;
 use super::intake::Room;
@@ -43,8 +43,8 @@ const IDLE_MAX: Duration = Duration::from_secs(3);
 const ANSWER_BYTES_MAX: usize = 64 << 20;
 /// The session of a request, as clients and other routers name it.
 const SESSION: &str = "x-session-id";
-/// Bodies of this type have fields.
-const JSON: &str = "application/json";
+/// An answer states its id within so many bytes.
+const ID_WITHIN_BYTES: usize = 4096;
 /// Bodies of this type are streams of events.
 const EVENTS: &str = "text/event-stream";
 /// Headers of one connection, which say nothing of the request. Lengths are written anew.
@@ -56,6 +56,7 @@ const OF_A_CONNECTION: [HeaderName; 7] =
 pub(super) struct Asked {
     pub(super) method: Method,
     pub(super) path: String,
+    pub(super) target: Target,
     pub(super) headers: HeaderMap,
     pub(super) body: Payload,
     /// By which engines are chosen.
@@ -133,9 +134,9 @@ struct Held<T> {
 impl Asked {
     /// The router's own question for a page of an engine.
     pub(super) fn page(path: &str, headers: HeaderMap) -> Self {
-        let (method, path) = (Method::GET, path.into());
+        let (method, path, target) = (Method::GET, path.into(), Target::One);
         let (body, trail) = (Payload::default(), Arc::default());
-        Self { method, path, headers, body, trail, breaks: Arc::default(), _room: None }
+        Self { method, path, target, headers, body, trail, breaks: Arc::default(), _room: None }
     }
 
     /// Reads the body, without what the client says to connectors; else what the client is told.
@@ -164,7 +165,7 @@ impl Asked {
     /// The fields of a JSON object; `None` where the body is another value, or nothing that has to be JSON. An error, because engines read
     /// more than JSON as JSON, and could find fields in it that must not reach them.
     fn fields(&self, body: &Bytes, must_be_json: bool) -> serde_json::Result<Option<Fields>> {
-        if !(must_be_json || is_of(&self.headers, JSON) && !body.is_empty()) {
+        if !(must_be_json || may_be_json(&self.headers) && !body.is_empty()) {
             return Ok(None);
         }
         if body.trim_ascii_start().starts_with(b"{") {
@@ -175,7 +176,10 @@ impl Asked {
 
     /// The API of a prompt that two engines may work on. Asked again, nothing changes but who answers.
     pub(super) fn api(&self) -> Option<Api> {
-        Api::of(&self.method, &self.path)
+        match self.target {
+            Target::Prompt(api) => Some(api),
+            _ => None,
+        }
     }
 
     /// The same request with another body.
@@ -220,10 +224,16 @@ impl Forwarder {
         *request.method_mut() = asked.method;
         *request.headers_mut() = asked.headers;
         clean(request.headers_mut());
-        self.0.request(request).await.map_err(|error| match error.is_connect() {
+        let mut answer = self.0.request(request).await.map_err(|error| match error.is_connect() {
             true => ForwardError::Unreachable(error),
             false => broken(&error),
-        })
+        })?;
+        // A client reaches no engine by its own address.
+        let location = answer.headers().get(LOCATION).and_then(|location| location.to_str().ok());
+        if let Some(path) = location.and_then(|location| to.path_of(location)) {
+            answer.headers_mut().insert(LOCATION, path);
+        }
+        Ok(answer)
     }
 
     /// Asks an engine, and waits until something of its answer can be passed.
@@ -238,16 +248,26 @@ impl Forwarder {
         Ok(Opened { answer, lead: frames, given_up })
     }
 
-    /// Asks an engine, and reads all of its answer.
-    pub(super) async fn ask(&self, to: &Address, asked: Asked) -> Result<Response<Bytes>, ForwardError> {
-        let (head, body) = self.send(to, asked).await?.into_parts();
+    /// Asks an engine, and reads all of its answer, whatever its status is.
+    pub(super) async fn hear(&self, to: &Address, asked: Asked) -> Result<Response<Bytes>, ForwardError> {
+        let (mut head, body) = self.send(to, asked).await?.into_parts();
         let body = Limited::new(body, ANSWER_BYTES_MAX).collect().await;
         let body = body.map_err(|error| ForwardError::Broken(error.to_string()))?.to_bytes();
-        if !head.status.is_success() {
-            return Err(ForwardError::Status(head.status));
-        }
+        clean(&mut head.headers);
         Ok(Response::from_parts(head, body))
     }
+
+    /// Asks an engine, and reads all of its answer.
+    pub(super) async fn ask(&self, to: &Address, asked: Asked) -> Result<Response<Bytes>, ForwardError> {
+        let answer = self.hear(to, asked).await?;
+        if answer.status().is_success() { Ok(answer) } else { Err(ForwardError::Status(answer.status())) }
+    }
+}
+
+/// Whether an engine may read a body as JSON: `application/json`, or any type that ends so.
+fn may_be_json(headers: &HeaderMap) -> bool {
+    let said = headers.get(CONTENT_TYPE).map_or(&b""[..], |value| value.as_bytes());
+    said.to_ascii_lowercase().windows(4).any(|part| part == b"json")
 }
 
 /// Whether a body is of this type, whatever stands behind it: also bytes that are no letter.
@@ -275,9 +295,17 @@ fn clean(headers: &mut HeaderMap) {
 // === impl Opened ===
 
 impl Opened {
-    /// Whether the engine has no room for the request, so that another one may have.
-    pub(super) fn is_busy(&self) -> bool {
-        self.answer.status() == StatusCode::SERVICE_UNAVAILABLE
+    pub(super) fn status(&self) -> StatusCode {
+        self.answer.status()
+    }
+
+    /// The id of the response that the engine stores: the first one that its answer states.
+    pub(super) fn response_id(&self) -> Option<String> {
+        let said = self.lead.iter().filter_map(Frame::data_ref).flatten().copied().take(ID_WITHIN_BYTES);
+        let said = String::from_utf8_lossy(&said.collect::<Vec<_>>()).into_owned();
+        let (_, behind) = said.split_once("\"id\"")?;
+        let id = behind.trim_start().strip_prefix(':')?.trim_start().strip_prefix('"')?;
+        id.split_once('"').map(|(id, _)| id.to_owned())
     }
 
     /// The answer as the client gets it: as it comes, byte for byte. `held` is dropped when it ends or the client goes.

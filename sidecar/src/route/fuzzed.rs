@@ -8,6 +8,7 @@ use hyper::header::{CONTENT_TYPE, HeaderValue};
 use hyper::{HeaderMap, Method};
 use serde_json::Value;
 
+use super::api::Target;
 use super::body::Payload;
 use super::forward::Asked;
 use super::lead;
@@ -23,7 +24,8 @@ pub fn read_request(path: &str, body: &[u8]) -> Option<[Value; 2]> {
         [(CONTENT_TYPE, HeaderValue::from_static("application/json"))].into_iter().collect();
     let (method, path) = (Method::POST, path.to_owned());
     let (trail, breaks) = (Arc::default(), Arc::default());
-    let asked = Asked { method, path, headers, body: Payload::default(), trail, breaks, _room: None };
+    let target = Target::of(&method, &path);
+    let asked = Asked { method, path, target, headers, body: Payload::default(), trail, breaks, _room: None };
     let (_, prompt) = asked.parse(Bytes::copy_from_slice(body)).ok()?;
     let prompt = prompt?;
     // What nests deeper than serde_json reads is JSON all the same.

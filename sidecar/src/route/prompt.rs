@@ -21,6 +21,8 @@ const DEPTH_MAX: u32 = 3;
 /// Responses API has the last three.
 const OF_MESSAGES: [&str; 6] =
     ["tool_calls", "reasoning", "reasoning_content", "arguments", "output", "summary"];
+/// The label of what goes to the engine that stored a response.
+pub(super) const STORED: &str = "stored";
 /// Types of a content's parts that are text, or JSON that a template writes as text.
 const TEXT_PARTS: [&str; 11] = [
     "text",
@@ -61,6 +63,8 @@ pub(super) enum Whole {
     PromptLogprobs,
     /// vLLM makes other requests of it, to which it tells nothing of another engine.
     BeamSearch,
+    /// It goes on from a response that the engine which answers has stored, or is to be stored there before it is computed.
+    Stored,
     /// No engine that computes prompts could be reached lately.
     NoPrefill,
 }
@@ -82,8 +86,8 @@ struct Reading {
 // === impl Whole ===
 
 impl Whole {
-    pub(super) const ALL: [Self; 5] =
-        [Self::Short, Self::Media, Self::PromptLogprobs, Self::BeamSearch, Self::NoPrefill];
+    pub(super) const ALL: [Self; 6] =
+        [Self::Short, Self::Media, Self::PromptLogprobs, Self::BeamSearch, Self::Stored, Self::NoPrefill];
 
     /// The label of metrics.
     pub(super) fn label(self) -> &'static str {
@@ -92,6 +96,7 @@ impl Whole {
             Self::Media => "media",
             Self::PromptLogprobs => "prompt_logprobs",
             Self::BeamSearch => "beam_search",
+            Self::Stored => STORED,
             Self::NoPrefill => "no_prefill",
         }
     }
@@ -135,8 +140,12 @@ impl Prompt {
         };
         let tokens = reading.ids + reading.text_bytes.div_ceil(BYTES_PER_TOKEN);
         let is_one = reading.pieces == 1 && matches!(api, Api::Completions) && tokens > 0;
-        let session = session(api, request);
-        let trail = Trail { session, marks: reading.marks, bytes: reading.digested };
+        let before = request.get("previous_response_id").and_then(text).filter(|_| api == Api::Responses);
+        let is_stored = before.is_some() || api == Api::Responses && request.is_set("background");
+        let whole = if is_stored { Some(Whole::Stored) } else { whole };
+        let session = before.map_or_else(|| session(api, request), |id| Some(response_hash(id)));
+        let is_bound = before.is_some();
+        let trail = Trail { session, marks: reading.marks, is_bound, bytes: reading.digested };
         Self { tokens, trail, whole, is_one }
     }
 }
@@ -147,8 +156,19 @@ fn session(api: Api, request: &Fields) -> Option<u64> {
         Api::Messages => entry(request.get("metadata")?, "user_id"),
         _ => request.get("user"),
     };
-    let user = user.filter(|user| user.starts_with('"') && user.len() > 2)?;
-    Some(session_hash(user.trim_matches('"')))
+    Some(session_hash(text(user?)?))
+}
+
+/// What a JSON string has between its quotation marks, if it is one and has any.
+fn text(json: &str) -> Option<&str> {
+    json.strip_prefix('"')?.strip_suffix('"').filter(|text| !text.is_empty())
+}
+
+/// A hash of a stored response's id.
+pub(super) fn response_hash(id: &str) -> u64 {
+    /// The id is not to be a session's name too.
+    const SEED: u64 = 0x5702_ed1d;
+    xxh3_64_with_seed(id.as_bytes(), SEED)
 }
 
 /// A hash of a session's name.
@@ -496,6 +516,9 @@ mod tests {
         let user = |user: Value| read(json!({ "prompt": "a", "user": user })).trail.session;
         assert_eq!(user(json!("u")), Some(session_hash("u")));
         assert_eq!((user(json!("")), user(json!(7)), user(Value::Null)), (None, None, None));
+        let next = read_as(Api::Responses, json!({ "input": "a", "previous_response_id": "r" }));
+        assert_eq!((next.trail.session, next.trail.is_bound), (Some(response_hash("r")), true));
+        assert_eq!(next.whole, Some(Whole::Stored));
         let metadata = json!({ "messages": [], "metadata": { "user_id": "u" } });
         assert_eq!(read_as(Api::Messages, metadata).trail.session, Some(session_hash("u")));
     }

@@ -38,7 +38,7 @@ const CLIENTS_MAX: usize = 65_536;
 /// is always something to confirm, for which the kernel would wait 15 minutes.
 const SILENCE_MAX: Duration = Duration::from_secs(60);
 
-/// A connected client.
+/// A client's connection, and its place among all.
 struct Client {
     stream: tokio::net::TcpStream,
     address: IpAddr,

@@ -18,6 +18,10 @@ pub(crate) enum Manner {
     /// The same, and the last one not before the test says so.
     Held(Vec<String>, Arc<AtomicBool>),
     Hang,
+    /// Another path at its own address.
+    Redirects(String),
+    /// One response, with this id, which it also has when it is asked for; it has no other.
+    Stores(String, Box<Manner>),
     /// As `Hang`, also to what the router asks on its own behalf.
     Freeze,
     /// As `Hang`, and nobody can connect to it after the first.
@@ -153,14 +157,27 @@ fn serve(stream: TcpStream, manner: &Manner, state: &Mutex<State>) {
             let _ = (&stream).write_all((head + models).as_bytes());
             continue;
         }
+        let line = asked.line.clone();
         let earlier = {
             let mut state = state.lock().unwrap();
             state.asked.push(asked);
             state.asked.len() - 1
         };
-        let manner = due(manner, earlier, state);
+        let unknown = Manner::Json(404, "{}".into());
+        let manner = match due(manner, earlier, state) {
+            Manner::Stores(id, _) if line.contains("/v1/responses/") && !line.contains(id) => &unknown,
+            Manner::Stores(_, manner) => manner,
+            manner => manner,
+        };
         let whole = match manner {
-            Manner::First(..) | Manner::Behind(..) | Manner::Once(..) => unreachable!("it is due"),
+            Manner::Redirects(path) => {
+                let to = format!("http://{}{path}", stream.local_addr().unwrap());
+                let head = format!("HTTP/1.1 307 Else\r\nlocation: {to}\r\ncontent-length: 0\r\n\r\n");
+                (&stream).write_all(head.as_bytes()).is_ok()
+            }
+            Manner::First(..) | Manner::Behind(..) | Manner::Once(..) | Manner::Stores(..) => {
+                unreachable!("it is due")
+            }
             Manner::Json(status, body) => {
                 let head = format!(
                     "HTTP/1.1 {status} Said\r\ncontent-type: application/json\r\ncontent-length: {}",

@@ -4,6 +4,8 @@
 mod affinity;
 mod api;
 mod body;
+mod computing;
+mod counted;
 mod counters;
 mod engines;
 mod everywhere;
@@ -15,34 +17,38 @@ mod lead;
 mod length;
 mod prompt;
 mod server;
+mod tokens;
+mod usage;
 mod watch;
 
-use std::future::pending;
+use std::future::{pending, ready};
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
-use hyper::body::{Bytes, Incoming};
+use hyper::body::Incoming;
 use hyper::{Method, Request, Response, StatusCode};
-use serde_json::{Value, json};
-use tokio::sync::{Semaphore, oneshot};
-use tokio::task::JoinHandle;
-use tokio::time::Instant;
+use serde_json::json;
+use serde_json::value::RawValue;
+use tokio::sync::Semaphore;
+use tokio::time::{Instant, sleep};
 
 use self::affinity::Trail;
 use self::api::{Api, Target, without_slash};
 use self::body::{Fields, Payload};
+use self::computing::{Computing, Outcome};
 use self::counters::{Counters, EVERYWHERE, Failure, OTHER, REFUSED};
 pub use self::engines::Address;
 use self::engines::{Engine, Engines, Role, Seat};
 use self::forward::{Answer, Asked, ForwardError, Forwarder, Opened, PromptAsked, continued};
 use self::intake::{Memory, Unread};
 use self::length::Lengths;
-use self::prompt::{PARAMS, Whole};
+use self::prompt::Whole;
 pub use self::server::serve;
 use self::server::{failure, plain};
+use self::tokens::TokenBytes;
 use crate::config::{IpPort, Level, LogFormat, Size, Time};
 use crate::connections::first;
 
@@ -53,6 +59,8 @@ const LONG_BYTES: usize = 1 << 20;
 /// with this many.
 const AT_ONCE_TOKENS_MAX: u64 = 65_536;
 
+/// How long an engine that answers may take to refuse what the other one refused.
+const REFUSAL_TIME_MAX: Duration = Duration::from_millis(250);
 /// The log tells of refused requests no more often.
 const REFUSAL_PAUSE: Duration = Duration::from_secs(60);
 
@@ -68,7 +76,7 @@ pub struct Options {
     /// Where clients ask
     #[arg(long, env = "PILLION_ROUTE_LISTEN", default_value = "0.0.0.0:8000", value_name = "IP:PORT")]
     pub listen: IpPort,
-    /// The engine that answers also computes a prompt of fewer tokens; a text counts one for each four bytes
+    /// The engine that answers also computes a prompt of fewer tokens; how many bytes of a text make one, engines' answers tell
     #[arg(long, env = "PILLION_MIN_REMOTE_TOKENS", default_value_t = 256, value_name = "TOKENS")]
     pub min_remote_tokens: u64,
     /// When the engine that answers is asked: prefill-first, once the prompt is computed; at-once, together with the other engine;
@@ -123,6 +131,7 @@ struct Router {
     forwarder: Forwarder,
     counters: Counters,
     lengths: Lengths,
+    token_bytes: TokenBytes,
     memory: Arc<Memory>,
     /// Long bodies are read one by one: of each a copy of its longest name may be made.
     long_bodies: Semaphore,
@@ -130,19 +139,27 @@ struct Router {
     refusal_told: Mutex<Option<Instant>>,
 }
 
-/// A task that ends with its owner, and its connection with it.
-struct Task(JoinHandle<()>);
-
 // === impl Router ===
 
 impl Router {
     fn new(options: Options) -> Result<Self, prometheus::Error> {
         let (prefill, decode) =
             (Engines::new(&options.prefill, Role::Prefill), Engines::new(&options.decode, Role::Decode));
-        let (forwarder, lengths) = (Forwarder::new(), Lengths::default());
+        let (forwarder, lengths, token_bytes) = (Forwarder::new(), Lengths::default(), TokenBytes::default());
         let (memory, long_bodies) = (Memory::new(options.request_memory.as_bytes()), Semaphore::new(1));
         let (counters, refusal_told) = (Counters::new()?, Mutex::default());
-        Ok(Self { prefill, decode, options, forwarder, counters, lengths, memory, long_bodies, refusal_told })
+        Ok(Self {
+            prefill,
+            decode,
+            options,
+            forwarder,
+            counters,
+            lengths,
+            token_bytes,
+            memory,
+            long_bodies,
+            refusal_told,
+        })
     }
 
     async fn respond(self: Arc<Self>, request: Request<Incoming>, client: IpAddr) -> Response<Answer> {
@@ -233,11 +250,19 @@ impl Router {
 
     /// A prompt: by two engines, or by the one that answers.
     async fn route(self: Arc<Self>, asked: &Asked, prompt: &PromptAsked) -> Response<Answer> {
-        let (tokens, fields) = (prompt.prompt.tokens, &prompt.fields);
+        let (tokens, fields) = (self.token_bytes.tokens(&prompt.prompt), &prompt.fields);
         let whole = prompt.prompt.whole.or((tokens < self.options.min_remote_tokens).then_some(Whole::Short));
         let seat = match whole {
             None => self.seat_prefill(asked, tokens, None).ok_or(Whole::NoPrefill),
             Some(whole) => Err(whole),
+        };
+        let seat = match seat {
+            // No client waits for an engine that may still not work.
+            Ok(seat) if seat.is_trial => {
+                self.start(seat, asked, prompt).let_go();
+                Err(Whole::NoPrefill)
+            }
+            seat => seat,
         };
         let seat = match seat {
             Ok(seat) => seat,
@@ -250,15 +275,16 @@ impl Router {
         let begins = self.options.first_token
             && prompt.api == Api::Completions
             && first_token::may_be_split(fields, &prompt.prompt);
-        let at_once = !begins && self.is_at_once(&seat, tokens);
         let engine = Arc::clone(&seat.engine);
-        let (answer, given_up) = if begins {
-            match Arc::clone(&self).begin(seat, asked, fields).await {
+        let (answer, given_up) = match first_token::prefill(fields).ok().filter(|_| begins) {
+            Some(prefill) => match Arc::clone(&self).begin(seat, tokens, asked, fields, &prefill).await {
                 Ok(stream) => return stream,
-                Err(asked) => self.open(None, asked, None).await,
+                Err(opened) => opened,
+            },
+            None => {
+                let at_once = self.is_at_once(&seat, tokens);
+                self.pair(seat, tokens, at_once, None, asked, prompt).await
             }
-        } else {
-            Arc::clone(&self).pair(seat, at_once, None, asked, prompt).await
         };
         let Some(decode) = given_up.filter(|_| asked.breaks.count() == 0) else { return answer };
         // Nothing of it was sent. Both engines are rid of it before others are asked.
@@ -269,7 +295,7 @@ impl Router {
         };
         // By load, what was given up is computed first.
         let at_once = self.options.order == Order::AtOnce;
-        self.pair(seat, at_once, Some(&decode), asked, prompt).await.0
+        self.pair(seat, tokens, at_once, Some(&decode), asked, prompt).await.0
     }
 
     /// Takes the engine that is to compute a prompt, `spared` only where no other is up.
@@ -279,91 +305,151 @@ impl Router {
         Some(seat)
     }
 
-    /// Whether an engine that answers a prompt of so many tokens is asked together with the one of this seat.
+    /// Whether an engine that answers a prompt of so many tokens is asked together with the one of this seat. By load, that one has
+    /// answered before: what computes its first prompt may be slower than the other one waits.
     fn is_at_once(&self, seat: &Seat, tokens: u64) -> bool {
         match self.options.order {
-            Order::ByLoad => tokens <= AT_ONCE_TOKENS_MAX && seat.is_alone(Instant::now()),
+            Order::ByLoad => {
+                tokens <= AT_ONCE_TOKENS_MAX
+                    && seat.engine.answered().is_some()
+                    && seat.is_alone(Instant::now())
+            }
             Order::PrefillFirst => false,
             Order::AtOnce => true,
         }
     }
 
+    fn start(self: &Arc<Self>, seat: Seat, asked: &Asked, prompt: &PromptAsked) -> Computing {
+        let sizes = Arc::new(prompt.prompt.sizes());
+        Computing::start(Arc::clone(self), seat, asked.with(&prompt.prefill), Some(sizes))
+    }
+
+    /// What became of a prompt of so many tokens; `None` where its engine shows no work. One that is longer may take all of
+    /// `--prefill-timeout`.
+    async fn worked(&self, computing: &Computing, engine: &Engine, tokens: u64) -> Option<Arc<Outcome>> {
+        let stalled = async {
+            computing::stalled(engine, Instant::now()).await;
+            if tokens > AT_ONCE_TOKENS_MAX && engine.is_up(Instant::now()) {
+                pending().await
+            }
+        };
+        first(computing.outcome(), stalled).await
+    }
+
     /// A prompt by the engine of `seat` and one that answers, `spared` only where there is no other; and that one where it gave the
     /// prompt up, with nothing of an answer, as a strict engine does that was not handed enough.
     async fn pair(
-        self: Arc<Self>,
+        self: &Arc<Self>,
         seat: Seat,
+        tokens: u64,
         at_once: bool,
         spared: Option<&Engine>,
         asked: &Asked,
         prompt: &PromptAsked,
     ) -> (Response<Answer>, Option<Arc<Engine>>) {
-        let fields = &prompt.fields;
-        let ask = Arc::clone(&self).compute(seat, asked.with(&prompt.prefill));
-        if at_once {
-            let (failed, mut failing) = oneshot::channel();
-            let task = Task(tokio::spawn(async move {
-                if ask.await.is_err_and(Failure::is_soon) {
-                    _ = failed.send(());
+        let (fields, engine) = (&prompt.fields, Arc::clone(&seat.engine));
+        let computing = self.start(seat, asked, prompt);
+        if !at_once && let Some(outcome) = self.worked(&computing, &engine, tokens).await {
+            return match &*outcome {
+                Ok(computed) => {
+                    let params =
+                        RawValue::from_string(String::from_utf8_lossy(&computed.params).into_owned());
+                    let fields = prompt::decode(fields, params.expect("JSON of an answer"));
+                    self.open(spared, asked.with(&fields), Some(computing)).await
                 }
-            }));
-            let waiting = asked.with(&prompt::decode(fields, prompt::computed(None)));
-            let nothing_comes = async {
-                if (&mut failing).await.is_err() {
-                    pending().await
-                }
+                Err(failure) => self.open_alone(spared, asked.with(fields), &engine, *failure).await,
             };
-            let opened = first(self.open(spared, waiting, Some(task)), nothing_comes).await;
-            // Who gave the prompt up in the same moment waited in vain too.
-            let mut counts = |given_up: &Option<_>| given_up.is_none() || failing.try_recv().is_err();
-            if let Some(opened) = opened.filter(|(_, given_up)| counts(given_up)) {
-                return opened;
-            }
-            // Nothing of it was sent: it is asked for anew, without anything to wait for.
-            return self.open(spared, asked.with(fields), None).await;
         }
-        let asked = match ask.await {
-            Ok(said) => asked.with(&prompt::decode(fields, said)),
-            Err(_) => asked.with(fields),
+        let outcome = computing.outcome();
+        let failing = async {
+            match *outcome.await {
+                // The other one may refuse it too: that is the client's, and asked for once.
+                Err(Failure::Refused) => sleep(REFUSAL_TIME_MAX).await,
+                Err(failure) if failure.is_soon() => {}
+                _ => pending().await,
+            }
         };
-        self.open(spared, asked, None).await
+        let known = computing.outcome();
+        let waiting = asked.with(&prompt::decode(fields, prompt::computed(None)));
+        let opened = first(self.open(spared, waiting, Some(computing)), failing).await;
+        // An engine that gave the prompt up in the same moment waited without effect too.
+        let failure = match &opened {
+            Some((_, None)) => None,
+            _ => first(known, ready(())).await.and_then(|outcome| outcome.as_ref().as_ref().err().copied()),
+        };
+        match (opened, failure.filter(|failure| failure.is_soon())) {
+            (Some(opened), None) => opened,
+            // Nothing of it was sent: it is asked for again, without anything to wait for.
+            (_, failure) => {
+                let failure = failure.unwrap_or(Failure::Broken);
+                self.open_alone(spared, asked.with(fields), &engine, failure).await
+            }
+        }
     }
 
-    /// Asks an engine that answers: its answer, and the engine where it gave the prompt up. `task` lives as long as the answer is read.
+    /// Asks an engine that answers for a prompt that was not computed, since `engine` failed so.
+    async fn open_alone(
+        &self,
+        spared: Option<&Engine>,
+        asked: Asked,
+        engine: &Engine,
+        failure: Failure,
+    ) -> (Response<Answer>, Option<Arc<Engine>>) {
+        let opened = self.open(spared, asked, None).await;
+        if failure == Failure::Refused && opened.0.status().is_success() {
+            self.counters.failure(failure);
+            let remedy =
+                "it refused a prompt that another engine answers: give both the same models and adapters";
+            tracing::warn!(engine = %engine.address, "{remedy}");
+        }
+        opened
+    }
+
+    /// Asks an engine that answers: its answer, and the engine where it gave the prompt up. `computing` lives as long as the answer is read.
     async fn open(
         &self,
         spared: Option<&Engine>,
         asked: Asked,
-        task: Option<Task>,
+        computing: Option<Computing>,
     ) -> (Response<Answer>, Option<Arc<Engine>>) {
         match self.send(spared, asked).await {
             Ok((opened, seat)) => {
                 let given_up = opened.given_up.then(|| Arc::clone(&seat.engine));
-                (opened.pass((seat, task)), given_up)
+                if given_up.is_none() && opened.status().is_success() {
+                    computing.iter().for_each(Computing::answer_began);
+                }
+                (opened.pass(seat, computing).await, given_up)
             }
             Err(failure) => (failure, None),
         }
     }
 
     /// Has a prompt computed, and streams the token that comes of it before the other engine is asked. Where the stream would be another
-    /// one, `Err` is what the engine that answers is to be asked instead.
+    /// one, `Err` is what the engine that answers says.
     async fn begin(
         self: Arc<Self>,
         seat: Seat,
+        tokens: u64,
         asked: &Asked,
         fields: &Fields,
-    ) -> Result<Response<Answer>, Asked> {
+        prefill: &Fields,
+    ) -> Result<Response<Answer>, (Response<Answer>, Option<Arc<Engine>>)> {
         self.lengths.ask(&self.decode, &self.forwarder, &asked.headers);
-        let Ok(prefill) = first_token::prefill(fields) else { return Err(asked.with(fields)) };
-        let Ok(answer) = self.ask_prefill(&seat, asked.with(&prefill)).await else {
-            return Err(asked.with(fields));
+        let engine = Arc::clone(&seat.engine);
+        let computing = Computing::start(Arc::clone(&self), seat, asked.with(prefill), None);
+        let waiting = || asked.with(&prompt::decode(fields, prompt::computed(None)));
+        let Some(outcome) = self.worked(&computing, &engine, tokens).await else {
+            return Err(self.open(None, waiting(), Some(computing)).await);
+        };
+        let answer = match &*outcome {
+            Ok(computed) => computed.answer.clone(),
+            Err(failure) => return Err(self.open_alone(None, asked.with(fields), &engine, *failure).await),
         };
         let (head, answer) = answer.into_parts();
-        drop(seat);
         // What is too long is refused by the engine that answers, and that before an event.
         let length_max = self.decode.length_max(Instant::now()).unwrap_or(0);
         let Some(first) = first_token::read(&answer, fields, length_max) else {
-            return Err(asked.with(&prompt::decode(fields, prompt::computed(None))));
+            return Err(self.open(None, waiting(), None).await);
         };
         self.counters.first_tokens.inc();
         let (asked, fields) = (asked.clone(), fields.clone());
@@ -377,41 +463,6 @@ impl Router {
             self.counters.retries.inc();
             self.open(Some(&decode), asked, None).await.0
         }))
-    }
-
-    /// Has a prompt computed; what that engine says to the one that answers. After a failure, which is counted, there is nothing to wait for.
-    async fn compute(self: Arc<Self>, seat: Seat, asked: Asked) -> Result<Value, Failure> {
-        let answer = self.ask_prefill(&seat, asked).await?;
-        let answer: Value = serde_json::from_slice(answer.body()).unwrap_or_default();
-        answer.get(PARAMS).filter(|params| params.is_object()).cloned().ok_or_else(|| {
-            self.counters.failure(Failure::NoParams);
-            let remedy = "its answer has no kv_transfer_params: start vLLM there with Pillion's connector";
-            tracing::warn!(engine = %seat.engine.address, "{remedy}");
-            Failure::NoParams
-        })
-    }
-
-    /// The whole answer of an engine that computes, or a failure, which is counted.
-    async fn ask_prefill(&self, seat: &Seat, asked: Asked) -> Result<Response<Bytes>, Failure> {
-        let engine = &seat.engine;
-        let limit = Duration::from_millis(self.options.prefill_timeout.as_millis());
-        let breaks = Arc::clone(&asked.breaks);
-        let answer = watch::ask(&self.forwarder, engine, asked, limit).await;
-        breaks.note(&answer);
-        match answer {
-            Ok(_) | Err(ForwardError::Status(_)) => engine.was_in_time(),
-            // The prompt may be a long one. No request waits for what the engine's server says of that.
-            Err(ForwardError::Late(_)) if engine.is_late_once() => {
-                tokio::spawn(watch::judge(self.forwarder.clone(), Arc::clone(engine)));
-            }
-            Err(_) => engine.set_down(Instant::now()),
-        }
-        answer.map_err(|error| {
-            tracing::warn!(engine = %engine.address, %error, "a prompt was not computed there");
-            let failure = Failure::from(&error);
-            self.counters.failure(failure);
-            failure
-        })
     }
 
     /// The answer of one engine, whatever it is.
@@ -479,11 +530,5 @@ impl Router {
         }
         let text = format!("there is no answer from --decode: {}", problems.join("; "));
         Err(failure(status, &text))
-    }
-}
-
-impl Drop for Task {
-    fn drop(&mut self) {
-        self.0.abort();
     }
 }

@@ -99,10 +99,10 @@ impl Target {
         if let Some(api) = Api::ALL.into_iter().find(|api| path.ends_with(api.path())) {
             return Self::Prompt(api);
         }
-        if EVERYWHERE.iter().any(|known| is_asked(&known)) {
+        if EVERYWHERE.iter().any(is_asked) {
             return Self::Everywhere;
         }
-        if NOWHERE.iter().any(|known| is_asked(&known)) { Self::Nowhere(NOWHERE_TEXT) } else { Self::One }
+        if NOWHERE.iter().any(is_asked) { Self::Nowhere(NOWHERE_TEXT) } else { Self::One }
     }
 }
 

@@ -28,6 +28,9 @@ pub(super) enum Failure {
     Unreachable,
     Broken,
     Status,
+    /// Its status is the client's fault, and another engine found none.
+    Refused,
+    /// No sign of life, or of work while the other engine answered.
     Silent,
     Late,
     /// The engine's answer says nothing to the one that answers.
@@ -97,8 +100,15 @@ impl Counters {
 // === impl Failure ===
 
 impl Failure {
-    const ALL: [Self; 6] =
-        [Self::Unreachable, Self::Broken, Self::Status, Self::Silent, Self::Late, Self::NoParams];
+    const ALL: [Self; 7] = [
+        Self::Unreachable,
+        Self::Broken,
+        Self::Status,
+        Self::Refused,
+        Self::Silent,
+        Self::Late,
+        Self::NoParams,
+    ];
 
     /// Whether it is known while the engine that answers may still wait. That one ends its own wait for a prompt that is late.
     pub(super) fn is_soon(self) -> bool {
@@ -111,6 +121,7 @@ impl Failure {
             Self::Unreachable => "unreachable",
             Self::Broken => "broken",
             Self::Status => "status",
+            Self::Refused => "refused",
             Self::Silent => "silent",
             Self::Late => "late",
             Self::NoParams => "no_params",
@@ -123,6 +134,7 @@ impl From<&ForwardError> for Failure {
         match error {
             ForwardError::Unreachable(_) => Self::Unreachable,
             ForwardError::Broken(_) => Self::Broken,
+            ForwardError::Status(status) if status.is_client_error() => Self::Refused,
             ForwardError::Status(_) => Self::Status,
             ForwardError::Silent(_) => Self::Silent,
             ForwardError::Late(_) => Self::Late,
@@ -137,7 +149,7 @@ mod tests {
     #[test]
     fn every_failure_has_its_counter_from_the_start() {
         let page = Counters::new().unwrap().page();
-        for reason in ["unreachable", "broken", "status", "silent", "late", "no_params"] {
+        for reason in ["unreachable", "broken", "status", "refused", "silent", "late", "no_params"] {
             let line = format!("pillion_route_prefill_failures_total{{reason=\"{reason}\"}} 0\n");
             assert!(page.contains(&line), "{line}{page}");
         }

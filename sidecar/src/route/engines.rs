@@ -42,6 +42,8 @@ pub(super) struct Engine {
     load: AtomicU64,
     /// Conversations that it was given lately, also those that have ended.
     recent: Mutex<Recent>,
+    /// When it last answered a prompt since it was down.
+    answered: Mutex<Option<Instant>>,
     /// By which its role knows it.
     number: u32,
     /// How many of its last prompts in a row were late.
@@ -91,6 +93,8 @@ pub(super) enum Role {
 pub(super) struct Seat {
     pub(super) engine: Arc<Engine>,
     weight: u64,
+    /// Whether its request tries an engine that was down.
+    pub(super) is_trial: bool,
 }
 
 /// All engines of one role.
@@ -153,6 +157,7 @@ impl Engine {
             number,
             load: AtomicU64::new(0),
             recent: Mutex::default(),
+            answered: Mutex::default(),
             late: AtomicU32::new(0),
             down: Mutex::default(),
             length: Mutex::default(),
@@ -189,8 +194,14 @@ impl Engine {
         length.said.is_none() && !std::mem::replace(&mut length.is_missed, true)
     }
 
+    /// When it last answered a prompt; `None` where it has not since it was down.
+    pub(super) fn answered(&self) -> Option<Instant> {
+        *self.answered.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// It could not be reached, or did not answer.
     pub(super) fn set_down(&self, now: Instant) {
+        *self.answered.lock().unwrap_or_else(PoisonError::into_inner) = None;
         self.length_known().said = None;
         let mut down = self.down();
         let pause = match *down {
@@ -213,7 +224,8 @@ impl Engine {
     }
 
     /// It has answered a prompt.
-    pub(super) fn was_in_time(&self) {
+    pub(super) fn was_in_time(&self, now: Instant) {
+        *self.answered.lock().unwrap_or_else(PoisonError::into_inner) = Some(now);
         self.late.store(0, Ordering::Relaxed);
         self.set_up();
     }
@@ -232,11 +244,12 @@ impl Engine {
     /// Counts so much to its load until the seat is dropped, for a request that is sent to it at once. After a pause that request is a
     /// trial: the engine is left alone for as long again, unless it answers.
     pub(super) fn seat(self: &Arc<Self>, weight: u64, now: Instant) -> Seat {
-        if let Some(down) = self.down().as_mut().filter(|down| down.until <= now) {
-            (down.until, down.tried) = (now + down.pause, true);
-        }
+        let mut down = self.down();
+        let due = down.as_mut().filter(|down| down.until <= now);
+        let is_trial = due.map(|down| (down.until, down.tried) = (now + down.pause, true)).is_some();
+        drop(down);
         self.load.fetch_add(weight, Ordering::Relaxed);
-        Seat { engine: Arc::clone(self), weight }
+        Seat { engine: Arc::clone(self), weight, is_trial }
     }
 }
 

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use http_body_util::combinators::UnsyncBoxBody;
 use http_body_util::{BodyExt, Full, Limited};
-use hyper::body::{Body, Bytes, Frame, Incoming};
+use hyper::body::{Body, Bytes, Frame, Incoming, SizeHint};
 use hyper::header::{
     CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, HOST, HeaderMap, HeaderName, LOCATION, TE, TRAILER,
     TRANSFER_ENCODING, UPGRADE,
@@ -24,10 +24,14 @@ use serde_json::value::RawValue;
 use super::affinity::Trail;
 use super::api::{Api, Target};
 use super::body::{Fields, Payload, PayloadBody};
-use super::engines::Address;
+use super::computing::Computing;
+use super::counted::Counted;
+use super::engines::{Address, Seat};
 use super::intake::Room;
 use super::lead::{self, Lead};
 use super::prompt::{self, Prompt};
+use super::server::failure;
+use super::usage;
 
 /// An engine that takes no connection for so long is down.
 const CONNECT_TIME_MAX: Duration = Duration::from_secs(2);
@@ -43,6 +47,8 @@ const IDLE_MAX: Duration = Duration::from_secs(3);
 const ANSWER_BYTES_MAX: usize = 64 << 20;
 /// The session of a request, as clients and other routers name it.
 const SESSION: &str = "x-session-id";
+/// An answer that is no stream is changed up to this length: one of 100,000 tokens with logprobs.
+const WHOLE_BYTES_MAX: u64 = 16 << 20;
 /// An answer states its id within so many bytes.
 const ID_WITHIN_BYTES: usize = 4096;
 /// Bodies of this type are streams of events.
@@ -105,7 +111,7 @@ pub(super) enum ForwardError {
     Broken(String),
     #[error("it answered {0}")]
     Status(StatusCode),
-    #[error("there was no sign of life for {} s", .0.as_secs())]
+    #[error("there was no sign of life or work for {} s", .0.as_secs())]
     Silent(Duration),
     #[error("it did not answer within {} s", .0.as_secs())]
     Late(Duration),
@@ -122,11 +128,13 @@ struct Continued {
     rest: Option<Answer>,
 }
 
-/// A body, and what must live as long as it is read.
-struct Held<T> {
+/// An engine's body, and what must live as long as it is read.
+struct Held {
     lead: VecDeque<Frame<Bytes>>,
     body: Incoming,
-    _held: T,
+    has_ended: bool,
+    computing: Option<Computing>,
+    _seat: Seat,
 }
 
 // === impl Asked ===
@@ -308,17 +316,49 @@ impl Opened {
         id.split_once('"').map(|(id, _)| id.to_owned())
     }
 
-    /// The answer as the client gets it: as it comes, byte for byte. `held` is dropped when it ends or the client goes.
-    pub(super) fn pass(self, held: impl Send + Unpin + 'static) -> Response<Answer> {
+    /// The answer as the client gets it: as it comes, byte for byte but for the cached tokens of a prompt that another engine computed.
+    /// `seat` and `computing` are dropped when it ends or the client goes.
+    pub(super) async fn pass(self, seat: Seat, computing: Option<Computing>) -> Response<Answer> {
         let (mut head, body) = self.answer.into_parts();
         // A length stays true: the body is the same.
         let length = head.headers.get(CONTENT_LENGTH).cloned();
         clean(&mut head.headers);
-        if let Some(length) = length {
-            head.headers.insert(CONTENT_LENGTH, length);
-        }
-        Response::from_parts(head, Held { lead: self.lead, body, _held: held }.boxed_unsync())
+        let cached = computing.as_ref().filter(|_| head.status.is_success()).map(Computing::cached);
+        let is_stream = is_of(&head.headers, EVENTS);
+        let held = Held { lead: self.lead, body, has_ended: false, computing, _seat: seat };
+        let is_short = held.size_hint().exact().is_some_and(|bytes| bytes <= WHOLE_BYTES_MAX);
+        let body = match cached {
+            Some(cached) if is_stream => Counted::new(held, cached).boxed_unsync(),
+            Some(cached) if is_short && may_be_json(&head.headers) => match held.collect().await {
+                Ok(whole) => {
+                    let whole = with_cached(whole.to_bytes(), cached).await;
+                    head.headers.insert(CONTENT_LENGTH, whole.len().into());
+                    Full::new(whole).map_err(|never| match never {}).boxed_unsync()
+                }
+                Err(error) => {
+                    let text = format!("the answer ended before its end: {error}");
+                    return failure(StatusCode::BAD_GATEWAY, &text);
+                }
+            },
+            _ => {
+                if let Some(length) = length {
+                    head.headers.insert(CONTENT_LENGTH, length);
+                }
+                held.boxed_unsync()
+            }
+        };
+        Response::from_parts(head, body)
     }
+}
+
+/// An answer with the cached tokens that the engine which computed states, if it states any.
+async fn with_cached(answer: Bytes, cached: impl Future<Output = Option<u64>>) -> Bytes {
+    if !usage::states_cached(&answer) {
+        return answer;
+    }
+    let Some(cached) = cached.await else { return answer };
+    let made = str::from_utf8(&answer).ok().and_then(|json| usage::with_cached(json, cached));
+    made.map_or(answer, Bytes::from)
 }
 
 /// A stream that begins with `first`, with the head of the answer that it is from. It goes on with the body of `rest`, which is asked for
@@ -370,7 +410,7 @@ impl Body for Continued {
 
 // === impl Held ===
 
-impl<T: Unpin> Body for Held<T> {
+impl Body for Held {
     type Data = Bytes;
     type Error = hyper::Error;
 
@@ -378,13 +418,32 @@ impl<T: Unpin> Body for Held<T> {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
-        match self.lead.pop_front() {
-            Some(frame) => Poll::Ready(Some(Ok(frame))),
-            None => Pin::new(&mut self.body).poll_frame(context),
+        if let Some(frame) = self.lead.pop_front() {
+            return Poll::Ready(Some(Ok(frame)));
         }
+        let polled = Pin::new(&mut self.body).poll_frame(context);
+        self.has_ended |= matches!(polled, Poll::Ready(None));
+        polled
     }
 
     fn is_end_stream(&self) -> bool {
         self.lead.is_empty() && self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        let held: usize = self.lead.iter().filter_map(Frame::data_ref).map(Bytes::len).sum();
+        self.body
+            .size_hint()
+            .exact()
+            .map_or_else(SizeHint::default, |left| SizeHint::with_exact(left + held as u64))
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        // The client has its whole answer: what the other engine does shows whether it works.
+        if self.has_ended || self.is_end_stream() {
+            self.computing.iter_mut().for_each(Computing::let_go);
+        }
     }
 }

@@ -6,9 +6,8 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};
 use super::affinity::{Mark, Trail};
 use super::api::Api;
 use super::body::{Fields, each_element, each_entry, entry, text_bytes};
+use super::tokens::Sizes;
 
-/// A prompt given as text counts one token for so many bytes: the router has no tokenizer.
-const BYTES_PER_TOKEN: u64 = 4;
 /// A prompt that is no conversation has marks at multiples of so many bytes.
 const BLOCK_BYTES: usize = 1024;
 /// The most marks of a prompt: of a conversation the first ones, with its system prompt, and the last ones.
@@ -43,8 +42,7 @@ const MARKER: &str = "cache_control";
 /// A prompt, as far as the choice of engines depends on it.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct Prompt {
-    /// Exact where the request has token ids; of all its prompts.
-    pub(super) tokens: u64,
+    sizes: Sizes,
     pub(super) trail: Trail,
     /// Why one engine must do both parts, whatever the prompt's length.
     pub(super) whole: Option<Whole>,
@@ -138,15 +136,21 @@ impl Prompt {
         } else {
             request.is_set("use_beam_search").then_some(Whole::BeamSearch)
         };
-        let tokens = reading.ids + reading.text_bytes.div_ceil(BYTES_PER_TOKEN);
-        let is_one = reading.pieces == 1 && matches!(api, Api::Completions) && tokens > 0;
+        let model = xxh3_64_with_seed(request.get("model").unwrap_or_default().as_bytes(), 0);
+        let sizes = Sizes { model, ids: reading.ids, text_bytes: reading.text_bytes };
+        let is_one = reading.pieces == 1 && api == Api::Completions && sizes.ids + sizes.text_bytes > 0;
         let before = request.get("previous_response_id").and_then(text).filter(|_| api == Api::Responses);
         let is_stored = before.is_some() || api == Api::Responses && request.is_set("background");
         let whole = if is_stored { Some(Whole::Stored) } else { whole };
         let session = before.map_or_else(|| session(api, request), |id| Some(response_hash(id)));
         let is_bound = before.is_some();
         let trail = Trail { session, marks: reading.marks, is_bound, bytes: reading.digested };
-        Self { tokens, trail, whole, is_one }
+        Self { sizes, trail, whole, is_one }
+    }
+
+    /// What its tokens are counted by; of all its prompts.
+    pub(super) fn sizes(&self) -> Sizes {
+        self.sizes
     }
 }
 
@@ -432,26 +436,32 @@ mod tests {
         read_as(if request["messages"].is_null() { Api::Completions } else { Api::Chat }, request)
     }
 
+    /// Tokens that are given as such, and four bytes of a text as one.
+    fn tokens(request: Value) -> u64 {
+        let sizes = read(request).sizes();
+        sizes.ids + sizes.text_bytes.div_ceil(4)
+    }
+
     fn hashes(prompt: &Prompt) -> Vec<u64> {
         prompt.trail.marks.iter().map(|mark| mark.hash).collect()
     }
 
     #[test]
     fn tokens_are_counted_exactly_and_texts_by_their_bytes() {
-        assert_eq!(read(json!({ "prompt": [1, 2, 3] })).tokens, 3);
-        assert_eq!(read(json!({ "prompt": [[1, 2, 3], [4]] })).tokens, 4);
-        assert_eq!(read(json!({ "prompt": "12345678" })).tokens, 2);
-        assert_eq!(read(json!({ "prompt": ["1234", "12345"] })).tokens, 3);
+        assert_eq!(tokens(json!({ "prompt": [1, 2, 3] })), 3);
+        assert_eq!(tokens(json!({ "prompt": [[1, 2, 3], [4]] })), 4);
+        assert_eq!(tokens(json!({ "prompt": "12345678" })), 2);
+        assert_eq!(tokens(json!({ "prompt": ["1234", "12345"] })), 3);
         let chat =
             json!({ "messages": [{ "role": "user", "content": [{ "type": "text", "text": "12345678" }] }] });
-        assert_eq!(read(chat).tokens, 3);
-        assert_eq!(read(json!({ "prompt": 7, "messages": "none" })).tokens, 0);
+        assert_eq!(tokens(chat), 3);
+        assert_eq!(tokens(json!({ "prompt": 7, "messages": "none" })), 0);
         let chat = |more: Value, of_message: Value| {
             let mut message = json!({ "role": "user", "content": "" });
             message.as_object_mut().unwrap().extend(of_message.as_object().unwrap().clone());
             let mut request = json!({ "messages": [message] });
             request.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-            read(request)
+            tokens(request)
         };
         let (nothing, bare) = (json!({}), chat(json!({}), json!({})));
         let list = json!(["12345678901234"]);
@@ -466,8 +476,8 @@ mod tests {
                 let said = json!({ name: value });
                 if of_message { chat(nothing.clone(), said) } else { chat(said, nothing.clone()) }
             };
-            assert_eq!(with(&list).tokens, bare.tokens + 5, "{name}");
-            assert_eq!(with(&Value::Null).tokens, bare.tokens, "{name}");
+            assert_eq!(with(&list), bare + 5, "{name}");
+            assert_eq!(with(&Value::Null), bare, "{name}");
         }
     }
 

@@ -13,7 +13,7 @@ use crate::connections::first;
 
 /// How often an engine that has not answered yet is asked for a sign of life, and how long it may give none.
 const LOOK: Duration = Duration::from_secs(1);
-const SILENCE_MAX: Duration = Duration::from_secs(5);
+pub(super) const SILENCE_MAX: Duration = Duration::from_secs(5);
 
 /// The whole answer, if it comes before `limit` from an engine that lives.
 pub(super) async fn ask(

@@ -4,15 +4,14 @@ use std::io::{BufReader, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4, TcpStream};
 use std::process::{Command, Stdio};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use rustix::net::{AddressFamily, SocketType, bind, connect, socket};
 use serde_json::json;
 
-use super::client::WATCHDOG;
 use super::client::sidecar::free_port;
-use super::client::watch;
+use super::client::{WATCHDOG, now, watch};
 use super::{Router, answers, computes, engine};
 
 const BODIES: usize = 60;
@@ -77,7 +76,6 @@ fn bodies_of_hostile_shape_take_no_more_than_their_share_of_memory() {
         }
     });
     let peak = peak_bytes(router.process.id());
-    println!("at most {} MiB", peak >> 20);
     assert!(peak <= 2 * MEMORY + (64 << 20), "{peak}");
     assert!(router.ask(&json!({ "prompt": [1] })).line.contains("200"), "it goes on");
 }
@@ -85,7 +83,7 @@ fn bodies_of_hostile_shape_take_no_more_than_their_share_of_memory() {
 fn median_of_asks(router: &Router) -> Duration {
     let mut times: Vec<_> = (0..50)
         .map(|_| {
-            let begun = Instant::now();
+            let begun = now();
             assert!(router.ask(&json!({ "prompt": [1] })).line.contains("200"));
             begun.elapsed()
         })
@@ -112,8 +110,7 @@ fn clients_that_ask_nothing_hold_up_no_other() {
         let idle: Vec<_> =
             (0..IDLE).map(|_| TcpStream::connect_timeout(&address, WATCHDOG).unwrap()).collect();
         let beside = median_of_asks(&router);
-        println!("{most} descriptors: {alone:?} alone, {beside:?} beside {} idle connections", idle.len());
-        assert!(beside <= alone + Duration::from_millis(200), "{alone:?} {beside:?}");
+        assert!(beside <= alone + Duration::from_millis(200), "{alone:?} {beside:?} beside {}", idle.len());
         let answered = router.send("POST", "/v1/completions", &json!({ "prompt": vec![1; 300] }).to_string());
         let answered = engine::read(&mut BufReader::new(answered)).unwrap();
         assert!(answered.line.contains("200"), "engines have descriptors: {answered:?}");

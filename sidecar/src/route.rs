@@ -15,6 +15,8 @@ pub mod fuzzed;
 mod intake;
 mod lead;
 mod length;
+mod memory;
+mod passing;
 mod prompt;
 mod server;
 mod tokens;
@@ -43,8 +45,9 @@ use self::counters::{Counters, EVERYWHERE, Failure, OTHER, REFUSED};
 pub use self::engines::Address;
 use self::engines::{Engine, Engines, Role, Seat};
 use self::forward::{Answer, Asked, ForwardError, Forwarder, Opened, PromptAsked, continued};
-use self::intake::{Memory, Unread};
+use self::intake::Unread;
 use self::length::Lengths;
+use self::memory::Memory;
 use self::prompt::Whole;
 pub use self::server::serve;
 use self::server::{failure, plain};
@@ -250,7 +253,7 @@ impl Router {
 
     /// A prompt: by two engines, or by the one that answers.
     async fn route(self: Arc<Self>, asked: &Asked, prompt: &PromptAsked) -> Response<Answer> {
-        let (tokens, fields) = (self.token_bytes.tokens(&prompt.prompt), &prompt.fields);
+        let (tokens, fields) = (self.token_bytes.tokens(&prompt.prompt.sizes()), &prompt.fields);
         let whole = prompt.prompt.whole.or((tokens < self.options.min_remote_tokens).then_some(Whole::Short));
         let seat = match whole {
             None => self.seat_prefill(asked, tokens, None).ok_or(Whole::NoPrefill),
@@ -371,7 +374,9 @@ impl Router {
         };
         let known = computing.outcome();
         let waiting = asked.with(&prompt::decode(fields, prompt::computed(None)));
+        let awaited = engine.await_prompt(Instant::now());
         let opened = first(self.open(spared, waiting, Some(computing)), failing).await;
+        drop(awaited);
         // An engine that gave the prompt up in the same moment waited without effect too.
         let failure = match &opened {
             Some((_, None)) => None,
@@ -418,7 +423,7 @@ impl Router {
                 if given_up.is_none() && opened.status().is_success() {
                     computing.iter().for_each(Computing::answer_began);
                 }
-                (opened.pass(seat, computing).await, given_up)
+                (passing::pass(opened, seat, computing).await, given_up)
             }
             Err(failure) => (failure, None),
         }
@@ -439,6 +444,7 @@ impl Router {
         let computing = Computing::start(Arc::clone(&self), seat, asked.with(prefill), None);
         let waiting = || asked.with(&prompt::decode(fields, prompt::computed(None)));
         let Some(outcome) = self.worked(&computing, &engine, tokens).await else {
+            let _awaited = engine.await_prompt(Instant::now());
             return Err(self.open(None, waiting(), Some(computing)).await);
         };
         let answer = match &*outcome {

@@ -103,11 +103,11 @@ impl Drop for Computing {
     }
 }
 
-/// Ends once an engine has shown no work since `asked` for too long, or was found not to work.
+/// Ends once an engine has shown no work since `asked` for too long, or was found not to work. While another prompt of it is waited for
+/// elsewhere, that one is to show it: a long step of an engine keeps others from being promised.
 pub(super) async fn stalled(engine: &Engine, asked: Instant) {
-    while engine.answered().max(Some(asked)).is_some_and(|at| at.elapsed() < STALL_MAX)
-        && engine.is_up(Instant::now())
-    {
+    let is_early = || engine.answered().max(Some(asked)).is_some_and(|at| at.elapsed() < STALL_MAX);
+    while (is_early() || engine.is_awaited() && !engine.is_unpromised()) && engine.is_up(Instant::now()) {
         sleep(LOOK).await;
     }
 }
@@ -115,13 +115,17 @@ pub(super) async fn stalled(engine: &Engine, asked: Instant) {
 /// Ends once the other engine has answered without this one, which answered nothing else either.
 async fn left_behind(engine: &Engine, asked: Instant, began: &Notify) {
     began.notified().await;
+    engine.set_unpromised();
     let soonest = Instant::now() + BEHIND_MAX;
     loop {
         let until = engine.answered().max(Some(asked)).unwrap_or(asked) + watch::SILENCE_MAX;
-        if Instant::now() >= until.max(soonest) {
+        if Instant::now() < until.max(soonest) {
+            sleep_until(until.max(soonest)).await;
+        } else if engine.is_promised() {
+            sleep(LOOK).await;
+        } else {
             return;
         }
-        sleep_until(until.max(soonest)).await;
     }
 }
 

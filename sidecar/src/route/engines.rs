@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::str::FromStr;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -26,6 +26,8 @@ const SHARED_MIN: f64 = 4.0;
 /// A further turn counts so much of a conversation's first one: an engine's conversations go on there, so that those with few turns yet
 /// count almost as those with many.
 const TURN_SHARE: f64 = 0.25;
+/// An engine that answers waits for a second where no prompt is promised to it, and has as long to begin.
+const UNPROMISED_MAX: Duration = Duration::from_secs(2);
 /// What an engine was given counts half after this.
 const RECENT_HALF: Duration = Duration::from_secs(60);
 /// An engine may be replaced between two requests, and nobody sees it down: a length is asked for again after this.
@@ -44,6 +46,10 @@ pub(super) struct Engine {
     recent: Mutex<Recent>,
     /// When it last answered a prompt since it was down.
     answered: Mutex<Option<Instant>>,
+    /// Since when engines that answer wait for prompts of this one.
+    awaited: Mutex<Vec<Instant>>,
+    /// Whether one that waited has begun to answer before anything came from here.
+    is_unpromised: AtomicBool,
     /// By which its role knows it.
     number: u32,
     /// How many of its last prompts in a row were late.
@@ -96,6 +102,10 @@ pub(super) struct Seat {
     /// Whether its request tries an engine that was down.
     pub(super) is_trial: bool,
 }
+
+/// A prompt that an engine which answers waits for.
+#[derive(Debug)]
+pub(super) struct Awaited(Arc<Engine>, Instant);
 
 /// All engines of one role.
 #[derive(Debug)]
@@ -158,6 +168,8 @@ impl Engine {
             load: AtomicU64::new(0),
             recent: Mutex::default(),
             answered: Mutex::default(),
+            awaited: Mutex::default(),
+            is_unpromised: AtomicBool::new(false),
             late: AtomicU32::new(0),
             down: Mutex::default(),
             length: Mutex::default(),
@@ -199,6 +211,37 @@ impl Engine {
         *self.answered.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Says that an engine that answers waits for a prompt of this one, as long as the guard lives.
+    pub(super) fn await_prompt(self: &Arc<Self>, now: Instant) -> Awaited {
+        self.awaited.lock().unwrap_or_else(PoisonError::into_inner).push(now);
+        Awaited(Arc::clone(self), now)
+    }
+
+    /// Since when an engine that answers waits for a prompt of this one, the longest of those that do.
+    fn awaited(&self) -> Option<Instant> {
+        self.awaited.lock().unwrap_or_else(PoisonError::into_inner).iter().min().copied()
+    }
+
+    /// Whether an engine that answers waits for a prompt of this one.
+    pub(super) fn is_awaited(&self) -> bool {
+        self.awaited().is_some()
+    }
+
+    /// Whether one waits for longer than it does without a promise.
+    pub(super) fn is_promised(&self) -> bool {
+        self.awaited().is_some_and(|since| since.elapsed() >= UNPROMISED_MAX)
+    }
+
+    /// Says that an engine that waited has answered before this one.
+    pub(super) fn set_unpromised(&self) {
+        self.is_unpromised.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether prompts of this engine seem not to be promised.
+    pub(super) fn is_unpromised(&self) -> bool {
+        self.is_unpromised.load(Ordering::Relaxed)
+    }
+
     /// It could not be reached, or did not answer.
     pub(super) fn set_down(&self, now: Instant) {
         *self.answered.lock().unwrap_or_else(PoisonError::into_inner) = None;
@@ -226,6 +269,7 @@ impl Engine {
     /// It has answered a prompt.
     pub(super) fn was_in_time(&self, now: Instant) {
         *self.answered.lock().unwrap_or_else(PoisonError::into_inner) = Some(now);
+        self.is_unpromised.store(false, Ordering::Relaxed);
         self.late.store(0, Ordering::Relaxed);
         self.set_up();
     }
@@ -288,6 +332,14 @@ impl Seat {
     /// Whether its request is all that its engine has to do, and no trial: an engine that is tried may not be there.
     pub(super) fn is_alone(&self, now: Instant) -> bool {
         self.engine.load.load(Ordering::Relaxed) == self.weight && self.engine.is_up(now)
+    }
+}
+
+impl Drop for Awaited {
+    fn drop(&mut self) {
+        let mut awaited = self.0.awaited.lock().unwrap_or_else(PoisonError::into_inner);
+        let own = awaited.iter().position(|since| *since == self.1);
+        own.into_iter().for_each(|own| _ = awaited.swap_remove(own));
     }
 }
 

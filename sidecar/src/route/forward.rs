@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use http_body_util::combinators::UnsyncBoxBody;
 use http_body_util::{BodyExt, Full, Limited};
-use hyper::body::{Body, Bytes, Frame, Incoming, SizeHint};
+use hyper::body::{Body, Bytes, Frame, Incoming};
 use hyper::header::{
     CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, HOST, HeaderMap, HeaderName, LOCATION, TE, TRAILER,
     TRANSFER_ENCODING, UPGRADE,
@@ -24,14 +24,10 @@ use serde_json::value::RawValue;
 use super::affinity::Trail;
 use super::api::{Api, Target};
 use super::body::{Fields, Payload, PayloadBody};
-use super::computing::Computing;
-use super::counted::Counted;
-use super::engines::{Address, Seat};
-use super::intake::Room;
+use super::engines::Address;
 use super::lead::{self, Lead};
+use super::memory::Room;
 use super::prompt::{self, Prompt};
-use super::server::failure;
-use super::usage;
 
 /// An engine that takes no connection for so long is down.
 const CONNECT_TIME_MAX: Duration = Duration::from_secs(2);
@@ -47,12 +43,10 @@ const IDLE_MAX: Duration = Duration::from_secs(3);
 const ANSWER_BYTES_MAX: usize = 64 << 20;
 /// The session of a request, as clients and other routers name it.
 const SESSION: &str = "x-session-id";
-/// An answer that is no stream is changed up to this length: one of 100,000 tokens with logprobs.
-const WHOLE_BYTES_MAX: u64 = 16 << 20;
 /// An answer states its id within so many bytes.
 const ID_WITHIN_BYTES: usize = 4096;
 /// Bodies of this type are streams of events.
-const EVENTS: &str = "text/event-stream";
+pub(super) const EVENTS: &str = "text/event-stream";
 /// Headers of one connection, which say nothing of the request. Lengths are written anew.
 const OF_A_CONNECTION: [HeaderName; 7] =
     [CONNECTION, CONTENT_LENGTH, HOST, TE, TRAILER, TRANSFER_ENCODING, UPGRADE];
@@ -92,8 +86,8 @@ pub(super) struct Breaks(AtomicU32);
 /// An engine's answer once something of it is there.
 #[derive(Debug)]
 pub(super) struct Opened {
-    answer: Response<Incoming>,
-    lead: VecDeque<Frame<Bytes>>,
+    pub(super) answer: Response<Incoming>,
+    pub(super) lead: VecDeque<Frame<Bytes>>,
     /// Whether the engine has given the prompt up: by its status, or in a stream by an event before anything of an answer.
     pub(super) given_up: bool,
 }
@@ -126,15 +120,6 @@ struct Continued {
     first: Option<Bytes>,
     asking: Option<Pin<Box<dyn Future<Output = Answer> + Send>>>,
     rest: Option<Answer>,
-}
-
-/// An engine's body, and what must live as long as it is read.
-struct Held {
-    lead: VecDeque<Frame<Bytes>>,
-    body: Incoming,
-    has_ended: bool,
-    computing: Option<Computing>,
-    _seat: Seat,
 }
 
 // === impl Asked ===
@@ -273,20 +258,20 @@ impl Forwarder {
 }
 
 /// Whether an engine may read a body as JSON: `application/json`, or any type that ends so.
-fn may_be_json(headers: &HeaderMap) -> bool {
+pub(super) fn may_be_json(headers: &HeaderMap) -> bool {
     let said = headers.get(CONTENT_TYPE).map_or(&b""[..], |value| value.as_bytes());
     said.to_ascii_lowercase().windows(4).any(|part| part == b"json")
 }
 
 /// Whether a body is of this type, whatever stands behind it: also bytes that are no letter.
-fn is_of(headers: &HeaderMap, wanted: &str) -> bool {
+pub(super) fn is_of(headers: &HeaderMap, wanted: &str) -> bool {
     let said = headers.get(CONTENT_TYPE).map(|value| value.as_bytes().trim_ascii_start());
     said.and_then(|said| said.get(..wanted.len()))
         .is_some_and(|said| said.eq_ignore_ascii_case(wanted.as_bytes()))
 }
 
 /// Removes what belongs to one connection, also what its `Connection` header names.
-fn clean(headers: &mut HeaderMap) {
+pub(super) fn clean(headers: &mut HeaderMap) {
     let named: Vec<HeaderName> = headers
         .get_all(CONNECTION)
         .iter()
@@ -315,50 +300,6 @@ impl Opened {
         let id = behind.trim_start().strip_prefix(':')?.trim_start().strip_prefix('"')?;
         id.split_once('"').map(|(id, _)| id.to_owned())
     }
-
-    /// The answer as the client gets it: as it comes, byte for byte but for the cached tokens of a prompt that another engine computed.
-    /// `seat` and `computing` are dropped when it ends or the client goes.
-    pub(super) async fn pass(self, seat: Seat, computing: Option<Computing>) -> Response<Answer> {
-        let (mut head, body) = self.answer.into_parts();
-        // A length stays true: the body is the same.
-        let length = head.headers.get(CONTENT_LENGTH).cloned();
-        clean(&mut head.headers);
-        let cached = computing.as_ref().filter(|_| head.status.is_success()).map(Computing::cached);
-        let is_stream = is_of(&head.headers, EVENTS);
-        let held = Held { lead: self.lead, body, has_ended: false, computing, _seat: seat };
-        let is_short = held.size_hint().exact().is_some_and(|bytes| bytes <= WHOLE_BYTES_MAX);
-        let body = match cached {
-            Some(cached) if is_stream => Counted::new(held, cached).boxed_unsync(),
-            Some(cached) if is_short && may_be_json(&head.headers) => match held.collect().await {
-                Ok(whole) => {
-                    let whole = with_cached(whole.to_bytes(), cached).await;
-                    head.headers.insert(CONTENT_LENGTH, whole.len().into());
-                    Full::new(whole).map_err(|never| match never {}).boxed_unsync()
-                }
-                Err(error) => {
-                    let text = format!("the answer ended before its end: {error}");
-                    return failure(StatusCode::BAD_GATEWAY, &text);
-                }
-            },
-            _ => {
-                if let Some(length) = length {
-                    head.headers.insert(CONTENT_LENGTH, length);
-                }
-                held.boxed_unsync()
-            }
-        };
-        Response::from_parts(head, body)
-    }
-}
-
-/// An answer with the cached tokens that the engine which computed states, if it states any.
-async fn with_cached(answer: Bytes, cached: impl Future<Output = Option<u64>>) -> Bytes {
-    if !usage::states_cached(&answer) {
-        return answer;
-    }
-    let Some(cached) = cached.await else { return answer };
-    let made = str::from_utf8(&answer).ok().and_then(|json| usage::with_cached(json, cached));
-    made.map_or(answer, Bytes::from)
 }
 
 /// A stream that begins with `first`, with the head of the answer that it is from. It goes on with the body of `rest`, which is asked for
@@ -404,46 +345,6 @@ impl Body for Continued {
         match &mut self.rest {
             Some(rest) => Pin::new(rest).poll_frame(context),
             None => Poll::Ready(None),
-        }
-    }
-}
-
-// === impl Held ===
-
-impl Body for Held {
-    type Data = Bytes;
-    type Error = hyper::Error;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
-        if let Some(frame) = self.lead.pop_front() {
-            return Poll::Ready(Some(Ok(frame)));
-        }
-        let polled = Pin::new(&mut self.body).poll_frame(context);
-        self.has_ended |= matches!(polled, Poll::Ready(None));
-        polled
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.lead.is_empty() && self.body.is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        let held: usize = self.lead.iter().filter_map(Frame::data_ref).map(Bytes::len).sum();
-        self.body
-            .size_hint()
-            .exact()
-            .map_or_else(SizeHint::default, |left| SizeHint::with_exact(left + held as u64))
-    }
-}
-
-impl Drop for Held {
-    fn drop(&mut self) {
-        // The client has its whole answer: what the other engine does shows whether it works.
-        if self.has_ended || self.is_end_stream() {
-            self.computing.iter_mut().for_each(Computing::let_go);
         }
     }
 }

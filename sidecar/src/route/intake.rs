@@ -1,8 +1,5 @@
 //! Bodies of requests, as they come in: how slowly they may, and how much memory they take, of one client and of all.
 
-use std::collections::HashMap;
-use std::net::IpAddr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use http_body_util::{BodyExt, Limited};
@@ -12,6 +9,7 @@ use tokio::time::{Instant, timeout_at};
 
 use super::counters::{CLIENT, MEMORY, SLOW};
 use super::forward::Answer;
+use super::memory::{Full, Room};
 use super::server::failure;
 
 /// The longest request: a million tokens as JSON, several times.
@@ -23,28 +21,6 @@ const BYTES_PER_SECOND_MIN: usize = 32 << 10;
 /// A body that says its length has room for so much of it at once.
 const FIRST_BYTES_MAX: u64 = 1 << 20;
 
-/// The memory for bodies.
-#[derive(Debug)]
-pub(super) struct Memory {
-    bytes_max: usize,
-    used: Mutex<Used>,
-}
-
-#[derive(Debug, Default)]
-struct Used {
-    all: usize,
-    /// Clients that have some of it.
-    clients: HashMap<IpAddr, usize>,
-}
-
-/// The room of one body, given back on drop.
-#[derive(Debug)]
-pub(super) struct Room {
-    memory: Arc<Memory>,
-    client: IpAddr,
-    bytes: usize,
-}
-
 /// Why there is no body.
 #[derive(Debug, Eq, PartialEq)]
 pub(super) enum Unread {
@@ -54,56 +30,6 @@ pub(super) enum Unread {
     NoRoom,
     /// Bodies of this client take its half.
     ClientFull,
-}
-
-// === impl Memory ===
-
-impl Memory {
-    pub(super) fn new(bytes_max: u64) -> Arc<Self> {
-        let bytes_max = usize::try_from(bytes_max).unwrap_or(usize::MAX);
-        Arc::new(Self { bytes_max, used: Mutex::default() })
-    }
-
-    fn used(&self) -> MutexGuard<'_, Used> {
-        self.used.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// No room yet, for a body of this client.
-    pub(super) fn room(self: &Arc<Self>, client: IpAddr) -> Room {
-        Room { memory: Arc::clone(self), client, bytes: 0 }
-    }
-}
-
-// === impl Room ===
-
-impl Room {
-    /// Takes room for so many bytes more.
-    fn grow(&mut self, bytes: usize) -> Result<(), Unread> {
-        let mut used = self.memory.used();
-        let (all, client) = (used.all + bytes, used.clients.get(&self.client).unwrap_or(&0) + bytes);
-        if all > self.memory.bytes_max {
-            return Err(Unread::NoRoom);
-        }
-        if client > self.memory.bytes_max / 2 {
-            return Err(Unread::ClientFull);
-        }
-        used.all = all;
-        used.clients.insert(self.client, client);
-        self.bytes += bytes;
-        Ok(())
-    }
-}
-
-impl Drop for Room {
-    fn drop(&mut self) {
-        let mut used = self.memory.used();
-        used.all -= self.bytes;
-        let left = used.clients.get(&self.client).map_or(0, |client| client - self.bytes);
-        match left {
-            0 => _ = used.clients.remove(&self.client),
-            left => _ = used.clients.insert(self.client, left),
-        }
-    }
 }
 
 /// Reads all of a request's body. Something of it comes within each `PART_TIME_MAX`, and after the first one `BYTES_PER_SECOND_MIN` each
@@ -123,7 +49,10 @@ where
     while let Some(frame) = timeout_at(end(whole.len()), body.frame()).await.map_err(|_| Unread::Stalled)? {
         let frame = frame.map_err(|error| Unread::Broken(error.to_string()))?;
         let data = frame.data_ref().map_or(&[][..], |data| data);
-        room.grow(data.len())?;
+        room.grow(data.len()).map_err(|full| match full {
+            Full::All => Unread::NoRoom,
+            Full::Client => Unread::ClientFull,
+        })?;
         whole.extend_from_slice(data);
     }
     whole.shrink_to_fit();
@@ -181,10 +110,11 @@ mod tests {
     use hyper::body::Frame;
     use tokio::time::{Sleep, sleep};
 
-    use http_body_util::Full;
+    use std::net::IpAddr;
 
     use super::*;
     use crate::route::lead::tests::Stalled;
+    use crate::route::memory::Memory;
 
     const CLIENT_OF_TESTS: IpAddr = IpAddr::V4(std::net::Ipv4Addr::LOCALHOST);
 
@@ -245,7 +175,7 @@ mod tests {
     fn bodies_have_a_budget_in_all_and_each_client_half_of_it() {
         let memory = Memory::new(100);
         let of = |client: u8, bytes: usize| {
-            let body = Full::new(Bytes::from(vec![b'a'; bytes]));
+            let body = http_body_util::Full::new(Bytes::from(vec![b'a'; bytes]));
             paused().block_on(read(body, memory.room([10, 0, 0, client].into())))
         };
         let first = of(1, 40).unwrap();

@@ -3,8 +3,6 @@
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 
-use super::prompt::Prompt;
-
 /// Before an engine has said anything, a byte counts as a token: a prompt that is too short for two engines is then computed by two, which
 /// tells its tokens.
 const FIRST_BYTES: f64 = 1.0;
@@ -34,8 +32,7 @@ pub(super) struct Sizes {
 
 impl TokenBytes {
     /// Tokens of a prompt, as far as they are known.
-    pub(super) fn tokens(&self, prompt: &Prompt) -> u64 {
-        let sizes = prompt.sizes();
+    pub(super) fn tokens(&self, sizes: &Sizes) -> u64 {
         let known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let bytes = known.get(&sizes.model).copied().unwrap_or(FIRST_BYTES);
         sizes.ids + (sizes.text_bytes as f64 / bytes).ceil() as u64
@@ -63,21 +60,22 @@ mod tests {
     use super::*;
     use crate::route::api::Api;
     use crate::route::body::Fields;
+    use crate::route::prompt::Prompt;
 
     #[test]
     fn bytes_of_a_token_are_learned_for_each_model() {
         let read = |model: &str, text: &str| {
             let request = json!({ "model": model, "prompt": text });
-            Prompt::read(Api::Completions, &Fields::read(&request.to_string().into()).unwrap())
+            Prompt::read(Api::Completions, &Fields::read(&request.to_string().into()).unwrap()).sizes()
         };
         let (known, text) = (TokenBytes::default(), "a".repeat(400));
         assert_eq!(known.tokens(&read("m", &text)), 400, "nothing is known yet");
-        known.learn(&read("m", &text).sizes(), 100);
+        known.learn(&read("m", &text), 100);
         assert_eq!(known.tokens(&read("m", &text)), 100);
         assert_eq!(known.tokens(&read("bytes", &text)), 400);
-        known.learn(&read("m", &text).sizes(), 400);
+        known.learn(&read("m", &text), 400);
         assert_eq!(known.tokens(&read("m", &text)), 118, "one prompt is not all");
-        known.learn(&read("m", &text).sizes(), u64::MAX);
+        known.learn(&read("m", &text), u64::MAX);
         assert!(known.tokens(&read("m", &text)) < 1000);
     }
 }

@@ -1,5 +1,8 @@
 //! An engine that computes is judged by what it does, and what it states of a prompt is what the client is told.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
 use std::time::Duration;
 
 use serde_json::{Value, json};
@@ -41,11 +44,33 @@ fn an_engine_that_accepts_and_never_answers_is_noticed_and_waited_for_once() {
         let rest = now();
         for _ in 0..50 {
             assert_eq!(router.ask(&prompt(300)).body, "{\"answer\":  1}");
-            std::thread::sleep(Duration::from_millis(120));
+            thread::sleep(Duration::from_millis(120));
         }
         assert!(rest.elapsed() < Duration::from_millis(50 * 120 + 900), "{order}: {:?}", rest.elapsed());
         assert!(failed(&router, "silent") >= 1, "{order}");
     }
+}
+
+#[test]
+fn an_engine_in_a_long_step_whose_first_prompt_is_promised_is_waited_for() {
+    let released = Arc::new(AtomicBool::new(false));
+    let computed = Manner::Json(200, json!({ PARAMS: said() }).to_string());
+    let prefill = Engine::start(Manner::Once(Arc::clone(&released), Box::new(computed)));
+    // The one that is asked first waits for the promise; there is none for others.
+    let right = || Box::new(Manner::Json(200, "{}".into()));
+    let others = Manner::Awaits(Duration::from_secs(1), right());
+    let first = Manner::Once(Arc::clone(&released), right());
+    let decode = Engine::start(Manner::First(Box::new(first), Box::new(others)));
+    let router = Router::start(&[&prefill.url()], &[&decode.url()], &[]);
+    thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| assert!(router.ask(&prompt(300)).line.contains("200")));
+        }
+        thread::sleep(Duration::from_secs(8));
+        assert_eq!(decode.asked().len(), 1, "one shows whether prompts are promised");
+        released.store(true, Ordering::Relaxed);
+    });
+    assert_eq!((failed(&router, "silent"), prefill.asked().len(), decode.asked().len()), (0, 4, 4));
 }
 
 #[test]

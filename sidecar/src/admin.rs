@@ -16,11 +16,12 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use prometheus::{Gauge, Registry, TextEncoder};
 
 use crate::clock;
+use crate::connections::{self, Connections};
 use crate::heartbeat::Heartbeat;
 use crate::overview::{self, Overview, Samples};
 use crate::progress::Progress;
 
-/// Connections served at once: a scraper, two probes, a person; the rest wait in the kernel's backlog.
+/// Connections served at once: a scraper, two probes, a person. One more takes the place of the oldest that has sent no request.
 const CONNECTIONS_MAX: usize = 64;
 /// A request line and headers come in one packet; who takes longer is not served.
 const HEADER_TIME_MAX: Duration = Duration::from_secs(5);
@@ -68,17 +69,18 @@ pub fn last_turn(registry: &Registry) -> Result<Gauge, prometheus::Error> {
 async fn serve(listener: TcpListener, pages: Pages) {
     let listener =
         tokio::net::TcpListener::from_std(listener).expect("a non-blocking listener of this process");
-    let seats = Arc::new(tokio::sync::Semaphore::new(CONNECTIONS_MAX));
+    let connections = Connections::new(CONNECTIONS_MAX);
     loop {
-        let seat = Arc::clone(&seats).acquire_owned().await.expect("never closed");
         let Ok((stream, _)) = listener.accept().await else {
             // Out of descriptors: the next attempt must not spin.
             tokio::time::sleep(Duration::from_millis(100)).await;
             continue;
         };
-        let pages = pages.clone();
+        let Some(admitted) = connections.admit() else { continue };
+        let (pages, closing) = (pages.clone(), admitted.closing());
         tokio::spawn(async move {
-            let service = service_fn(move |request| {
+            let service = service_fn(|request| {
+                admitted.set_busy();
                 let response = pages.answer(&request);
                 async move { Ok::<_, Infallible>(response) }
             });
@@ -88,8 +90,8 @@ async fn serve(listener: TcpListener, pages: Pages) {
                 .header_read_timeout(HEADER_TIME_MAX)
                 .serve_connection(TokioIo::new(stream), service);
             // A client that goes away early is its own business.
-            let _ = tokio::time::timeout(CONNECTION_TIME_MAX, connection).await;
-            drop(seat);
+            let served = connections::first(connection, closing);
+            let _ = tokio::time::timeout(CONNECTION_TIME_MAX, served).await;
         });
     }
 }

@@ -21,6 +21,7 @@ pub mod checksums;
 pub mod clock;
 pub mod compare;
 pub mod config;
+mod connections;
 pub mod control;
 pub mod copiers;
 pub mod core;

@@ -1,41 +1,60 @@
 //! `pillion route`: sends a prompt to one engine that computes it and to another that answers it. The KV goes from one to the
 //! other through their sidecars, by key: the router moves none, and knows no engine but by its address.
 
+mod affinity;
+mod api;
+mod body;
+mod computing;
+mod counted;
 mod counters;
 mod engines;
+mod everywhere;
 mod first_token;
 mod forward;
+pub mod fuzzed;
+mod intake;
 mod lead;
 mod length;
+mod memory;
+mod passing;
 mod prompt;
 mod server;
+mod tokens;
+mod usage;
 mod watch;
 
-use std::future::pending;
+use std::future::{pending, ready};
 use std::hash::{BuildHasher, Hasher, RandomState};
+use std::net::IpAddr;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
-use hyper::body::{Bytes, Incoming};
+use hyper::body::Incoming;
 use hyper::{Method, Request, Response, StatusCode};
-use serde_json::{Value, json};
-use tokio::sync::{Semaphore, oneshot};
-use tokio::task::JoinHandle;
-use tokio::time::Instant;
+use serde_json::json;
+use serde_json::value::RawValue;
+use tokio::sync::Semaphore;
+use tokio::time::{Instant, sleep};
 
-use self::counters::{Counters, Failure};
+use self::affinity::Trail;
+use self::api::{Api, Target, without_slash};
+use self::body::{Fields, Payload};
+use self::computing::{Computing, Outcome};
+use self::counters::{Counters, EVERYWHERE, Failure, OTHER, REFUSED};
 pub use self::engines::Address;
-use self::engines::{Engine, Engines, Seat};
-use self::forward::{Answer, Asked, ForwardError, Forwarder, Opened, continued};
+use self::engines::{Engine, Engines, Role, Seat};
+use self::forward::{Answer, Asked, ForwardError, Forwarder, Opened, PromptAsked, continued};
+use self::intake::Unread;
 use self::length::Lengths;
-use self::prompt::{Fields, PARAMS, Prompt, Whole};
+use self::memory::Memory;
+use self::prompt::Whole;
 pub use self::server::serve;
-use self::server::{Unread, failure, plain, read};
+use self::server::{failure, plain};
+use self::tokens::TokenBytes;
 use crate::config::{IpPort, Level, LogFormat, Size, Time};
+use crate::connections::first;
 
-const COMPLETIONS: &str = "/v1/completions";
-const CHAT: &str = "/v1/chat/completions";
 const REQUEST_ID: &str = "x-request-id";
 /// A longer body is read by a thread of its own: streams go on meanwhile.
 const LONG_BYTES: usize = 1 << 20;
@@ -43,6 +62,8 @@ const LONG_BYTES: usize = 1 << 20;
 /// with this many.
 const AT_ONCE_TOKENS_MAX: u64 = 65_536;
 
+/// How long an engine that answers may take to refuse what the other one refused.
+const REFUSAL_TIME_MAX: Duration = Duration::from_millis(250);
 /// The log tells of refused requests no more often.
 const REFUSAL_PAUSE: Duration = Duration::from_secs(60);
 
@@ -58,7 +79,7 @@ pub struct Options {
     /// Where clients ask
     #[arg(long, env = "PILLION_ROUTE_LISTEN", default_value = "0.0.0.0:8000", value_name = "IP:PORT")]
     pub listen: IpPort,
-    /// The engine that answers also computes a prompt of fewer tokens; a text counts one for each four bytes
+    /// The engine that answers also computes a prompt of fewer tokens; how many bytes of a text make one, engines' answers tell
     #[arg(long, env = "PILLION_MIN_REMOTE_TOKENS", default_value_t = 256, value_name = "TOKENS")]
     pub min_remote_tokens: u64,
     /// When the engine that answers is asked: prefill-first, once the prompt is computed; at-once, together with the other engine;
@@ -81,7 +102,7 @@ pub struct Options {
     pub prefill_timeout: Time,
     /// Memory for bodies of requests that wait for their answer's begin
     ///
-    /// What goes beyond it is refused with status 503. Of each body there are up to four copies while it is read and passed on.
+    /// What goes beyond it is refused with status 503. One client, by its address, has half of it: behind a proxy all are one.
     #[arg(long, env = "PILLION_REQUEST_MEMORY", default_value = "128MiB", value_name = "SIZE")]
     pub request_memory: Size,
     /// Least severe messages: error, warn, info or debug
@@ -113,28 +134,38 @@ struct Router {
     forwarder: Forwarder,
     counters: Counters,
     lengths: Lengths,
-    /// A permit for each byte that bodies of requests may have together.
-    memory: Arc<Semaphore>,
+    token_bytes: TokenBytes,
+    memory: Arc<Memory>,
+    /// Long bodies are read one by one: of each a copy of its longest name may be made.
+    long_bodies: Semaphore,
     /// When the log last told of a body without room.
     refusal_told: Mutex<Option<Instant>>,
 }
-
-/// A task that ends with its owner, and its connection with it.
-struct Task(JoinHandle<()>);
 
 // === impl Router ===
 
 impl Router {
     fn new(options: Options) -> Result<Self, prometheus::Error> {
-        let (prefill, decode) = (Engines::new(&options.prefill), Engines::new(&options.decode));
-        let (forwarder, lengths) = (Forwarder::new(), Lengths::default());
-        let bytes = usize::try_from(options.request_memory.as_bytes()).unwrap_or(usize::MAX);
-        let memory = Arc::new(Semaphore::new(bytes.min(Semaphore::MAX_PERMITS)));
+        let (prefill, decode) =
+            (Engines::new(&options.prefill, Role::Prefill), Engines::new(&options.decode, Role::Decode));
+        let (forwarder, lengths, token_bytes) = (Forwarder::new(), Lengths::default(), TokenBytes::default());
+        let (memory, long_bodies) = (Memory::new(options.request_memory.as_bytes()), Semaphore::new(1));
         let (counters, refusal_told) = (Counters::new()?, Mutex::default());
-        Ok(Self { prefill, decode, options, forwarder, counters, lengths, memory, refusal_told })
+        Ok(Self {
+            prefill,
+            decode,
+            options,
+            forwarder,
+            counters,
+            lengths,
+            token_bytes,
+            memory,
+            long_bodies,
+            refusal_told,
+        })
     }
 
-    async fn respond(self: Arc<Self>, request: Request<Incoming>) -> Response<Answer> {
+    async fn respond(self: Arc<Self>, request: Request<Incoming>, client: IpAddr) -> Response<Answer> {
         let path = request.uri().path().to_owned();
         if request.method() == Method::GET && path == "/health" {
             return self.health();
@@ -143,7 +174,13 @@ impl Router {
             return plain(StatusCode::OK, "text/plain; version=0.0.4", self.counters.page());
         }
         let (head, body) = request.into_parts();
-        let (body, room) = match read(body, &self.memory).await {
+        let path = without_slash(head.uri.path_and_query().map_or("/", |path| path.as_str()));
+        let target = Target::of(&head.method, &path);
+        if let Target::Nowhere(reason) = target {
+            self.counters.request(REFUSED);
+            return failure(StatusCode::NOT_IMPLEMENTED, reason);
+        }
+        let (body, room) = match intake::read(body, self.memory.room(client)).await {
             Ok(read) => read,
             Err(unread) => {
                 self.refused(&unread);
@@ -155,33 +192,54 @@ impl Router {
             let made = format!("{:016x}", RandomState::new().build_hasher().finish());
             headers.insert(REQUEST_ID, made.parse().expect("hex digits"));
         }
-        let path = head.uri.path_and_query().map_or("/", |path| path.as_str()).to_owned();
         let (breaks, room) = (Arc::default(), Some(Arc::new(room)));
-        let asked = Asked { method: head.method, path, headers, body, breaks, _room: room };
-        let parsed = if asked.body.len() < LONG_BYTES {
-            asked.parse()
+        let trail = match &target {
+            Target::Stored(id) => Trail::bound(prompt::response_hash(id)),
+            _ => Trail::default(),
+        };
+        let (payload, trail) = (Payload::default(), Arc::new(trail));
+        let asked =
+            Asked { method: head.method, path, target, headers, body: payload, trail, breaks, _room: room };
+        let parsed = if body.len() < LONG_BYTES {
+            asked.parse(body)
         } else {
-            tokio::task::spawn_blocking(|| asked.parse()).await.expect("no body lets it panic")
+            let _turn = self.long_bodies.acquire().await;
+            tokio::task::spawn_blocking(|| asked.parse(body)).await.expect("no body lets it panic")
         };
         match parsed {
-            Ok((asked, Some((fields, prompt)))) => self.route(&asked, &fields, prompt).await,
-            Ok((asked, None)) => self.answer(asked, 0).await,
+            Ok((asked, Some(prompt))) => self.route(&asked, &prompt).await,
+            Ok((asked, None)) => self.pass(asked).await,
             Err(text) => failure(StatusCode::BAD_REQUEST, &text),
         }
+    }
+
+    /// What is no prompt: by the engine that has it, by all, or by any.
+    async fn pass(&self, asked: Asked) -> Response<Answer> {
+        match asked.target {
+            Target::Everywhere => {
+                self.counters.request(EVERYWHERE);
+                return self.tell_everywhere(&asked).await;
+            }
+            Target::Stored(_) => self.counters.request(prompt::STORED),
+            _ => self.counters.request(OTHER),
+        }
+        self.answer(asked).await
     }
 
     /// Counts a request whose body was not taken.
     fn refused(&self, unread: &Unread) {
         let Some(reason) = unread.label() else { return };
         self.counters.refused.with_label_values(&[reason]).inc();
-        if *unread != Unread::NoRoom {
+        if !matches!(unread, Unread::NoRoom | Unread::ClientFull) {
             return;
         }
         let (now, mut told) =
             (Instant::now(), self.refusal_told.lock().unwrap_or_else(PoisonError::into_inner));
         if told.is_none_or(|at| now >= at + REFUSAL_PAUSE) {
             *told = Some(now);
-            tracing::warn!("requests are refused, since bodies take all of --request-memory; give it more");
+            tracing::warn!(
+                "requests are refused, since bodies take all of --request-memory, or those of one client half of it; give it more"
+            );
         }
     }
 
@@ -194,199 +252,245 @@ impl Router {
     }
 
     /// A prompt: by two engines, or by the one that answers.
-    async fn route(self: Arc<Self>, asked: &Asked, fields: &Fields, prompt: Prompt) -> Response<Answer> {
-        let engine = self.prefill.idlest(Instant::now());
-        let whole = prompt.whole.or((prompt.tokens < self.options.min_remote_tokens).then_some(Whole::Short));
-        let engine = match (whole, engine) {
-            (None, Some(engine)) => engine,
-            (whole, _) => {
-                self.counters.prompt(whole.or(Some(Whole::NoPrefill)));
-                return self.answer(asked.with(fields), prompt.start).await;
+    async fn route(self: Arc<Self>, asked: &Asked, prompt: &PromptAsked) -> Response<Answer> {
+        let (tokens, fields) = (self.token_bytes.tokens(&prompt.prompt.sizes()), &prompt.fields);
+        let whole = prompt.prompt.whole.or((tokens < self.options.min_remote_tokens).then_some(Whole::Short));
+        let seat = match whole {
+            None => self.seat_prefill(asked, tokens, None).ok_or(Whole::NoPrefill),
+            Some(whole) => Err(whole),
+        };
+        let seat = match seat {
+            // No client waits for an engine that may still not work.
+            Ok(seat) if seat.is_trial => {
+                self.start(seat, asked, prompt).let_go();
+                Err(Whole::NoPrefill)
+            }
+            seat => seat,
+        };
+        let seat = match seat {
+            Ok(seat) => seat,
+            Err(whole) => {
+                self.counters.prompt(Some(whole));
+                return self.answer(asked.with(fields)).await;
             }
         };
         self.counters.prompt(None);
-        let seat = engine.seat(prompt.tokens.max(1), Instant::now());
         let begins = self.options.first_token
-            && asked.path == COMPLETIONS
-            && first_token::may_be_split(fields, &prompt);
-        let at_once = !begins && self.is_at_once(&seat, prompt.tokens);
-        let (answer, given_up) = if begins {
-            match Arc::clone(&self).begin(seat, asked, fields, prompt.start).await {
+            && prompt.api == Api::Completions
+            && first_token::may_be_split(fields, &prompt.prompt);
+        let engine = Arc::clone(&seat.engine);
+        let (answer, given_up) = match first_token::prefill(fields).ok().filter(|_| begins) {
+            Some(prefill) => match Arc::clone(&self).begin(seat, tokens, asked, fields, &prefill).await {
                 Ok(stream) => return stream,
-                Err(asked) => self.open(prompt.start, None, asked, None).await,
+                Err(opened) => opened,
+            },
+            None => {
+                let at_once = self.is_at_once(&seat, tokens);
+                self.pair(seat, tokens, at_once, None, asked, prompt).await
             }
-        } else {
-            Arc::clone(&self).pair(seat, at_once, prompt.start, None, asked, fields).await
         };
         let Some(decode) = given_up.filter(|_| asked.breaks.count() == 0) else { return answer };
         // Nothing of it was sent. Both engines are rid of it before others are asked.
         drop(answer);
         self.counters.retries.inc();
-        let now = Instant::now();
-        let seat = self.prefill.idlest_but(&engine, now).unwrap_or(engine).seat(prompt.tokens.max(1), now);
+        let Some(seat) = self.seat_prefill(asked, tokens, Some(&engine)) else {
+            return self.open(Some(&decode), asked.with(fields), None).await.0;
+        };
         // By load, what was given up is computed first.
         let at_once = self.options.order == Order::AtOnce;
-        self.pair(seat, at_once, prompt.start, Some(&decode), asked, fields).await.0
+        self.pair(seat, tokens, at_once, Some(&decode), asked, prompt).await.0
     }
 
-    /// Whether an engine that answers a prompt of so many tokens is asked together with the one of this seat.
+    /// Takes the engine that is to compute a prompt, `spared` only where no other is up.
+    fn seat_prefill(&self, asked: &Asked, tokens: u64, spared: Option<&Engine>) -> Option<Seat> {
+        let seat = self.prefill.take(&asked.trail, tokens, spared, Instant::now())?;
+        self.prefill.note(&asked.trail, &seat.engine, Instant::now());
+        Some(seat)
+    }
+
+    /// Whether an engine that answers a prompt of so many tokens is asked together with the one of this seat. By load, that one has
+    /// answered before: what computes its first prompt may be slower than the other one waits.
     fn is_at_once(&self, seat: &Seat, tokens: u64) -> bool {
         match self.options.order {
-            Order::ByLoad => tokens <= AT_ONCE_TOKENS_MAX && seat.is_alone(Instant::now()),
+            Order::ByLoad => {
+                tokens <= AT_ONCE_TOKENS_MAX
+                    && seat.engine.answered().is_some()
+                    && seat.is_alone(Instant::now())
+            }
             Order::PrefillFirst => false,
             Order::AtOnce => true,
         }
     }
 
+    fn start(self: &Arc<Self>, seat: Seat, asked: &Asked, prompt: &PromptAsked) -> Computing {
+        let sizes = Arc::new(prompt.prompt.sizes());
+        Computing::start(Arc::clone(self), seat, asked.with(&prompt.prefill), Some(sizes))
+    }
+
+    /// What became of a prompt of so many tokens; `None` where its engine shows no work. One that is longer may take all of
+    /// `--prefill-timeout`.
+    async fn worked(&self, computing: &Computing, engine: &Engine, tokens: u64) -> Option<Arc<Outcome>> {
+        let stalled = async {
+            computing::stalled(engine, Instant::now()).await;
+            if tokens > AT_ONCE_TOKENS_MAX && engine.is_up(Instant::now()) {
+                pending().await
+            }
+        };
+        first(computing.outcome(), stalled).await
+    }
+
     /// A prompt by the engine of `seat` and one that answers, `spared` only where there is no other; and that one where it gave the
     /// prompt up, with nothing of an answer, as a strict engine does that was not handed enough.
     async fn pair(
-        self: Arc<Self>,
+        self: &Arc<Self>,
         seat: Seat,
+        tokens: u64,
         at_once: bool,
-        start: u64,
         spared: Option<&Engine>,
         asked: &Asked,
-        fields: &Fields,
+        prompt: &PromptAsked,
     ) -> (Response<Answer>, Option<Arc<Engine>>) {
-        let ask = Arc::clone(&self).compute(seat, asked.with(&prompt::prefill(fields)));
-        if at_once {
-            let (failed, mut failing) = oneshot::channel();
-            let task = Task(tokio::spawn(async move {
-                if ask.await.is_err_and(Failure::is_soon) {
-                    _ = failed.send(());
+        let (fields, engine) = (&prompt.fields, Arc::clone(&seat.engine));
+        let computing = self.start(seat, asked, prompt);
+        if !at_once && let Some(outcome) = self.worked(&computing, &engine, tokens).await {
+            return match &*outcome {
+                Ok(computed) => {
+                    let params =
+                        RawValue::from_string(String::from_utf8_lossy(&computed.params).into_owned());
+                    let fields = prompt::decode(fields, params.expect("JSON of an answer"));
+                    self.open(spared, asked.with(&fields), Some(computing)).await
                 }
-            }));
-            let waiting = asked.with(&prompt::decode(fields, prompt::computed(None)));
-            let nothing_comes = async {
-                if (&mut failing).await.is_err() {
-                    pending().await
-                }
+                Err(failure) => self.open_alone(spared, asked.with(fields), &engine, *failure).await,
             };
-            let opened = watch::first(self.open(start, spared, waiting, Some(task)), nothing_comes).await;
-            // Who gave the prompt up in the same moment waited in vain too.
-            let mut counts = |given_up: &Option<_>| given_up.is_none() || failing.try_recv().is_err();
-            if let Some(opened) = opened.filter(|(_, given_up)| counts(given_up)) {
-                return opened;
-            }
-            // Nothing of it was sent: it is asked for anew, without anything to wait for.
-            return self.open(start, spared, asked.with(fields), None).await;
         }
-        let asked = match ask.await {
-            Ok(said) => asked.with(&prompt::decode(fields, said)),
-            Err(_) => asked.with(fields),
+        let outcome = computing.outcome();
+        let failing = async {
+            match *outcome.await {
+                // The other one may refuse it too: that is the client's, and asked for once.
+                Err(Failure::Refused) => sleep(REFUSAL_TIME_MAX).await,
+                Err(failure) if failure.is_soon() => {}
+                _ => pending().await,
+            }
         };
-        self.open(start, spared, asked, None).await
+        let known = computing.outcome();
+        let waiting = asked.with(&prompt::decode(fields, prompt::computed(None)));
+        let awaited = engine.await_prompt(Instant::now());
+        let opened = first(self.open(spared, waiting, Some(computing)), failing).await;
+        drop(awaited);
+        // An engine that gave the prompt up in the same moment waited without effect too.
+        let failure = match &opened {
+            Some((_, None)) => None,
+            _ => first(known, ready(())).await.and_then(|outcome| outcome.as_ref().as_ref().err().copied()),
+        };
+        match (opened, failure.filter(|failure| failure.is_soon())) {
+            (Some(opened), None) => opened,
+            // Nothing of it was sent: it is asked for again, without anything to wait for.
+            (_, failure) => {
+                let failure = failure.unwrap_or(Failure::Broken);
+                self.open_alone(spared, asked.with(fields), &engine, failure).await
+            }
+        }
     }
 
-    /// Asks an engine that answers: its answer, and the engine where it gave the prompt up. `task` lives as long as the answer is read.
-    async fn open(
+    /// Asks an engine that answers for a prompt that was not computed, since `engine` failed so.
+    async fn open_alone(
         &self,
-        start: u64,
         spared: Option<&Engine>,
         asked: Asked,
-        task: Option<Task>,
+        engine: &Engine,
+        failure: Failure,
     ) -> (Response<Answer>, Option<Arc<Engine>>) {
-        match self.send(start, spared, asked).await {
+        let opened = self.open(spared, asked, None).await;
+        if failure == Failure::Refused && opened.0.status().is_success() {
+            self.counters.failure(failure);
+            let remedy =
+                "it refused a prompt that another engine answers: give both the same models and adapters";
+            tracing::warn!(engine = %engine.address, "{remedy}");
+        }
+        opened
+    }
+
+    /// Asks an engine that answers: its answer, and the engine where it gave the prompt up. `computing` lives as long as the answer is read.
+    async fn open(
+        &self,
+        spared: Option<&Engine>,
+        asked: Asked,
+        computing: Option<Computing>,
+    ) -> (Response<Answer>, Option<Arc<Engine>>) {
+        match self.send(spared, asked).await {
             Ok((opened, seat)) => {
                 let given_up = opened.given_up.then(|| Arc::clone(&seat.engine));
-                (opened.pass((seat, task)), given_up)
+                if given_up.is_none() && opened.status().is_success() {
+                    computing.iter().for_each(Computing::answer_began);
+                }
+                (passing::pass(opened, seat, computing).await, given_up)
             }
             Err(failure) => (failure, None),
         }
     }
 
     /// Has a prompt computed, and streams the token that comes of it before the other engine is asked. Where the stream would be another
-    /// one, `Err` is what the engine that answers is to be asked instead.
+    /// one, `Err` is what the engine that answers says.
     async fn begin(
         self: Arc<Self>,
         seat: Seat,
+        tokens: u64,
         asked: &Asked,
         fields: &Fields,
-        start: u64,
-    ) -> Result<Response<Answer>, Asked> {
+        prefill: &Fields,
+    ) -> Result<Response<Answer>, (Response<Answer>, Option<Arc<Engine>>)> {
         self.lengths.ask(&self.decode, &self.forwarder, &asked.headers);
-        let Ok(answer) = self.ask_prefill(&seat, asked.with(&first_token::prefill(fields))).await else {
-            return Err(asked.with(fields));
+        let engine = Arc::clone(&seat.engine);
+        let computing = Computing::start(Arc::clone(&self), seat, asked.with(prefill), None);
+        let waiting = || asked.with(&prompt::decode(fields, prompt::computed(None)));
+        let Some(outcome) = self.worked(&computing, &engine, tokens).await else {
+            let _awaited = engine.await_prompt(Instant::now());
+            return Err(self.open(None, waiting(), Some(computing)).await);
+        };
+        let answer = match &*outcome {
+            Ok(computed) => computed.answer.clone(),
+            Err(failure) => return Err(self.open_alone(None, asked.with(fields), &engine, *failure).await),
         };
         let (head, answer) = answer.into_parts();
-        drop(seat);
         // What is too long is refused by the engine that answers, and that before an event.
         let length_max = self.decode.length_max(Instant::now()).unwrap_or(0);
         let Some(first) = first_token::read(&answer, fields, length_max) else {
-            return Err(asked.with(&prompt::decode(fields, prompt::computed(None))));
+            return Err(self.open(None, waiting(), None).await);
         };
         self.counters.first_tokens.inc();
         let (asked, fields) = (asked.clone(), fields.clone());
         // The event is not to wait for what is asked behind it.
         Ok(continued(head, first.event.clone(), async move {
             let asked = asked.with(&first.rest(&fields));
-            let (answer, given_up) = self.open(start, None, asked.clone(), None).await;
+            let (answer, given_up) = self.open(None, asked.clone(), None).await;
             let Some(decode) = given_up.filter(|_| asked.breaks.count() == 0) else { return answer };
             // Nothing of it was sent, and what the other engine saved is still kept.
             drop(answer);
             self.counters.retries.inc();
-            self.open(start, Some(&decode), asked, None).await.0
+            self.open(Some(&decode), asked, None).await.0
         }))
     }
 
-    /// Has a prompt computed; what that engine says to the one that answers. After a failure, which is counted, there is nothing to wait for.
-    async fn compute(self: Arc<Self>, seat: Seat, asked: Asked) -> Result<Value, Failure> {
-        let answer = self.ask_prefill(&seat, asked).await?;
-        let answer: Value = serde_json::from_slice(answer.body()).unwrap_or_default();
-        answer.get(PARAMS).filter(|params| params.is_object()).cloned().ok_or_else(|| {
-            self.counters.failure(Failure::NoParams);
-            let remedy = "its answer has no kv_transfer_params: start vLLM there with Pillion's connector";
-            tracing::warn!(engine = %seat.engine.address, "{remedy}");
-            Failure::NoParams
-        })
-    }
-
-    /// The whole answer of an engine that computes, or a failure, which is counted.
-    async fn ask_prefill(&self, seat: &Seat, asked: Asked) -> Result<Response<Bytes>, Failure> {
-        let engine = &seat.engine;
-        let limit = Duration::from_millis(self.options.prefill_timeout.as_millis());
-        let breaks = Arc::clone(&asked.breaks);
-        let answer = watch::ask(&self.forwarder, engine, asked, limit).await;
-        breaks.note(&answer);
-        match answer {
-            Ok(_) | Err(ForwardError::Status(_)) => engine.was_in_time(),
-            // The prompt may be a long one. No request waits for what the engine's server says of that.
-            Err(ForwardError::Late(_)) if engine.is_late_once() => {
-                tokio::spawn(watch::judge(self.forwarder.clone(), Arc::clone(engine)));
-            }
-            Err(_) => engine.set_down(Instant::now()),
-        }
-        answer.map_err(|error| {
-            tracing::warn!(engine = %engine.address, %error, "a prompt was not computed there");
-            let failure = Failure::from(&error);
-            self.counters.failure(failure);
-            failure
-        })
-    }
-
     /// The answer of one engine, whatever it is.
-    async fn answer(&self, asked: Asked, start: u64) -> Response<Answer> {
-        self.open(start, None, asked, None).await.0
+    async fn answer(&self, asked: Asked) -> Response<Answer> {
+        self.open(None, asked, None).await.0
     }
 
     /// Asks the first engine that begins to answer, in the order for this beginning, which is that of the time when it is asked; what the
     /// client is told where none does. A prompt may be what ends engines: where two broke off on it, another one is not asked.
-    async fn send(
-        &self,
-        start: u64,
-        spared: Option<&Engine>,
-        asked: Asked,
-    ) -> Result<(Opened, Seat), Response<Answer>> {
+    async fn send(&self, spared: Option<&Engine>, asked: Asked) -> Result<(Opened, Seat), Response<Answer>> {
         let (mut problems, mut status) = (Vec::new(), StatusCode::BAD_GATEWAY);
-        let breaks_max = u32::from(asked.is_prompt());
-        let mut ranked = self.decode.ranked(start, spared, Instant::now()).into_iter().peekable();
+        let breaks_max = u32::from(asked.api().is_some());
+        let mut ranked = self.decode.ranked(&asked.trail, 1, spared, Instant::now()).into_iter().peekable();
         while let Some(engine) = ranked.next() {
             if asked.breaks.count() > breaks_max {
                 problems.push("engines broke off on it, so no other one is asked".into());
                 break;
             }
             let seat = engine.seat(1, Instant::now());
+            if !asked.trail.is_bound {
+                self.decode.note(&asked.trail, &engine, Instant::now());
+            }
             let opened = self.forwarder.open(&engine.address, asked.clone());
             // There is none after the last: it is waited for, since an engine that was stopped may go on.
             let answer = match ranked.peek() {
@@ -396,18 +500,33 @@ impl Router {
             asked.breaks.note(&answer);
             let error = match answer {
                 // It is up, and has no room: vLLM's limits of its queue.
-                Ok(opened) if opened.is_busy() && ranked.peek().is_some() => {
+                Ok(opened)
+                    if opened.status() == StatusCode::SERVICE_UNAVAILABLE && ranked.peek().is_some() =>
+                {
                     engine.set_up();
                     status = StatusCode::SERVICE_UNAVAILABLE;
                     ForwardError::Status(status)
                 }
+                // Another one stored it: nothing here knows which.
+                Ok(opened)
+                    if matches!(asked.target, Target::Stored(_))
+                        && opened.status() == StatusCode::NOT_FOUND
+                        && ranked.peek().is_some() =>
+                {
+                    ForwardError::Status(opened.status())
+                }
                 Ok(opened) => {
                     engine.set_up();
+                    if asked.api() == Some(Api::Responses)
+                        && let Some(id) = opened.response_id()
+                    {
+                        self.decode.bind(prompt::response_hash(&id), &engine);
+                    }
                     return Ok((opened, seat));
                 }
                 // Nothing of an answer was sent, and of one that stands still none will be: it is hung up on.
                 Err(error) => {
-                    if !matches!(error, ForwardError::Broken(_)) || asked.is_prompt() {
+                    if !matches!(error, ForwardError::Broken(_)) || asked.api().is_some() {
                         engine.set_down(Instant::now());
                     }
                     error
@@ -417,11 +536,5 @@ impl Router {
         }
         let text = format!("there is no answer from --decode: {}", problems.join("; "));
         Err(failure(status, &text))
-    }
-}
-
-impl Drop for Task {
-    fn drop(&mut self) {
-        self.0.abort();
     }
 }

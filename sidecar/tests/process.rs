@@ -520,3 +520,17 @@ fn errors_name_the_remedy() {
     let protocol = format!("protocol {}", shm_protocol::PROTOCOL_VERSION);
     assert!(String::from_utf8_lossy(&pillion(&["version"]).stdout).contains(&protocol));
 }
+
+#[test]
+fn probes_are_answered_beside_connections_that_ask_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let sidecar = serve(folder.path());
+    let idle: Vec<_> = (0..300)
+        .map(|_| std::net::TcpStream::connect(sidecar.http().trim_start_matches("http://")).unwrap())
+        .collect();
+    for page in ["/healthz", "/readyz", "/metrics"].repeat(3) {
+        let answer = in_time("a page", || sidecar.get(page).map(|(head, _)| head));
+        assert!(answer.starts_with("HTTP/1.1 200"), "{page}: {answer}");
+    }
+    drop(idle);
+}

@@ -28,6 +28,9 @@ pub(super) enum Failure {
     Unreachable,
     Broken,
     Status,
+    /// Its status is the client's fault, and another engine found none.
+    Refused,
+    /// No sign of life, or of work while the other engine answered.
     Silent,
     Late,
     /// The engine's answer says nothing to the one that answers.
@@ -36,8 +39,14 @@ pub(super) enum Failure {
 
 /// The label of a prompt that two engines work on.
 const PAIR: &str = "pair";
-/// The labels of bodies that had no room, and of those that came too slowly.
+/// The labels of requests that are no prompts: by any engine, by all, or by none.
+pub(super) const OTHER: &str = "other";
+pub(super) const EVERYWHERE: &str = "everywhere";
+pub(super) const REFUSED: &str = "refused";
+/// The labels of bodies that had no room in all or of their client, of those that came too slowly, and of clients without a place.
 pub(super) const MEMORY: &str = "memory";
+pub(super) const CLIENT: &str = "client";
+pub(super) const CONNECTIONS: &str = "connections";
 pub(super) const SLOW: &str = "slow";
 
 // === impl Counters ===
@@ -45,7 +54,7 @@ pub(super) const SLOW: &str = "slow";
 impl Counters {
     pub(super) fn new() -> Result<Self, prometheus::Error> {
         let registry = Registry::new();
-        let prompts = "Prompts, by where they went: pair, or why to one engine alone.";
+        let prompts = "Requests by where they went. Prompts: pair, or why to one engine alone. All else: stored, to the engine that stored a response; everywhere, to all engines; other, to one engine; refused.";
         let prompts = counters(&registry, "route_prompts_total", prompts, &["way"])?;
         let failures = "Prompts that the engine asked to compute them did not, by reason; the one that answers computed them.";
         let failures = counters(&registry, "route_prefill_failures_total", failures, &["reason"])?;
@@ -54,15 +63,15 @@ impl Counters {
         let retries = counter(&registry, "route_retries_total", retries)?;
         let first_tokens = "Streams that began with the token of the engine that computed the prompt.";
         let first_tokens = counter(&registry, "route_first_tokens_total", first_tokens)?;
-        let refused = "Requests refused, by reason; memory: bodies took all of --request-memory; slow: their own body came too slowly.";
+        let refused = "Requests refused, by reason; memory, client: bodies took all of --request-memory, or the half of one client; slow: their own body came too slowly; connections: as many clients were connected as descriptors allow.";
         let refused = counters(&registry, "route_requests_refused_total", refused, &["reason"])?;
-        for way in Whole::ALL.map(Whole::label).into_iter().chain([PAIR]) {
+        for way in Whole::ALL.map(Whole::label).into_iter().chain([PAIR, OTHER, EVERYWHERE, REFUSED]) {
             prompts.with_label_values(&[way]);
         }
         for failure in Failure::ALL {
             failures.with_label_values(&[failure.label()]);
         }
-        for reason in [MEMORY, SLOW] {
+        for reason in [MEMORY, CLIENT, SLOW, CONNECTIONS] {
             refused.with_label_values(&[reason]);
         }
         Ok(Self { registry, prompts, failures, retries, first_tokens, refused })
@@ -71,6 +80,11 @@ impl Counters {
     /// Counts a prompt: `whole` says why the engine that answers it also computes it.
     pub(super) fn prompt(&self, whole: Option<Whole>) {
         self.prompts.with_label_values(&[whole.map_or(PAIR, Whole::label)]).inc();
+    }
+
+    /// Counts a request that is no prompt.
+    pub(super) fn request(&self, way: &str) {
+        self.prompts.with_label_values(&[way]).inc();
     }
 
     pub(super) fn failure(&self, failure: Failure) {
@@ -86,8 +100,15 @@ impl Counters {
 // === impl Failure ===
 
 impl Failure {
-    const ALL: [Self; 6] =
-        [Self::Unreachable, Self::Broken, Self::Status, Self::Silent, Self::Late, Self::NoParams];
+    const ALL: [Self; 7] = [
+        Self::Unreachable,
+        Self::Broken,
+        Self::Status,
+        Self::Refused,
+        Self::Silent,
+        Self::Late,
+        Self::NoParams,
+    ];
 
     /// Whether it is known while the engine that answers may still wait. That one ends its own wait for a prompt that is late.
     pub(super) fn is_soon(self) -> bool {
@@ -100,6 +121,7 @@ impl Failure {
             Self::Unreachable => "unreachable",
             Self::Broken => "broken",
             Self::Status => "status",
+            Self::Refused => "refused",
             Self::Silent => "silent",
             Self::Late => "late",
             Self::NoParams => "no_params",
@@ -112,6 +134,7 @@ impl From<&ForwardError> for Failure {
         match error {
             ForwardError::Unreachable(_) => Self::Unreachable,
             ForwardError::Broken(_) => Self::Broken,
+            ForwardError::Status(status) if status.is_client_error() => Self::Refused,
             ForwardError::Status(_) => Self::Status,
             ForwardError::Silent(_) => Self::Silent,
             ForwardError::Late(_) => Self::Late,
@@ -126,7 +149,7 @@ mod tests {
     #[test]
     fn every_failure_has_its_counter_from_the_start() {
         let page = Counters::new().unwrap().page();
-        for reason in ["unreachable", "broken", "status", "silent", "late", "no_params"] {
+        for reason in ["unreachable", "broken", "status", "refused", "silent", "late", "no_params"] {
             let line = format!("pillion_route_prefill_failures_total{{reason=\"{reason}\"}} 0\n");
             assert!(page.contains(&line), "{line}{page}");
         }

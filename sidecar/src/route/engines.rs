@@ -1,22 +1,35 @@
 //! The engines of one role, what each has to do, and which of them is next.
 
 use std::fmt;
-use std::hash::{DefaultHasher, Hash, Hasher};
 use std::str::FromStr;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use hyper::Uri;
+use hyper::header::HeaderValue;
 use hyper::http::uri::{Authority, Scheme};
 use tokio::time::Instant;
+
+use super::affinity::{Affinity, Trail};
 
 /// An engine that could not be reached, or did not answer, is tried again after this, by one request; after each trial in vain it is left
 /// alone for twice as long, up to the longest.
 const DOWN: Duration = Duration::from_secs(5);
 const DOWN_MAX: Duration = Duration::from_secs(30);
-/// The engine that a prompt's beginning names is passed over once it has this much more to do than the average.
+/// The engine that has a prompt's beginning is passed over once it has this much more to do than the average.
 const LOAD_OVER_AVERAGE: f64 = 1.25;
+/// vLLM computes so many tokens in one step by its default.
+const STEP_TOKENS: f64 = 8192.0;
+/// So many conversations of the last minutes may go to one engine for the beginning that all conversations share, whatever the average.
+const SHARED_MIN: f64 = 4.0;
+/// A further turn counts so much of a conversation's first one: an engine's conversations go on there, so that those with few turns yet
+/// count almost as those with many.
+const TURN_SHARE: f64 = 0.25;
+/// An engine that answers waits for a second where no prompt is promised to it, and has as long to begin.
+const UNPROMISED_MAX: Duration = Duration::from_secs(2);
+/// What an engine was given counts half after this.
+const RECENT_HALF: Duration = Duration::from_secs(60);
 /// An engine may be replaced between two requests, and nobody sees it down: a length is asked for again after this.
 const LENGTH_AGE_MAX: Duration = Duration::from_secs(60);
 
@@ -29,6 +42,16 @@ pub(super) struct Engine {
     pub(super) address: Address,
     /// What it was given and has not ended: tokens of prompts, or requests.
     load: AtomicU64,
+    /// Conversations that it was given lately, also those that have ended.
+    recent: Mutex<Recent>,
+    /// When it last answered a prompt since it was down.
+    answered: Mutex<Option<Instant>>,
+    /// Since when engines that answer wait for prompts of this one.
+    awaited: Mutex<Vec<Instant>>,
+    /// Whether one that waited has begun to answer before anything came from here.
+    is_unpromised: AtomicBool,
+    /// By which its role knows it.
+    number: u32,
     /// How many of its last prompts in a row were late.
     late: AtomicU32,
     down: Mutex<Option<Down>>,
@@ -55,16 +78,42 @@ struct Length {
     is_missed: bool,
 }
 
+/// A sum whose parts count less with time.
+#[derive(Copy, Clone, Debug, Default)]
+struct Recent {
+    sum: f64,
+    at: Option<Instant>,
+}
+
+/// What engines do with prompts.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(super) enum Role {
+    /// They compute them: load is tokens that they do not have yet.
+    Prefill,
+    /// They answer them: load is requests.
+    Decode,
+}
+
 /// A share of an engine's load, given back on drop.
 #[derive(Debug)]
 pub(super) struct Seat {
     pub(super) engine: Arc<Engine>,
     weight: u64,
+    /// Whether its request tries an engine that was down.
+    pub(super) is_trial: bool,
 }
 
+/// A prompt that an engine which answers waits for.
+#[derive(Debug)]
+pub(super) struct Awaited(Arc<Engine>, Instant);
+
 /// All engines of one role.
-#[derive(Clone, Debug)]
-pub(super) struct Engines(Vec<Arc<Engine>>);
+#[derive(Debug)]
+pub(super) struct Engines {
+    all: Vec<Arc<Engine>>,
+    role: Role,
+    affinity: Affinity,
+}
 
 // === impl Address ===
 
@@ -92,9 +141,14 @@ impl Address {
     pub(super) fn at(&self, path: &str) -> Result<Uri, hyper::http::Error> {
         Uri::builder().scheme(Scheme::HTTP).authority(self.0.clone()).path_and_query(path).build()
     }
+}
 
-    pub(super) fn authority(&self) -> &str {
-        self.0.as_str()
+impl Address {
+    /// The path of a URL at this engine; `None` for any other URL.
+    pub(super) fn path_of(&self, url: &str) -> Option<HeaderValue> {
+        let url: Uri = url.parse().ok()?;
+        let is_here = url.authority().is_some_and(|authority| *authority == self.0);
+        is_here.then(|| url.path_and_query()?.as_str().parse().ok()).flatten()
     }
 }
 
@@ -107,10 +161,15 @@ impl fmt::Display for Address {
 // === impl Engine ===
 
 impl Engine {
-    fn new(address: Address) -> Arc<Self> {
+    fn new(address: Address, number: u32) -> Arc<Self> {
         Arc::new(Self {
             address,
+            number,
             load: AtomicU64::new(0),
+            recent: Mutex::default(),
+            answered: Mutex::default(),
+            awaited: Mutex::default(),
+            is_unpromised: AtomicBool::new(false),
             late: AtomicU32::new(0),
             down: Mutex::default(),
             length: Mutex::default(),
@@ -147,8 +206,45 @@ impl Engine {
         length.said.is_none() && !std::mem::replace(&mut length.is_missed, true)
     }
 
+    /// When it last answered a prompt; `None` where it has not since it was down.
+    pub(super) fn answered(&self) -> Option<Instant> {
+        *self.answered.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Says that an engine that answers waits for a prompt of this one, as long as the guard lives.
+    pub(super) fn await_prompt(self: &Arc<Self>, now: Instant) -> Awaited {
+        self.awaited.lock().unwrap_or_else(PoisonError::into_inner).push(now);
+        Awaited(Arc::clone(self), now)
+    }
+
+    /// Since when an engine that answers waits for a prompt of this one, the longest of those that do.
+    fn awaited(&self) -> Option<Instant> {
+        self.awaited.lock().unwrap_or_else(PoisonError::into_inner).iter().min().copied()
+    }
+
+    /// Whether an engine that answers waits for a prompt of this one.
+    pub(super) fn is_awaited(&self) -> bool {
+        self.awaited().is_some()
+    }
+
+    /// Whether one waits for longer than it does without a promise.
+    pub(super) fn is_promised(&self) -> bool {
+        self.awaited().is_some_and(|since| since.elapsed() >= UNPROMISED_MAX)
+    }
+
+    /// Says that an engine that waited has answered before this one.
+    pub(super) fn set_unpromised(&self) {
+        self.is_unpromised.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether prompts of this engine seem not to be promised.
+    pub(super) fn is_unpromised(&self) -> bool {
+        self.is_unpromised.load(Ordering::Relaxed)
+    }
+
     /// It could not be reached, or did not answer.
     pub(super) fn set_down(&self, now: Instant) {
+        *self.answered.lock().unwrap_or_else(PoisonError::into_inner) = None;
         self.length_known().said = None;
         let mut down = self.down();
         let pause = match *down {
@@ -171,7 +267,9 @@ impl Engine {
     }
 
     /// It has answered a prompt.
-    pub(super) fn was_in_time(&self) {
+    pub(super) fn was_in_time(&self, now: Instant) {
+        *self.answered.lock().unwrap_or_else(PoisonError::into_inner) = Some(now);
+        self.is_unpromised.store(false, Ordering::Relaxed);
         self.late.store(0, Ordering::Relaxed);
         self.set_up();
     }
@@ -190,11 +288,41 @@ impl Engine {
     /// Counts so much to its load until the seat is dropped, for a request that is sent to it at once. After a pause that request is a
     /// trial: the engine is left alone for as long again, unless it answers.
     pub(super) fn seat(self: &Arc<Self>, weight: u64, now: Instant) -> Seat {
-        if let Some(down) = self.down().as_mut().filter(|down| down.until <= now) {
-            (down.until, down.tried) = (now + down.pause, true);
-        }
+        let mut down = self.down();
+        let due = down.as_mut().filter(|down| down.until <= now);
+        let is_trial = due.map(|down| (down.until, down.tried) = (now + down.pause, true)).is_some();
+        drop(down);
         self.load.fetch_add(weight, Ordering::Relaxed);
-        Seat { engine: Arc::clone(self), weight }
+        Seat { engine: Arc::clone(self), weight, is_trial }
+    }
+}
+
+// === impl Recent ===
+
+impl Recent {
+    fn left(&self, now: Instant) -> f64 {
+        let age = self.at.map_or(Duration::ZERO, |at| now.saturating_duration_since(at));
+        self.sum * (-age.as_secs_f64() / RECENT_HALF.as_secs_f64()).exp2()
+    }
+}
+
+// === impl Role ===
+
+impl Role {
+    /// An engine with so much under way is not passed over: requests that a step computes together, or two steps of a prompt.
+    fn load_floor(self) -> f64 {
+        match self {
+            Self::Prefill => 2.0 * STEP_TOKENS,
+            Self::Decode => 4.0,
+        }
+    }
+
+    /// What counts as much as one conversation of the last minute: a request under way, or a quarter of a step of a prompt, some 50 ms.
+    fn request_weight(self) -> f64 {
+        match self {
+            Self::Prefill => STEP_TOKENS / 4.0,
+            Self::Decode => 1.0,
+        }
     }
 }
 
@@ -207,6 +335,14 @@ impl Seat {
     }
 }
 
+impl Drop for Awaited {
+    fn drop(&mut self) {
+        let mut awaited = self.0.awaited.lock().unwrap_or_else(PoisonError::into_inner);
+        let own = awaited.iter().position(|since| *since == self.1);
+        own.into_iter().for_each(|own| _ = awaited.swap_remove(own));
+    }
+}
+
 impl Drop for Seat {
     fn drop(&mut self) {
         self.engine.load.fetch_sub(self.weight, Ordering::Relaxed);
@@ -216,66 +352,144 @@ impl Drop for Seat {
 // === impl Engines ===
 
 impl Engines {
-    pub(super) fn new(addresses: &[Address]) -> Self {
-        Self(addresses.iter().cloned().map(Engine::new).collect())
+    pub(super) fn new(addresses: &[Address], role: Role) -> Self {
+        let all = addresses.iter().cloned().zip(1..).map(|(address, number)| Engine::new(address, number));
+        Self { all: all.collect(), role, affinity: Affinity::default() }
     }
 
     pub(super) fn up(&self, now: Instant) -> usize {
-        self.0.iter().filter(|engine| engine.is_up(now)).count()
+        self.all.iter().filter(|engine| engine.is_up(now)).count()
     }
 
     /// How many tokens a prompt and its answer may have at each of those that are up; `None` while one of them has not said it.
     pub(super) fn length_max(&self, now: Instant) -> Option<u64> {
-        let up = self.0.iter().filter(|engine| engine.is_up(now));
+        let up = self.all.iter().filter(|engine| engine.is_up(now));
         up.map(|engine| engine.length()).collect::<Option<Vec<_>>>()?.into_iter().min()
     }
 
     /// Those that are up and have not said their length lately.
     pub(super) fn lengths_due(&self, now: Instant) -> Vec<Arc<Engine>> {
         let due = |engine: &&Arc<Engine>| engine.is_up(now) && engine.is_length_due(now);
-        self.0.iter().filter(due).map(Arc::clone).collect()
+        self.all.iter().filter(due).map(Arc::clone).collect()
     }
 
-    /// The one with the least to do of those that are up.
-    pub(super) fn idlest(&self, now: Instant) -> Option<Arc<Engine>> {
-        let up = self.0.iter().filter(|engine| engine.is_up(now));
-        up.min_by_key(|engine| engine.load.load(Ordering::Relaxed)).map(Arc::clone)
+    /// The best engine for a prompt of `weight` tokens, if one is up, with what it has to do of it. One that is `spared` is taken where
+    /// no other is up.
+    pub(super) fn take(
+        &self,
+        trail: &Trail,
+        weight: u64,
+        spared: Option<&Engine>,
+        now: Instant,
+    ) -> Option<Seat> {
+        let known = self.affinity.known(trail);
+        let best =
+            self.ranked(trail, weight, spared, now).into_iter().next().filter(|best| best.is_up(now))?;
+        Some(best.seat(known.rest(best.number, weight, trail).max(1), now))
     }
 
-    /// The engine with the least to do of those that are up, `spared` left out.
-    pub(super) fn idlest_but(&self, spared: &Engine, now: Instant) -> Option<Arc<Engine>> {
-        let others = self.0.iter().filter(|engine| engine.address != spared.address);
-        Self(others.map(Arc::clone).collect()).idlest(now)
+    /// Notes that an engine has a prompt, or is to have it.
+    pub(super) fn note(&self, trail: &Trail, engine: &Engine, now: Instant) {
+        let known = self.affinity.known(trail);
+        let is_turn = known.is_own && known.rank(engine.number).is_some();
+        let mut recent = engine.recent.lock().unwrap_or_else(PoisonError::into_inner);
+        *recent = Recent { sum: recent.left(now) + if is_turn { TURN_SHARE } else { 1.0 }, at: Some(now) };
+        self.affinity.note(trail, engine.number);
     }
 
-    /// All of them, the best for a prompt that begins so first: those that are up and have not more than their share to do
-    /// before the others, and each time in the order that the beginning gives, which changes little where an engine comes or goes.
-    /// One that is `spared` is behind every other that is as much up.
-    pub(super) fn ranked(&self, start: u64, spared: Option<&Engine>, now: Instant) -> Vec<Arc<Engine>> {
-        let load = |engine: &Engine| engine.load.load(Ordering::Relaxed);
-        let up = self.up(now).max(1);
-        let all: u64 = self.0.iter().map(|engine| load(engine)).sum();
-        let most = ((all + 1) as f64 / up as f64 * LOAD_OVER_AVERAGE).ceil() as u64;
-        let mut ranked: Vec<_> = self.0.iter().map(Arc::clone).collect();
-        ranked.sort_by_key(|engine| {
-            let mut hasher = DefaultHasher::new();
-            (start, engine.address.authority()).hash(&mut hasher);
+    /// Notes that an engine stores what has this hash.
+    pub(super) fn bind(&self, hash: u64, engine: &Engine) {
+        self.affinity.note(&Trail::bound(hash), engine.number);
+    }
+
+    /// All engines of the role.
+    pub(super) fn all(&self) -> &[Arc<Engine>] {
+        &self.all
+    }
+
+    /// All engines, the best for a prompt of `weight` first: those that are up; of these that which has its beginning, unless it has too
+    /// much to do; then those with the least to do, and that they were given lately. What one engine stores is known to that alone. One that is `spared` is behind every other that is as much up.
+    pub(super) fn ranked(
+        &self,
+        trail: &Trail,
+        weight: u64,
+        spared: Option<&Engine>,
+        now: Instant,
+    ) -> Vec<Arc<Engine>> {
+        let known = self.affinity.known(trail);
+        let owner = self.all.iter().filter(|engine| trail.is_bound && known.rank(engine.number) == Some(0));
+        if let [owner] = owner.collect::<Vec<_>>()[..] {
+            return vec![Arc::clone(owner)];
+        }
+        let loads: Vec<_> = self.all.iter().map(|engine| Load::of(engine, now)).collect();
+        let most = Load::most(&loads, self.up(now), weight, self.role);
+        let up = self.all.iter().zip(&loads).filter(|(engine, _)| engine.is_up(now));
+        let soonest = up.map(|(_, load)| load.under_way + weight as f64).fold(f64::INFINITY, f64::min);
+        let mut ranked: Vec<_> = self.all.iter().zip(&loads).collect();
+        ranked.sort_by_cached_key(|(engine, load)| {
             let is_spared = spared.is_some_and(|spared| spared.address == engine.address);
-            (!engine.is_up(now), is_spared, load(engine) + 1 > most, hasher.finish())
+            let rest = known.rest(engine.number, weight, trail) as f64;
+            let has_too_much = load.under_way + rest > most.under_way;
+            // What many share is worth no more than its own computation, and draws no more than an equal share.
+            let is_worse = load.under_way + rest > soonest || load.lately + 1.0 > most.lately;
+            let is_passed_over = has_too_much || is_worse && !known.is_own;
+            let place = known.rank(engine.number).filter(|_| !is_passed_over);
+            // The last engine of a conversation has most of it. Those that share a beginning have it alike.
+            let place = place.map_or(usize::MAX, |place| if known.is_own { place } else { 0 });
+            (!engine.is_up(now), is_spared, place, has_too_much, load.score(self.role))
         });
-        ranked
+        ranked.into_iter().map(|(engine, _)| Arc::clone(engine)).collect()
+    }
+}
+
+/// What an engine has to do, and what it was given lately.
+#[derive(Copy, Clone, Debug)]
+struct Load {
+    under_way: f64,
+    lately: f64,
+}
+
+// === impl Load ===
+
+impl Load {
+    fn of(engine: &Engine, now: Instant) -> Self {
+        let lately = engine.recent.lock().unwrap_or_else(PoisonError::into_inner).left(now);
+        Self { under_way: engine.load.load(Ordering::Relaxed) as f64, lately }
+    }
+
+    /// The most that an engine may have with one more prompt of this weight.
+    fn most(all: &[Self], up: usize, weight: u64, role: Role) -> Self {
+        let most = |sum: f64| (sum / up.max(1) as f64 * LOAD_OVER_AVERAGE).ceil();
+        let under_way = most(all.iter().map(|load| load.under_way).sum::<f64>() + weight as f64);
+        let lately = most(all.iter().map(|load| load.lately).sum::<f64>() + 1.0);
+        Self { under_way: under_way.max(role.load_floor()), lately: lately.max(SHARED_MIN) }
+    }
+
+    /// Orders engines, the one with the least first. A thousandth of a request is the grain.
+    fn score(self, role: Role) -> u64 {
+        ((self.lately + self.under_way / role.request_weight()) * 1000.0) as u64
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::route::affinity::Mark;
 
-    fn engines(count: u16) -> Engines {
+    fn of_role(count: u16, role: Role) -> Engines {
         let addresses: Vec<Address> = (0..count)
             .map(|port| format!("http://engine:{}", 8000 + port).parse().expect("an address"))
             .collect();
-        Engines::new(&addresses)
+        Engines::new(&addresses, role)
+    }
+
+    fn engines(count: u16) -> Engines {
+        of_role(count, Role::Decode)
+    }
+
+    /// A prompt of one mark.
+    fn trail(hash: u64, is_own: bool) -> Trail {
+        Trail { marks: vec![Mark { hash, bytes: 100, is_own }], bytes: 100, ..Trail::default() }
     }
 
     #[test]
@@ -289,37 +503,53 @@ mod tests {
     }
 
     #[test]
-    fn prompts_go_to_who_has_the_least_to_do() {
-        let (engines, now) = (engines(2), Instant::now());
-        let first = engines.idlest(now).expect("one").seat(10, now);
-        let second = engines.idlest(now).expect("one").seat(5, now);
+    fn prompts_go_to_who_has_and_was_given_least() {
+        let (engines, now, other) = (of_role(2, Role::Prefill), Instant::now(), Trail::default());
+        let take = |at| engines.take(&other, 10, None, at);
+        let first = take(now).expect("one");
+        let second = take(now).expect("one");
         assert_ne!(first.engine.address, second.engine.address);
-        assert_eq!(engines.idlest(now).expect("one").address, second.engine.address);
-        second.engine.set_down(now);
-        assert_eq!(engines.idlest(now).expect("one").address, first.engine.address);
-        first.engine.set_down(now);
-        assert!(engines.idlest(now).is_none());
-        assert!(engines.idlest(now + DOWN).is_some(), "both are asked again");
+        engines.note(&other, &engines.all[0], now);
+        assert_eq!(
+            take(now).expect("one").engine.address,
+            engines.all[1].address,
+            "also where that has ended"
+        );
+        engines.all[1].set_down(now);
+        assert_eq!(take(now).expect("one").engine.address, engines.all[0].address);
+        engines.all[0].set_down(now);
+        assert!(take(now).is_none());
+        assert!(take(now + DOWN).is_some(), "both are asked again");
+    }
+
+    #[test]
+    fn of_a_known_prompt_only_the_rest_is_load() {
+        let (engines, now) = (of_role(2, Role::Prefill), Instant::now());
+        engines.note(&trail(1, true), &engines.all[1], now);
+        let mut longer = trail(1, true);
+        longer.bytes = 400;
+        let seat = engines.take(&longer, 1000, None, now).expect("one");
+        assert_eq!((&seat.engine.address, seat.weight), (&engines.all[1].address, 750));
     }
 
     #[test]
     fn a_seat_is_alone_at_an_engine_that_is_up_and_has_nothing_else_to_do() {
         let (engines, now) = (engines(1), Instant::now());
-        let first = engines.0[0].seat(10, now);
+        let first = engines.all[0].seat(10, now);
         assert!(first.is_alone(now));
-        let second = engines.0[0].seat(5, now);
+        let second = engines.all[0].seat(5, now);
         assert!(!first.is_alone(now) && !second.is_alone(now));
         drop(first);
         assert!(second.is_alone(now));
-        engines.0[0].set_down(now);
+        engines.all[0].set_down(now);
         drop(second);
-        assert!(!engines.0[0].seat(5, now + DOWN).is_alone(now + DOWN), "a trial");
+        assert!(!engines.all[0].seat(5, now + DOWN).is_alone(now + DOWN), "a trial");
     }
 
     #[test]
     fn one_request_tries_an_engine_that_was_down_and_less_often_each_time() {
         let (engines, mut now) = (engines(2), Instant::now());
-        let engine = engines.0[0].clone();
+        let engine = engines.all[0].clone();
         // All that were under way there fail at once.
         (0..9).for_each(|_| engine.set_down(now));
         for pause in [5, 10, 20, 30, 30] {
@@ -329,7 +559,7 @@ mod tests {
             assert!(engine.is_up(now));
             let trial = engine.seat(1, now);
             assert!(!engine.is_up(now), "a second request passes it by");
-            assert_eq!(engines.ranked(7, None, now)[1].address, engine.address);
+            assert_eq!(engines.ranked(&Trail::default(), 1, None, now)[1].address, engine.address);
             engine.set_down(now);
             drop(trial);
         }
@@ -346,42 +576,60 @@ mod tests {
     #[test]
     fn a_length_is_that_of_each_engine_that_is_up_and_said_anew_after_it_was_down() {
         let (engines, now) = (engines(2), Instant::now());
-        engines.0[0].set_length(10, now);
+        engines.all[0].set_length(10, now);
         assert_eq!(engines.length_max(now), None, "the other one has not said its own");
-        engines.0[1].set_length(20, now);
+        engines.all[1].set_length(20, now);
         assert_eq!(engines.length_max(now), Some(10));
-        engines.0[0].set_down(now);
+        engines.all[0].set_down(now);
         assert_eq!(engines.length_max(now), Some(20), "who is down is not waited for");
-        engines.0[0].set_up();
+        engines.all[0].set_up();
         assert_eq!(engines.length_max(now), None, "it may have come back with another one");
-        assert!(engines.0[0].is_length_missed_first() && !engines.0[0].is_length_missed_first());
-        engines.0[0].set_length(5, now);
+        assert!(engines.all[0].is_length_missed_first() && !engines.all[0].is_length_missed_first());
+        engines.all[0].set_length(5, now);
         assert_eq!(engines.length_max(now), Some(5));
         let later = now + LENGTH_AGE_MAX;
         assert!(engines.lengths_due(later - Duration::from_millis(1)).is_empty());
         assert_eq!(engines.lengths_due(later).len(), 2);
         assert_eq!(engines.length_max(later), Some(5), "it holds while the engine is asked again");
-        assert!(!engines.0[0].is_length_missed_first(), "a client's token may be wrong");
+        assert!(!engines.all[0].is_length_missed_first(), "a client's token may be wrong");
         assert_eq!(engines.length_max(now), Some(5));
-        engines.0[0].set_down(now);
-        engines.0[0].set_up();
-        assert!(engines.0[0].is_length_missed_first(), "it is named once more after it was down");
+        engines.all[0].set_down(now);
+        engines.all[0].set_up();
+        assert!(engines.all[0].is_length_missed_first(), "it is named once more after it was down");
     }
 
     #[test]
-    fn equal_beginnings_stay_together_until_their_engine_has_too_much() {
+    fn a_conversation_stays_until_its_engine_has_too_much() {
         let (engines, now) = (engines(4), Instant::now());
-        let first = |start| engines.ranked(start, None, now)[0].clone();
-        assert!(
-            (0..100).map(first).any(|engine| engine.address != first(0).address),
-            "beginnings are spread"
-        );
-        let favourite = first(7);
+        let first = |trail: &Trail| engines.ranked(trail, 1, None, now)[0].clone();
+        let own = trail(7, true);
+        let favourite = engines.all[2].clone();
+        (0..50).for_each(|_| engines.note(&own, &favourite, now));
+        assert_eq!(first(&own).address, favourite.address, "however much it was given lately");
         let seats: Vec<_> = (0..8).map(|_| favourite.seat(1, now)).collect();
-        assert_ne!(first(7).address, favourite.address, "it has all that there is to do");
+        assert_ne!(first(&own).address, favourite.address, "it has all that there is to do");
+        let others: Vec<_> =
+            engines.all.iter().flat_map(|engine| (0..8).map(|_| engine.seat(1, now))).collect();
+        assert_ne!(first(&own).address, favourite.address);
         drop(seats);
-        assert_eq!(first(7).address, favourite.address);
+        assert_eq!(first(&own).address, favourite.address);
+        drop(others);
         favourite.set_down(now);
-        assert_eq!(engines.ranked(7, None, now)[3].address, favourite.address, "who is down is asked last");
+        assert_eq!(
+            engines.ranked(&own, 1, None, now)[3].address,
+            favourite.address,
+            "who is down is asked last"
+        );
+    }
+
+    #[test]
+    fn a_beginning_that_all_share_does_not_draw_all_to_one_engine() {
+        let (engines, now) = (engines(4), Instant::now());
+        for _ in 0..100 {
+            let best = engines.ranked(&trail(7, false), 1, None, now)[0].clone();
+            engines.note(&trail(7, false), &best, now);
+        }
+        let lately = engines.all.iter().map(|engine| Load::of(engine, now).lately).collect::<Vec<_>>();
+        assert!(lately.iter().all(|given| (20.0..=32.0).contains(given)), "{lately:?}");
     }
 }

@@ -7,7 +7,9 @@ use hyper::body::Bytes;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::prompt::{self, Fields, Prompt, field, value};
+use super::api::Api;
+use super::body::Fields;
+use super::prompt::{self, Prompt};
 
 /// Fields of a request with which a second engine goes on as the first one would have: each token is chosen by what comes before it.
 const FREE: [&str; 9] =
@@ -53,15 +55,15 @@ pub(super) fn may_be_split(request: &Fields, prompt: &Prompt) -> bool {
         _ => is_set(value),
     };
     prompt.is_one
-        && request.get("stream").is_some_and(|stream| stream.get() == "true")
+        && request.get("stream") == Some("true")
         && max_tokens(request).is_some_and(|tokens| tokens > 1)
         && request.iter().all(|(name, field)| {
-            FREE.contains(&name.as_str()) || value(field).is_some_and(|value| !is_said(name, &value))
+            FREE.contains(&name) || serde_json::from_str(field).is_ok_and(|value| !is_said(name, &value))
         })
 }
 
 fn max_tokens(request: &Fields) -> Option<u64> {
-    value(request.get("max_tokens")?)?.as_u64()
+    serde_json::from_str(request.get("max_tokens")?).ok()
 }
 
 /// Whether a field of a request says more than its absence.
@@ -71,11 +73,11 @@ fn is_set(value: &Value) -> bool {
 }
 
 /// The request for the engine that computes the prompt: a stream of one token, with the ids of it and of the prompt.
-pub(super) fn prefill(request: &Fields) -> Fields {
-    let mut made = prompt::prefill(request);
-    made.insert("stream".into(), field(true));
-    made.insert("return_token_ids".into(), field(true));
-    made
+pub(super) fn prefill(request: &Fields) -> serde_json::Result<Fields> {
+    let mut made = prompt::prefill(Api::Completions, request)?;
+    made.set("stream", true);
+    made.set("return_token_ids", true);
+    Ok(made)
 }
 
 /// What that engine's `answer` to a request gives, where prompt and answer have at most `length_max` tokens; `None`: the usual way is
@@ -129,8 +131,8 @@ impl First {
     /// The request for the engine that goes on with `request`: its prompt has one token more than the other engine saves.
     pub(super) fn rest(self, request: &Fields) -> Fields {
         let mut rest = prompt::decode(request, prompt::computed(Some(self.ids.len() - 1)));
-        rest.insert("prompt".into(), field(self.ids));
-        rest.insert("max_tokens".into(), field(self.left));
+        rest.set("prompt", self.ids);
+        rest.set("max_tokens", self.left);
         rest
     }
 }
@@ -148,11 +150,11 @@ mod tests {
     fn asked() -> Fields {
         let request =
             json!({ "model": "m", "prompt": "a b", "max_tokens": 4, "stream": true, "temperature": 0 });
-        serde_json::from_str(&request.to_string()).expect("an object")
+        Fields::read(&request.to_string().into()).expect("an object")
     }
 
     fn is_split(request: &Fields) -> bool {
-        may_be_split(request, &Prompt::read(request))
+        may_be_split(request, &Prompt::read(Api::Completions, request))
     }
 
     #[test]
@@ -160,7 +162,7 @@ mod tests {
         let first = read(ANSWER.as_bytes(), &asked(), 6).expect("exact");
         let event = r#"data: {"id":"cmpl-1","object":"text_completion","created":7,"model":"m","choices":[{"index":0,"text":" \"token_ids\":[é","logprobs":null,"finish_reason":null,"stop_reason":null,"prompt_token_ids":null,"token_ids":null}]}"#;
         assert_eq!(first.event, format!("{event}\n\n"));
-        let rest = json!(first.rest(&asked()));
+        let rest: Value = serde_json::from_slice(&first.rest(&asked()).payload().joined()).expect("JSON");
         assert_eq!((&rest["prompt"], &rest["max_tokens"]), (&json!([5, 6, 9]), &json!(3)));
         let params = &rest[prompt::PARAMS];
         assert_eq!((&params["do_remote_prefill"], &params["pillion"]["tokens"]), (&json!(true), &json!(2)));
@@ -194,7 +196,7 @@ mod tests {
         assert!(is_split(&asked()));
         let with = |name: &str, value: &Value| {
             let mut request = asked();
-            request.insert(name.into(), field(value));
+            request.set(name, value);
             is_split(&request)
         };
         let same = json!({
@@ -216,8 +218,9 @@ mod tests {
         }
         assert!(with("prompt", &json!(["a"])), "one prompt, in a list");
         let deep = format!("{}{}", "[".repeat(200), "]".repeat(200));
-        let mut request = asked();
-        request.insert("tools".into(), serde_json::from_str(&deep).expect("JSON"));
+        let tools = asked().payload().joined();
+        let tools = [b"{\"tools\":", deep.as_bytes(), b",", &tools[1..]].concat();
+        let request = Fields::read(&tools.into()).expect("JSON");
         assert!(!is_split(&request), "a field that is not read");
         let mut request = asked();
         request.remove("max_tokens");

@@ -11,8 +11,8 @@ use http_body_util::combinators::UnsyncBoxBody;
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::{Body, Bytes, Frame, Incoming};
 use hyper::header::{
-    CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, HOST, HeaderMap, HeaderName, TE, TRAILER, TRANSFER_ENCODING,
-    UPGRADE,
+    CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, HOST, HeaderMap, HeaderName, LOCATION, TE, TRAILER,
+    TRANSFER_ENCODING, UPGRADE,
 };
 use hyper::http::response;
 use hyper::{Method, Request, Response, StatusCode};
@@ -20,12 +20,14 @@ use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
 use serde_json::value::RawValue;
-use tokio::sync::OwnedSemaphorePermit;
 
+use super::affinity::Trail;
+use super::api::{Api, Target};
+use super::body::{Fields, Payload, PayloadBody};
 use super::engines::Address;
 use super::lead::{self, Lead};
-use super::prompt::{self, Fields, Prompt};
-use super::{CHAT, COMPLETIONS};
+use super::memory::Room;
+use super::prompt::{self, Prompt};
 
 /// An engine that takes no connection for so long is down.
 const CONNECT_TIME_MAX: Duration = Duration::from_secs(2);
@@ -39,10 +41,12 @@ const VANISHED_AFTER: Duration =
 const IDLE_MAX: Duration = Duration::from_secs(3);
 /// The longest answer that is read whole: one token, and what it came with.
 const ANSWER_BYTES_MAX: usize = 64 << 20;
-/// Bodies of this type have fields.
-const JSON: &str = "application/json";
+/// The session of a request, as clients and other routers name it.
+const SESSION: &str = "x-session-id";
+/// An answer states its id within so many bytes.
+const ID_WITHIN_BYTES: usize = 4096;
 /// Bodies of this type are streams of events.
-const EVENTS: &str = "text/event-stream";
+pub(super) const EVENTS: &str = "text/event-stream";
 /// Headers of one connection, which say nothing of the request. Lengths are written anew.
 const OF_A_CONNECTION: [HeaderName; 7] =
     [CONNECTION, CONTENT_LENGTH, HOST, TE, TRAILER, TRANSFER_ENCODING, UPGRADE];
@@ -52,15 +56,28 @@ const OF_A_CONNECTION: [HeaderName; 7] =
 pub(super) struct Asked {
     pub(super) method: Method,
     pub(super) path: String,
+    pub(super) target: Target,
     pub(super) headers: HeaderMap,
-    pub(super) body: Bytes,
+    pub(super) body: Payload,
+    /// By which engines are chosen.
+    pub(super) trail: Arc<Trail>,
     pub(super) breaks: Arc<Breaks>,
     /// Its room in the memory for bodies, as long as there is a copy of it.
-    pub(super) _room: Option<Arc<OwnedSemaphorePermit>>,
+    pub(super) _room: Option<Arc<Room>>,
 }
 
 /// A request, and of a prompt that two engines may work on its fields, which then are all of its body.
-pub(super) type Parsed = (Asked, Option<(Fields, Prompt)>);
+pub(super) type Parsed = (Asked, Option<PromptAsked>);
+
+/// A prompt that two engines may work on.
+#[derive(Debug)]
+pub(super) struct PromptAsked {
+    pub(super) api: Api,
+    pub(super) fields: Fields,
+    /// The request for the engine that computes it.
+    pub(super) prefill: Fields,
+    pub(super) prompt: Prompt,
+}
 
 /// How many engines broke off on a request, whatever its body was.
 #[derive(Debug, Default)]
@@ -69,8 +86,8 @@ pub(super) struct Breaks(AtomicU32);
 /// An engine's answer once something of it is there.
 #[derive(Debug)]
 pub(super) struct Opened {
-    answer: Response<Incoming>,
-    lead: VecDeque<Frame<Bytes>>,
+    pub(super) answer: Response<Incoming>,
+    pub(super) lead: VecDeque<Frame<Bytes>>,
     /// Whether the engine has given the prompt up: by its status, or in a stream by an event before anything of an answer.
     pub(super) given_up: bool,
 }
@@ -88,7 +105,7 @@ pub(super) enum ForwardError {
     Broken(String),
     #[error("it answered {0}")]
     Status(StatusCode),
-    #[error("there was no sign of life for {} s", .0.as_secs())]
+    #[error("there was no sign of life or work for {} s", .0.as_secs())]
     Silent(Duration),
     #[error("it did not answer within {} s", .0.as_secs())]
     Late(Duration),
@@ -96,7 +113,7 @@ pub(super) enum ForwardError {
 
 /// Keeps connections to all engines.
 #[derive(Clone, Debug)]
-pub(super) struct Forwarder(Client<HttpConnector, Full<Bytes>>);
+pub(super) struct Forwarder(Client<HttpConnector, PayloadBody>);
 
 /// A stream whose first event is there before the answer that goes on with it.
 struct Continued {
@@ -105,60 +122,62 @@ struct Continued {
     rest: Option<Answer>,
 }
 
-/// A body, and what must live as long as it is read.
-struct Held<T> {
-    lead: VecDeque<Frame<Bytes>>,
-    body: Incoming,
-    _held: T,
-}
-
 // === impl Asked ===
 
 impl Asked {
     /// The router's own question for a page of an engine.
     pub(super) fn page(path: &str, headers: HeaderMap) -> Self {
-        let (method, path) = (Method::GET, path.into());
-        Self { method, path, headers, body: Bytes::new(), breaks: Arc::default(), _room: None }
+        let (method, path, target) = (Method::GET, path.into(), Target::One);
+        let (body, trail) = (Payload::default(), Arc::default());
+        Self { method, path, target, headers, body, trail, breaks: Arc::default(), _room: None }
     }
 
     /// Reads the body, without what the client says to connectors; else what the client is told.
-    pub(super) fn parse(mut self) -> Result<Parsed, String> {
-        let is_prompt = self.is_prompt();
+    pub(super) fn parse(mut self, body: Bytes) -> Result<Parsed, String> {
+        let api = self.api();
         let no_json = |error| format!("the body is no JSON: {error}; send UTF-8, and no NaN or Infinity");
-        let Some(mut fields) = self.fields(is_prompt).map_err(no_json)? else { return Ok((self, None)) };
+        let Some(mut fields) = self.fields(&body, api.is_some()).map_err(no_json)? else {
+            self.body = body.into();
+            return Ok((self, None));
+        };
         let no_json = |error| format!("an object of the body is no JSON: {error}");
         let spoken = prompt::without_params(&mut fields).map_err(no_json)?;
-        if is_prompt {
-            self.body = Bytes::new();
-            let prompt = Prompt::read(&fields);
-            return Ok((self, Some((fields, prompt))));
+        let Some(api) = api else {
+            self.body = if spoken { fields.payload() } else { body.into() };
+            return Ok((self, None));
+        };
+        let mut prompt = Prompt::read(api, &fields);
+        if let Some(session) = self.headers.get(SESSION).and_then(|session| session.to_str().ok()) {
+            prompt.trail.session = Some(prompt::session_hash(session));
         }
-        Ok((if spoken { self.with(&fields) } else { self }, None))
+        self.trail = Arc::new(prompt.trail.clone());
+        let prefill = prompt::prefill(api, &fields).map_err(no_json)?;
+        Ok((self, Some(PromptAsked { api, fields, prefill, prompt })))
     }
 
     /// The fields of a JSON object; `None` where the body is another value, or nothing that has to be JSON. An error, because engines read
     /// more than JSON as JSON, and could find fields in it that must not reach them.
-    fn fields(&self, must_be_json: bool) -> serde_json::Result<Option<Fields>> {
-        if !(must_be_json || is_of(&self.headers, JSON) && !self.body.is_empty()) {
+    fn fields(&self, body: &Bytes, must_be_json: bool) -> serde_json::Result<Option<Fields>> {
+        if !(must_be_json || may_be_json(&self.headers) && !body.is_empty()) {
             return Ok(None);
         }
-        let another = |_| serde_json::from_slice::<&RawValue>(&self.body).map(|_| None);
-        serde_json::from_slice(&self.body).map(Some).or_else(another)
+        if body.trim_ascii_start().starts_with(b"{") {
+            return Fields::read(body).map(Some);
+        }
+        serde_json::from_slice::<&RawValue>(body).map(|_| None)
     }
 
-    /// Whether it is a prompt that two engines may work on. Asked again, nothing changes but who answers.
-    pub(super) fn is_prompt(&self) -> bool {
-        let path = self.path.split('?').next();
-        self.method == Method::POST && path.is_some_and(|path| matches!(path, COMPLETIONS | CHAT))
+    /// The API of a prompt that two engines may work on. Asked again, nothing changes but who answers.
+    pub(super) fn api(&self) -> Option<Api> {
+        match self.target {
+            Target::Prompt(api) => Some(api),
+            _ => None,
+        }
     }
 
     /// The same request with another body.
     pub(super) fn with(&self, fields: &Fields) -> Self {
-        // Each has four more bytes at most: quotation marks, a colon and a comma.
-        let length: usize = fields.iter().map(|(name, field)| name.len() + field.get().len() + 4).sum();
-        let mut body = Vec::with_capacity(length + 2);
-        serde_json::to_writer(&mut body, fields).expect("fields are JSON already");
-        Self { body: body.into(), ..self.clone() }
+        Self { body: fields.payload(), ..self.clone() }
     }
 }
 
@@ -192,16 +211,22 @@ impl Forwarder {
 
     /// Asks an engine; the answer's head. Dropping the future, or the answer, hangs up.
     async fn send(&self, to: &Address, asked: Asked) -> Result<Response<Incoming>, ForwardError> {
-        let mut request = Request::new(Full::new(asked.body));
+        let mut request = Request::new(asked.body.body());
         let broken = |error: &dyn std::error::Error| ForwardError::Broken(error.to_string());
         *request.uri_mut() = to.at(&asked.path).map_err(|error| broken(&error))?;
         *request.method_mut() = asked.method;
         *request.headers_mut() = asked.headers;
         clean(request.headers_mut());
-        self.0.request(request).await.map_err(|error| match error.is_connect() {
+        let mut answer = self.0.request(request).await.map_err(|error| match error.is_connect() {
             true => ForwardError::Unreachable(error),
             false => broken(&error),
-        })
+        })?;
+        // A client reaches no engine by its own address.
+        let location = answer.headers().get(LOCATION).and_then(|location| location.to_str().ok());
+        if let Some(path) = location.and_then(|location| to.path_of(location)) {
+            answer.headers_mut().insert(LOCATION, path);
+        }
+        Ok(answer)
     }
 
     /// Asks an engine, and waits until something of its answer can be passed.
@@ -216,27 +241,37 @@ impl Forwarder {
         Ok(Opened { answer, lead: frames, given_up })
     }
 
-    /// Asks an engine, and reads all of its answer.
-    pub(super) async fn ask(&self, to: &Address, asked: Asked) -> Result<Response<Bytes>, ForwardError> {
-        let (head, body) = self.send(to, asked).await?.into_parts();
+    /// Asks an engine, and reads all of its answer, whatever its status is.
+    pub(super) async fn hear(&self, to: &Address, asked: Asked) -> Result<Response<Bytes>, ForwardError> {
+        let (mut head, body) = self.send(to, asked).await?.into_parts();
         let body = Limited::new(body, ANSWER_BYTES_MAX).collect().await;
         let body = body.map_err(|error| ForwardError::Broken(error.to_string()))?.to_bytes();
-        if !head.status.is_success() {
-            return Err(ForwardError::Status(head.status));
-        }
+        clean(&mut head.headers);
         Ok(Response::from_parts(head, body))
+    }
+
+    /// Asks an engine, and reads all of its answer.
+    pub(super) async fn ask(&self, to: &Address, asked: Asked) -> Result<Response<Bytes>, ForwardError> {
+        let answer = self.hear(to, asked).await?;
+        if answer.status().is_success() { Ok(answer) } else { Err(ForwardError::Status(answer.status())) }
     }
 }
 
+/// Whether an engine may read a body as JSON: `application/json`, or any type that ends so.
+pub(super) fn may_be_json(headers: &HeaderMap) -> bool {
+    let said = headers.get(CONTENT_TYPE).map_or(&b""[..], |value| value.as_bytes());
+    said.to_ascii_lowercase().windows(4).any(|part| part == b"json")
+}
+
 /// Whether a body is of this type, whatever stands behind it: also bytes that are no letter.
-fn is_of(headers: &HeaderMap, wanted: &str) -> bool {
+pub(super) fn is_of(headers: &HeaderMap, wanted: &str) -> bool {
     let said = headers.get(CONTENT_TYPE).map(|value| value.as_bytes().trim_ascii_start());
     said.and_then(|said| said.get(..wanted.len()))
         .is_some_and(|said| said.eq_ignore_ascii_case(wanted.as_bytes()))
 }
 
 /// Removes what belongs to one connection, also what its `Connection` header names.
-fn clean(headers: &mut HeaderMap) {
+pub(super) fn clean(headers: &mut HeaderMap) {
     let named: Vec<HeaderName> = headers
         .get_all(CONNECTION)
         .iter()
@@ -253,21 +288,17 @@ fn clean(headers: &mut HeaderMap) {
 // === impl Opened ===
 
 impl Opened {
-    /// Whether the engine has no room for the request, so that another one may have.
-    pub(super) fn is_busy(&self) -> bool {
-        self.answer.status() == StatusCode::SERVICE_UNAVAILABLE
+    pub(super) fn status(&self) -> StatusCode {
+        self.answer.status()
     }
 
-    /// The answer as the client gets it: as it comes, byte for byte. `held` is dropped when it ends or the client goes.
-    pub(super) fn pass(self, held: impl Send + Unpin + 'static) -> Response<Answer> {
-        let (mut head, body) = self.answer.into_parts();
-        // A length stays true: the body is the same.
-        let length = head.headers.get(CONTENT_LENGTH).cloned();
-        clean(&mut head.headers);
-        if let Some(length) = length {
-            head.headers.insert(CONTENT_LENGTH, length);
-        }
-        Response::from_parts(head, Held { lead: self.lead, body, _held: held }.boxed_unsync())
+    /// The id of the response that the engine stores: the first one that its answer states.
+    pub(super) fn response_id(&self) -> Option<String> {
+        let said = self.lead.iter().filter_map(Frame::data_ref).flatten().copied().take(ID_WITHIN_BYTES);
+        let said = String::from_utf8_lossy(&said.collect::<Vec<_>>()).into_owned();
+        let (_, behind) = said.split_once("\"id\"")?;
+        let id = behind.trim_start().strip_prefix(':')?.trim_start().strip_prefix('"')?;
+        id.split_once('"').map(|(id, _)| id.to_owned())
     }
 }
 
@@ -315,26 +346,5 @@ impl Body for Continued {
             Some(rest) => Pin::new(rest).poll_frame(context),
             None => Poll::Ready(None),
         }
-    }
-}
-
-// === impl Held ===
-
-impl<T: Unpin> Body for Held<T> {
-    type Data = Bytes;
-    type Error = hyper::Error;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
-        match self.lead.pop_front() {
-            Some(frame) => Poll::Ready(Some(Ok(frame))),
-            None => Pin::new(&mut self.body).poll_frame(context),
-        }
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.lead.is_empty() && self.body.is_end_stream()
     }
 }

@@ -78,6 +78,8 @@ mod tests {
     use std::net::TcpListener;
 
     use super::*;
+    use crate::route::affinity::Trail;
+    use crate::route::engines::Role;
 
     #[test]
     fn an_engine_that_answers_is_back_also_where_it_does_not_say_its_length() {
@@ -95,7 +97,11 @@ mod tests {
                 lines.map_while(Result::ok).find(String::is_empty).unwrap();
                 stream.write_all(answer.as_bytes()).unwrap();
             });
-            let engine = Engines::new(&[address]).idlest(Instant::now()).unwrap();
+            let engine = Engines::new(&[address], Role::Decode)
+                .take(&Trail::default(), 0, None, Instant::now())
+                .unwrap()
+                .engine
+                .clone();
             // Its pause is over: the question is its trial.
             engine.set_down(Instant::now() - Duration::from_secs(5));
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();

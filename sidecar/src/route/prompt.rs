@@ -1,31 +1,49 @@
 //! What a router must know of a request, and what it makes of it for each of the two engines. No I/O.
 
-use std::collections::BTreeMap;
-use std::hash::{DefaultHasher, Hash, Hasher};
-
-use serde::Serialize;
-use serde_json::value::RawValue;
 use serde_json::{Value, json};
+use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};
 
-/// A prompt given as text counts one token for so many bytes: the router has no tokenizer.
-const BYTES_PER_TOKEN: u64 = 4;
-/// Prompts that begin with so many equal tokens, or as many bytes of text, go to the same engine.
-const START_TOKENS: usize = 256;
-const START_BYTES: usize = START_TOKENS * BYTES_PER_TOKEN as usize;
+use super::affinity::{Mark, Trail};
+use super::api::Api;
+use super::body::{Fields, each_element, each_entry, entry, text_bytes};
+use super::tokens::Sizes;
 
-/// Fields of a message beside its content that become a part of the prompt. vLLM takes two names for one of them.
-const OF_MESSAGES: [&str; 3] = ["tool_calls", "reasoning", "reasoning_content"];
+/// A prompt that is no conversation has marks at multiples of so many bytes.
+const BLOCK_BYTES: usize = 1024;
+/// The most marks of a prompt: of a conversation the first ones, with its system prompt, and the last ones.
+const MARKS_FIRST: usize = 16;
+const MARKS_LAST: usize = 48;
+/// Parts of messages lie within parts no deeper than this: an image in the result of a tool.
+const DEPTH_MAX: u32 = 3;
 
-/// The JSON object that a client sends, each field as it was written: most of its bytes are a prompt that the router only passes on.
-pub(super) type Fields = BTreeMap<String, Box<RawValue>>;
+/// Fields of a message beside its content that become a part of the prompt. vLLM takes two names for one of them; an item of the
+/// Responses API has the last three.
+const OF_MESSAGES: [&str; 6] =
+    ["tool_calls", "reasoning", "reasoning_content", "arguments", "output", "summary"];
+/// The label of what goes to the engine that stored a response.
+pub(super) const STORED: &str = "stored";
+/// Types of a content's parts that are text, or JSON that a template writes as text.
+const TEXT_PARTS: [&str; 11] = [
+    "text",
+    "input_text",
+    "output_text",
+    "refusal",
+    "thinking",
+    "redacted_thinking",
+    "tool_use",
+    "tool_result",
+    "tool_reference",
+    "reasoning_text",
+    "summary_text",
+];
+/// What clients move from message to message, and no engine computes.
+const MARKER: &str = "cache_control";
 
 /// A prompt, as far as the choice of engines depends on it.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+#[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct Prompt {
-    /// Exact where the request has token ids; of all its prompts.
-    pub(super) tokens: u64,
-    /// A hash of its beginning.
-    pub(super) start: u64,
+    sizes: Sizes,
+    pub(super) trail: Trail,
     /// Why one engine must do both parts, whatever the prompt's length.
     pub(super) whole: Option<Whole>,
     /// Whether it is one text or list of token ids, and not empty.
@@ -43,21 +61,31 @@ pub(super) enum Whole {
     PromptLogprobs,
     /// vLLM makes other requests of it, to which it tells nothing of another engine.
     BeamSearch,
+    /// It goes on from a response that the engine which answers has stored, or is to be stored there before it is computed.
+    Stored,
     /// No engine that computes prompts could be reached lately.
     NoPrefill,
 }
 
-/// A part of a prompt.
-enum Piece {
-    Text(String),
-    Tokens(Vec<u32>),
+/// A prompt while it is read. Nothing of it is kept but sums.
+struct Reading {
+    /// Of all that was read.
+    digest: Xxh3,
+    /// Bytes that `digest` has read.
+    digested: u64,
+    ids: u64,
+    text_bytes: u64,
+    /// How many texts and lists of token ids there were.
+    pieces: u64,
+    has_media: bool,
+    marks: Vec<Mark>,
 }
 
 // === impl Whole ===
 
 impl Whole {
-    pub(super) const ALL: [Self; 5] =
-        [Self::Short, Self::Media, Self::PromptLogprobs, Self::BeamSearch, Self::NoPrefill];
+    pub(super) const ALL: [Self; 6] =
+        [Self::Short, Self::Media, Self::PromptLogprobs, Self::BeamSearch, Self::Stored, Self::NoPrefill];
 
     /// The label of metrics.
     pub(super) fn label(self) -> &'static str {
@@ -66,6 +94,7 @@ impl Whole {
             Self::Media => "media",
             Self::PromptLogprobs => "prompt_logprobs",
             Self::BeamSearch => "beam_search",
+            Self::Stored => STORED,
             Self::NoPrefill => "no_prefill",
         }
     }
@@ -74,136 +103,280 @@ impl Whole {
 // === impl Prompt ===
 
 impl Prompt {
-    /// That of a request to `/v1/completions` or `/v1/chat/completions`. What vLLM would refuse may be read as anything.
-    pub(super) fn read(request: &Fields) -> Self {
-        let mut pieces = request.get("prompt").map(|prompt| completion(prompt)).unwrap_or_default();
-        let is_one = matches!(pieces.as_slice(), [piece] if piece.tokens() > 0);
-        let mut media = request.get("prompt_embeds").is_some_and(|embeddings| embeddings.get() != "null");
-        // What a template writes into the prompt beside texts counts as its JSON. It is no part of the beginning: templates put it in
-        // different places.
-        let of_json = |json: &str| if json == "null" { 0 } else { text_tokens(json) };
-        let mut beside: u64 = ["tools", "documents"]
-            .iter()
-            .filter_map(|name| request.get(*name))
-            .map(|json| of_json(json.get()))
-            .sum();
-        let messages = request.get("messages").and_then(|messages| value(messages)).unwrap_or_default();
-        for message in messages.as_array().into_iter().flatten() {
-            let mut add = |text: &str| pieces.push(Piece::Text(text.to_owned()));
-            message["role"].as_str().map(&mut add);
-            match &message["content"] {
-                Value::String(text) => add(text),
-                Value::Array(parts) => {
-                    let texts = parts.iter().map(|part| part.as_str().or_else(|| part["text"].as_str()));
-                    for text in texts {
-                        media |= text.is_none();
-                        text.map(&mut add);
-                    }
-                }
-                _ => {}
-            }
-            beside += OF_MESSAGES.map(|name| of_json(&message[name].to_string())).iter().sum::<u64>();
+    /// The prompt of a request. What vLLM would refuse may be read as anything.
+    pub(super) fn read(api: Api, request: &Fields) -> Self {
+        let mut reading = Reading::new();
+        // What comes before all messages in a template, or parts the KV of equal prompts.
+        for name in ["model", "cache_salt", "tools"] {
+            reading.digest(name, request.get(name).unwrap_or_default());
         }
-        let asked = |name| request.get(name).is_some_and(|value| !matches!(value.get(), "null" | "false"));
+        // What a template writes into the prompt beside texts counts as its JSON.
+        for name in ["tools", "documents"] {
+            reading.count_json(request.get(name).unwrap_or("null"));
+        }
+        match api {
+            Api::Completions => reading.read_prompts(request.get("prompt").unwrap_or("null")),
+            Api::Generate => reading.read_prompts(request.get("token_ids").unwrap_or("null")),
+            Api::Chat => {
+                reading.read_messages(None, request.get("messages").filter(|list| list.starts_with('[')));
+            }
+            Api::Responses => reading.read_messages(request.get("instructions"), request.get("input")),
+            Api::Messages => reading.read_messages(request.get("system"), request.get("messages")),
+        }
+        reading.has_media |=
+            ["prompt_embeds", "features", "content_parts"].iter().any(|name| request.is_set(name));
+        let sampling = request.get("sampling_params").unwrap_or("null");
+        let prompt_logprobs = entry(sampling, "prompt_logprobs").is_some_and(|said| said != "null");
         // An echo has logprobs of its own where the answer has any, and that of a chat always.
-        let echo_logprobs = asked("echo") && (asked("logprobs") || asked("messages"));
-        let whole = if media {
+        let echo_logprobs = request.is_set("echo") && (request.is_set("logprobs") || api == Api::Chat);
+        let whole = if reading.has_media {
             Some(Whole::Media)
-        } else if asked("prompt_logprobs") || echo_logprobs {
+        } else if request.is_set("prompt_logprobs") || prompt_logprobs || echo_logprobs {
             Some(Whole::PromptLogprobs)
         } else {
-            asked("use_beam_search").then_some(Whole::BeamSearch)
+            request.is_set("use_beam_search").then_some(Whole::BeamSearch)
         };
-        let tokens = pieces.iter().map(Piece::tokens).sum::<u64>() + beside;
-        Self { tokens, start: start(&pieces), whole, is_one }
+        let model = xxh3_64_with_seed(request.get("model").unwrap_or_default().as_bytes(), 0);
+        let sizes = Sizes { model, ids: reading.ids, text_bytes: reading.text_bytes };
+        let is_one = reading.pieces == 1 && api == Api::Completions && sizes.ids + sizes.text_bytes > 0;
+        let before = request.get("previous_response_id").and_then(text).filter(|_| api == Api::Responses);
+        let is_stored = before.is_some() || api == Api::Responses && request.is_set("background");
+        let whole = if is_stored { Some(Whole::Stored) } else { whole };
+        let session = before.map_or_else(|| session(api, request), |id| Some(response_hash(id)));
+        let is_bound = before.is_some();
+        let trail = Trail { session, marks: reading.marks, is_bound, bytes: reading.digested };
+        Self { sizes, trail, whole, is_one }
+    }
+
+    /// What its tokens are counted by; of all its prompts.
+    pub(super) fn sizes(&self) -> Sizes {
+        self.sizes
     }
 }
 
-fn text_tokens(text: &str) -> u64 {
-    (text.len() as u64).div_ceil(BYTES_PER_TOKEN)
+/// A hash of the user that a request names. Messages of Anthropic's form name one in their metadata.
+fn session(api: Api, request: &Fields) -> Option<u64> {
+    let user = match api {
+        Api::Messages => entry(request.get("metadata")?, "user_id"),
+        _ => request.get("user"),
+    };
+    Some(session_hash(text(user?)?))
 }
 
-/// A text, token ids, or a list of either.
-fn completion(prompt: &RawValue) -> Vec<Piece> {
-    Piece::read(prompt).map(|piece| vec![piece]).unwrap_or_else(|| {
-        let items: Vec<&RawValue> = serde_json::from_str(prompt.get()).unwrap_or_default();
-        items.into_iter().filter_map(Piece::read).collect()
-    })
+/// What a JSON string has between its quotation marks, if it is one and has any.
+fn text(json: &str) -> Option<&str> {
+    json.strip_prefix('"')?.strip_suffix('"').filter(|text| !text.is_empty())
 }
 
-fn start(pieces: &[Piece]) -> u64 {
-    let mut hasher = DefaultHasher::new();
-    let mut bytes = START_BYTES;
-    for piece in pieces {
-        match piece {
-            Piece::Text(text) => {
-                let first = &text.as_bytes()[..text.len().min(bytes)];
-                first.hash(&mut hasher);
-                bytes -= first.len();
-            }
-            Piece::Tokens(ids) => {
-                let first = &ids[..ids.len().min(bytes / BYTES_PER_TOKEN as usize)];
-                first.hash(&mut hasher);
-                bytes -= first.len() * BYTES_PER_TOKEN as usize;
-            }
+/// A hash of a stored response's id.
+pub(super) fn response_hash(id: &str) -> u64 {
+    /// The id is not to be a session's name too.
+    const SEED: u64 = 0x5702_ed1d;
+    xxh3_64_with_seed(id.as_bytes(), SEED)
+}
+
+/// A hash of a session's name.
+pub(super) fn session_hash(name: &str) -> u64 {
+    /// The name is not to be a prompt's beginning too.
+    const SEED: u64 = 0x5e55_1014;
+    xxh3_64_with_seed(name.as_bytes(), SEED)
+}
+
+// === impl Reading ===
+
+impl Reading {
+    fn new() -> Self {
+        let (digest, marks) = (Xxh3::new(), Vec::new());
+        Self { digest, digested: 0, ids: 0, text_bytes: 0, pieces: 0, has_media: false, marks }
+    }
+
+    fn digest(&mut self, name: &str, json: &str) {
+        self.digest.update(name.as_bytes());
+        self.digest.update(b":");
+        self.digest.update(json.as_bytes());
+        self.digest.update(b",");
+        self.digested += json.len() as u64;
+    }
+
+    /// Counts a text of the prompt.
+    fn count_text(&mut self, json: &str) {
+        self.text_bytes += text_bytes(json);
+    }
+
+    fn count_json(&mut self, json: &str) {
+        self.text_bytes += if json == "null" { 0 } else { json.len() as u64 };
+    }
+
+    fn mark(&mut self, is_own: bool) {
+        if self.marks.len() == MARKS_FIRST + MARKS_LAST {
+            self.marks.remove(MARKS_FIRST);
+        }
+        self.marks.push(Mark { hash: self.digest.digest(), bytes: self.digested, is_own });
+    }
+
+    /// Reads a text, token ids, or a list of either.
+    fn read_prompts(&mut self, json: &str) {
+        if !self.read_prompt(json) {
+            each_element(json, |prompt| {
+                self.read_prompt(prompt);
+            });
         }
     }
-    hasher.finish()
-}
 
-/// A field, parsed; `None`: it nests too deep for that.
-pub(super) fn value(field: &RawValue) -> Option<Value> {
-    serde_json::from_str(field.get()).ok()
-}
-
-/// A field of a request that the router makes.
-pub(super) fn field(value: impl Serialize) -> Box<RawValue> {
-    serde_json::value::to_raw_value(&value).expect("the keys of every object here are texts")
-}
-
-// === impl Piece ===
-
-impl Piece {
-    /// A text or a list of token ids; `None`: it is something else.
-    fn read(field: &RawValue) -> Option<Self> {
-        let ids = serde_json::from_str(field.get()).map(Self::Tokens);
-        ids.or_else(|_| serde_json::from_str(field.get()).map(Self::Text)).ok()
+    /// Reads a text or token ids; returns false where it is neither.
+    fn read_prompt(&mut self, json: &str) -> bool {
+        let is_text = json.starts_with('"');
+        let is_ids = json.starts_with('[') && !json.bytes().skip(1).any(|byte| b"[\"{".contains(&byte));
+        if !is_text && !is_ids {
+            return false;
+        }
+        self.pieces += 1;
+        if is_text {
+            self.count_text(json);
+        } else if json[1..].trim_start() != "]" {
+            self.ids += json.bytes().filter(|byte| *byte == b',').count() as u64 + 1;
+        }
+        let bytes = &json.as_bytes()[1..json.len() - 1];
+        // A multiple of a longer stride is one of a shorter one: a prompt that has grown has marks of what it was.
+        let blocks = bytes.len() / BLOCK_BYTES;
+        let stride = blocks.div_ceil(MARKS_FIRST + MARKS_LAST).max(1).next_power_of_two();
+        for block in bytes.chunks(stride * BLOCK_BYTES) {
+            self.digest.update(block);
+            self.digested += block.len() as u64;
+            if block.len() == stride * BLOCK_BYTES {
+                self.mark(false);
+            }
+        }
+        true
     }
 
-    fn tokens(&self) -> u64 {
-        match self {
-            Self::Text(text) => text_tokens(text),
-            Self::Tokens(ids) => ids.len() as u64,
+    /// Reads a conversation behind its instructions: a list of messages, or the one text of a user.
+    fn read_messages(&mut self, instructions: Option<&str>, messages: Option<&str>) {
+        if let Some(instructions) = instructions.filter(|instructions| *instructions != "null") {
+            self.read_content(instructions, DEPTH_MAX);
+            self.mark(false);
         }
+        let messages = messages.unwrap_or("null");
+        let mut is_own = false;
+        let is_list = each_element(messages, |message| {
+            let role = self.read_message(message);
+            is_own |= !matches!(role, Some("\"system\"" | "\"developer\""));
+            self.mark(is_own);
+        });
+        if !is_list && messages.starts_with('"') {
+            self.read_content(messages, DEPTH_MAX);
+            self.mark(true);
+        }
+    }
+
+    /// Reads a message; its role.
+    fn read_message<'a>(&mut self, json: &'a str) -> Option<&'a str> {
+        let mut role = None;
+        each_entry(json, |name, value| match name {
+            MARKER => {}
+            "role" => {
+                role = Some(value);
+                self.count_text(value);
+                self.digest(name, value);
+            }
+            "content" => self.read_content(value, DEPTH_MAX),
+            name => {
+                if OF_MESSAGES.contains(&name) {
+                    self.count_json(value);
+                }
+                self.digest(name, value);
+            }
+        });
+        role
+    }
+
+    /// Reads a text, or the parts that a content has. A client may write a text in either way from turn to turn.
+    fn read_content(&mut self, json: &str, depth: u32) {
+        if json.starts_with('"') {
+            self.count_text(json);
+            self.digest("text", json);
+            return;
+        }
+        each_element(json, |part| {
+            if part.starts_with('"') {
+                self.count_text(part);
+                self.digest("text", part);
+            } else {
+                self.read_part(part, depth);
+            }
+        });
+    }
+
+    fn read_part(&mut self, json: &str, depth: u32) {
+        let mut is_text = false;
+        each_entry(json, |name, value| match name {
+            MARKER => {}
+            "type" => {
+                let kind = value.trim_matches('"');
+                self.has_media |= !TEXT_PARTS.contains(&kind);
+            }
+            "text" => {
+                is_text = true;
+                self.count_text(value);
+                self.digest(name, value);
+            }
+            "content" if depth > 0 => self.read_content(value, depth - 1),
+            name => {
+                if matches!(name, "input" | "thinking") {
+                    self.count_json(value);
+                }
+                self.digest(name, value);
+            }
+        });
+        self.has_media |= !is_text && entry(json, "type").is_none();
     }
 }
 
 /// The request for the engine that computes the prompt: one token of one answer, whole, without what only an answer has.
-pub(super) fn prefill(request: &Fields) -> Fields {
+pub(super) fn prefill(api: Api, request: &Fields) -> serde_json::Result<Fields> {
     let mut made = request.clone();
     let of_answers =
         ["stream_options", "min_tokens", "best_of", "logprobs", "top_logprobs", "logprob_token_ids"];
-    for name in of_answers {
-        made.remove(name);
-    }
-    made.insert("stream".into(), field(false));
-    made.insert("n".into(), field(1));
-    made.insert("max_tokens".into(), field(1));
-    if made.contains_key("max_completion_tokens") {
-        made.insert("max_completion_tokens".into(), field(1));
+    let one_token = |made: &mut Fields, limit: &str| {
+        of_answers.iter().for_each(|name| _ = made.remove(name));
+        made.set("n", 1);
+        made.set(limit, 1);
+    };
+    made.set("stream", false);
+    match api {
+        Api::Completions | Api::Chat => {
+            one_token(&mut made, "max_tokens");
+            if made.get("max_completion_tokens").is_some() {
+                made.set("max_completion_tokens", 1);
+            }
+        }
+        Api::Generate => {
+            let mut sampling = made.object(SAMPLING)?.unwrap_or_default();
+            one_token(&mut sampling, "max_tokens");
+            made.set_object(SAMPLING, &sampling);
+            made.remove("stream_options");
+        }
+        Api::Messages => made.set("max_tokens", 1),
+        Api::Responses => {
+            // Nobody asks this engine for what it would store.
+            ["top_logprobs", "include", "request_id"].iter().for_each(|name| _ = made.remove(name));
+            made.set("max_output_tokens", 1);
+            made.set("store", false);
+            made.set("background", false);
+        }
     }
     let params = json!({
         "do_remote_decode": true, "do_remote_prefill": false,
         "remote_engine_id": null, "remote_block_ids": null, "remote_host": null, "remote_port": null,
     });
-    made.insert(PARAMS.into(), field(params));
-    made
+    made.set(PARAMS, params);
+    Ok(made)
 }
 
 /// The request for the engine that answers, with what the other one says, or will do.
-pub(super) fn decode(request: &Fields, params: Value) -> Fields {
+pub(super) fn decode(request: &Fields, params: impl serde::Serialize) -> Fields {
     let mut made = request.clone();
-    made.insert(PARAMS.into(), field(params));
+    made.set(PARAMS, params);
     made
 }
 
@@ -222,8 +395,10 @@ pub(super) fn computed(tokens: Option<usize>) -> Value {
 
 /// The field with which vLLM's connectors are spoken to. A client's own is dropped: it could let a request wait.
 pub(super) const PARAMS: &str = "kv_transfer_params";
+/// What the generate API has of the sampling.
+const SAMPLING: &str = "sampling_params";
 /// The objects of a request in which vLLM looks for that field: itself, and what becomes the extra arguments of its sampling.
-const PLACES: [&[&str]; 3] = [&[], &["vllm_xargs"], &["sampling_params", "extra_args"]];
+const PLACES: [&[&str]; 3] = [&[], &["vllm_xargs"], &[SAMPLING, "extra_args"]];
 
 /// Removes what a client says to connectors; whether there was any. An error where an object that may have it cannot be read: engines
 /// read more than JSON as JSON.
@@ -232,14 +407,11 @@ pub(super) fn without_params(request: &mut Fields) -> serde_json::Result<bool> {
 }
 
 fn remove_params(fields: &mut Fields, place: &[&str]) -> serde_json::Result<bool> {
-    let Some((name, place)) = place.split_first() else { return Ok(fields.remove(PARAMS).is_some()) };
-    let Some(object) = fields.get(*name).filter(|value| value.get().starts_with('{')) else {
-        return Ok(false);
-    };
-    let mut object: Fields = serde_json::from_str(object.get())?;
+    let Some((name, place)) = place.split_first() else { return Ok(fields.remove(PARAMS)) };
+    let Some(mut object) = fields.object(name)? else { return Ok(false) };
     let is_removed = remove_params(&mut object, place)?;
     if is_removed {
-        fields.insert((*name).into(), field(object));
+        fields.set_object(name, &object);
     }
     Ok(is_removed)
 }
@@ -249,29 +421,47 @@ mod tests {
     use super::*;
 
     fn fields(request: &Value) -> Fields {
-        serde_json::from_str(&request.to_string()).expect("an object")
+        Fields::read(&request.to_string().into()).expect("an object")
+    }
+
+    fn value(request: &Fields) -> Value {
+        serde_json::from_slice(&request.payload().joined()).expect("an object")
+    }
+
+    fn read_as(api: Api, request: Value) -> Prompt {
+        Prompt::read(api, &fields(&request))
     }
 
     fn read(request: Value) -> Prompt {
-        Prompt::read(&fields(&request))
+        read_as(if request["messages"].is_null() { Api::Completions } else { Api::Chat }, request)
+    }
+
+    /// Tokens that are given as such, and four bytes of a text as one.
+    fn tokens(request: Value) -> u64 {
+        let sizes = read(request).sizes();
+        sizes.ids + sizes.text_bytes.div_ceil(4)
+    }
+
+    fn hashes(prompt: &Prompt) -> Vec<u64> {
+        prompt.trail.marks.iter().map(|mark| mark.hash).collect()
     }
 
     #[test]
     fn tokens_are_counted_exactly_and_texts_by_their_bytes() {
-        assert_eq!(read(json!({ "prompt": [1, 2, 3] })).tokens, 3);
-        assert_eq!(read(json!({ "prompt": [[1, 2, 3], [4]] })).tokens, 4);
-        assert_eq!(read(json!({ "prompt": "12345678" })).tokens, 2);
-        assert_eq!(read(json!({ "prompt": ["1234", "12345"] })).tokens, 3);
+        assert_eq!(tokens(json!({ "prompt": [1, 2, 3] })), 3);
+        assert_eq!(tokens(json!({ "prompt": [[1, 2, 3], [4]] })), 4);
+        assert_eq!(tokens(json!({ "prompt": "12345678" })), 2);
+        assert_eq!(tokens(json!({ "prompt": ["1234", "12345"] })), 3);
         let chat =
             json!({ "messages": [{ "role": "user", "content": [{ "type": "text", "text": "12345678" }] }] });
-        assert_eq!(read(chat).tokens, 3);
-        assert_eq!(read(json!({ "prompt": 7, "messages": "none" })).tokens, 0);
+        assert_eq!(tokens(chat), 3);
+        assert_eq!(tokens(json!({ "prompt": 7, "messages": "none" })), 0);
         let chat = |more: Value, of_message: Value| {
             let mut message = json!({ "role": "user", "content": "" });
             message.as_object_mut().unwrap().extend(of_message.as_object().unwrap().clone());
             let mut request = json!({ "messages": [message] });
             request.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-            read(request)
+            tokens(request)
         };
         let (nothing, bare) = (json!({}), chat(json!({}), json!({})));
         let list = json!(["12345678901234"]);
@@ -286,24 +476,82 @@ mod tests {
                 let said = json!({ name: value });
                 if of_message { chat(nothing.clone(), said) } else { chat(said, nothing.clone()) }
             };
-            assert_eq!(with(&list).tokens, bare.tokens + 5, "{name}");
-            assert_eq!(with(&list).start, bare.start, "{name}");
+            assert_eq!(with(&list), bare + 5, "{name}");
             assert_eq!(with(&Value::Null), bare, "{name}");
         }
     }
 
     #[test]
-    fn a_prompt_goes_by_its_beginning() {
-        let text = |end: &str| read(json!({ "prompt": "a".repeat(START_BYTES) + end })).start;
-        assert_eq!(text("one"), text("other"));
-        let ids = |first: u64, last: u64| {
-            let mut ids: Vec<u64> = (0..START_TOKENS as u64).collect();
-            ids[0] = first;
-            ids.push(last);
-            read(json!({ "prompt": ids })).start
+    fn a_prompt_has_the_marks_of_what_it_goes_on_from() {
+        let text =
+            |blocks: usize, end: &str| read(json!({ "prompt": "a".repeat(blocks * BLOCK_BYTES) + end }));
+        assert_eq!(hashes(&text(1, "one")), hashes(&text(1, "other")));
+        assert_eq!(hashes(&text(2, ""))[0], hashes(&text(1, "b"))[0]);
+        assert!(hashes(&text(0, "a")).is_empty());
+        let (short, long) = (hashes(&text(100, "")), hashes(&text(1000, "")));
+        assert!(short.len() <= 64 && long.len() <= 64 && long.contains(&short[short.len() / 8 * 8 - 1]));
+        let ids = |first: u64| {
+            read(json!({ "prompt": (0..900).map(|id| if id == 0 { first } else { id }).collect::<Vec<_>>() }))
         };
-        assert_eq!(ids(1, 2), ids(1, 3));
-        assert_ne!(ids(1, 2), ids(2, 2));
+        assert_ne!(hashes(&ids(1)), hashes(&ids(2)));
+    }
+
+    #[test]
+    fn a_turn_has_the_marks_of_the_turn_before_it() {
+        let message = |role: &str, text: &str| json!({ "role": role, "content": text });
+        let first = [message("system", "s"), message("user", "a")];
+        let next = [&first[..], &[message("assistant", "b"), message("user", "c")]].concat();
+        // Clients write the last text as a part with a marker, and as a plain text in the next turn.
+        let mut marked = first.clone();
+        marked[1]["content"] = json!([{ "type": "text", "text": "a", MARKER: { "type": "ephemeral" } }]);
+        let before = hashes(&read(json!({ "messages": marked })));
+        let after = read(json!({ "messages": next, "max_tokens": 3 }));
+        assert_eq!(hashes(&after)[..2], before);
+        let own: Vec<_> = after.trail.marks.iter().map(|mark| mark.is_own).collect();
+        assert_eq!(own, [false, true, true, true]);
+        let salted = read(json!({ "messages": next, "cache_salt": "x" }));
+        assert!(hashes(&salted).iter().all(|mark| !hashes(&after).contains(mark)));
+        let responses =
+            |input: Value| read_as(Api::Responses, json!({ "instructions": "s", "input": input }));
+        assert_eq!(hashes(&responses(json!("a"))).len(), 2);
+        let messages =
+            read_as(Api::Messages, json!({ "system": [{ "type": "text", "text": "s" }], "messages": next }));
+        assert_eq!((messages.trail.marks.len(), messages.trail.marks[0].is_own), (5, false));
+        let many: Vec<_> = (0..1000).map(|at| message("user", &at.to_string())).collect();
+        assert_eq!(read(json!({ "messages": many })).trail.marks.len(), 64);
+    }
+
+    #[test]
+    fn a_session_is_what_the_client_names() {
+        let user = |user: Value| read(json!({ "prompt": "a", "user": user })).trail.session;
+        assert_eq!(user(json!("u")), Some(session_hash("u")));
+        assert_eq!((user(json!("")), user(json!(7)), user(Value::Null)), (None, None, None));
+        let next = read_as(Api::Responses, json!({ "input": "a", "previous_response_id": "r" }));
+        assert_eq!((next.trail.session, next.trail.is_bound), (Some(response_hash("r")), true));
+        assert_eq!(next.whole, Some(Whole::Stored));
+        let metadata = json!({ "messages": [], "metadata": { "user_id": "u" } });
+        assert_eq!(read_as(Api::Messages, metadata).trail.session, Some(session_hash("u")));
+    }
+
+    #[test]
+    fn bodies_of_hostile_shape_are_read_without_a_tree() {
+        for text in [
+            "[".repeat(100_000) + &"]".repeat(100_000),
+            "[{\"\":0},[[]],7,\"a\",{\"content\":[[[1]],{}]}]".into(),
+        ] {
+            for api in [Api::Completions, Api::Chat, Api::Responses, Api::Messages, Api::Generate] {
+                let name = |api| match api {
+                    Api::Completions => "prompt",
+                    Api::Generate => "token_ids",
+                    Api::Responses => "input",
+                    _ => "messages",
+                };
+                Prompt::read(
+                    api,
+                    &Fields::read(&format!("{{\"{}\":{text}}}", name(api)).into()).expect("JSON"),
+                );
+            }
+        }
     }
 
     #[test]
@@ -311,6 +559,17 @@ mod tests {
         let image = json!({ "messages": [{ "role": "user", "content": [{ "type": "image_url", "image_url": {} }] }] });
         assert_eq!(read(image).whole, Some(Whole::Media));
         assert_eq!(read(json!({ "prompt": "a", "prompt_embeds": "AA" })).whole, Some(Whole::Media));
+        let image = json!({ "type": "image", "source": {} });
+        let result = json!({ "type": "tool_result", "tool_use_id": "t", "content": [image] });
+        for parts in [json!([image]), json!([result])] {
+            let asked = json!({ "messages": [{ "role": "user", "content": parts }] });
+            assert_eq!(read_as(Api::Messages, asked).whole, Some(Whole::Media));
+        }
+        let text = json!({ "type": "tool_result", "tool_use_id": "t", "content": [{ "type": "text", "text": "a" }] });
+        let asked = json!({ "messages": [{ "role": "user", "content": [text] }] });
+        assert_eq!(read_as(Api::Messages, asked).whole, None);
+        let logprobs = json!({ "token_ids": [1], "sampling_params": { "prompt_logprobs": 1 } });
+        assert_eq!(read_as(Api::Generate, logprobs).whole, Some(Whole::PromptLogprobs));
         assert_eq!(read(json!({ "prompt": "a", "prompt_logprobs": 0 })).whole, Some(Whole::PromptLogprobs));
         assert_eq!(
             read(json!({ "prompt": "a", "echo": true, "logprobs": 1 })).whole,
@@ -333,7 +592,7 @@ mod tests {
     fn what_a_client_says_to_connectors_is_found_wherever_vllm_looks() {
         let said = |place: Value| {
             let mut request = fields(&place);
-            (without_params(&mut request).expect("JSON"), json!(request))
+            (without_params(&mut request).expect("JSON"), value(&request))
         };
         let params = || json!({ "do_remote_prefill": true });
         assert_eq!(said(json!({ "n": 1, PARAMS: params() })), (true, json!({ "n": 1 })));
@@ -355,7 +614,7 @@ mod tests {
             "logprobs": 2, "logprob_token_ids": [5], "tools": [], PARAMS: { "do_remote_decode": true },
         });
         let asked = fields(&asked);
-        let made = json!(prefill(&asked));
+        let made = value(&prefill(Api::Chat, &asked).expect("JSON"));
         let kept = json!({ "prompt": "a", "max_tokens": 1, "max_completion_tokens": 1, "stream": false, "n": 1, "tools": [] });
         for (name, value) in kept.as_object().expect("an object") {
             assert_eq!(&made[name], value, "{name}");
@@ -365,10 +624,30 @@ mod tests {
             assert!(made.get(name).is_none(), "{name}");
         }
 
-        let made = json!(decode(&asked, computed(None)));
+        let made = value(&decode(&asked, computed(None)));
         assert_eq!((&made["max_tokens"], &made["stream"], &made["n"]), (&json!(9), &json!(true), &json!(3)));
         assert_eq!(made[PARAMS]["do_remote_prefill"], true);
         let said = json!({ "do_remote_prefill": true, "remote_engine_id": "p" });
-        assert_eq!(value(&decode(&asked, said.clone())[PARAMS]), Some(said));
+        assert_eq!(value(&decode(&asked, said.clone()))[PARAMS], said);
+    }
+
+    #[test]
+    fn the_engine_that_computes_is_asked_for_one_token_by_every_api() {
+        let made = |api, request: Value| value(&prefill(api, &fields(&request)).expect("JSON"));
+        let responses = made(
+            Api::Responses,
+            json!({ "input": "a", "max_output_tokens": 9, "stream": true, "store": true }),
+        );
+        assert_eq!(
+            (&responses["max_output_tokens"], &responses["store"], &responses["stream"]),
+            (&json!(1), &json!(false), &json!(false))
+        );
+        let messages = made(Api::Messages, json!({ "messages": [], "max_tokens": 9 }));
+        assert_eq!((&messages["max_tokens"], messages.get("n")), (&json!(1), None));
+        let sampling = json!({ "max_tokens": 9, "min_tokens": 3, "temperature": 0, "n": 2 });
+        let generate =
+            made(Api::Generate, json!({ "token_ids": [1], "sampling_params": sampling, "stream": true }));
+        assert_eq!(generate["sampling_params"], json!({ "max_tokens": 1, "n": 1, "temperature": 0 }));
+        assert_eq!(generate[PARAMS]["do_remote_decode"], true);
     }
 }

@@ -1,47 +1,57 @@
 //! The router as an HTTP server: its clients' connections, the bodies they send, and answers that are the router's own.
 
 use std::convert::Infallible;
-use std::net::TcpListener;
-use std::pin::pin;
+use std::net::{IpAddr, TcpListener};
+use std::pin::{Pin, pin};
 use std::sync::Arc;
+use std::task::{Context, Poll};
 use std::time::Duration;
 
-use http_body_util::{BodyExt, Full, Limited};
-use hyper::body::{Body, Bytes};
+use http_body_util::{BodyExt, Full};
+use hyper::body::{Body, Bytes, Frame, SizeHint};
 use hyper::header::{CONTENT_TYPE, HeaderValue};
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper::{Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use rustix::net::sockopt;
+use rustix::process::{Resource, getrlimit};
 use serde_json::json;
 use tokio::sync::watch::{Receiver, channel};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tokio::time::{Instant, timeout, timeout_at};
+use tokio::time::timeout;
 
-use super::counters::{MEMORY, SLOW};
+use super::counters::CONNECTIONS;
 use super::forward::{self, Answer};
-use super::{Options, Router, watch};
+use super::{Options, Router};
+use crate::connections::{Admitted, Connections, first};
+use crate::listener;
 
-/// The longest request: a million tokens as JSON, several times.
-const REQUEST_BYTES_MAX: usize = 64 << 20;
 /// A request line and headers come in one packet; who takes longer is not served.
 const HEADER_TIME_MAX: Duration = Duration::from_secs(30);
-/// Nor is who sends nothing of its body for so long, or less than this of it a second behind that time: it holds a part of the memory for
-/// bodies.
-const PART_TIME_MAX: Duration = Duration::from_secs(30);
-const BYTES_PER_SECOND_MIN: usize = 32 << 10;
+/// The most bytes of a request's head, and of a body that are read at once.
+const BUFFER_BYTES: usize = 64 << 10;
+/// Descriptors that are no connections: the runtime's, the log, signals, lookups of names.
+const OWN_DESCRIPTORS: usize = 64;
+/// The most clients at once: each takes some 10 KiB.
+const CLIENTS_MAX: usize = 65_536;
 /// A client that confirms nothing for so long, since its host vanished or it reads nothing, is hung up on. While a stream goes on there
 /// is always something to confirm, for which the kernel would wait 15 minutes.
 const SILENCE_MAX: Duration = Duration::from_secs(60);
 
-/// Why there is no body.
-#[derive(Debug, Eq, PartialEq)]
-pub(super) enum Unread {
-    Stalled,
-    Broken(String),
-    /// Bodies of requests take all of `--request-memory`.
-    NoRoom,
+/// A client's connection, and its place among all.
+struct Client {
+    stream: tokio::net::TcpStream,
+    address: IpAddr,
+    admitted: Arc<Admitted>,
+}
+
+/// A request under way, until its answer is over.
+struct Busy(Arc<Admitted>);
+
+/// An answer's body, as long as which its request is under way.
+struct Answered {
+    body: Answer,
+    _busy: Busy,
 }
 
 /// Runs until the process is told to end; then ends once the last answer has, or `grace` later.
@@ -59,6 +69,8 @@ pub fn serve(
     let bound = listener.local_addr()?;
     let router = Arc::new(Router::new(options)?);
     tracing::info!(%bound, order = ?router.options.order, "routing");
+    listener::raise_descriptor_limit();
+    let connections = Connections::new(clients_max(getrlimit(Resource::Nofile).current));
     runtime.block_on(async move {
         let listener = tokio::net::TcpListener::from_std(listener)?;
         // Every connection has a receiver.
@@ -66,21 +78,32 @@ pub fn serve(
         let accepting = async {
             loop {
                 match listener.accept().await {
-                    Ok((stream, _)) => {
-                        tokio::spawn(connection(Arc::clone(&router), stream, ended.clone()));
-                    }
+                    Ok((stream, client)) => match connections.admit() {
+                        Some(admitted) => {
+                            let client =
+                                Client { stream, address: client.ip(), admitted: Arc::new(admitted) };
+                            tokio::spawn(client.serve(Arc::clone(&router), ended.clone()));
+                        }
+                        None => router.counters.refused.with_label_values(&[CONNECTIONS]).inc(),
+                    },
                     // Out of descriptors: the next attempt must not spin.
                     Err(_) => tokio::time::sleep(Duration::from_millis(100)).await,
                 }
             }
         };
-        watch::first(accepting, end).await;
+        first(accepting, end).await;
         // Who connects from now on is refused, and may ask another router.
         drop((listener, ended));
         let _ = ending.send(());
         let _ = timeout(grace, ending.closed()).await;
         Ok(())
     })
+}
+
+/// How many clients may be connected where the process may have so many descriptors: each may need two engines.
+fn clients_max(descriptors: Option<u64>) -> usize {
+    let descriptors = usize::try_from(descriptors.unwrap_or(u64::MAX)).unwrap_or(usize::MAX);
+    (descriptors.saturating_sub(OWN_DESCRIPTORS) / 3).clamp(1, CLIENTS_MAX)
 }
 
 /// A client whose host vanishes says nothing: the connections of this listener, which are as it is, end then.
@@ -92,84 +115,72 @@ fn keep_alive(listener: &TcpListener) -> std::io::Result<()> {
     Ok(sockopt::set_tcp_user_timeout(listener, SILENCE_MAX.as_millis() as u32)?)
 }
 
-/// Serves a client until it goes, or once the router is `ended` until the answer under way is over.
-async fn connection(router: Arc<Router>, stream: tokio::net::TcpStream, mut ended: Receiver<()>) {
-    let _ = stream.set_nodelay(true);
-    let service = service_fn(move |request| {
-        let router = Arc::clone(&router);
-        async move { Ok::<_, Infallible>(router.respond(request).await) }
-    });
-    // A client that goes away early is its own business: its request is dropped here, and with it those to the engines.
-    let mut serving = pin!(
-        http1::Builder::new()
-            .timer(TokioTimer::new())
-            .header_read_timeout(HEADER_TIME_MAX)
-            .serve_connection(TokioIo::new(stream), service)
-    );
-    let ending = async { _ = ended.changed().await };
-    if watch::first(serving.as_mut(), ending).await.is_none() {
-        serving.as_mut().graceful_shutdown();
-        let _ = serving.await;
-    }
-}
+// === impl Client ===
 
-/// All of a request's body, and its room in this memory. Something of it comes within each `PART_TIME_MAX`, and after the first one
-/// `BYTES_PER_SECOND_MIN` each second.
-pub(super) async fn read<B>(body: B, memory: &Arc<Semaphore>) -> Result<(Bytes, OwnedSemaphorePermit), Unread>
-where
-    B: Body<Data = Bytes, Error: Into<Box<dyn std::error::Error + Send + Sync>>> + Unpin,
-{
-    let mut body = Limited::new(body, REQUEST_BYTES_MAX);
-    let take = |bytes| Arc::clone(memory).try_acquire_many_owned(bytes as u32).map_err(|_| Unread::NoRoom);
-    let (mut whole, mut room) = (Vec::new(), take(0)?);
-    let begin = Instant::now();
-    let end = |bytes: usize| {
-        let sent = Duration::from_secs_f64(bytes as f64 / BYTES_PER_SECOND_MIN as f64);
-        (begin + sent).min(Instant::now()) + PART_TIME_MAX
-    };
-    while let Some(frame) = timeout_at(end(whole.len()), body.frame()).await.map_err(|_| Unread::Stalled)? {
-        let frame = frame.map_err(|error| Unread::Broken(error.to_string()))?;
-        let data = frame.data_ref().map_or(&[][..], |data| data);
-        room.merge(take(data.len())?);
-        whole.extend_from_slice(data);
-    }
-    Ok((whole.into(), room))
-}
-
-// === impl Unread ===
-
-impl Unread {
-    /// The label of metrics; none where the client broke off, or sent more than a request may have.
-    pub(super) fn label(&self) -> Option<&'static str> {
-        match self {
-            Self::Stalled => Some(SLOW),
-            Self::Broken(_) => None,
-            Self::NoRoom => Some(MEMORY),
+impl Client {
+    /// Serves it until it goes, or once the router is `ended` until the answer under way is over.
+    async fn serve(self, router: Arc<Router>, mut ended: Receiver<()>) {
+        let _ = self.stream.set_nodelay(true);
+        let (admitted, address) = (Arc::clone(&self.admitted), self.address);
+        let service = service_fn(move |request| {
+            let (router, busy) = (Arc::clone(&router), Busy::begin(&admitted));
+            async move {
+                let answer = router.respond(request, address).await;
+                Ok::<_, Infallible>(answer.map(|body| Answered { body, _busy: busy }))
+            }
+        });
+        // A client that goes away early is its own business: its request is dropped here, and with it those to the engines.
+        let mut serving = pin!(
+            http1::Builder::new()
+                .timer(TokioTimer::new())
+                .header_read_timeout(HEADER_TIME_MAX)
+                .max_buf_size(BUFFER_BYTES)
+                .serve_connection(TokioIo::new(self.stream), service)
+        );
+        let ending = async { _ = ended.changed().await };
+        let serving_until = first(serving.as_mut(), ending);
+        let served = first(serving_until, self.admitted.closing()).await;
+        if let Some(None) = served {
+            serving.as_mut().graceful_shutdown();
+            let _ = serving.await;
         }
     }
+}
 
-    /// What the client is told.
-    pub(super) fn told(&self) -> Response<Answer> {
-        let (status, text) = match self {
-            Self::Stalled => {
-                let (pause, rate) = (PART_TIME_MAX.as_secs(), BYTES_PER_SECOND_MIN >> 10);
-                let text = format!(
-                    "the body came too slowly: send a part each {pause} s, and {rate} KiB a second after {pause} s"
-                );
-                (StatusCode::REQUEST_TIMEOUT, text)
-            }
-            Self::Broken(error) => {
-                let text =
-                    format!("the request cannot be read: {error}; it may have {REQUEST_BYTES_MAX} bytes");
-                (StatusCode::BAD_REQUEST, text)
-            }
-            Self::NoRoom => {
-                let text =
-                    "requests take all of the router's --request-memory; ask again later, or give it more";
-                (StatusCode::SERVICE_UNAVAILABLE, text.into())
-            }
-        };
-        failure(status, &text)
+// === impl Busy ===
+
+impl Busy {
+    fn begin(admitted: &Arc<Admitted>) -> Self {
+        admitted.set_busy();
+        Self(Arc::clone(admitted))
+    }
+}
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        self.0.set_idle();
+    }
+}
+
+// === impl Answered ===
+
+impl Body for Answered {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+        Pin::new(&mut self.body).poll_frame(context)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
     }
 }
 
@@ -189,75 +200,10 @@ pub(super) fn failure(status: StatusCode, text: &str) -> Response<Answer> {
 
 #[cfg(test)]
 mod tests {
-    use std::convert::Infallible;
-    use std::pin::Pin;
-    use std::task::{Context, Poll};
-
     use clap::{Args, Command, FromArgMatches};
-    use hyper::body::Frame;
-    use tokio::time::{Sleep, sleep};
 
     use super::*;
-    use crate::route::lead::tests::Stalled;
-
-    /// A body of `parts` parts, each of `bytes` bytes, of which one comes each second.
-    struct Trickle {
-        parts: u32,
-        bytes: usize,
-        next: Pin<Box<Sleep>>,
-    }
-
-    impl Body for Trickle {
-        type Data = Bytes;
-        type Error = Infallible;
-
-        fn poll_frame(
-            mut self: Pin<&mut Self>,
-            context: &mut Context<'_>,
-        ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
-            if self.parts == 0 {
-                return Poll::Ready(None);
-            }
-            if self.next.as_mut().poll(context).is_pending() {
-                return Poll::Pending;
-            }
-            self.parts -= 1;
-            self.next = Box::pin(sleep(Duration::from_secs(1)));
-            Poll::Ready(Some(Ok(Frame::data(vec![b'a'; self.bytes].into()))))
-        }
-    }
-
-    /// A runtime whose clock goes on to the next deadline at once.
-    fn paused() -> tokio::runtime::Runtime {
-        tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap()
-    }
-
-    #[test]
-    fn a_body_that_comes_too_slowly_is_not_waited_for_and_one_by_a_slow_link_is() {
-        let memory = Arc::new(Semaphore::new(REQUEST_BYTES_MAX));
-        let read_of = |bytes| {
-            paused().block_on(async {
-                let body = Trickle { parts: 100, bytes, next: Box::pin(sleep(Duration::ZERO)) };
-                read(body, &memory).await.map(|(whole, _)| whole.len())
-            })
-        };
-        assert_eq!(read_of(1), Err(Unread::Stalled));
-        assert_eq!(read_of(125_000), Ok(12_500_000), "images by 1 Mbit/s");
-    }
-
-    #[test]
-    fn a_body_of_which_nothing_comes_is_not_waited_for() {
-        let body = Full::new(Bytes::from_static(b"whole"));
-        let memory = Arc::new(Semaphore::new(9));
-        let (whole, room) = paused().block_on(read(body, &memory)).unwrap();
-        assert_eq!((&whole[..], memory.available_permits()), (&b"whole"[..], 4));
-        let begun = || Stalled([Bytes::from_static(b"a part")].into());
-        let none = paused().block_on(read(begun(), &memory)).unwrap_err();
-        assert_eq!(none, Unread::NoRoom);
-        drop(room);
-        let none = paused().block_on(read(begun(), &memory)).unwrap_err();
-        assert_eq!((none, memory.available_permits()), (Unread::Stalled, 9));
-    }
+    use crate::route::intake::Unread;
 
     #[test]
     fn what_is_refused_is_counted_by_its_reason() {
@@ -265,14 +211,24 @@ mod tests {
         let matches = Options::augment_args(Command::new("route")).get_matches_from(arguments);
         let router = Router::new(Options::from_arg_matches(&matches).unwrap()).unwrap();
         let count = |reason| router.counters.refused.with_label_values(&[reason]).get();
-        for reason in ["memory", "slow"] {
+        for reason in ["memory", "client", "slow", "connections"] {
             let line = format!("pillion_route_requests_refused_total{{reason=\"{reason}\"}} 0\n");
             assert!(router.counters.page().contains(&line), "there from the start: {line}");
         }
-        for unread in [Unread::Stalled, Unread::Stalled, Unread::NoRoom, Unread::Broken(String::new())] {
+        for unread in [
+            Unread::Stalled,
+            Unread::Stalled,
+            Unread::NoRoom,
+            Unread::ClientFull,
+            Unread::Broken(String::new()),
+        ] {
             router.refused(&unread);
         }
-        assert_eq!((count("memory"), count("slow")), (1, 2), "a client that breaks off is not refused");
+        assert_eq!(
+            (count("memory"), count("client"), count("slow")),
+            (1, 1, 2),
+            "a client that breaks off is not refused"
+        );
     }
 
     #[test]
@@ -285,5 +241,10 @@ mod tests {
         assert_eq!(sockopt::tcp_keepidle(&stream).unwrap(), forward::KEEPALIVE_IDLE);
         assert_eq!(sockopt::tcp_keepintvl(&stream).unwrap(), forward::KEEPALIVE_INTERVAL);
         assert_eq!(sockopt::tcp_user_timeout(&stream).unwrap(), SILENCE_MAX.as_millis() as u32);
+    }
+
+    #[test]
+    fn engines_have_descriptors_whatever_clients_take() {
+        assert_eq!([Some(1024), Some(64), None].map(clients_max), [320, 1, CLIENTS_MAX]);
     }
 }

@@ -1,9 +1,6 @@
 //! Waiting for an engine's answer while it lives: an engine that stands still must not hold a request.
 
-use std::future::poll_fn;
-use std::pin::pin;
 use std::sync::Arc;
-use std::task::Poll;
 use std::time::Duration;
 
 use hyper::body::Bytes;
@@ -12,10 +9,11 @@ use tokio::time::Instant;
 
 use super::engines::Engine;
 use super::forward::{Asked, ForwardError, Forwarder};
+use crate::connections::first;
 
 /// How often an engine that has not answered yet is asked for a sign of life, and how long it may give none.
 const LOOK: Duration = Duration::from_secs(1);
-const SILENCE_MAX: Duration = Duration::from_secs(5);
+pub(super) const SILENCE_MAX: Duration = Duration::from_secs(5);
 
 /// The whole answer, if it comes before `limit` from an engine that lives.
 pub(super) async fn ask(
@@ -67,14 +65,4 @@ async fn look(forwarder: &Forwarder, engine: &Engine) -> Option<Instant> {
         }
     }
     *seen
-}
-
-/// The output of `work`, or `None` if `end` comes first.
-pub(super) async fn first<T>(work: impl Future<Output = T>, end: impl Future<Output = ()>) -> Option<T> {
-    let (mut work, mut end) = (pin!(work), pin!(end));
-    poll_fn(|context| match work.as_mut().poll(context) {
-        Poll::Ready(output) => Poll::Ready(Some(output)),
-        Poll::Pending => end.as_mut().poll(context).map(|()| None),
-    })
-    .await
 }

@@ -18,6 +18,12 @@ pub(crate) enum Manner {
     /// The same, and the last one not before the test says so.
     Held(Vec<String>, Arc<AtomicBool>),
     Hang,
+    /// After so long where the request says that another engine computes.
+    Awaits(Duration, Box<Manner>),
+    /// Another path at its own address.
+    Redirects(String),
+    /// One response, with this id, which it also has when it is asked for; it has no other.
+    Stores(String, Box<Manner>),
     /// As `Hang`, also to what the router asks on its own behalf.
     Freeze,
     /// As `Hang`, and nobody can connect to it after the first.
@@ -133,34 +139,44 @@ impl Engine {
 fn serve(stream: TcpStream, manner: &Manner, state: &Mutex<State>) {
     let mut reader = BufReader::new(stream.try_clone().unwrap());
     while let Some(asked) = read(&mut reader) {
-        if asked.line.starts_with("GET /health ") {
-            if matches!(manner, Manner::Freeze | Manner::Stall) {
-                hold(&mut reader);
-                return;
+        if let Some(goes_on) = own_question_answered(&asked, &stream, manner, state) {
+            if goes_on {
+                continue;
             }
-            let _ = (&stream).write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n");
-            continue;
+            hold(&mut reader);
+            return;
         }
-        if asked.line.starts_with("GET /v1/models ") && asked.header("x-request-id").is_none() {
-            // The router's own question.
-            state.lock().unwrap().models_asked += 1;
-            if matches!(manner, Manner::Freeze) {
-                hold(&mut reader);
-                return;
-            }
-            let models = r#"{"data": [{"max_model_len": 1000}]}"#;
-            let head = format!("HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n", models.len());
-            let _ = (&stream).write_all((head + models).as_bytes());
-            continue;
-        }
+        let (line, body) = (asked.line.clone(), asked.body.clone());
         let earlier = {
             let mut state = state.lock().unwrap();
             state.asked.push(asked);
             state.asked.len() - 1
         };
-        let manner = due(manner, earlier, state);
+        let unknown = Manner::Json(404, "{}".into());
+        let manner = match due(manner, earlier, state) {
+            Manner::Stores(id, _) if line.contains("/v1/responses/") && !line.contains(id) => &unknown,
+            Manner::Stores(_, manner) => manner,
+            Manner::Awaits(time, manner) => {
+                if body.contains("\"do_remote_prefill\":true") {
+                    thread::sleep(*time);
+                }
+                manner
+            }
+            manner => manner,
+        };
         let whole = match manner {
-            Manner::First(..) | Manner::Behind(..) | Manner::Once(..) => unreachable!("it is due"),
+            Manner::Redirects(path) => {
+                let to = format!("http://{}{path}", stream.local_addr().unwrap());
+                let head = format!("HTTP/1.1 307 Else\r\nlocation: {to}\r\ncontent-length: 0\r\n\r\n");
+                (&stream).write_all(head.as_bytes()).is_ok()
+            }
+            Manner::First(..)
+            | Manner::Behind(..)
+            | Manner::Once(..)
+            | Manner::Stores(..)
+            | Manner::Awaits(..) => {
+                unreachable!("it is due")
+            }
             Manner::Json(status, body) => {
                 let head = format!(
                     "HTTP/1.1 {status} Said\r\ncontent-type: application/json\r\ncontent-length: {}",
@@ -191,6 +207,33 @@ fn serve(stream: TcpStream, manner: &Manner, state: &Mutex<State>) {
             return;
         }
     }
+}
+
+/// Answers what the router asks on its own behalf; false where it is not answered, and `None` for any other request.
+fn own_question_answered(
+    asked: &Asked,
+    mut stream: &TcpStream,
+    manner: &Manner,
+    state: &Mutex<State>,
+) -> Option<bool> {
+    if asked.line.starts_with("GET /health ") {
+        if matches!(manner, Manner::Freeze | Manner::Stall) {
+            return Some(false);
+        }
+        let _ = stream.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n");
+        return Some(true);
+    }
+    if !asked.line.starts_with("GET /v1/models ") || asked.header("x-request-id").is_some() {
+        return None;
+    }
+    state.lock().unwrap().models_asked += 1;
+    if matches!(manner, Manner::Freeze) {
+        return Some(false);
+    }
+    let models = r#"{"data": [{"max_model_len": 1000}]}"#;
+    let head = format!("HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n", models.len());
+    let _ = stream.write_all((head + models).as_bytes());
+    Some(true)
 }
 
 /// The manner for a request behind so many, once it is due.

@@ -1,0 +1,152 @@
+//! The connections of an HTTP server: a bounded number, of which the oldest without a request makes room for a new one.
+
+use std::collections::BTreeMap;
+use std::future::poll_fn;
+use std::pin::pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::Poll;
+
+use tokio::sync::Notify;
+
+/// All connections of one server.
+#[derive(Debug)]
+pub(crate) struct Connections {
+    most: usize,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    open: usize,
+    /// Those without a request under way, the oldest first.
+    idle: BTreeMap<u64, Arc<Notify>>,
+    next: u64,
+}
+
+/// A connection that may be served, until it is dropped.
+#[derive(Debug)]
+pub(crate) struct Admitted {
+    all: Arc<Connections>,
+    closing: Arc<Notify>,
+    /// Its number among those without a request.
+    idle: Mutex<Option<u64>>,
+}
+
+// === impl Connections ===
+
+impl Connections {
+    pub(crate) fn new(most: usize) -> Arc<Self> {
+        Arc::new(Self { most, state: Mutex::default() })
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Admits a connection. Where all places are taken, the oldest one without a request is told to end; `None` where each has one.
+    pub(crate) fn admit(self: &Arc<Self>) -> Option<Admitted> {
+        let mut state = self.state();
+        if state.open >= self.most {
+            let (_, oldest) = state.idle.pop_first()?;
+            oldest.notify_one();
+            state.open -= 1;
+        }
+        state.open += 1;
+        let closing = Arc::default();
+        let idle = Mutex::new(Some(state.wait(&closing)));
+        Some(Admitted { all: Arc::clone(self), closing, idle })
+    }
+}
+
+// === impl State ===
+
+impl State {
+    fn wait(&mut self, closing: &Arc<Notify>) -> u64 {
+        self.next += 1;
+        self.idle.insert(self.next, Arc::clone(closing));
+        self.next
+    }
+}
+
+// === impl Admitted ===
+
+impl Admitted {
+    /// Ends once the connection is to make room for another one.
+    pub(crate) fn closing(&self) -> impl Future<Output = ()> + 'static {
+        let closing = Arc::clone(&self.closing);
+        async move { closing.notified().await }
+    }
+
+    /// Says that a request has come.
+    pub(crate) fn set_busy(&self) {
+        let mut state = self.all.state();
+        let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        // One that was told to end is not counted any more, whatever came.
+        if idle.is_some_and(|number| state.idle.remove(&number).is_some()) {
+            *idle = None;
+        }
+    }
+
+    /// Says that the request's answer is over.
+    pub(crate) fn set_idle(&self) {
+        let mut state = self.all.state();
+        let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        if idle.is_none() {
+            *idle = Some(state.wait(&self.closing));
+        }
+    }
+}
+
+impl Drop for Admitted {
+    fn drop(&mut self) {
+        self.set_busy();
+        let mut state = self.all.state();
+        // It made room already where it is still said to be without a request.
+        if self.idle.lock().unwrap_or_else(PoisonError::into_inner).is_none() {
+            state.open -= 1;
+        }
+    }
+}
+
+/// The output of `work`, or `None` if `end` comes first.
+pub(crate) async fn first<T>(work: impl Future<Output = T>, end: impl Future<Output = ()>) -> Option<T> {
+    let (mut work, mut end) = (pin!(work), pin!(end));
+    poll_fn(|context| match work.as_mut().poll(context) {
+        Poll::Ready(output) => Poll::Ready(Some(output)),
+        Poll::Pending => end.as_mut().poll(context).map(|()| None),
+    })
+    .await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn is_closing(connection: &Admitted) -> bool {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
+        let told = async {
+            tokio::time::timeout(std::time::Duration::from_secs(1), connection.closing()).await.is_ok()
+        };
+        runtime.unwrap().block_on(told)
+    }
+
+    #[test]
+    fn the_oldest_without_a_request_makes_room_and_none_with_one() {
+        let all = Connections::new(3);
+        let connections: Vec<_> = (0..3).map(|_| all.admit().unwrap()).collect();
+        connections[0].set_busy();
+        let fourth = all.admit().unwrap();
+        assert!(is_closing(&connections[1]) && !is_closing(&connections[0]) && !is_closing(&connections[2]));
+        connections[1].set_busy();
+        connections[1].set_idle();
+        connections[2].set_busy();
+        fourth.set_busy();
+        assert!(all.admit().is_none(), "each has a request");
+        connections[0].set_idle();
+        let fifth = all.admit().unwrap();
+        assert!(is_closing(&connections[0]));
+        drop((connections, fourth, fifth));
+        let state = all.state();
+        assert_eq!((state.open, state.idle.len()), (0, 0));
+    }
+}

@@ -1,0 +1,168 @@
+//! Which engines of a role have the beginnings of prompts, in bounded memory: what a session or a conversation last went to.
+
+use std::collections::HashMap;
+use std::sync::{Mutex, PoisonError};
+
+/// The most beginnings of a generation. Two generations of 40 bytes each take 5 MiB, for 30,000 conversations of 4 turns.
+const ENTRIES_MAX: usize = 1 << 16;
+/// A beginning that all conversations share is at several engines. The last ones are remembered.
+const HOLDERS_MAX: usize = 4;
+
+/// The beginnings of one prompt, by their hashes.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub(super) struct Trail {
+    /// A hash of the session that the client names.
+    pub(super) session: Option<u64>,
+    /// A beginning of a prompt, and its hash.
+    pub(super) marks: Vec<Mark>,
+    /// Whether what the request is about lies at the engine of this session alone.
+    pub(super) is_bound: bool,
+    /// Bytes of the whole prompt, as it is written.
+    pub(super) bytes: u64,
+}
+
+/// A beginning of a prompt.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(super) struct Mark {
+    pub(super) hash: u64,
+    pub(super) bytes: u64,
+    /// Whether it is of one conversation, and not the system prompt of many.
+    pub(super) is_own: bool,
+}
+
+/// What the engines of a role have of a prompt.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub(super) struct Known {
+    /// The engines that have it, the last one first.
+    holders: Vec<u32>,
+    bytes: u64,
+    pub(super) is_own: bool,
+}
+
+/// The engines that had beginnings of prompts.
+#[derive(Debug, Default)]
+pub(super) struct Affinity(Mutex<Table>);
+
+/// Two generations: a full young one takes the place of the old one, and what is asked for becomes young again.
+#[derive(Debug, Default)]
+struct Table {
+    young: HashMap<u64, Holders>,
+    old: HashMap<u64, Holders>,
+}
+
+/// Engines by their numbers, the last one first; 0 is none.
+type Holders = [u32; HOLDERS_MAX];
+
+// === impl Trail ===
+
+impl Trail {
+    /// The trail of what one engine stores under a name with this hash.
+    pub(super) fn bound(hash: u64) -> Self {
+        Self { session: Some(hash), is_bound: true, ..Self::default() }
+    }
+}
+
+// === impl Known ===
+
+impl Known {
+    /// How lately an engine had it, 0 being the last one; `None` where it has not.
+    pub(super) fn rank(&self, engine: u32) -> Option<usize> {
+        self.holders.iter().position(|holder| *holder == engine)
+    }
+
+    /// Of `weight` tokens, those that an engine must compute.
+    pub(super) fn rest(&self, engine: u32, weight: u64, trail: &Trail) -> u64 {
+        let known = self.rank(engine).map_or(0, |_| self.bytes.min(trail.bytes));
+        let share = 1.0 - known as f64 / trail.bytes.max(1) as f64;
+        (weight as f64 * share).ceil() as u64
+    }
+}
+
+// === impl Affinity ===
+
+impl Affinity {
+    /// The engines of a prompt's session, or else those of its longest known beginning.
+    pub(super) fn known(&self, trail: &Trail) -> Known {
+        let mut table = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let longest = trail.marks.iter().rev().find_map(|mark| Some((mark, table.get(mark.hash)?)));
+        let session = trail.session.and_then(|session| table.get(session));
+        let bytes = longest.map_or(0, |(mark, _)| mark.bytes);
+        let (holders, is_own) = match (session, longest) {
+            (Some(holders), _) => (holders, true),
+            (None, Some((mark, holders))) => (holders, mark.is_own),
+            (None, None) => return Known::default(),
+        };
+        Known { holders: holders.into_iter().filter(|holder| *holder != 0).collect(), bytes, is_own }
+    }
+
+    /// Notes that an engine has a prompt.
+    pub(super) fn note(&self, trail: &Trail, engine: u32) {
+        let mut table = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let hashes = trail.marks.iter().map(|mark| mark.hash).chain(trail.session);
+        hashes.for_each(|hash| table.note(hash, engine));
+    }
+}
+
+// === impl Table ===
+
+impl Table {
+    fn get(&mut self, hash: u64) -> Option<Holders> {
+        self.young.get(&hash).or_else(|| self.old.get(&hash)).copied()
+    }
+
+    fn note(&mut self, hash: u64, engine: u32) {
+        let mut holders = self.get(hash).unwrap_or_default();
+        let last = holders.iter().position(|holder| *holder == engine).unwrap_or(HOLDERS_MAX - 1);
+        holders[..=last].rotate_right(1);
+        holders[0] = engine;
+        if self.young.len() >= ENTRIES_MAX {
+            self.old = std::mem::take(&mut self.young);
+        }
+        self.young.insert(hash, holders);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn trail(session: Option<u64>, hashes: &[u64]) -> Trail {
+        let mark = |(hash, bytes): (&u64, u64)| Mark { hash: *hash, bytes: 100 * bytes, is_own: bytes > 1 };
+        let marks: Vec<_> = hashes.iter().zip(1..).map(mark).collect();
+        Trail { session, bytes: 100 * marks.len() as u64, marks, is_bound: false }
+    }
+
+    #[test]
+    fn a_prompt_is_known_by_its_session_or_else_by_its_longest_beginning() {
+        let affinity = Affinity::default();
+        assert_eq!(affinity.known(&trail(None, &[1, 2])), Known::default());
+        affinity.note(&trail(None, &[1, 2, 3]), 7);
+        affinity.note(&trail(None, &[1, 5]), 8);
+        let own = affinity.known(&trail(None, &[1, 2, 3, 4, 6]));
+        assert_eq!((own.rank(7), own.rank(8), own.is_own), (Some(0), None, true));
+        assert_eq!(
+            (own.rest(7, 1000, &trail(None, &[0; 5])), own.rest(8, 1000, &trail(None, &[0; 5]))),
+            (400, 1000)
+        );
+        let shared = affinity.known(&trail(None, &[1, 9]));
+        assert_eq!((shared.rank(8), shared.rank(7), shared.is_own), (Some(0), Some(1), false));
+        affinity.note(&trail(Some(90), &[40]), 6);
+        assert_eq!(affinity.known(&trail(Some(90), &[1, 2])).rank(6), Some(0), "whatever the prompt is");
+    }
+
+    #[test]
+    fn what_is_not_asked_for_any_more_is_forgotten() {
+        let affinity = Affinity::default();
+        affinity.note(&trail(None, &[1]), 7);
+        for hash in 2..3 * ENTRIES_MAX as u64 {
+            affinity.note(&trail(None, &[hash]), 8);
+            if hash % 1000 == 0 {
+                affinity.note(&trail(None, &[2]), 8);
+            }
+        }
+        let is_known = |hash| affinity.known(&trail(None, &[hash])) != Known::default();
+        assert_eq!((is_known(1), is_known(2)), (false, true));
+        let table = affinity.0.lock().unwrap();
+        assert!(table.young.len() <= ENTRIES_MAX && table.old.len() <= ENTRIES_MAX);
+    }
+}

@@ -1,0 +1,162 @@
+//! What a request asks for, by its method and path. No I/O.
+
+use hyper::Method;
+use percent_encoding::percent_decode_str;
+
+/// An API whose prompts two engines may work on.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(super) enum Api {
+    Completions,
+    Chat,
+    Responses,
+    Messages,
+    Generate,
+}
+
+/// Where a request goes.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(super) enum Target {
+    Prompt(Api),
+    /// To the engine that answered the response with this id.
+    Stored(String),
+    /// To all engines of both roles, since it changes what they answer.
+    Everywhere,
+    /// To none: this is what the client is told.
+    Nowhere(&'static str),
+    /// To one engine that answers.
+    One,
+}
+
+/// Requests that change what an engine answers, or how, and mean the same at each.
+const EVERYWHERE: [&str; 15] = [
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+    "/reset_prefix_cache",
+    "/reset_mm_cache",
+    "/reset_encoder_cache",
+    "/pause",
+    "/resume",
+    "/sleep",
+    "/wake_up",
+    "/release_kv_cache_memory",
+    "/abort_requests",
+    "/inference/v1/abort_requests",
+    "/start_profile",
+    "/stop_profile",
+    "/update_weight_version",
+];
+/// Requests that change one engine, with what is its own: addresses, ranks, sizes.
+const NOWHERE: [&str; 10] = [
+    "/collective_rpc",
+    "/scale_elastic_ep",
+    "/fault_tolerance/apply",
+    "/init_weight_transfer_engine",
+    "/shutdown_weight_transfer_engine",
+    "/start_weight_update",
+    "/start_draft_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/weight_checker",
+];
+const NOWHERE_TEXT: &str = "this request has addresses or ranks of one engine: send it to each engine by its own address, prefill engines too";
+/// Stored responses stand behind this.
+const RESPONSES: &str = "/v1/responses/";
+
+// === impl Api ===
+
+impl Api {
+    const ALL: [Self; 5] = [Self::Completions, Self::Chat, Self::Responses, Self::Messages, Self::Generate];
+
+    fn path(self) -> &'static str {
+        match self {
+            Self::Completions => "/v1/completions",
+            Self::Chat => "/v1/chat/completions",
+            Self::Responses => "/v1/responses",
+            Self::Messages => "/v1/messages",
+            Self::Generate => "/inference/v1/generate",
+        }
+    }
+}
+
+// === impl Target ===
+
+impl Target {
+    /// The target of a request. Its path may have a prefix, as by vLLM's `--root-path`.
+    pub(super) fn of(method: &Method, path: &str) -> Self {
+        let path = path.split('?').next().unwrap_or_default();
+        // Engines look for the path that is meant.
+        let path = percent_decode_str(path).decode_utf8_lossy();
+        if let Some(at) = path.find(RESPONSES) {
+            let id = path[at + RESPONSES.len()..].split('/').next().unwrap_or_default();
+            if !id.is_empty() && id != "render" {
+                return Self::Stored(id.to_owned());
+            }
+        }
+        if method != Method::POST {
+            return Self::One;
+        }
+        let is_asked = |known: &&str| path.ends_with(*known);
+        if let Some(api) = Api::ALL.into_iter().find(|api| path.ends_with(api.path())) {
+            return Self::Prompt(api);
+        }
+        if EVERYWHERE.iter().any(is_asked) {
+            return Self::Everywhere;
+        }
+        if NOWHERE.iter().any(is_asked) { Self::Nowhere(NOWHERE_TEXT) } else { Self::One }
+    }
+}
+
+/// The path without a slash at its end: an engine would answer with a redirection to its own address.
+pub(super) fn without_slash(path: &str) -> String {
+    let (path, query) = path.split_once('?').map_or((path, None), |(path, query)| (path, Some(query)));
+    let path = path.trim_end_matches('/');
+    let path = if path.is_empty() { "/" } else { path };
+    query.map_or_else(|| path.to_owned(), |query| format!("{path}?{query}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn posted(path: &str) -> Target {
+        Target::of(&Method::POST, path)
+    }
+
+    #[test]
+    fn requests_have_targets_also_behind_a_prefix() {
+        for prefix in ["", "/llm", "/a/b"] {
+            for api in Api::ALL {
+                assert_eq!(posted(&format!("{prefix}{}?a=b", api.path())), Target::Prompt(api));
+            }
+            for path in EVERYWHERE {
+                assert_eq!(posted(&format!("{prefix}{path}")), Target::Everywhere, "{path}");
+            }
+            for path in NOWHERE {
+                assert_eq!(posted(&format!("{prefix}{path}")), Target::Nowhere(NOWHERE_TEXT), "{path}");
+            }
+            for path in ["", "/cancel", "/input_items?limit=3"] {
+                let stored = Target::Stored("resp_1".into());
+                assert_eq!(posted(&format!("{prefix}/v1/responses/resp_1{path}")), stored);
+                assert_eq!(Target::of(&Method::GET, &format!("{prefix}/v1/responses/resp_1{path}")), stored);
+            }
+        }
+        assert_eq!(posted("/v1/%63ompletions"), Target::Prompt(Api::Completions));
+        for path in [
+            "/v1/embeddings",
+            "/v1/chat/completions/batch",
+            "/v1/messages/count_tokens",
+            "/v1/responses/render",
+            "/",
+        ] {
+            assert_eq!(posted(path), Target::One, "{path}");
+        }
+        assert_eq!(Target::of(&Method::GET, "/v1/completions"), Target::One);
+    }
+
+    #[test]
+    fn paths_end_without_a_slash() {
+        for (path, made) in [("/v1/a/", "/v1/a"), ("/v1/a/?b=/", "/v1/a?b=/"), ("/", "/"), ("/a", "/a")] {
+            assert_eq!(without_slash(path), made);
+        }
+    }
+}

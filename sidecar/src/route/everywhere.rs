@@ -1,0 +1,64 @@
+//! What changes engines is told to all of both roles.
+
+use std::sync::Arc;
+
+use http_body_util::{BodyExt, Full};
+use hyper::body::Bytes;
+use hyper::{Response, StatusCode};
+
+use super::engines::Engine;
+use super::forward::{Answer, Asked, ForwardError};
+use super::server::failure;
+use super::{Router, watch};
+
+// === impl Router ===
+
+impl Router {
+    /// Tells a request to all engines at once. The answer is that of one of them, or names those that did not take it.
+    pub(super) async fn tell_everywhere(&self, asked: &Asked) -> Response<Answer> {
+        let mut engines: Vec<Arc<Engine>> = Vec::new();
+        for engine in self.decode.all().iter().chain(self.prefill.all()) {
+            if engines.iter().all(|known| known.address != engine.address) {
+                engines.push(Arc::clone(engine));
+            }
+        }
+        let telling: Vec<_> = engines
+            .iter()
+            .map(|engine| {
+                let (forwarder, engine, asked) = (self.forwarder.clone(), Arc::clone(engine), asked.clone());
+                tokio::spawn(async move {
+                    let heard = forwarder.hear(&engine.address, asked);
+                    watch::living(&forwarder, &engine, heard).await
+                })
+            })
+            .collect();
+        let (mut taken, mut problems, mut status) = (None, Vec::new(), None);
+        for (engine, telling) in engines.iter().zip(telling) {
+            let heard = telling.await.unwrap_or_else(|error| Err(ForwardError::Broken(error.to_string())));
+            let (refusal, text) = match heard {
+                Ok(answer) if answer.status().is_success() => {
+                    taken.get_or_insert(answer);
+                    continue;
+                }
+                Ok(answer) => (answer.status(), String::from_utf8_lossy(answer.body()).into_owned()),
+                Err(error) => (StatusCode::BAD_GATEWAY, error.to_string()),
+            };
+            status.get_or_insert(refusal);
+            problems.push(format!("{}: {refusal}: {text}", engine.address));
+        }
+        match (taken, status) {
+            (Some(taken), None) => {
+                taken.map(|body: Bytes| Full::new(body).map_err(|never| match never {}).boxed_unsync())
+            }
+            (_, status) => {
+                let text = format!(
+                    "{} of {} engines did not take it; ask again once each does: {}",
+                    problems.len(),
+                    engines.len(),
+                    problems.join("; ")
+                );
+                failure(status.unwrap_or(StatusCode::BAD_GATEWAY), &text)
+            }
+        }
+    }
+}

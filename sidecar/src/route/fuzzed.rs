@@ -1,0 +1,56 @@
+//! What the router makes of bytes that others send, for fuzz targets.
+
+use std::sync::Arc;
+
+use http_body_util::BodyExt;
+use hyper::body::Bytes;
+use hyper::header::{CONTENT_TYPE, HeaderValue};
+use hyper::{HeaderMap, Method};
+use serde_json::Value;
+
+use super::api::Target;
+use super::body::Payload;
+use super::forward::Asked;
+use super::lead;
+use super::prompt::PARAMS;
+
+/// The bodies for the two engines of a request with this path and body; `None` where it is refused, or goes on as it is.
+///
+/// # Panics
+///
+/// Where what the client says to connectors reaches an engine.
+pub fn read_request(path: &str, body: &[u8]) -> Option<[Value; 2]> {
+    let headers: HeaderMap =
+        [(CONTENT_TYPE, HeaderValue::from_static("application/json"))].into_iter().collect();
+    let (method, path) = (Method::POST, path.to_owned());
+    let (trail, breaks) = (Arc::default(), Arc::default());
+    let target = Target::of(&method, &path);
+    let asked = Asked { method, path, target, headers, body: Payload::default(), trail, breaks, _room: None };
+    let (_, prompt) = asked.parse(Bytes::copy_from_slice(body)).ok()?;
+    let prompt = prompt?;
+    // What nests deeper than serde_json reads is JSON all the same.
+    let read = |payload: Payload| serde_json::from_slice::<Value>(&payload.joined()).unwrap_or_default();
+    let bodies = [read(prompt.prefill.payload()), read(prompt.fields.payload())];
+    assert!(bodies[1].get(PARAMS).is_none(), "{}", bodies[1]);
+    assert!(bodies[0].is_null() || bodies[0][PARAMS]["do_remote_decode"] == true, "{}", bodies[0]);
+    Some(bodies)
+}
+
+/// Whether a stream of events, in frames of so many bytes, begins with an error.
+///
+/// # Panics
+///
+/// Where what is held of the stream is not what it begins with.
+pub fn judge_stream(stream: &[u8], frame_bytes: usize) -> bool {
+    let frames: Vec<_> = stream.chunks(frame_bytes.max(1)).map(Bytes::copy_from_slice).collect();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime");
+    runtime.block_on(async {
+        let mut body = Payload::from(frames).body();
+        let lead = lead::read(&mut body, true, lead::TIME_MAX).await.expect("infallible");
+        let mut held: Vec<u8> =
+            lead.frames.into_iter().filter_map(|frame| frame.into_data().ok()).flatten().collect();
+        held.extend_from_slice(&body.collect().await.expect("infallible").to_bytes());
+        assert_eq!(held, stream);
+        lead.given_up
+    })
+}

@@ -1,0 +1,113 @@
+//! An engine's answer on its way to the client.
+
+use std::collections::VecDeque;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use http_body_util::{BodyExt, Full};
+use hyper::body::{Body, Bytes, Frame, Incoming, SizeHint};
+use hyper::header::CONTENT_LENGTH;
+use hyper::{Response, StatusCode};
+
+use super::computing::Computing;
+use super::counted::Counted;
+use super::engines::Seat;
+use super::forward::{Answer, EVENTS, Opened, clean, is_of, may_be_json};
+use super::server::failure;
+use super::usage;
+
+/// An answer that is no stream is changed up to this length: one of 100,000 tokens with logprobs.
+const WHOLE_BYTES_MAX: u64 = 16 << 20;
+
+/// An engine's body, and what must live as long as it is read.
+struct Held {
+    lead: VecDeque<Frame<Bytes>>,
+    body: Incoming,
+    has_ended: bool,
+    computing: Option<Computing>,
+    _seat: Seat,
+}
+
+/// The answer of an engine as the client gets it: as it comes, byte for byte but for the cached tokens of a prompt that another engine computed.
+/// `seat` and `computing` are dropped when it ends or the client goes.
+pub(super) async fn pass(opened: Opened, seat: Seat, computing: Option<Computing>) -> Response<Answer> {
+    let (mut head, body) = opened.answer.into_parts();
+    // A length stays true: the body is the same.
+    let length = head.headers.get(CONTENT_LENGTH).cloned();
+    clean(&mut head.headers);
+    let cached = computing.as_ref().filter(|_| head.status.is_success()).map(Computing::cached);
+    let is_stream = is_of(&head.headers, EVENTS);
+    let held = Held { lead: opened.lead, body, has_ended: false, computing, _seat: seat };
+    let is_short = held.size_hint().exact().is_some_and(|bytes| bytes <= WHOLE_BYTES_MAX);
+    let body = match cached {
+        Some(cached) if is_stream => Counted::new(held, cached).boxed_unsync(),
+        Some(cached) if is_short && may_be_json(&head.headers) => match held.collect().await {
+            Ok(whole) => {
+                let whole = with_cached(whole.to_bytes(), cached).await;
+                head.headers.insert(CONTENT_LENGTH, whole.len().into());
+                Full::new(whole).map_err(|never| match never {}).boxed_unsync()
+            }
+            Err(error) => {
+                let text = format!("the answer ended before its end: {error}");
+                return failure(StatusCode::BAD_GATEWAY, &text);
+            }
+        },
+        _ => {
+            if let Some(length) = length {
+                head.headers.insert(CONTENT_LENGTH, length);
+            }
+            held.boxed_unsync()
+        }
+    };
+    Response::from_parts(head, body)
+}
+
+/// An answer with the cached tokens that the engine which computed states, if it states any.
+async fn with_cached(answer: Bytes, cached: impl Future<Output = Option<u64>>) -> Bytes {
+    if !usage::states_cached(&answer) {
+        return answer;
+    }
+    let Some(cached) = cached.await else { return answer };
+    let made = str::from_utf8(&answer).ok().and_then(|json| usage::with_cached(json, cached));
+    made.map_or(answer, Bytes::from)
+}
+
+// === impl Held ===
+
+impl Body for Held {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+        if let Some(frame) = self.lead.pop_front() {
+            return Poll::Ready(Some(Ok(frame)));
+        }
+        let polled = Pin::new(&mut self.body).poll_frame(context);
+        self.has_ended |= matches!(polled, Poll::Ready(None));
+        polled
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.lead.is_empty() && self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        let held: usize = self.lead.iter().filter_map(Frame::data_ref).map(Bytes::len).sum();
+        self.body
+            .size_hint()
+            .exact()
+            .map_or_else(SizeHint::default, |left| SizeHint::with_exact(left + held as u64))
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        // The client has its whole answer: what the other engine does shows whether it works.
+        if self.has_ended || self.is_end_stream() {
+            self.computing.iter_mut().for_each(Computing::let_go);
+        }
+    }
+}

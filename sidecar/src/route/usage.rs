@@ -1,0 +1,128 @@
+//! How many tokens of a prompt were cached, as answers state it. The engine that answers has all of a prompt from the other one, so what
+//! it states is that one's: the router writes it. No I/O.
+
+use super::body::entry;
+
+/// Where an answer, or an event of one, has its usage.
+const PLACES: [&[&str]; 3] = [&["usage"], &["response", "usage"], &["message", "usage"]];
+const DETAILS: [&str; 2] = ["prompt_tokens_details", "input_tokens_details"];
+const CACHED: &str = "cached_tokens";
+/// The names of Anthropic's form, where the input is without what was cached.
+const INPUT: &str = "input_tokens";
+const CACHE_READ: &str = "cache_read_input_tokens";
+
+/// What the engine that computed a prompt states.
+#[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
+pub(super) struct Usage {
+    pub(super) prompt_tokens: Option<u64>,
+    pub(super) cached_tokens: Option<u64>,
+}
+
+// === impl Usage ===
+
+impl Usage {
+    /// That of an answer; `params` are its `kv_transfer_params`, which have the number also where usage has no details.
+    pub(super) fn read(answer: &str, params: Option<&str>) -> Self {
+        let usage = find(answer).unwrap_or("null");
+        let read = number(usage, CACHE_READ);
+        let prompt_tokens =
+            number(usage, "prompt_tokens").or_else(|| Some(number(usage, INPUT)? + read.unwrap_or(0)));
+        let details = DETAILS.iter().find_map(|name| number(entry(usage, name)?, CACHED));
+        let said = params.and_then(|params| number(params, "remote_prefill_cached_tokens"));
+        Self { prompt_tokens, cached_tokens: said.or(details).or(read) }
+    }
+}
+
+/// An answer, or the JSON of an event, with this number of cached tokens; `None` where it states none.
+pub(super) fn with_cached(json: &str, cached: u64) -> Option<String> {
+    let usage = find(json)?;
+    let mut edits = Vec::new();
+    for details in DETAILS.iter().filter_map(|name| entry(usage, name)) {
+        edits.extend(number_text(details, CACHED).map(|text| (text, cached)));
+    }
+    if let (Some(input), Some(read)) = (number_text(usage, INPUT), number_text(usage, CACHE_READ)) {
+        let all = input.parse::<u64>().ok()?.saturating_add(read.parse().ok()?);
+        edits.extend([(input, all.saturating_sub(cached)), (read, cached.min(all))]);
+    }
+    let begin = json.as_ptr() as usize;
+    let mut edits: Vec<_> = edits
+        .into_iter()
+        .map(|(text, number)| (text.as_ptr() as usize - begin, text.len(), number))
+        .collect();
+    // The last one first, so that places stay true.
+    edits.sort_unstable_by(|one, other| other.cmp(one));
+    let mut made = json.to_owned();
+    edits.iter().for_each(|(at, len, number)| made.replace_range(*at..at + len, &number.to_string()));
+    (!edits.is_empty()).then_some(made)
+}
+
+/// An event of a stream with this number of cached tokens; `None` where it states none.
+pub(super) fn event_with_cached(event: &str, cached: u64) -> Option<String> {
+    let mut is_changed = false;
+    let lines = event.split_inclusive('\n').map(|line| {
+        let json = line.strip_prefix("data:").map(str::trim).filter(|json| states_cached(json.as_bytes()));
+        let Some(made) = json.and_then(|json| with_cached(json, cached)) else { return line.to_owned() };
+        is_changed = true;
+        line.replacen(json.unwrap_or_default(), &made, 1)
+    });
+    let made = lines.collect();
+    is_changed.then_some(made)
+}
+
+/// Whether bytes may state how many tokens were cached.
+pub(super) fn states_cached(bytes: &[u8]) -> bool {
+    let has = |name: &str| bytes.windows(name.len()).any(|part| part == name.as_bytes());
+    has("\"usage\"") && (has(CACHED) || has(CACHE_READ))
+}
+
+fn find(json: &str) -> Option<&str> {
+    let walk = |place: &&[&str]| place.iter().try_fold(json, |json, name| entry(json, name));
+    PLACES.iter().find_map(walk).filter(|usage| usage.starts_with('{'))
+}
+
+fn number_text<'a>(json: &'a str, name: &str) -> Option<&'a str> {
+    entry(json, name).filter(|text| text.parse::<u64>().is_ok())
+}
+
+fn number(json: &str, name: &str) -> Option<u64> {
+    entry(json, name)?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_number_is_written_where_each_api_has_it() {
+        let chat = r#"{"id":"a","text":"\"cached_tokens\": 7","usage":{"prompt_tokens":900,"prompt_tokens_details":{"cached_tokens":899}}}"#;
+        assert_eq!(with_cached(chat, 0).unwrap(), chat.replace("899", "0"));
+        let responses =
+            r#"{"response":{"usage":{"input_tokens":900,"input_tokens_details": {"cached_tokens": 0}}}}"#;
+        assert_eq!(with_cached(responses, 896).unwrap(), responses.replace(" 0}", " 896}"));
+        let messages = r#"{"type":"message_delta","usage":{"input_tokens":1,"output_tokens":3,"cache_read_input_tokens":899}}"#;
+        let made = messages.replace("input_tokens\":1,", "input_tokens\":900,").replace("899", "0");
+        assert_eq!(with_cached(messages, 0).unwrap(), made);
+        for none in [
+            "{}",
+            "[1]",
+            r#"{"usage":null}"#,
+            r#"{"usage":{"prompt_tokens_details":{"cached_tokens":null}}}"#,
+        ] {
+            assert_eq!(with_cached(none, 3), None, "{none}");
+        }
+        let event = format!("event: a\r\ndata: {chat}\r\n\r\n");
+        assert_eq!(event_with_cached(&event, 5).unwrap(), event.replace("899", "5"));
+        assert_eq!(event_with_cached("data: [DONE]\n\n", 5), None);
+    }
+
+    #[test]
+    fn the_number_is_that_of_the_parameters_or_of_usage() {
+        let answer = r#"{"usage":{"prompt_tokens":900,"prompt_tokens_details":{"cached_tokens":3}}}"#;
+        let usage = |cached| Usage { prompt_tokens: Some(900), cached_tokens: cached };
+        assert_eq!(Usage::read(answer, None), usage(Some(3)));
+        assert_eq!(Usage::read(answer, Some(r#"{"remote_prefill_cached_tokens":896}"#)), usage(Some(896)));
+        let messages = r#"{"usage":{"input_tokens":4,"cache_read_input_tokens":896}}"#;
+        assert_eq!(Usage::read(messages, None), usage(Some(896)));
+        assert_eq!(Usage::read("{}", None), Usage::default());
+    }
+}

@@ -2,7 +2,8 @@
 
 Both are vLLM engines in processes of their own, at the same time. The KV goes from P to D through Pillion's sidecar, or with
 `--rival nixl` through vLLM's NixlConnector. This process is the router: it hands P's answer to D, or asks both at once. With
-`--trace` both engines send the records of their requests here, and each length has the timeline of its last prompt.
+`--trace` both engines send the records of their requests here, and each length has the timeline of its last prompt. With
+`--size running=32` prompts are then handed over beside so many ordinary requests of both, one by one and as many at once.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 from benches.gpu import models, rig
 from benches.gpu.engine import Answer, Engine
 from benches.gpu.ttft import ONE_TOKEN, OUTPUT_TOKENS, UNCHECKED
-from testkit import collector, handover, memory
+from testkit import collector, handover, memory, metrics
 from testkit.sidecar import Sidecar
 from testkit.transfer import TO_ANSWER, TO_COMPUTE
 from testkit.waiting import Failed
@@ -35,15 +36,22 @@ EQUAL_LEAST = 0.75
 # Answers from spoiled KV, and how many of them must be seen to be wrong: of one in some the few tokens stay the same.
 SPOILED, WRONG_SEEN_LEAST = 8, 0.5
 LENGTHS = ("short_tokens", "middle_tokens", "long_tokens")
+# A request that is answered beside what is measured: less than a block, and an answer of some seconds.
+BESIDE_PROMPT_TOKENS, BESIDE_TOKENS = 8, 240
+# How often as many prompts at once as requests run beside them.
+TOGETHER_ROUNDS = 4
+# How long whole parts of a hand-over waited until P went on with their step.
+ACCEPTANCE = "pillion_handover_duration_seconds"
+PART = "acceptance"
 # The parts of a record, in their order, as `pillion.records` has them. That module imports vLLM, which the router does without.
 PARTS = ("query", "producer", "waiting", "copy", "ready")
 
 FULL = {"short_tokens": 512, "middle_tokens": 1_790, "long_tokens": 7_070}
 SIZES = {
-    "full": FULL | {"prompts": 40, "batched_tokens": 2_048, "kv_mib": 8 * 1024, "host_gib": 16},
-    "quick": FULL | {"prompts": 3, "batched_tokens": 2_048, "kv_mib": 4 * 1024, "host_gib": 8},
+    "full": FULL | {"prompts": 40, "batched_tokens": 2_048, "kv_mib": 8 * 1024, "host_gib": 16, "running": 0},
+    "quick": FULL | {"prompts": 3, "batched_tokens": 2_048, "kv_mib": 4 * 1024, "host_gib": 8, "running": 0},
     "tiny": {"short_tokens": 100, "middle_tokens": 350, "long_tokens": 700}
-    | {"prompts": 2, "batched_tokens": 256, "kv_mib": 24, "host_gib": 1},
+    | {"prompts": 2, "batched_tokens": 256, "kv_mib": 24, "host_gib": 1, "running": 0},
 }
 
 
@@ -64,33 +72,72 @@ def engine_settings(sizes: dict[str, int]) -> dict[str, Any]:
 def serve(engine: Engine, _sizes: dict[str, int], options: argparse.Namespace, _reference: Any) -> dict[str, Any]:
     """Do what the parent says, one command at a time, until it says `end`."""
     options.parent.tell({"block_tokens": engine.block_tokens})
-    prompt: list[int] = []
+    prompts: list[list[int]] = []
+    busy = Busy(engine)
     while True:
-        while not select.select([sys.stdin], [], [], PAUSE_S)[0]:
-            engine.step()
+        while not select.select([sys.stdin], [], [], 0 if busy.beside else PAUSE_S)[0]:
+            busy.step()
         command = options.parent.hear()
         if command is None or "end" in command:
             return {}
         if "make" in command:
-            prompt = engine.prompt(*command["make"])
+            tokens, seed, count = command["make"]
+            prompts = [engine.prompt(tokens, seed + number) for number in range(count)]
             # Not in the time that is measured.
             gc.collect()
             options.parent.tell("made")
         elif "spoil" in command:
             engine.spoil_layer()
             options.parent.tell("spoiled")
+        elif "beside" in command:
+            busy.run(command["beside"])
+            options.parent.tell("running")
         else:
-            options.parent.tell(vars(asked(engine, prompt, command["ask"], command["transfer"])))
+            answers = busy.asked(prompts, command["ask"], command["transfer"])
+            options.parent.tell([vars(answer) for answer in answers])
 
 
-def asked(engine: Engine, prompt: list[int], max_tokens: int, transfer: dict[str, Any] | None) -> Answer:
-    """The answer to a prompt, stepped as vLLM's server steps."""
-    engine.add(prompt, max_tokens, transfer=transfer)
-    while True:
-        for _, answer in engine.step():
-            return answer
-        if engine.parked:
-            time.sleep(PAUSE_S)
+class Busy:
+    """An engine, and ordinary requests that it answers beside those that are asked for."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._wanted = 0
+        self.beside: set[str] = set()
+
+    def run(self, requests: int) -> None:
+        """So many run from now on, each followed by another one; with 0 those that run end."""
+        self._wanted = requests
+        while len(self.beside) < requests:
+            self._begin()
+        while self.beside and not requests:
+            self.step()
+
+    def _begin(self) -> None:
+        # A prompt of less than a block is never found, and may be any.
+        prompt = self._engine.prompt(BESIDE_PROMPT_TOKENS, seed=-1 - len(self.beside))
+        self.beside.add(self._engine.add(prompt, BESIDE_TOKENS))
+
+    def step(self) -> dict[str, Answer]:
+        """One step; the requests that it ended, without ordinary ones."""
+        ended = dict(self._engine.step())
+        for request_id in self.beside & ended.keys():
+            del ended[request_id]
+            self.beside.remove(request_id)
+            if self._wanted:
+                self._begin()
+        return ended
+
+    def asked(self, prompts: list[list[int]], max_tokens: int, transfer: dict[str, Any] | None) -> list[Answer]:
+        """The answers to prompts that come at once, stepped as vLLM's server steps."""
+        ids = [self._engine.add(prompt, max_tokens, transfer=transfer) for prompt in prompts]
+        answers: dict[str, Answer] = {}
+        while len(answers) < len(ids):
+            ended = self.step()
+            answers |= ended
+            if not ended and self._engine.parked:
+                time.sleep(PAUSE_S)
+        return [answers[request_id] for request_id in ids]
 
 
 # === The router ===
@@ -111,7 +158,8 @@ class Side(rig.EngineProcess):
 
     def ask(self, max_tokens: int, transfer: dict[str, Any] | None = None) -> Any:
         """The prompt that was made last, and the answer to it."""
-        return self.do(ask=max_tokens, transfer=transfer)
+        (answer,) = self.do(ask=max_tokens, transfer=transfer)
+        return answer
 
 
 class Pair:
@@ -127,11 +175,11 @@ class Pair:
         # Of the last of them.
         self.timeline: dict[str, dict[str, float]] = {}
 
-    def make(self, tokens: int) -> None:
-        """A prompt that nobody has computed."""
-        self._seed += 1
+    def make(self, tokens: int, count: int = 1) -> None:
+        """Prompts that nobody has computed."""
         for side in (self.p, self.d):
-            side.do(make=[tokens, self._seed])
+            side.do(make=[tokens, self._seed + 1, count])
+        self._seed += count
 
     def first(self) -> tuple[float, Any]:
         """P, and then D with what P answered: the time from P's request to D's first token, and D's answer."""
@@ -148,13 +196,32 @@ class Pair:
             receiver.spans.clear()
         self.d.tell({"ask": OUTPUT_TOKENS, "transfer": TO_ANSWER})
         computed = self.p.ask(ONE_TOKEN, TO_COMPUTE)
-        answer = self.d.hear(self.d.limit_s)
+        (answer,) = self.d.hear(self.d.limit_s)
         count, seconds = (now - then for now, then in zip(self._durations(), before, strict=True))
         if count == 1:
             self.handed_over.append(seconds * 1e3)
         if self._receivers:
             self.timeline = timeline(dict(zip("pd", zip((computed, answer), self._receivers, strict=True), strict=True)))
         return ms(min(computed["added"], answer["added"]), answer["first"]), answer
+
+    def together(self) -> list[int]:
+        """Both are asked for all prompts at once; what D found of each."""
+        self.d.tell({"ask": OUTPUT_TOKENS, "transfer": TO_ANSWER})
+        self.p.do(ask=ONE_TOKEN, transfer=TO_COMPUTE)
+        return [answer["cached_tokens"] for answer in self.d.hear(self.d.limit_s)]
+
+    def acceptance(self) -> dict[float, float]:
+        """Parts that waited for acceptance for so many seconds at most, by these; 0: the seconds of all."""
+        page = (self._keeper.get("/metrics") or "") if self._keeper else ""
+        found: dict[float, float] = {}
+        for name, labels, value in metrics.SAMPLE.findall(page):
+            if f'part="{PART}"' not in labels:
+                continue
+            if name == f"{ACCEPTANCE}_bucket":
+                found[float(labels.partition('le="')[2].partition('"')[0])] = float(value)
+            elif name == f"{ACCEPTANCE}_sum":
+                found[0.0] = float(value)
+        return found
 
     def _durations(self) -> list[float]:
         """How many prompts were handed over, and the seconds of all."""
@@ -220,6 +287,47 @@ def measured(pair: Pair, tokens: int, rounds: int, ways: list[str], block_tokens
     return result
 
 
+def waits(before: dict[float, float], after: dict[float, float]) -> dict[str, float | None]:
+    """Of the parts between two looks: how many, their mean, and bounds of the sidecar's histogram that half and 99 % keep."""
+    parts = {bound: after[bound] - before.get(bound, 0.0) for bound in sorted(after)}
+    seconds, count = parts.pop(0.0), parts[float("inf")]
+    if not count:
+        return {"parts": 0}
+    within = {f"p{share}_ms": next(bound for bound in parts if parts[bound] * 100 >= share * count) for share in (50, 99)}
+    shares = {f"within_{bound * 1e3:g}_ms": round(parts[bound] / count, 4) for bound in (0.0005, 0.002)}
+    bounds = {name: round(bound * 1e3, 3) if bound != float("inf") else None for name, bound in within.items()}
+    return {"parts": int(count), "mean_ms": round(seconds / count * 1e3, 3)} | bounds | shares
+
+
+def beside(pair: Pair, options: argparse.Namespace) -> dict[str, Any]:
+    """How long parts wait for acceptance while ordinary requests run at both engines: prompts one by one, and at once."""
+    running, middle = options.sizes["running"], options.sizes["middle_tokens"]
+    for side in (pair.p, pair.d):
+        side.do(beside=running)
+    result: dict[str, Any] = {"running": running}
+    for length in LENGTHS:
+        tokens = options.sizes[length]
+        pair.handed_over.clear()
+        looked = pair.acceptance()
+        computed = []
+        for _ in range(options.sizes["prompts"]):
+            pair.make(tokens)
+            computed.append(tokens - pair.at_once()[1]["cached_tokens"])
+        result[str(tokens)] = {"acceptance": waits(looked, pair.acceptance()), "computed_max": max(computed)}
+        if pair.handed_over:
+            result[str(tokens)]["handed_over_ms"] = rig.spread(pair.handed_over)
+    looked = pair.acceptance()
+    found = []
+    for _ in range(TOGETHER_ROUNDS):
+        pair.make(middle, running)
+        found += pair.together()
+    share = round(sum(found) / (len(found) * middle), 4)
+    result["together"] = {"tokens": middle, "found": share, "acceptance": waits(looked, pair.acceptance())}
+    for side in (pair.p, pair.d):
+        side.do(beside=0)
+    return result
+
+
 def copy_ms(shape: dict[str, int], tokens: int, item_bytes: int) -> float:
     """Milliseconds of one copy of the KV of so many tokens within this host's memory, by one thread."""
     token_bytes = 2 * item_bytes * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
@@ -273,6 +381,7 @@ def run_mode(mode: str, options: argparse.Namespace, folder: Path, model: Path) 
             started = side.do(model=str(model), transfer=transfer, reference=None)
         pair = Pair(sides[0], sides[1], keeper, receivers)
         result: dict[str, Any] = {}
+        looked = pair.acceptance()
         for length in LENGTHS:
             tokens = options.sizes[length]
             result[str(tokens)] = measured(pair, tokens, options.sizes["prompts"], ways, started["block_tokens"])
@@ -280,6 +389,11 @@ def run_mode(mode: str, options: argparse.Namespace, folder: Path, model: Path) 
             result[str(tokens)]["copy_ms"] = copy_ms(rig.shape(options), last_step, 4 if options.tiny else 2)
             rig.say(f"{mode}: {tokens} tokens: {json.dumps(result[str(tokens)])}")
         result["ok"] = all(figures["ok"] for figures in result.values())
+        if keeper:
+            result["acceptance"] = waits(looked, pair.acceptance())
+        if options.sizes["running"] and keeper:
+            result["beside"] = beside(pair, options)
+            rig.say(f"{mode}: beside others: {json.dumps(result['beside'])}")
         result["wrong_layer_seen"] = wrong_seen(pair, options.sizes["middle_tokens"])
         result["ok"] = result["ok"] and result["wrong_layer_seen"] >= WRONG_SEEN_LEAST
         result["facts"] = {name: side.do(end=True)["facts"] for name, side in zip("pd", sides, strict=True)}

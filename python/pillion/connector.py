@@ -211,7 +211,10 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks whose load failed since the last call."""
-        return self._reports.blocks(self._worker.take_failed()) if self._worker else set()
+        if not self._worker:
+            return set()
+        # Those that a step read are told once: where vLLM drops that word, other requests may have the blocks since.
+        return self._reports.blocks(self._worker.take_failed_waiting()) | self._worker.take_failed()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Names the step in its output, so that the scheduler role learns whose output vLLM takes."""

@@ -14,7 +14,7 @@ REPORTS_MAX = 64
 
 @dataclass(slots=True)
 class Report:
-    """The report of one step: requests whose load has ended or failed as a whole, and blocks that were not loaded."""
+    """The report of one step: requests whose load has ended or failed as a whole, and blocks of theirs that were not loaded."""
 
     ended: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
@@ -60,7 +60,7 @@ class Reports:
         return told
 
     def blocks(self, block_ids: set[int]) -> set[int]:
-        """Blocks that were not loaded."""
+        """Blocks of such requests that were not loaded."""
         told = block_ids | self._again.blocks if self._again else block_ids
         if told:
             self._now.blocks |= told

@@ -91,6 +91,10 @@ class SetWorker:
         """None: of a model with several groups vLLM takes no word of single blocks, and ends the engine."""
         return set()
 
+    def take_failed_waiting(self) -> set[int]:
+        """None, as of `take_failed`."""
+        return set()
+
     def shutdown(self) -> None:
         """Leaves the sidecar."""
         for part in self._all:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -78,8 +79,12 @@ class Worker:
         self._lacking: dict[str, list[int]] = {}
         # Plans of this step's loads that are waited for between its layers.
         self._loaded_by_cuts: list[bytes] = []
+        # Blocks that were not loaded: of loads that a step waited for, and of those of waiting requests.
         self._failed: set[int] = set()
+        self._failed_waiting: set[int] = set()
         self._ended: set[str] = set()
+        # The exception that was being handled when this step began: another one at its end is its own forward's.
+        self._handled: BaseException | None = None
         # Requests whose load failed, where vLLM must not go on upon the blocks that did come: it frees those before windows.
         self._failed_requests: set[str] = set()
 
@@ -201,6 +206,7 @@ class Worker:
         """The engine's blocks are as the scheduler meant them: loads of this step may be written."""
         late = self._missed_loads(metadata)
         self._metadata = metadata
+        self._handled = sys.exc_info()[1]
         if self._session:
             self._follow_weights(self._session, metadata)
             self._session.join(metadata.run)
@@ -297,11 +303,14 @@ class Worker:
             self._waits.reach(layer, self._session, self._stream)
 
     def end_step(self) -> None:
-        """This rank writes no KV of the step any more. vLLM calls this also where a forward raised: a step is kept only once
-        vLLM has taken its output."""
+        """This rank has written the step's KV, unless its forward raised: vLLM calls this then, too."""
         self._last_step_s = time.monotonic()
         metadata = self._metadata
         if metadata is None or self._session is None:
+            return
+        raised = sys.exc_info()[1]
+        if raised is not None and raised is not self._handled:
+            # What the forward has not waited for, the next step waits for.
             return
         if self._waits:
             self._end_waits(self._waits, self._session, metadata.step)
@@ -363,7 +372,7 @@ class Worker:
         if lacking and self._whole:
             self._failed_requests.add(req_id)
         else:
-            self._fail(lacking)
+            self._failed_waiting.update(lacking)
 
     def take_failed_requests(self) -> set[str]:
         """Requests that vLLM computes from their beginning; each is among those `finished` that were returned last."""
@@ -371,8 +380,13 @@ class Worker:
         return failed
 
     def take_failed(self) -> set[int]:
-        """Blocks that were not loaded; vLLM computes them again."""
+        """Blocks that a step read and that were not loaded; vLLM computes them again."""
         failed, self._failed = self._failed, set()
+        return failed
+
+    def take_failed_waiting(self) -> set[int]:
+        """Blocks of waiting requests that were not loaded; they are those requests' until vLLM learns of it."""
+        failed, self._failed_waiting = self._failed_waiting, set()
         return failed
 
     def _fail(self, block_ids: list[int]) -> None:

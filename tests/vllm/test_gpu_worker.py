@@ -149,6 +149,27 @@ def test_hooks_that_stay_away_fail_the_load_and_end_the_overlap() -> None:
     assert rank.worker.take_failed() == set()
 
 
+def test_a_forward_that_raised_is_not_taken_for_one_without_hooks() -> None:
+    """vLLM ends such a step as any other. The next one waits for what it left, and later ones still wait layer by layer."""
+    rank = Rank()
+    rank.step("NONE", LAYERS)
+
+    def fails() -> None:
+        try:
+            rank.worker.begin_step(PillionMetadata(b"", 2, loads=[("request", plan(5, 9), True)]))
+            rank.worker.load(rank.context)
+            raise torch.OutOfMemoryError
+        finally:
+            rank.worker.end_step()
+
+    with pytest.raises(torch.OutOfMemoryError):
+        fails()
+    assert rank.worker.take_failed() == set()
+    rank.step_number = 2
+    assert rank.step("NONE", LAYERS) == [("wait", 0), ("wait", 1), ("start", 3), ("done", 3)]
+    assert ("load", CUT_BY_CUT) in rank.step("NONE", LAYERS, (plan(5), True))
+
+
 def test_a_step_names_itself_in_its_output_where_it_is_asked_to() -> None:
     """By which the scheduler role learns that vLLM took it."""
     rank = Rank()

@@ -1,7 +1,9 @@
 //! What a router must know of a request, and what it makes of it for each of the two engines. No I/O.
 
+use std::hash::Hasher;
+
 use serde_json::{Value, json};
-use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};
+use twox_hash::XxHash3_64;
 
 use super::affinity::{Mark, Trail};
 use super::api::Api;
@@ -70,7 +72,7 @@ pub(super) enum Whole {
 /// A prompt while it is read. Nothing of it is kept but sums.
 struct Reading {
     /// Of all that was read.
-    digest: Xxh3,
+    digest: XxHash3_64,
     /// Bytes that `digest` has read.
     digested: u64,
     ids: u64,
@@ -136,7 +138,7 @@ impl Prompt {
         } else {
             request.is_set("use_beam_search").then_some(Whole::BeamSearch)
         };
-        let model = xxh3_64_with_seed(request.get("model").unwrap_or_default().as_bytes(), 0);
+        let model = XxHash3_64::oneshot(request.get("model").unwrap_or_default().as_bytes());
         let sizes = Sizes { model, ids: reading.ids, text_bytes: reading.text_bytes };
         let is_one = reading.pieces == 1 && api == Api::Completions && sizes.ids + sizes.text_bytes > 0;
         let before = request.get("previous_response_id").and_then(text).filter(|_| api == Api::Responses);
@@ -172,29 +174,29 @@ fn text(json: &str) -> Option<&str> {
 pub(super) fn response_hash(id: &str) -> u64 {
     /// The id is not to be a session's name too.
     const SEED: u64 = 0x5702_ed1d;
-    xxh3_64_with_seed(id.as_bytes(), SEED)
+    XxHash3_64::oneshot_with_seed(SEED, id.as_bytes())
 }
 
 /// A hash of a session's name.
 pub(super) fn session_hash(name: &str) -> u64 {
     /// The name is not to be a prompt's beginning too.
     const SEED: u64 = 0x5e55_1014;
-    xxh3_64_with_seed(name.as_bytes(), SEED)
+    XxHash3_64::oneshot_with_seed(SEED, name.as_bytes())
 }
 
 // === impl Reading ===
 
 impl Reading {
     fn new() -> Self {
-        let (digest, marks) = (Xxh3::new(), Vec::new());
+        let (digest, marks) = (XxHash3_64::with_seed(0), Vec::new());
         Self { digest, digested: 0, ids: 0, text_bytes: 0, pieces: 0, has_media: false, marks }
     }
 
     fn digest(&mut self, name: &str, json: &str) {
-        self.digest.update(name.as_bytes());
-        self.digest.update(b":");
-        self.digest.update(json.as_bytes());
-        self.digest.update(b",");
+        self.digest.write(name.as_bytes());
+        self.digest.write(b":");
+        self.digest.write(json.as_bytes());
+        self.digest.write(b",");
         self.digested += json.len() as u64;
     }
 
@@ -211,7 +213,7 @@ impl Reading {
         if self.marks.len() == MARKS_FIRST + MARKS_LAST {
             self.marks.remove(MARKS_FIRST);
         }
-        self.marks.push(Mark { hash: self.digest.digest(), bytes: self.digested, is_own });
+        self.marks.push(Mark { hash: self.digest.finish(), bytes: self.digested, is_own });
     }
 
     /// Reads a text, token ids, or a list of either.
@@ -241,7 +243,7 @@ impl Reading {
         let blocks = bytes.len() / BLOCK_BYTES;
         let stride = blocks.div_ceil(MARKS_FIRST + MARKS_LAST).max(1).next_power_of_two();
         for block in bytes.chunks(stride * BLOCK_BYTES) {
-            self.digest.update(block);
+            self.digest.write(block);
             self.digested += block.len() as u64;
             if block.len() == stride * BLOCK_BYTES {
                 self.mark(false);

@@ -265,7 +265,7 @@ fn every_kind_and_status_has_its_own_number() {
         assert_eq!(status as usize, index + 1);
         assert_eq!(Status::try_from(status as u8), Ok(status));
     }
-    for unknown in [0, 16, 255] {
+    for unknown in [0, 17, 255] {
         assert!(Kind::try_from(unknown).is_err());
     }
     for unknown in [0, 13, 255] {
@@ -572,13 +572,13 @@ fn another_version_is_named_whatever_else_the_record_holds() {
     let (newer, long) = (PROTOCOL_VERSION + 7, "x".repeat(65));
     let cases = [
         (stranger(1, None, None), (1, 1, ""), "version 1 (release not stated)"),
-        (stranger(newer, None, Some("9.0")), (newer, newer, "9.0"), "version 9 (release 9.0)"),
+        (stranger(newer, None, Some("9.0")), (newer, newer, "9.0"), "version 10 (release 9.0)"),
         (
             stranger(newer, Some(newer - 1), Some("9.0")),
             (newer, newer - 1, "9.0"),
-            "versions 8 to 9 (release 9.0)",
+            "versions 9 to 10 (release 9.0)",
         ),
-        (stranger(newer, None, Some(&long)), (newer, newer, ""), "version 9 (release not stated)"),
+        (stranger(newer, None, Some(&long)), (newer, newer, ""), "version 10 (release not stated)"),
     ];
     for (record, (version, oldest, release), text) in cases {
         let refusal =

@@ -182,7 +182,7 @@ class Rank:
     def step(self, weights: int | None = None, seconds: float = 0.01) -> None:
         """A step that takes this long; the scheduler counts this many changes of the weights."""
         self.steps += 1
-        metadata: Any = SimpleNamespace(run=b"", step=self.steps, resolved=0, urgent=False)
+        metadata: Any = PillionMetadata(run=b"", step=self.steps)
         if weights is not None:
             metadata.weights = weights
         self.worker.begin_step(metadata)

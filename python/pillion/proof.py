@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from pillion import vllm_compat
@@ -32,7 +32,7 @@ class OpenStep:
     req_ids: Collection[str]
     # Blocks that the step fills: cache group, block, and the request that computes the block; None for a load, whose content
     # depends on no block before it.
-    fills: list[tuple[int, int, Tracked | None]] = field(default_factory=list)
+    fills: list[tuple[int, int, Tracked | None]]
 
 
 class Passed(NamedTuple):
@@ -55,8 +55,8 @@ class Proof:
         self._open: deque[OpenStep] = deque()
         # By request: the tokens from the first up to which its KV is right. A request that is absent is right as a whole.
         self._doubts: dict[str, int] = {}
-        # Of the requests that begin in the current step: their doubts until then.
-        self._earlier: dict[str, int] = {}
+        # Requests that begin in the current step and were in doubt until then.
+        self._doubted_before: set[str] = set()
         # vLLM's identifiers of what encoders made since all blocks were disowned; None: no blocks ever were. vLLM may still use
         # older outputs, which encoders made with other weights.
         self._encoded: set[str] | None = None
@@ -88,8 +88,7 @@ class Proof:
 
     def schedule(self, step: int, req_ids: Collection[str], begun: Iterable[str]) -> None:
         """A step is scheduled that computes tokens of these requests. Some of them begin on new block tables."""
-        if doubts := self._doubts:
-            self._earlier = {req_id: doubts.pop(req_id) for req_id in begun if req_id in doubts}
+        self._doubted_before = {req_id for req_id in begun if self._doubts.pop(req_id, None) is not None}
         if self.stalled:
             # One of them is enough to tell that vLLM has passed steps over.
             return
@@ -113,9 +112,8 @@ class Proof:
         """The step waits for the request's load, so its blocks are filled by the step."""
         if self.stalled:
             return
-        self._take_loaded(tracked, ())
         self._open[-1].fills += [(tracked.group, block, None) for block, _ in tracked.loading]
-        tracked.loading = []
+        self.loaded(tracked, ())
 
     def begin(self, tracked: Tracked, computed_tokens: int) -> None:
         """The request begins on blocks that hold so many tokens, as vLLM counts them."""
@@ -146,7 +144,7 @@ class Proof:
         key = self._keys[tracked.group].get(tracked.blocks[place])
         if key is not None and key in (tracked.tail and tracked.tail[1], *tracked.hashes_of(place, place + 1)):
             return True
-        return tracked.goes_on and tracked.request.request_id not in self._earlier
+        return tracked.goes_on and tracked.request.request_id not in self._doubted_before
 
     def fill(self, tracked: Tracked, start: int, end: int) -> None:
         """Notes the blocks that are full once the current step has computed the request's tokens from `start` to `end`."""
@@ -205,13 +203,10 @@ class Proof:
 
     # --- what ends well beside the steps, and what does not ---
 
-    def loaded(self, tracked: Tracked, failed: Iterable[int]) -> None:
+    def loaded(self, tracked: Tracked, failed: Collection[int]) -> None:
         """The request's load has ended, well but for the `failed` blocks."""
-        self._take_loaded(tracked, failed)
-        tracked.loading = []
-
-    def _take_loaded(self, tracked: Tracked, failed: Iterable[int]) -> None:
         self._keys[tracked.group].update((block, key) for block, key in tracked.loading if block not in failed)
+        tracked.loading = []
 
     def void(self) -> None:
         """Nothing that the open steps fill is proven by them."""

@@ -1,8 +1,5 @@
-"""Rules of the documentation: its sentences are short, the files, tests and headings that it names exist, and each page of
-docs/ is a chapter of the book, docs/SUMMARY.md. Source files that comments name exist too.
-
-A code span counts as one word, a link as its text. Sentences end at `.`, `!`, `?`, `:` and `;`. A heading, an item of a list
-and a cell of a table are texts of their own. Code blocks are free.
+"""Rules of the documentation: all files, tests and headings exist by their names, and each page of docs/ is a chapter of the
+book, docs/SUMMARY.md. Source files named in comments exist too.
 """
 
 from __future__ import annotations
@@ -13,55 +10,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote
 
-WORDS_MAX = 25
+from texts import FENCE, HTML_COMMENT, LINK, SPAN
+
 SUMMARY = Path("docs/SUMMARY.md")
-FENCE = re.compile(r"^ *(```|~~~).*?^ *\1", re.MULTILINE | re.DOTALL)
-SPAN = re.compile(r"(`+).*?\1")
-COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 HEADING = re.compile(r"^#{1,6} +(.*?) *#*$", re.MULTILINE)
-LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
-# Where a link leads; and links out of the repository.
+# The target of a link; and links out of the repository.
 TARGET = re.compile(r"\]\(([^)\s]+)\)")
 ELSEWHERE = re.compile(r"[a-z]+:")
-SENTENCE_END = re.compile(r"(?<=[.!?:;])\**\s+")
-ITEM = re.compile(r"([-*]|\d+\.) ")
 # A source file by its path or the end of it, and a test or module in it.
 NAMED = re.compile(r"`([\w./-]+\.(?:rs|py|patch))(?:::(\w+))?`")
-# Where a comment of a source file begins, and a source file by its path.
+# The beginning of a comment in a source file, and a source file by its path.
 BEGIN = re.compile(r"//|#|\"\"\"")
 PATH = re.compile(r"(?<![\w./-])(?:[\w.-]+/)+[\w.-]+\.(?:rs|py)\b")
-# These pages tell of the past, so the files that they name may be gone.
+# These pages tell of the past, so their files may be gone.
 PAST = ("docs/decisions/", "CHANGELOG.md")
 
 
-def texts(page: str) -> Iterator[tuple[int, str]]:
-    """The paragraphs, headings, items and cells of a page, each with the number of its first line."""
-    begin, lines = 0, list[str]()
-    prose = FENCE.sub(lambda code: "\n" * code[0].count("\n"), page)
-    for number, line in enumerate([*prose.splitlines(), ""], 1):
-        text = line.strip()
-        single = text.startswith(("|", "#"))
-        if lines and (not text or single or ITEM.match(text)):
-            yield begin, " ".join(lines)
-            lines = []
-        if single:
-            yield from ((number, cell) for cell in text.strip("|").split("|"))
-        elif text:
-            begin = begin if lines else number
-            lines.append(text)
-
-
-def long_sentences(path: Path, name: str) -> Iterator[str]:
-    """Sentences of more than `WORDS_MAX` words, as `path:line: rule`."""
-    for number, text in texts(path.read_text()):
-        for sentence in SENTENCE_END.split(LINK.sub(r"\1", SPAN.sub("`x`", text))):
-            words = [word for word in sentence.split() if re.search(r"[\w`]", word)]
-            if len(words) > WORDS_MAX:
-                yield f"{name}:{number}: a sentence of {len(words)} words (limit {WORDS_MAX}): {' '.join(words[:6])} ..."
-
-
 def unknown_names(path: Path, name: str, files: dict[str, Path]) -> Iterator[str]:
-    """Source files, and tests in them, that the page names and that are not there, as `path:line: rule`."""
+    """Source files, and tests in them, named in the page without being there, as `path:line: rule`."""
     if name.startswith(PAST):
         return
     for number, line in enumerate(path.read_text().splitlines(), 1):
@@ -81,7 +47,7 @@ def slug(heading: str) -> str:
 
 
 def anchors(text: str) -> set[str]:
-    """The anchors of a page; one that is there already gets a number."""
+    """The anchors of a page; the second of two equal ones gets a number."""
     found: dict[str, int] = {}
     for heading in HEADING.findall(FENCE.sub("", text)):
         name = slug(heading)
@@ -90,19 +56,19 @@ def anchors(text: str) -> set[str]:
 
 
 def links(text: str) -> list[str]:
-    """Where a page's links lead within the repository."""
-    prose = SPAN.sub("", FENCE.sub("", COMMENT.sub("", text)))
+    """The targets of a page's links within the repository."""
+    prose = SPAN.sub("", FENCE.sub("", HTML_COMMENT.sub("", text)))
     return [unquote(link) for link in TARGET.findall(prose) if not ELSEWHERE.match(link)]
 
 
 def target(page: Path, link: str) -> tuple[Path, str]:
-    """The file that a page's link names, relative to the root, and the anchor in it."""
+    """The file in a page's link, relative to the root, and the anchor in it."""
     name, _, anchor = link.partition("#")
     return (Path(os.path.normpath(page.parent / name)) if name else page), anchor
 
 
 def broken_links(root: Path, files: set[Path]) -> Iterator[str]:
-    """Links of Markdown pages that lead to no file, no folder or no heading."""
+    """Links of Markdown pages to no file, no folder or no heading."""
     folders = {folder for file in files for folder in file.parents}
     pages = {page: (root / page).read_text() for page in files if page.suffix == ".md"}
     known = {page: anchors(text) for page, text in pages.items()}
@@ -121,7 +87,7 @@ def chapters(root: Path) -> list[Path]:
 
 
 def missing_chapters(root: Path, files: set[Path]) -> Iterator[str]:
-    """Pages that the book must have and has not: those of docs/, and those that a chapter links to."""
+    """Pages missing in the book: those of docs/, and those with a link from a chapter."""
     found = set(chapters(root))
     wanted = {file for file in files if file.is_relative_to("docs") and file.suffix == ".md"}
     for page in found:
@@ -130,7 +96,7 @@ def missing_chapters(root: Path, files: set[Path]) -> Iterator[str]:
 
 
 def unknown_paths(path: Path, name: str, files: dict[str, Path]) -> Iterator[str]:
-    """Source files that the comments of a source file name by their paths and that are not there, as `path:line: rule`."""
+    """Source files named by path in the comments of a source file without being there, as `path:line: rule`."""
     folders = {file.split("/")[0] for file in files}
     for number, line in enumerate(path.read_text().splitlines(), 1):
         begin = BEGIN.search(line)

@@ -1,4 +1,4 @@
-"""The rules of the documentation that scripts/pages.py looks after."""
+"""The rules of the documentation in scripts/pages.py."""
 
 from __future__ import annotations
 
@@ -9,32 +9,10 @@ import pytest
 
 from testkit import script
 
-WORDS = " ".join(["word"] * 25)
-
 
 @pytest.fixture
 def pages(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return script.loaded("pages.py", monkeypatch)
-
-
-@pytest.mark.parametrize(
-    ("text", "long"),
-    [
-        (f"{WORDS}.", 0),
-        (f"{WORDS} more.", 1),
-        (f"{WORDS}:\n{WORDS}.", 0),
-        (f"# {WORDS} more", 1),
-        (f"| {WORDS} | more |", 0),
-        (f"- {WORDS}\n- more", 0),
-        (f"- {WORDS}\n  more", 1),
-        (f"`{WORDS} more` and [a link](to/it).", 0),
-        (f"```\n{WORDS} more\n```\n", 0),
-    ],
-)
-def test_a_sentence_has_25_words_at_most(pages: ModuleType, tmp_path: Path, text: str, long: int) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(f"Before.\n\n{text}\n")
-    assert len(list(pages.long_sentences(page, "page.md"))) == long
 
 
 def test_what_a_page_names_is_there(pages: ModuleType, tmp_path: Path) -> None:

@@ -46,8 +46,10 @@ impl Worker {
     fn is_sound(&self, step: &Step, work: &Work, shared: &Shared) -> bool {
         // What lies before a load does not depend on it.
         let before_load = work.end == 0;
-        let broken = shared.broken.get(&(work.request, work.attempt));
-        !work.outdated && (before_load || broken.is_none_or(|from| step.number < *from))
+        let (first, this) = ((work.request, 0), (work.request, work.attempt));
+        let is_kept_broken = shared.broken.range(first..this).any(|(_, from)| *from >= work.kept_from);
+        let is_broken = is_kept_broken || shared.broken.get(&this).is_some_and(|from| step.number >= *from);
+        !work.outdated && (before_load || !is_broken)
     }
 
     /// Writes one word; mostly the rest of the block with it.

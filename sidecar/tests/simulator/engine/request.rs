@@ -32,6 +32,8 @@ pub(super) struct Request {
     pub(super) state: State,
     /// Goes up whenever what was computed is void.
     pub(super) attempt: u32,
+    /// The first of the steps that were in flight when a failed load began this attempt: it keeps blocks that they compute.
+    pub(super) kept_from: u64,
     pub(super) blocks: Vec<u32>,
     /// Blocks computed or loaded, steps in flight included.
     pub(super) computed: usize,
@@ -65,6 +67,8 @@ pub(crate) struct Target {
 pub(super) struct Work {
     pub(super) request: u64,
     pub(super) attempt: u32,
+    /// `kept_from` of its request when the step was scheduled.
+    pub(super) kept_from: u64,
     /// Its KV belongs to two generations of the namespace.
     pub(super) outdated: bool,
     /// Blocks that the forward reads.
@@ -136,6 +140,7 @@ impl Request {
         Self {
             state: State::Waiting,
             attempt: 0,
+            kept_from: u64::MAX,
             blocks: Vec::new(),
             computed: 0,
             settled: 0,
@@ -159,5 +164,10 @@ impl Request {
 
     pub(super) fn total(&self) -> usize {
         self.spec.keys.len()
+    }
+
+    /// Begins the next attempt. It keeps what steps from `kept_from` on compute.
+    pub(super) fn begin_attempt(&mut self, kept_from: u64) {
+        (self.attempt, self.kept_from) = (self.attempt + 1, kept_from);
     }
 }

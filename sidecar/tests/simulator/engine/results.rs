@@ -34,13 +34,13 @@ impl Scheduler {
     ) {
         let failed: BTreeSet<u32> = results.iter().flat_map(|result| &result.failed).copied().collect();
         for (id, attempt, end) in work {
-            match self.requests.get_mut(&id).filter(|request| request.attempt == attempt) {
-                Some(request) if fails => {
+            match self.requests.get_mut(&id) {
+                Some(request) if fails && (request.attempt == attempt || number >= request.kept_from) => {
                     (request.computed, request.saved) = (request.settled, 0);
-                    request.attempt += 1;
+                    request.begin_attempt(u64::MAX);
                 }
-                Some(request) => request.settled = request.settled.max(end),
-                None => {}
+                Some(request) if request.attempt == attempt => request.settled = request.settled.max(end),
+                _ => {}
             }
         }
         if !failed.is_empty() {
@@ -70,6 +70,7 @@ impl Scheduler {
         ctx.hit("engine load failed, recomputed");
         ctx.note(|| format!("{}: blocks {failed:?} were not loaded", self.model.name));
         self.void_saves(ctx);
+        let kept_from = self.in_flight.front().map_or(u64::MAX, |step| step.number);
         for request in self.requests.values_mut() {
             request.saved = 0;
             request.refused |= request.loaded.iter().any(|block| failed.contains(block));
@@ -77,7 +78,8 @@ impl Scheduler {
                 && let Some(first) =
                     request.blocks[..request.computed].iter().position(|b| failed.contains(b))
             {
-                (request.computed, request.attempt) = (first, request.attempt + 1);
+                request.begin_attempt(kept_from);
+                request.computed = first;
                 request.settled = request.settled.min(first);
             }
             if request.state == State::Loading || request.state == State::Leaving {

@@ -92,7 +92,8 @@ impl Scheduler {
         if from > 0 {
             // What lies before the hit was found in the engine's own cache; here it is computed in the same step.
             let writes = request.targets(0..from, digest);
-            self.work.push(Work { request: id, attempt, outdated: false, reads: Vec::new(), writes, end: 0 });
+            let (kept_from, reads) = (u64::MAX, Vec::new());
+            self.work.push(Work { request: id, attempt, kept_from, outdated: false, reads, writes, end: 0 });
         }
     }
 
@@ -155,6 +156,7 @@ impl Scheduler {
         self.work.push(Work {
             request: id,
             attempt: request.attempt,
+            kept_from: request.kept_from,
             outdated: request.outdated,
             reads: request.targets(0..start, digest),
             writes: request.targets(start..end, digest),
@@ -170,7 +172,7 @@ impl Scheduler {
         let request = self.requests.get_mut(&id).expect("it runs");
         self.free.append(&mut request.blocks);
         (request.state, request.computed, request.settled, request.saved) = (State::Waiting, 0, 0, 0);
-        request.attempt += 1;
+        request.begin_attempt(u64::MAX);
         self.running.retain(|other| *other != id);
         self.waiting.push_front(id);
         scheduled.retain(|other| *other != id);

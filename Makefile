@@ -98,7 +98,7 @@ prove: setup-tests ## remove each protection in turn and see its test fail
 sanitize: setup ## address and thread sanitizers over the Rust tests
 	@scripts/sanitize
 
-lint: setup ## formatting, clippy, ruff, mypy, typos, cargo-deny, the rules of scripts/tidy and scripts/edges, pictures, options, metrics, tables of README.md
+lint: setup ## formatting, clippy, ruff, mypy, typos, cargo-deny, the rules of scripts/tidy and scripts/edges, pictures, generated pages
 	cargo fmt --all --check
 	@scripts/part clippy cargo clippy --workspace --all-targets --features connector-shim/python,connector-shim/c,mesh/rdma --quiet -- -D warnings
 	ruff check .

@@ -13,6 +13,8 @@ from urllib.parse import unquote
 from texts import FENCE, HTML_COMMENT, LINK, SPAN
 
 SUMMARY = Path("docs/SUMMARY.md")
+# It lists the decisions, a link in a line each.
+DECISIONS = Path("docs/decisions/README.md")
 HEADING = re.compile(r"^#{1,6} +(.*?) *#*$", re.MULTILINE)
 # The target of a link; and links out of the repository.
 TARGET = re.compile(r"\]\(([^)\s]+)\)")
@@ -81,9 +83,26 @@ def broken_links(root: Path, files: set[Path]) -> Iterator[str]:
                 yield f"{page}: no heading {link}"
 
 
+def from_root(line: str, page: Path) -> str:
+    """A line of a page with links that start at the root."""
+    return TARGET.sub(lambda link: f"]({target(page, link[1])[0]})", line)
+
+
+def contents(root: Path) -> str:
+    """The book's table of contents: docs/SUMMARY.md with the decisions below their list; links start at the root."""
+    lines = []
+    for line in (root / SUMMARY).read_text().splitlines():
+        lines.append(from_root(line, SUMMARY))
+        if lines[-1].endswith(f"]({DECISIONS})"):
+            indent = line[: line.index("-")] + "  "
+            decisions = (root / DECISIONS).read_text().splitlines()
+            lines += [indent + from_root(decision, DECISIONS) for decision in decisions if decision.startswith("- [")]
+    return "\n".join(lines) + "\n"
+
+
 def chapters(root: Path) -> list[Path]:
     """The pages of the book, relative to the root."""
-    return [target(SUMMARY, link)[0] for link in links((root / SUMMARY).read_text())]
+    return [Path(link) for link in links(contents(root))]
 
 
 def missing_chapters(root: Path, files: set[Path]) -> Iterator[str]:

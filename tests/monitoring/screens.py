@@ -8,19 +8,11 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+from testkit.browser import browse
 from testkit.waiting import wait_for
 
 # Of a terminal, in characters.
 COLUMNS, LINES = 112, 36
-WATCHDOG_S = 120
-
-
-def browse(address: str, *options: str) -> str:
-    """What a headless browser prints of a page."""
-    # Root has no sandbox; the machine's /dev/shm may be small.
-    browser = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
-    done = subprocess.run([*browser, *options, address], capture_output=True, text=True, check=True, timeout=WATCHDOG_S)
-    return done.stdout
 
 
 def picture(address: str, file: Path, height: int = 1190) -> None:

@@ -18,6 +18,7 @@ import mesh
 from expressions import alerts, impatient, queries
 from pillion.engine import Engine
 from prometheus import Prometheus, scraping
+from testkit.browser import browse
 from testkit.sidecar import Sidecar, find_binary
 
 # One run for all tests.
@@ -123,7 +124,7 @@ def test_the_page_and_top_show_all_of_it(run: Run, tmp_path: Path) -> None:
     """In a browser, and on a terminal."""
     folder = Path(SCREENS).resolve() if SCREENS else tmp_path
     http = run.sidecars[0].http
-    page = screens.browse(f"http://{http}/", "--dump-dom")
+    page = browse(f"http://{http}/", "--dump-dom")
     screens.picture(f"http://{http}/", folder / "status-page.png")
     text = screens.top(find_binary(), http, folder / "top.png", last="Peers")
     for shown in (page, text):

@@ -1,4 +1,4 @@
-"""scripts/options: how an option becomes a row of docs/options.md, and what is said of a page that differs."""
+"""scripts/options: how an option becomes an item of docs/options.md."""
 
 from __future__ import annotations
 
@@ -19,26 +19,33 @@ def options(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.parametrize(
-    ("more", "row"),
+    ("more", "item"),
     [
         (
             {"help": "What --it is [default: 4]\n\nAt most 9."},
-            ["`--a-b SIZE`<br>`P_A_B`<br>`mesh.b`", "4", "What `--it` is. At most 9."],
+            "- **`--a-b SIZE`, `P_A_B`, `mesh.b`** (default: 4)<br>\n  What `--it` is. At most 9.",
         ),
         (
             {"values": ["x|y"], "value_needed": False, "help": "One\nof | two."},
-            ["`--a-b[=x\\|y]`<br>`P_A_B`<br>`mesh.b`", "off", "One of \\| two."],
+            "- **`--a-b[=x|y]`, `P_A_B`, `mesh.b`** (default: off)<br>\n  One of | two.",
         ),
-        ({"help": "It (required)", "key": None}, ["`--a-b SIZE`<br>`P_A_B`", "required", "It."]),
-        ({"help": "It", "default": "z", "variable": None, "key": None}, ["`--a-b SIZE`", "z", "It."]),
-        ({"help": "Files", "flag": None, "values": ["A", "B"], "variable": None, "key": None}, ["`A B`", "none", "Files."]),
+        ({"help": "It (required)", "key": None}, "- **`--a-b SIZE`, `P_A_B`** (required)<br>\n  It."),
+        ({"help": "It", "default": "z", "variable": None, "key": None}, "- **`--a-b SIZE`** (default: z)<br>\n  It."),
+        (
+            {"help": "Files", "flag": None, "values": ["A", "B"], "variable": None, "key": None},
+            "- **`A B`** (default: none)<br>\n  Files.",
+        ),
+        (
+            {"help": "Disk", "flag": "ssd", "variable": None, "key": None},
+            "- **`--ssd SIZE`** (default: none)<br>\n  Disk. [More](configuration.md#disks).",
+        ),
     ],
 )
-def test_an_option_is_a_row(options: ModuleType, more: dict[str, Any], row: list[str]) -> None:
-    assert options.row(OPTION | {"default": ""} | more) == row
+def test_an_option_is_an_item(options: ModuleType, more: dict[str, Any], item: str) -> None:
+    assert options.listed(OPTION | {"default": ""} | more) == item
 
 
-def test_every_key_of_the_connector_has_a_row(options: ModuleType) -> None:
-    rows = [line for line in options.connector() if line.startswith("| `pillion.")]
-    assert len(rows) == len(options.config.Config.__dataclass_fields__)
-    assert all(len(row.replace("\\|", "").split("|")) == 6 for row in rows)
+def test_every_key_of_the_connector_has_an_item(options: ModuleType) -> None:
+    items = [line for line in options.connector() if line.startswith("- **`pillion.")]
+    assert len(items) == len(options.config.Config.__dataclass_fields__)
+    assert all("; default: " in item for item in items)

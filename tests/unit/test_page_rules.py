@@ -78,6 +78,19 @@ def test_a_page_that_is_no_chapter_is_named(pages: ModuleType, tmp_path: Path) -
     assert list(pages.missing_chapters(tmp_path, files)) == ["docs/SUMMARY.md: docs/b.md is no chapter"]
 
 
+def test_the_decisions_are_chapters_below_their_list(pages: ModuleType, tmp_path: Path) -> None:
+    write(tmp_path, SUMMARY="- [a](a.md)\n  - [d](decisions/README.md)\n- [r](../README.md)\n", a="")
+    (tmp_path / "docs/decisions").mkdir()
+    (tmp_path / "docs/decisions/README.md").write_text("See [a](../a.md).\n\n- [one](0001-one.md)\n- [two](0002-two.md)\n")
+    assert pages.contents(tmp_path).splitlines() == [
+        "- [a](docs/a.md)",
+        "  - [d](docs/decisions/README.md)",
+        "    - [one](docs/decisions/0001-one.md)",
+        "    - [two](docs/decisions/0002-two.md)",
+        "- [r](README.md)",
+    ]
+
+
 def test_what_a_comment_names_is_there(pages: ModuleType, tmp_path: Path) -> None:
     source = tmp_path / "it.py"
     source.write_text('"""As src/a/it.rs and src/it.rs."""\nopen("src/b.py")  # src/c.py, vllm/v1/d.py, /root/src/e.py\n')

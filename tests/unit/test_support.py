@@ -45,5 +45,5 @@ def test_every_row_is_shown_and_every_mark_has_a_row(support: ModuleType, tmp_pa
         return
     assert not shown.errors
     lines = shown.text().splitlines()
-    assert "| dense models |  | [it](tests/gpu/test_it.py) |  |" in lines
-    assert "| states | leave `--it 1` out | [it](tests/gpu/test_it.py) |" in lines
+    assert "| dense models |  | [it](../tests/gpu/test_it.py) |  |" in lines
+    assert "| states | leave `--it 1` out | [it](../tests/gpu/test_it.py) |" in lines

@@ -41,6 +41,9 @@ KV_SPACE = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 # Free bytes that the demo needs: files of models, logs and pictures; in shared memory the sidecar's pool and vLLM's KV cache.
 ROOM = {ROOT: 1 << 30, Path("/dev/shm"): 5 << 29}
 BLOCK_BYTES = engine.BLOCK_TOKENS * model.DEMO.kv_bytes_per_token(dtype_bytes=4)
+# An error in a log of `pillion`, or in one of vLLM.
+ERROR = re.compile(r"(?:Z ERROR |\bERROR [^]]+\] (?=\w+Error: ))(.+)")
+BEGAN = time.monotonic()
 
 
 @dataclasses.dataclass
@@ -54,11 +57,6 @@ class Row:
     loaded_bytes: int
     tokens_equal: bool
     logprobs_equal: bool
-
-
-# An error in a log of `pillion`, or in one of vLLM.
-ERROR = re.compile(r"(?:Z ERROR |\b(?=\w+Error: ))(.+)")
-BEGAN = time.monotonic()
 
 
 def say(text: str) -> None:
@@ -145,12 +143,10 @@ def summary(rows: list[Row]) -> str:
     """The longest prompt's two times, and the comparison of all answers."""
     row = max(rows, key=lambda row: row.prompt_tokens)
     equal = sum(row.tokens_equal for row in rows)
-    return "\n".join(
-        [
-            f"First token of {row.prompt_tokens} tokens: {row.cold_s * 1e3:,.0f} ms computed, {row.warm_s * 1e3:,.0f} ms "
-            f"from the cache after the engine's restart ({row.cold_s / row.warm_s:.0f} x faster).",
-            f"Equal answers before and after the restart: {equal} of {len(rows)}.",
-        ]
+    return (
+        f"First token of {row.prompt_tokens} tokens: {row.cold_s * 1e3:,.0f} ms computed, {row.warm_s * 1e3:,.0f} ms "
+        f"from the cache after the engine's restart ({row.cold_s / row.warm_s:.0f} x faster).\n"
+        f"Equal answers before and after the restart: {equal} of {len(rows)}."
     )
 
 

@@ -81,6 +81,7 @@ def test_an_error_of_the_engine_has_its_cause_from_the_log(demo: ModuleType, tmp
     log = tmp_path / "first-engine.log"
     log.write_text(
         "(EngineCore pid=7) ERROR 11-28 21:43:22 [core.py:1] ValueError: too little memory; lower VLLM_CPU_KVCACHE_SPACE\n"
+        "(MainProcess pid=6) WARNING 11-28 22:21:59 [base.py:380] ValueError: Tokenizer not available\n"
         "RuntimeError: Engine core initialization failed. See root cause above.\n"
     )
     reason = "RuntimeError: Engine core initialization failed. See root cause above.\nmore"

@@ -14,7 +14,6 @@ import json
 import os
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -230,7 +229,7 @@ class EngineProcess(Child):
     def end(self) -> None:
         """Wait for its own end, or end it and all that it started."""
         self.close_input()
-        with contextlib.suppress(Failed, subprocess.TimeoutExpired):
+        with contextlib.suppress(Failed):
             self.wait_exit(END_WATCHDOG_S)
         self.close()
 
@@ -351,7 +350,7 @@ def measured(server: Server, start_s: float = READY_WATCHDOG_S, kills: bool = Fa
             server.check_running()
     finally:
         server.signal(signal.SIGTERM)
-        with contextlib.suppress(Failed, subprocess.TimeoutExpired):
+        with contextlib.suppress(Failed):
             server.wait_exit(END_WATCHDOG_S)
         server.kill()
 

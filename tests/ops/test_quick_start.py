@@ -16,7 +16,7 @@ from manifests import ROOT
 PAGE = ROOT / "docs/quick-start.md"
 BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # The block by whose end a new engine has answered from the cache.
-WARM = "warm.json"
+WARM = "ask warm"
 WATCHDOG_S = 3_600
 # Ports, sockets and processes of its own: nothing of the machine is in the way, and nothing stays.
 ALONE = ("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "bash", "-eu", "-o", "pipefail")
@@ -117,6 +117,7 @@ def test_every_block_runs_and_the_second_engine_answers_from_the_cache(
     assert last("pillion_loaded_bytes_total", said) > 0
     assert last("vllm:external_prefix_cache_hits_total", said) > 0
     assert answer(work / "warm.json") == answer(work / "cold.json") != ""
+    assert re.search(r"^first token: \d+ ms computed, \d+ ms from the cache .*\nanswers: equal$", said, re.MULTILINE)
     took = " ".join(f"{end - begin:.0f}" for begin, end in zip([began, *ends], ends, strict=False))
     with capsys.disabled():
         print(f"\nfrom the wheel to the first warm hit: {(ends[warm] - began) / 60:.1f} minutes; seconds of each block: {took}")

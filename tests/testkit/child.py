@@ -18,6 +18,7 @@ from typing import Any
 
 from testkit.fork_server import Forked, ForkServer
 from testkit.process import EXIT_WATCHDOG_S, Process, start
+from testkit.waiting import allow, outlasted
 
 # The folder that holds this package.
 TESTS = Path(__file__).resolve().parents[1]
@@ -80,9 +81,9 @@ class Child(Process):
 
     def line(self, watchdog_s: float) -> str:
         """The next line of the child."""
-        line = self.line_within(watchdog_s)
+        line = self.line_within(allow(watchdog_s))
         if line is None:
-            raise self.failed(f"no answer in {watchdog_s} s")
+            raise self.failed(outlasted("answer", watchdog_s))
         return line
 
     def line_within(self, patience_s: float) -> str | None:

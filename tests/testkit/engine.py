@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from testkit.child import Child, python, python_path
 from testkit.fork_server import ForkServer
-from testkit.waiting import Failed, wait_for
+from testkit.waiting import Failed, allow, outlasted, wait_for
 
 # Watchdogs only: no test asserts on them. Two ranks that are spawned take about 35 s to start on two idle cores.
 START_WATCHDOG_S = 300
@@ -157,7 +157,7 @@ class Engine:
 
     def wait_started(self) -> Engine:
         """This engine, once it can be used."""
-        self._read_answer(START_WATCHDOG_S)
+        self._read_answer(START_WATCHDOG_S, "started engine")
         return self
 
     def generate(self, prompts: list[list[int]], max_tokens: int = 8, logprobs: int = 5, **more: Any) -> list[dict[str, Any]]:
@@ -218,7 +218,7 @@ class Engine:
     def command(self, name: str, **arguments: Any) -> Any:
         """Send one command and return its result."""
         self._send(name, **arguments)
-        return self._read_answer(COMMAND_WATCHDOG_S)
+        return self._read_answer(COMMAND_WATCHDOG_S, f"answer to {name!r}")
 
     def _send(self, name: str, **arguments: Any) -> None:
         self._driver.tell({"command": name, **arguments})
@@ -258,12 +258,13 @@ class Engine:
         self.command("exit")
         self._driver.wait_exit()
 
-    def _read_answer(self, watchdog_s: float) -> Any:
-        deadline = time.monotonic() + watchdog_s
-        while True:
-            line = self._driver.hear(max(0, deadline - time.monotonic()))
-            if not self._note(line):
-                return line["result"]
+    def _read_answer(self, watchdog_s: float, what: str) -> Any:
+        deadline = time.monotonic() + allow(watchdog_s)
+        while (line := self._driver.line_within(max(0, deadline - time.monotonic()))) is not None:
+            answer = json.loads(line)
+            if not self._note(answer):
+                return answer["result"]
+        raise self.failed(outlasted(what, watchdog_s))
 
     def _note(self, line: dict[str, Any]) -> bool:
         """Whether the line is an answer of `ask`, which is then kept."""

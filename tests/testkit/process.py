@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from testkit import logs
-from testkit.waiting import Failed
+from testkit.waiting import Failed, allow, outlasted
 
 EXIT_WATCHDOG_S = 60
 
@@ -83,17 +83,20 @@ class Process:
     def kill(self) -> None:
         """SIGKILL, as the kernel's out-of-memory killer would."""
         self.signal(signal.SIGKILL)
-        self._process.wait(EXIT_WATCHDOG_S)
+        self._process.wait(allow(EXIT_WATCHDOG_S))
 
     def wait_exit(self, watchdog_s: float = EXIT_WATCHDOG_S) -> None:
         """Wait for its end, which must have status 0."""
-        status = self._process.wait(watchdog_s)
+        try:
+            status = self._process.wait(allow(watchdog_s))
+        except subprocess.TimeoutExpired:
+            raise self.failed(outlasted("exit", watchdog_s)) from None
         if status != 0:
             raise self.failed(f"exit status {status}")
 
     def failed(self, reason: str) -> Failed:
         """An error that shows what is known of the process."""
-        return Failed(f"{reason}: {' '.join(self.command)}{self.evidence()}")
+        return Failed(reason, f": {' '.join(self.command)}{self.evidence()}", self.log)
 
     def evidence(self) -> str:
         """The end of the log."""

@@ -144,7 +144,7 @@ impl Client {
 /// What is said of a sidecar that broke the protocol.
 pub(crate) fn broken(text: &str) -> String {
     format!(
-        "the sidecar broke the protocol ({text}); connecting anew. Install the same pillion release on both sides"
+        "the sidecar broke the protocol ({text}); connecting again. Install the same pillion release on both sides"
     )
 }
 
@@ -226,7 +226,11 @@ impl Shared {
         state.watched = None;
         if !state.stop {
             self.notices.forget(&[Cause::Reconnected]);
-            self.notices.say(Cause::Lost, "the sidecar hung up; serving without the cache until it is back");
+            self.notices.say(
+                Cause::Lost,
+                "the sidecar closed the connection; serving without the cache until it is \
+                 back",
+            );
         }
     }
 
@@ -250,7 +254,8 @@ impl Shared {
             }
             ConnectError::Broken(text) => self.notices.say(
                 Cause::Protocol,
-                format!("{socket}: {text}. Does another program listen there, or another pillion release?"),
+                format!("{socket} does not answer like a sidecar of this release: {text}. Stop any other program that \
+                     listens there, or install the same pillion release on both sides"),
             ),
         }
     }

@@ -138,13 +138,13 @@ impl Connection {
     ) -> Result<Self, String> {
         let count = received.len();
         let [memory, doorbell, pool, sidecar] = <[OwnedFd; 4]>::try_from(received)
-            .map_err(|_| format!("{count} descriptors came with its welcome instead of 4"))?;
+            .map_err(|_| format!("its welcome came with {count} descriptors instead of 4"))?;
         let flags = rustix::fs::fcntl_getfl(&doorbell).map_err(|error| error.to_string())?;
         if !flags.contains(OFlags::NONBLOCK) {
-            return Err("its doorbell could make whoever rings it wait".into());
+            return Err("its doorbell is in blocking mode".into());
         }
         if !is_process(&sidecar) {
-            return Err("the fourth descriptor of its welcome stands for no process".into());
+            return Err("the fourth descriptor of its welcome is not a process".into());
         }
         let memory = SessionMemory::open(welcome.version, memory).map_err(|error| error.to_string())?;
         let pool = match maps_pool {

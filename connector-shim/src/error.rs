@@ -28,7 +28,9 @@ pub enum ShimError {
     Memory(#[from] CopyError),
     /// The engine's GPU memory cannot be shown to another process: change what the text names.
     #[error(
-        "the engine's GPU memory cannot be shown to the sidecar ({0}). Memory of expandable segments and of vLLM's sleep mode has no IPC handle: unset PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and run without --enable-sleep-mode"
+        "the engine's GPU memory cannot be shared with the sidecar ({0}). Memory of expandable segments and of vLLM's \
+         sleep mode has no IPC handle: unset PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and run without \
+         --enable-sleep-mode"
     )]
     Export(CudaError),
     /// A call of the GPU's driver failed: its context is broken, or it lacks what this needs.
@@ -39,7 +41,8 @@ pub enum ShimError {
     Probe(u32),
     /// No stream for rescue copies runs beside a waiting engine: change what the text names.
     #[error(
-        "none of {tried} streams copies while the engine's stream waits, so a load that the sidecar does not finish could not be rescued: set CUDA_DEVICE_MAX_CONNECTIONS=32"
+        "none of {tried} streams copies while the engine's stream waits, so the engine could not finish a load that the \
+         sidecar abandons: set CUDA_DEVICE_MAX_CONNECTIONS=32"
     )]
     NoRescueStream {
         /// Streams tried.
@@ -49,7 +52,7 @@ pub enum ShimError {
     #[error("the sidecar refuses this engine: {0}")]
     Refused(String),
     /// A forked child used its parent's session: make a new one in the child.
-    #[error("this session belongs to process {owner}; make a new one in this process (after the fork)")]
+    #[error("this session belongs to process {owner}: make a new one in this process (after the fork)")]
     Forked {
         /// The process that made the session.
         owner: u32,
@@ -61,7 +64,7 @@ pub enum ShimError {
 impl ShimError {
     /// The system gives no more threads.
     pub(crate) fn no_thread(error: &std::io::Error) -> Self {
-        Self::Argument(format!("no thread could be started ({error}): raise the limit of processes"))
+        Self::Argument(format!("a thread could not be started ({error}): raise the limit of processes"))
     }
 }
 

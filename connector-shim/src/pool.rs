@@ -34,9 +34,13 @@ impl Pool {
     pub(crate) fn map(fd: &OwnedFd, bytes: u64) -> Result<Self, String> {
         let held = descriptor_bytes(fd).map_err(|errno| format!("the pool: {errno}"))?;
         if held < bytes {
-            return Err(format!("the pool has {held} bytes, the sidecar said {bytes}"));
+            return Err(format!(
+                "the pool has {held} bytes, and the sidecar stated {bytes}: install the same pillion \
+                 release on both sides"
+            ));
         }
-        let len = usize::try_from(bytes).map_err(|_| format!("a pool of {bytes} bytes on this machine"))?;
+        let len = usize::try_from(bytes)
+            .map_err(|_| format!("a pool of {bytes} bytes is too large for this machine"))?;
         let region = Region::map(fd.as_fd(), len, Access::ReadOnly).map_err(|errno| {
             format!("the pool cannot be mapped ({errno}): raise the address space limit (ulimit -v)")
         })?;

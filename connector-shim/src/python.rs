@@ -71,7 +71,7 @@ impl<S> Guarded<S> {
 
 fn internal_error() -> PyErr {
     ShimError::new_err(
-        "pillion's shim met an internal error, printed above; restart the engine and report it",
+        "pillion's shim met an internal error, printed above: restart the engine and report it",
     )
 }
 
@@ -142,7 +142,7 @@ impl SchedulerSession {
     }
 
     fn append(&self, log: i64, hashes: &Bound<'_, PyList>, start: u32) -> PyResult<u32> {
-        let end = u32::try_from(hashes.len()).or_else(|_| argument("more than 2^32 hashes"))?;
+        let end = u32::try_from(hashes.len()).or_else(|_| argument("more than 2^32 hashes: pass fewer"))?;
         let key = |index: u32, key: &mut BlockHash| -> PyResult<()> {
             let item = hashes.get_item(index as usize)?;
             Ok(key.set(item.cast::<PyBytes>()?.as_bytes()).map_err(Failure::from)?)
@@ -456,7 +456,7 @@ fn plan_blocks(plan: &[u8]) -> PyResult<Vec<u32>> {
 }
 
 fn bytes16(what: &str, bytes: &[u8]) -> Result<[u8; 16], Failure> {
-    bytes.try_into().or_else(|_| argument(format!("{what} of {} bytes; it has 16", bytes.len())))
+    bytes.try_into().or_else(|_| argument(format!("{what} has {} bytes: pass 16", bytes.len())))
 }
 
 fn some16(what: &str, bytes: Option<&[u8]>) -> Result<Option<[u8; 16]>, Failure> {
@@ -467,7 +467,7 @@ fn copier(name: &str) -> Result<Copier, Failure> {
     match name {
         "engine" => Ok(Copier::Engine),
         "sidecar" => Ok(Copier::Sidecar),
-        _ => argument(format!("copy is '{name}'; valid ones are: engine, sidecar")),
+        _ => argument(format!("copy is '{name}': pass one of engine, sidecar")),
     }
 }
 

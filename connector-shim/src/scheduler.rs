@@ -84,7 +84,7 @@ impl Scheduler {
     pub fn new(options: Options) -> Result<Self, ShimError> {
         let budget = options.config.budget;
         if budget > BUDGET_MAX {
-            return argument(format!("a query budget of {budget:?}; at most {BUDGET_MAX:?}"));
+            return argument(format!("the query budget is {budget:?}: pass at most {BUDGET_MAX:?}"));
         }
         let role = Role::Scheduler { run: options.run };
         let groups = options.groups.map(Digest);

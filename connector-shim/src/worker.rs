@@ -456,7 +456,7 @@ impl Worker {
     /// Hangs up because the GPU's driver refused something that every step needs.
     fn leave(&mut self, error: CudaError) {
         let text =
-            format!("the GPU's driver refuses the words shared with the sidecar ({error}); connecting anew");
+            format!("the GPU's driver refuses the words shared with the sidecar ({error}); connecting again");
         self.client.leave(Cause::Gpu, text);
         self.part();
     }

@@ -366,7 +366,7 @@ fn an_engine_whose_ranks_have_not_joined_asks_again_for_a_while() {
     };
     for _ in 0..2 {
         assert_eq!(ask(&mut scheduler, Status::NotReady, 0), PENDING);
-        assert!(scheduler.take_notices().iter().all(|notice| !notice.contains("takes part")));
+        assert!(scheduler.take_notices().iter().all(|notice| !notice.contains("have not joined")));
         assert_eq!(ask(&mut scheduler, Status::Ok, 8), 8, "asked anew, and the wait is over");
         std::thread::sleep(UNBOUND_WAIT);
     }
@@ -376,7 +376,7 @@ fn an_engine_whose_ranks_have_not_joined_asks_again_for_a_while() {
         assert_eq!(ask(&mut scheduler, Status::NotReady, 0), 0);
     }
     let said = scheduler.take_notices();
-    assert_eq!(said.iter().filter(|notice| notice.contains("takes part")).count(), 1, "{said:?}");
+    assert_eq!(said.iter().filter(|notice| notice.contains("have not joined")).count(), 1, "{said:?}");
 }
 
 #[test]

@@ -685,7 +685,7 @@ fn a_hang_up_is_a_miss_and_a_new_sidecar_a_new_generation() {
     assert!(served.drain().is_empty());
     log_with(&mut scheduler, 4);
     let mut notices = Vec::new();
-    for word in ["hung up", "connected to"] {
+    for word in ["closed the connection", "connected to"] {
         eventually(word, || {
             notices.extend(scheduler.take_notices());
             notices.iter().any(|notice: &String| notice.contains(word))

@@ -19,7 +19,7 @@ use crate::cuda::CudaError;
 #[derive(Debug, Error)]
 pub enum CopyError {
     /// The block or the pool range does not exist.
-    #[error("copy outside of memory: block {block} of {blocks}, pool offset {offset}")]
+    #[error("a copy lies outside of memory: block {block} of {blocks}, pool offset {offset}")]
     Range {
         block: u32,
         blocks: u32,

@@ -10,9 +10,7 @@ use thiserror::Error;
 #[derive(Debug, Error)]
 pub enum Error {
     /// The address cannot be had.
-    #[error(
-        "peers cannot be listened for at {address} ({source}): give an address of this machine that is free"
-    )]
+    #[error("the mesh cannot listen at {address} ({source}): pass a free address of this machine")]
     Listen { address: SocketAddr, source: io::Error },
     /// A file that TLS needs.
     #[error("the file {path} {problem}")]
@@ -22,17 +20,17 @@ pub enum Error {
         problem: String,
     },
     /// A name that no peer can have.
-    #[error("a node is named by 1 to {max} printable ASCII characters, not '{0}'", max = crate::transport::NODE_BYTES_MAX)]
+    #[error("'{0}' cannot be the name of a node: pass 1 to {max} printable ASCII characters", max = crate::transport::NODE_BYTES_MAX)]
     Node(String),
     /// The name that peers' certificates must carry is none.
-    #[error("'{0}' cannot be the name in a certificate: give a DNS name or an IP address")]
+    #[error("'{0}' cannot be the name in a certificate: pass a DNS name or an IP address")]
     CertificateName(String),
     /// A mesh cannot be named so.
-    #[error("a mesh is named by 1 to {max} of A-Z a-z 0-9 . _ -, not '{0}'", max = crate::control::MESH_BYTES_MAX)]
+    #[error("'{0}' cannot be the name of a mesh: pass 1 to {max} of A-Z a-z 0-9 . _ -", max = crate::control::MESH_BYTES_MAX)]
     Mesh(String),
     /// An address that no peer can connect to.
     #[error(
-        "peers cannot connect to {0}: give an address of this machine that they reach, such as the pod's IP"
+        "peers cannot connect to {0}: pass an address of this machine that they reach, such as the pod's IP"
     )]
     Unreachable(SocketAddr),
     /// The address of a peer or of etcd.
@@ -54,7 +52,7 @@ pub enum Error {
     #[error("RDMA cannot be set up with {0}")]
     Queues(String),
     /// More peers than are followed.
-    #[error("{0} peers are listed, of at most {max}: use etcd, and a mesh for each part", max = crate::control::MEMBERS_MAX)]
+    #[error("{0} peers are listed, of at most {max}: use etcd, or a mesh for each part", max = crate::control::MEMBERS_MAX)]
     Listed(usize),
     #[error("cannot {doing} for the mesh: {source}")]
     Os { doing: &'static str, source: io::Error },

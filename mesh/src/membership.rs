@@ -171,7 +171,7 @@ impl fmt::Display for Parting {
         f.write_str(match self {
             Self::Unregistered => "its registration in etcd has ended",
             Self::Restarted => "it was restarted or has moved",
-            Self::Silent => "nothing was heard of it for long",
+            Self::Silent => "it has sent nothing for too long",
         })
     }
 }
@@ -206,7 +206,9 @@ impl fmt::Display for Failure {
                     "two sidecars have the name {node}, one of them at {address}: give each its own --node-id"
                 )
             }
-            Self::Elsewhere(node) => write!(f, "{node} answers, which is followed at another address"),
+            Self::Elsewhere(node) => {
+                write!(f, "{node} answers there, which is followed at another address already")
+            }
         }
     }
 }
@@ -304,11 +306,11 @@ impl Membership {
         }
         match &place.origin {
             Origin::Registered(registration) => Err(Failure::Unreached(format!(
-                "{} is registered at {}, but {} answers there{}",
+                "{} is registered at {}, and {} answers there{}",
                 registration.identity.node,
                 registration.control,
                 says.node,
-                if says.node == registration.identity.node { " in another life" } else { "" },
+                if says.node == registration.identity.node { " after a restart" } else { "" },
             ))),
             Origin::Listed(address) => {
                 let address = *address;
@@ -417,7 +419,9 @@ impl Membership {
 }
 
 fn full(node: &NodeId) -> String {
-    format!("{node} is not followed: a mesh has at most {MEMBERS_MAX} nodes")
+    format!(
+        "{node} is not followed, because a mesh has at most {MEMBERS_MAX} nodes: give each part a mesh of its own"
+    )
 }
 
 #[cfg(test)]

@@ -42,8 +42,7 @@ pub struct Tls {
 }
 
 /// What peers are told to do where a certificate is not accepted.
-pub(crate) const REMEDY: &str =
-    "give both nodes certificates that have not expired, of one authority, that carry the agreed name";
+pub(crate) const REMEDY: &str = "give both nodes unexpired certificates of one CA that carry the agreed name";
 
 /// What tells one content of a file from another without reading it: device, inode, length, time of change.
 type Stamp = [(u64, u64, u64, i64, i64); 3];
@@ -149,7 +148,8 @@ impl Tls {
         let name = Credentials::read(self.clone())?.name;
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let roots = Arc::new(authority(&self.ca)?);
-        let unusable = |error| file(&self.ca, format!("is no authority ({error}): give the mesh's CA"));
+        let unusable =
+            |error| file(&self.ca, format!("is not a CA certificate ({error}): pass the mesh's CA"));
         let client = WebPkiClientVerifier::builder_with_provider(Arc::clone(&roots), Arc::clone(&provider));
         let client = client.build().map_err(unusable)?;
         let server =
@@ -203,8 +203,8 @@ impl Sides {
         ca: &Path,
     ) -> Result<rustls::ConfigBuilder<ServerConfig, rustls::server::WantsServerCert>, Error> {
         let verifier = WebPkiClientVerifier::builder_with_provider(roots, Arc::clone(&provider)).build();
-        let verifier =
-            verifier.map_err(|error| file(ca, format!("is no authority ({error}): give the mesh's CA")))?;
+        let verifier = verifier
+            .map_err(|error| file(ca, format!("is not a CA certificate ({error}): pass the mesh's CA")))?;
         let builder =
             ServerConfig::builder_with_provider(provider).with_protocol_versions(&[&version::TLS13]);
         let builder = builder.map_err(|error| file(ca, format!("cannot be used ({error})")))?;
@@ -240,7 +240,7 @@ fn authority(path: &Path) -> Result<RootCertStore, Error> {
     for certificate in certificates(path)? {
         let added = roots.add(certificate);
         added.map_err(|error| {
-            file(path, format!("holds a certificate that is none ({error}): give the mesh's CA"))
+            file(path, format!("holds an invalid certificate ({error}): pass the mesh's CA"))
         })?;
     }
     Ok(roots)
@@ -249,25 +249,28 @@ fn authority(path: &Path) -> Result<RootCertStore, Error> {
 fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, Error> {
     let bytes = std::fs::read(path).map_err(|error| unreadable(path, &error))?;
     let read: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&bytes).collect();
-    let remedy = "give certificates in PEM (-----BEGIN CERTIFICATE-----)";
-    let read = read.map_err(|error| file(path, format!("is no PEM file ({error}): {remedy}")))?;
+    let remedy = "pass certificates in PEM (-----BEGIN CERTIFICATE-----)";
+    let read = read.map_err(|error| file(path, format!("is not a PEM file ({error}): {remedy}")))?;
     if read.is_empty() { Err(file(path, format!("holds no certificate: {remedy}"))) } else { Ok(read) }
 }
 
 fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, Error> {
     PrivateKeyDer::from_pem_file(path).map_err(|error| {
-        let remedy = "give this node's private key in PEM (PKCS#8, PKCS#1 or SEC1), not encrypted";
+        let remedy = "pass this node's private key in PEM (PKCS#8, PKCS#1 or SEC1), not encrypted";
         file(path, format!("holds no private key ({error}): {remedy}"))
     })
 }
 
 fn mismatch(certificate: &Path, key: &Path, error: &rustls::Error) -> Error {
     let key = key.display();
-    file(certificate, format!("does not go with the key {key} ({error}): give the two of one node"))
+    file(
+        certificate,
+        format!("does not belong to the key {key} ({error}): pass the certificate and the key of one node"),
+    )
 }
 
 fn unreadable(path: &Path, error: &io::Error) -> Error {
-    file(path, format!("cannot be read ({error}): give a file that this process may read"))
+    file(path, format!("cannot be read ({error}): pass a file that this process may read"))
 }
 
 fn file(path: &Path, problem: String) -> Error {

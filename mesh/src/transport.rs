@@ -85,7 +85,7 @@ pub enum Fault {
     #[error("the block's checksum does not match")]
     Corrupt,
     /// The stream ended in the middle of the block.
-    #[error("the peer hung up in the middle of a block")]
+    #[error("the peer closed the connection within a block")]
     Short,
     #[error("{0} took too long")]
     Timeout(Stage),
@@ -122,34 +122,35 @@ pub enum Refusal {
     #[error("the peer runs another release (its protocol is version {0}): run the same on every node")]
     Version(u16),
     /// Another node answers at this address.
-    #[error("another node serves at this address")]
+    #[error("another node answers at this address")]
     OtherNode,
     /// Another life than the one that was meant: it was restarted.
     #[error("the node was restarted")]
     OtherBoot,
     /// The one that asks is no member, or no more.
-    #[error("not a member, or fenced")]
+    #[error("not a member, or no longer one")]
     NotMember,
     /// A certificate is missing, expired or not of the mesh's authority.
     #[error("the certificate is not accepted")]
     Certificate,
     /// As much is under way as may be.
-    #[error("too much is under way")]
+    #[error("too many requests are under way")]
     Busy,
     /// As many connections are served as may be.
     #[error(
-        "as many connections are served as may be: lower --tcp-streams, or --qps-per-peer with --nics, on every node"
+        "the limit of connections is reached: lower --tcp-streams, or --qps-per-peer with --nics, on every node"
     )]
     Full,
     /// It is about to end.
-    #[error("about to end")]
+    #[error("the sidecar is ending")]
     Draining,
     /// Bytes that are none of the protocol.
     #[error("malformed")]
     Malformed,
     /// Both sides must have as many NICs and queue pairs; these are the other's.
     #[error(
-        "the peer has {nics} NICs for RDMA and {pairs} queue pairs of each to a peer: give as many of both on every node"
+        "the peer has {nics} NICs for RDMA and {pairs} queue pairs of each to a peer: pass the same number of both on \
+         every node"
     )]
     Queues {
         nics: u8,

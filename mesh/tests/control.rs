@@ -328,7 +328,7 @@ fn a_peer_of_which_a_part_is_followed_is_followed_whole_once_it_fits() {
     let power = |seen: &Seen| Some(seen.members[&number].filter.as_ref()?.thinning().power());
     one.wait("a part", |seen| (power(seen)? > 0).then_some(()));
     two.publish(removed(0..45_000));
-    one.noted("more of it is asked for");
+    one.noted("a larger part is requested");
     one.wait("all of it", |seen| (power(seen)? == 0).then_some(()));
     one.keeps(number, 45_000..50_000, 0..45_000);
     one.seen(|seen| assert!(seen.left.is_empty()));
@@ -344,7 +344,7 @@ fn mutual_tls_carries_inventories_and_new_files_are_used_without_a_restart() {
         Plan { security, ..Plan::listing(name, all[at], &all) }.start()
     };
     let (one, two) = (node("one", 0), node("two", 1));
-    one.noted("give both nodes certificates that have not expired");
+    one.noted("give both nodes unexpired certificates");
     one.seen(|seen| assert!(seen.members.is_empty()));
     files[1].write(&ca, &ca, NAME, 2099);
     two.publish(added(0..10));
@@ -417,7 +417,7 @@ fn members_tell_their_namespaces_to_who_asks() {
     assert!((40..80).contains(&told), "{told}");
     let most: Vec<_> = (0..80).rev().take(told).map(namespace_of).collect();
     assert_eq!(answers[0].namespaces, most);
-    let left_out = format!("{} of its namespaces are left out: there is no room for them", 80 - told);
+    let left_out = format!("{} of its namespaces are left out, because the limit is reached", 80 - told);
     assert_eq!(answers[0].missing, Some(left_out));
     // Who asks again and again does not make it count each time.
     for _ in 0..30 {
@@ -438,10 +438,10 @@ fn what_cannot_be_is_refused_at_start_with_the_remedy() {
     said(Plan { listen: "0.0.0.0:17311".parse().unwrap(), ..good.clone() }, "such as the pod's IP");
     said(Plan { mesh: "a/b", ..good.clone() }, "not 'a/b'");
     for wrong in ["", "host", ":1", "host:0", "http://host:1", "host:65536"] {
-        said(Plan { members: Members::Static(vec![wrong.into()]), ..good.clone() }, "give host:port");
+        said(Plan { members: Members::Static(vec![wrong.into()]), ..good.clone() }, "pass host:port");
     }
     said(Plan { members: Members::Static(vec!["host:1".into(); 1025]), ..good.clone() }, "at most 1024");
     let running = good.start();
-    said(good, "that is free");
+    said(good, "a free address");
     drop(running);
 }

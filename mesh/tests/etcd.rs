@@ -184,8 +184,8 @@ fn a_node_that_does_not_renew_its_lease_is_fenced_and_comes_back_as_another_memb
     let of_one = two.joined("one", 1);
     cut_off(&proxy);
     assert_eq!(one.left(before), Parting::Unregistered);
-    // To itself, the last membership serves on.
-    two.noted("the last membership serves on");
+    // To itself, the last known members stay in use.
+    two.noted("the last known members stay in use");
     one.publish(added(0..10));
     two.keeps(of_one, 0..10, 900_000..901_000);
     heal(&proxy);
@@ -264,7 +264,7 @@ fn without_etcd_the_last_membership_serves_on_and_then_heals() {
     let number = one.joined("two", 1);
     two.joined("one", 1);
     server.kill();
-    one.noted("the last membership serves on");
+    one.noted("the last known members stay in use");
     two.publish(added(100..110));
     one.keeps(number, 100..110, 900_000..901_000);
     // One that begins meanwhile waits for it.
@@ -291,7 +291,7 @@ fn what_was_compacted_while_a_node_was_away_is_not_missed() {
     let (stays, mut goes) = (server.plan("stays", LONG_TTL).start(), server.plan("goes", LONG_TTL).start());
     let (kept, lost) = (one.joined("stays", 1), one.joined("goes", 1));
     cut_off(&proxy);
-    one.noted("the last membership serves on");
+    one.noted("the last known members stay in use");
     goes.stop();
     let comes = server.plan("comes", LONG_TTL).start();
     stays.joined("comes", 1);
@@ -364,7 +364,7 @@ fn records_that_are_none_are_passed_over() {
         client.put("/pillion/test/nodes/", "no name", None).await?;
         client.put("/pillion/test/nodes/\u{ff}", "a strange name", None).await
     });
-    one.noted("is passed over");
+    one.noted("is ignored");
     let two = server.plan("two", LONG_TTL).start();
     two.publish(added(0..10));
     sees(&one, &two, 1, 0..10);
@@ -407,7 +407,7 @@ fn a_user_with_a_password_is_signed_in() {
     one.joined("two", 1);
     one.seen(|seen| assert_eq!(seen.members.len(), 1));
     let Err(error) = Control::start(plan("three", folder.0.join("none")).config(), drop) else { panic!() };
-    assert!(error.to_string().contains("give a file with etcd's password"), "{error}");
+    assert!(error.to_string().contains("pass a file with etcd's password"), "{error}");
 }
 
 #[test]
@@ -436,7 +436,7 @@ fn mutual_tls_to_etcd() {
     }
     one.seen(|seen| assert_eq!(seen.members.len(), 1));
     let Err(error) = Control::start(plan("six", Some(&good), None).config(), drop) else { panic!() };
-    assert!(error.to_string().contains("give --etcd-ca"), "{error}");
+    assert!(error.to_string().contains("pass --etcd-ca"), "{error}");
 }
 
 #[test]
@@ -450,9 +450,9 @@ fn an_endpoint_that_is_dead_is_passed_over_and_none_is_refused() {
     two.joined("one", 1);
     for (wrong, remedy) in [
         (vec![], "at least one"),
-        (vec!["host:2379".into()], "give http://host:port"),
-        (vec!["ftp://host:2379".into()], "give http://host:port"),
-        (vec!["http://host".into()], "give http://host:port"),
+        (vec!["host:2379".into()], "pass http://host:port"),
+        (vec!["ftp://host:2379".into()], "pass http://host:port"),
+        (vec!["http://host".into()], "pass http://host:port"),
     ] {
         let plan = Plan { members: endpoints(wrong), ..server.plan("three", LONG_TTL) };
         let Err(error) = Control::start(plan.config(), drop) else { panic!("{remedy}") };

@@ -120,20 +120,20 @@ fn a_server_that_lies_is_told_of_and_harms_no_other() {
     let keys = |count: u64| (0..count).map(|number| digest(number).0).collect::<Vec<_>>();
     let lies = [
         (vec![], "the next message took longer than"),
-        (vec![Said::Heartbeat(Heartbeat {})], "does not say who it is"),
+        (vec![Said::Heartbeat(Heartbeat {})], "did not send its name"),
         (vec![Said::Hello(Hello { version: 9, ..hello() })], "version 9 of the protocol"),
-        (vec![Said::Hello(Hello { mesh: "x".into(), ..hello() })], "of the mesh 'x'"),
-        (vec![Said::Hello(Hello { node: "a b".into(), ..hello() })], "a greeting whose name is none"),
-        (vec![Said::Hello(Hello { boot: 0, ..hello() })], "a greeting whose life is none"),
-        (vec![Said::Hello(Hello { tcp: "nowhere".into(), ..hello() })], "a greeting whose address is none"),
+        (vec![Said::Hello(Hello { mesh: "x".into(), ..hello() })], "belongs to the mesh 'x'"),
+        (vec![Said::Hello(Hello { node: "a b".into(), ..hello() })], "a greeting with an invalid name"),
+        (vec![Said::Hello(Hello { boot: 0, ..hello() })], "a greeting with an invalid life"),
+        (vec![Said::Hello(Hello { tcp: "nowhere".into(), ..hello() })], "a greeting with an invalid address"),
         (
             vec![Said::Hello(Hello { rdma: "x".repeat(5000), ..hello() })],
-            "a greeting whose RDMA address is none",
+            "a greeting with an invalid RDMA address",
         ),
-        (vec![Said::Hello(Hello { mesh: "x".repeat(64), ..hello() })], "a greeting whose mesh is none"),
-        (greeted(vec![Said::Hello(hello())]), "it greets twice"),
+        (vec![Said::Hello(Hello { mesh: "x".repeat(64), ..hello() })], "a greeting with an invalid mesh"),
+        (greeted(vec![Said::Hello(hello())]), "it sent two greetings"),
         (greeted(vec![chunk(1, keys(1), true)]), "has not begun"),
-        (greeted(vec![Said::Begin(Begin { sequence: 1, keys: 1, thinning: 99 })]), "a thinning that is none"),
+        (greeted(vec![Said::Begin(Begin { sequence: 1, keys: 1, thinning: 99 })]), "an invalid thinning"),
         (
             greeted(vec![begin(1, 10), Said::Chunk(Chunk { sequence: 1, digests: vec![2, 1], last: true })]),
             "out of order",
@@ -183,7 +183,7 @@ fn after_a_gap_all_is_asked_for_anew() {
     let number = one.joined("liar", 1);
     one.wait("all of it, twice", |seen| (seen.members[&number].snapshots >= 2).then_some(()));
     one.keeps(number, 0..100, 900_000..901_000);
-    one.noted("changes that follow sequence 7, and lead to 8, where 6 is known");
+    one.noted("changes from sequence 7 to 8, while 6 is known");
     let asked = liar.asked.lock().unwrap();
     assert!(asked.iter().all(|asked| (asked.known_boot, asked.known_sequence) == (0, 0)), "{asked:?}");
     assert_eq!((asked[0].version, asked[0].mesh.as_str(), asked[0].node.as_str()), (VERSION, "test", "one"));
@@ -254,7 +254,7 @@ fn what_a_peer_says_of_namespaces_is_believed_as_far_as_it_can_be_checked() {
         (NamespacesReply { mesh: "x".into(), ..reply(vec![]) }, 0, "mesh 'x'", Some(Reason::Mesh)),
         (NamespacesReply { version: 9, ..reply(vec![]) }, 0, "version 9", Some(Reason::Version)),
         (NamespacesReply { node: "a b".into(), ..reply(vec![]) }, 0, "name", Some(Reason::Malformed)),
-        (NamespacesReply { boot: 2, ..reply(vec![]) }, 0, "another life", Some(Reason::OtherLife)),
+        (NamespacesReply { boot: 2, ..reply(vec![]) }, 0, "has restarted", Some(Reason::OtherLife)),
     ];
     let lies = lies.map(|(reply, taken, word, reason)| (Told::Reply(reply), taken, word, reason));
     for (namespaces, taken, word, reason) in lies.into_iter().chain([(Told::Unknown, 0, "upgrade it", None)])
@@ -355,7 +355,7 @@ fn a_follower_that_is_wrong_is_refused_with_the_reason() {
         for (wrong, word) in [
             (FollowRequest { version: 2, ..good.clone() }, "run the same release on every node"),
             (FollowRequest { mesh: "other".into(), ..good.clone() }, "--mesh-name"),
-            (FollowRequest { thinning: 300, ..good.clone() }, "a thinning that is none"),
+            (FollowRequest { thinning: 300, ..good.clone() }, "an invalid thinning"),
             (FollowRequest { node: "x".repeat(5000), ..good.clone() }, "decoded message length too large"),
         ] {
             let refused = follow(wrong).await.unwrap_err();

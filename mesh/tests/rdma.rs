@@ -280,7 +280,7 @@ fn blocks_of_a_pool_that_is_not_registered_travel_over_tcp_both_ways() {
     let noted = |node: &Node, what: &str| {
         node.seen(|seen| seen.notes.iter().filter(|note| note.contains(what)).count())
     };
-    assert_eq!(noted(&one, "the blocks of other come over TCP"), 1);
+    assert_eq!(noted(&one, "blocks of other travel over TCP until"), 1);
     assert_eq!(noted(&other, "all blocks travel over TCP"), 1);
     // Between those that have registered they travel by RDMA all the same.
     let third = on("rxe1", "third", 1, Owner::Grants, |_| {});
@@ -288,7 +288,7 @@ fn blocks_of_a_pool_that_is_not_registered_travel_over_tcp_both_ways() {
     third.transport().join(PeerNumber(2), one.as_peer());
     third.keep(label(9, 1000), true);
     assert_eq!(one.get(2, &[label(9, 1000)], LONG), [Ok(())]);
-    assert_eq!(noted(&one, "come over TCP"), 1);
+    assert_eq!(noted(&one, "travel over TCP until"), 1);
 }
 
 #[test]

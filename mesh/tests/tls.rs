@@ -63,9 +63,7 @@ fn who_is_not_of_the_mesh_is_not_served() {
     for files in &bad {
         let mut one = node(files, "one");
         assert_eq!(get(&mut one, &other), REFUSED);
-        one.wait("a remedy", |seen| {
-            seen.notes.iter().any(|note| note.contains("of one authority")).then_some(())
-        });
+        one.wait("a remedy", |seen| seen.notes.iter().any(|note| note.contains("of one CA")).then_some(()));
     }
     other.seen(|seen| assert!(seen.asked.is_empty()));
     other.refused(Reason::Certificate, 3);
@@ -144,7 +142,7 @@ fn files_that_cannot_be_used_are_named_with_the_remedy() {
     said(Tls { certificate: missing.clone(), ..good.clone() }, &missing, "cannot be read");
     said(Tls { certificate: garbage.clone(), ..good.clone() }, &garbage, "holds no certificate");
     said(Tls { key: garbage.clone(), ..good.clone() }, &garbage, "holds no private key");
-    said(Tls { key: another.tls().key, ..good.clone() }, &another.tls().key, "does not go with");
+    said(Tls { key: another.tls().key, ..good.clone() }, &another.tls().key, "does not belong to");
     said(Tls { ca: garbage.clone(), ..good.clone() }, &garbage, "holds no certificate");
     said(Tls { name: "no name".into(), ..good }, Path::new("no name"), "certificate");
 }

@@ -8,5 +8,5 @@ from pathlib import Path
 BINARY = Path(sysconfig.get_path("scripts")) / "pillion"
 
 if not BINARY.exists():
-    sys.exit(f"{BINARY} is missing: install the wheel (pip install dist/pillion-*.whl), which holds the binary too")
+    sys.exit(f"{BINARY} is missing: install the wheel (pip install dist/pillion-*.whl), which contains the binary")
 os.execv(BINARY, [str(BINARY), *sys.argv[1:]])

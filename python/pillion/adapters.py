@@ -112,11 +112,11 @@ class Adapters:
         if known.path != request.lora_path:
             return NO_CACHE
         if _in_place(request):
-            return self._private(known, "load_inplace has ranks read it anew in every step", "load it without that")
+            return self._private(known, "load_inplace makes ranks read it again in every step", "load it without that")
         if known.uncertain:
             return NO_CACHE
         if not known.files:
-            return self._private(known, f"its files cannot be read at {known.path}", "name a folder that holds them")
+            return self._private(known, f"its files cannot be read at {known.path}", "pass a folder that holds them")
         if known.digest is None:
             return None
         fused_experts = bool(getattr(request, "is_3d_lora_weight", False))
@@ -150,13 +150,13 @@ class Adapters:
     def _doubt(self, known: _Adapter) -> None:
         known.uncertain = True
         self._say(
-            f"adapter {known.name} is no longer what lay at {known.path} when this engine first saw it, and ranks may hold "
-            "either: its requests go without the cache. Load it again with load_inplace, give changed weights a path and a "
-            "lora_int_id of their own, or restart"
+            f"the files of adapter {known.name} at {known.path} have changed since this engine first saw them, and ranks may "
+            "hold either version: its requests run without the cache. Load it again with load_inplace, give changed weights a "
+            "path and a lora_int_id of their own, or restart"
         )
 
     def _private(self, known: _Adapter, why: str, remedy: str) -> bytes:
-        self._say(f"blocks of adapter {known.name} are found by this run of this engine alone: {why}. To share them, {remedy}")
+        self._say(f"blocks of adapter {known.name} are found only by this run of this engine: {why}. To share them, {remedy}")
         return _fold(b"run", self._run, str(known.serial).encode())
 
     def _say(self, text: str) -> None:

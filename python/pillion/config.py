@@ -63,138 +63,151 @@ def _told(values: Values, meaning: str) -> dict[str, Any]:
 class Config:
     """Options of one engine, defaults filled in."""
 
-    socket: str = field(metadata=_told(TEXT, "Path of the sidecar's socket. Its default is that of `pillion serve`."))
+    socket: str = field(metadata=_told(TEXT, "Path of the sidecar's socket, its `--socket`. Both have the same default."))
     mode: str = field(
         default="read_write",
         metadata=_told(
-            _one_of("read_write", "save_only", "load_only"), "Whether blocks are taken from the cache, put into it, or both."
+            _one_of("read_write", "save_only", "load_only"),
+            ("Whether this engine loads blocks (`load_only`), saves blocks (`save_only`), or both."),
         ),
     )
     load: str = field(
         default="auto",
         metadata=_told(
             _one_of("auto", "sync", "async"),
-            "`sync`: the step waits for its blocks. `async`: the request waits between steps. `auto`: `sync` when nothing else "
-            "runs, or when the copy is predicted to be short. A CPU engine has `async`, as has `pillion.copy` = `engine`.",
+            "`sync`: the step waits for its blocks. `async`: the request waits between steps, and others run. `auto`: `sync` "
+            "when nothing else runs or the copy is predicted to be short. On a CPU engine, and with `pillion.copy` = "
+            "`engine`, loads are always `async`.",
         ),
     )
     sync_ms: int | None = field(
         default=None,
         metadata=_told(
             _count(10_000, "milliseconds", "0 (none)"),
-            "The longest copy, as predicted, for which `auto` lets a step wait beside other requests. Its default is 2 where "
-            "`kv_role` is `kv_consumer`, else 100.",
+            "The longest predicted copy for which `auto` lets a step wait although other requests run. The default is 2 if "
+            "`kv_role` is `kv_consumer`, otherwise 100. Lower it if decode latency matters more than the first token.",
         ),
     )
     layout: str = field(
         default="auto",
         metadata=_told(
             _one_of(*LAYOUTS),
-            "The KV cache layout to ask vLLM for. `none` asks for none. `auto` asks for `BLNHC` on a GPU, and for none on a "
-            "CPU engine.",
+            "The KV cache layout to request from vLLM. `none` requests none. `auto` requests `BLNHC` on a GPU, and none on a "
+            "CPU engine. Change it only if an attention backend needs another layout.",
         ),
     )
     copy: str = field(
         default="auto",
         metadata=_told(
             _one_of("auto", "engine", "sidecar"),
-            "Who writes loaded blocks into engine memory. `auto` is `sidecar` on a GPU. On a CPU engine it is `engine`: there "
-            "a copy of a frozen sidecar could be neither awaited nor revoked.",
+            "The process that writes loaded blocks into engine memory. `auto` is `sidecar` on a GPU and `engine` on a CPU "
+            "engine, where a copy by a frozen sidecar could not be revoked. Set `engine` if the sidecar does not see the GPU; "
+            "it is slower.",
         ),
     )
     checkpoint_tokens: int = field(
         default=16_384,
         metadata=_told(
             _count(1 << 20, "tokens", "0 (none)"),
-            "Of models with several cache groups. Blocks of a window are saved where requests are likely to go on, and before "
-            "every multiple of so many tokens.",
+            "For models with several cache groups: blocks of a window are saved where requests are likely to continue, and "
+            "before every multiple of this number of tokens. Lower it if prompts branch at other places.",
         ),
     )
     model_id: str | None = field(
         default=None,
         metadata=_told(
             TEXT,
-            "Stands for the weight files, where none can be digested (remote weights), or where equal models lie at different "
-            "paths. The weights that run are sampled all the same.",
+            "A name that stands for the weight files. Set it if they cannot be digested (remote weights), or if equal models "
+            "lie at different paths. The loaded weights are sampled as well.",
         ),
     )
     salt: str | None = field(
-        default=None, metadata=_told(TEXT, "A fact of its own: engines with different salts share nothing.")
+        default=None, metadata=_told(TEXT, "An additional fact: engines with different salts share nothing.")
     )
     namespace: str | None = field(
         default=None,
         metadata=_told(
             NAMESPACE,
             "The namespace that this engine must belong to. An engine whose facts make another one is refused, with every "
-            "difference named: it serves without the cache.",
+            "difference named, and serves without the cache.",
         ),
     )
     query_timeout_us: int = field(
         default=2000,
-        metadata=_told(_count(10_000_000, "microseconds"), "The most that all queries of one `schedule()` call may wait."),
+        metadata=_told(
+            _count(10_000_000, "microseconds"),
+            (
+                "The longest that all queries of one `schedule()` call together may wait. Raise it if queries time out "
+                "although the sidecar has enough CPU."
+            ),
+        ),
     )
     check_every: int = field(
         default=1000,
         metadata=_told(
             _count(1_000_000, "hits", "0 (nothing is checked)"),
-            "So many hits of a namespace lie between two that the standing check computes as well.",
+            "One of this number of hits in a namespace is also computed and compared: the standing check. Lower it to find "
+            "differences sooner, at the cost of computing more.",
         ),
     )
     hasher: str = field(
         default="native",
         metadata=_told(
             _one_of("native", "vllm"),
-            "Who hashes the blocks of a new prompt: native code or vLLM's Python. Of native hashes vLLM's own code checks the "
-            "first, the last and one between, each time.",
+            "The code that hashes the blocks of a new prompt: `native`, or vLLM's Python, which takes longer. vLLM's own code "
+            "checks the first, the last and one other hash of each native chain.",
         ),
     )
     miss_wait_ms: int = field(
         default=0,
         metadata=_told(
             _count(MISS_WAIT_MS_MAX, "milliseconds", "0 (off)"),
-            "How long a request waits for blocks that another pod may still be computing.",
+            "The longest that a request waits for blocks that another pod may still be computing. Set it if pods often get "
+            "equal prompts at the same time.",
         ),
     )
     handover_wait_ms: int = field(
         default=HANDOVER_WAIT_MS_MAX,
         metadata=_told(
             _count(HANDOVER_WAIT_MS_MAX, "milliseconds"),
-            "How long a request waits for another engine that has promised its prompt and works.",
+            "The longest that a request waits for an engine that has promised its prompt and is still running.",
         ),
     )
     promise_wait_ms: int = field(
         default=PROMISE_WAIT_MS,
         metadata=_told(
             _count(MISS_WAIT_MS_MAX, "milliseconds"),
-            "How long a request waits for the first, or the next, block of its prompt. That is where another engine was to "
-            "compute the prompt and has not promised it.",
+            "The longest that a request waits for the first or the next block of its prompt, if another engine should compute "
+            "the prompt and has not promised it.",
         ),
     )
     strict_tokens: int | None = field(
         default=None,
         metadata=_told(
             _count(1 << 20, "tokens"),
-            "The most tokens that this engine computes of a prompt that another engine was to compute. A request with more to "
-            "do ends with an error. Its default is no limit. Needs `kv_load_failure_policy` = `fail`.",
+            "The most tokens that this engine computes of a prompt that another engine should compute. A request with more "
+            "tokens left ends with an error. The default is no limit. Requires `kv_load_failure_policy` = `fail`.",
         ),
     )
     record_every: int = field(
         default=100,
         metadata=_told(
             _count(1_000_000, "requests", "0 (none)"),
-            "One of so many requests has its record written: what it asked for, what was found, and what it waited for.",
+            "One of this number of requests is recorded: what it asked for, what was found, and what it waited for.",
         ),
     )
     record_slow_ms: int = field(
         default=1000,
         metadata=_told(
             _count(3_600_000, "milliseconds", "0 (every request)"),
-            "Every request that waits so long until it is computed has its record written.",
+            "Every request that waits at least this long before it is computed is recorded.",
         ),
     )
     record_otlp: str | None = field(
         default=None,
-        metadata=_told(URL, "Where records are sent by OTLP over HTTP, beside the log: `http://collector:4318/v1/traces`."),
+        metadata=_told(
+            URL, ("The URL to which records are also sent by OTLP over HTTP, such as `http://collector:4318/v1/traces`.")
+        ),
     )
 
     @property
@@ -234,7 +247,7 @@ def parse(extra: Mapping[str, Any]) -> Config:
     for key, value in ours.items():
         if key not in known:
             valid = ", ".join(PREFIX + name for name in known)
-            raise ConfigError(f"unknown option {PREFIX}{key} in kv_connector_extra_config; valid are {valid}")
+            raise ConfigError(f"unknown option {PREFIX}{key} in kv_connector_extra_config: use one of {valid}")
         if not known[key].admit(value):
             raise ConfigError(f"{PREFIX}{key} is {value!r}; it must be {known[key].rule}")
     ours.setdefault("socket", default_socket())

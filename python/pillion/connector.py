@@ -92,7 +92,7 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         extra = self._kv_transfer_config.kv_connector_extra_config or {}
         config = options.parse(extra)
         self._is_one_of_several = vllm_compat.is_one_of_several()
-        reason = "this vLLM gives connectors no KV cache configuration; 0.29 or later does"
+        reason = "this vLLM gives connectors no KV cache configuration: install vLLM 0.29 or later"
         if self._is_one_of_several:
             reason = "another connector loads into the same blocks (MultiConnector): let PillionConnector be the only one"
         elif kv_cache_config is not None:
@@ -238,8 +238,8 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
                 reasons.append(f"rank {rank}: {told.reason}")
             elif isinstance(told, Served) and told.host != this_host():
                 reasons.append(
-                    f"rank {rank} runs on another host than the scheduler, and a sidecar serves the ranks of its own alone: "
-                    "run an engine on each host instead"
+                    f"rank {rank} runs on another host than the scheduler, and a sidecar serves only ranks of its own host: "
+                    "run one engine on each host"
                 )
         if self._scheduler and any(isinstance(told, Served) and told.copies for told in metadata.values()):
             self._scheduler.ranks_copy()

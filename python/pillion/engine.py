@@ -113,7 +113,7 @@ def find(
     if weights is not None:
         found = _shim.weight_files(weights)
         if found is None:
-            raise EngineError(f"{os.fspath(weights)} has no safetensors files: name the folder that the model was loaded from")
+            raise EngineError(f"{os.fspath(weights)} has no safetensors files: pass the folder that the model was loaded from")
         stated["weights"] = found
     namespaces = [_compared(entry, stated) for entry in _listed(control or _control_of(socket))]
     if tokens is not None:
@@ -129,9 +129,12 @@ def _control_of(socket: str | os.PathLike[str]) -> Path:
 def _listed(control: Control) -> list[dict[str, Any]]:
     """The namespaces of which the sidecar knows what their engines stated."""
     if isinstance(control, Address):
-        where, remedy = control.listen, "name the sidecar's --control-listen, and a file with its token that this user may read"
+        where, remedy = (
+            control.listen,
+            ("pass the sidecar's --control-listen, and a file with its token that this user may read"),
+        )
     else:
-        where, remedy = os.fspath(control), "name the sidecar's --control-socket, as its user or as root; or name an Address"
+        where, remedy = os.fspath(control), "pass the sidecar's --control-socket, as its user or as root; or pass an Address"
     try:
         status, answer = _answer(control)
     except (OSError, HTTPException, ValueError) as error:
@@ -263,7 +266,7 @@ class Engine:
         """So many blocks that nothing else uses: consecutive ones where there are, which `read` shows in place."""
         if count > len(self._free):
             raise EngineError(
-                f"{count} blocks are wanted and {len(self._free)} are free: free some, or make the engine with more"
+                f"{count} blocks are needed and {len(self._free)} are free: free some, or make the engine with more"
             )
         starts = (at for at in range(len(self._free) - count + 1) if self._free[at + count - 1] - self._free[at] == count - 1)
         start = next(starts, 0) if count else 0
@@ -363,8 +366,9 @@ class Engine:
                 self.free(ids)
             if self._counted("blocks_differing") > differing:
                 raise EngineError(
-                    f"what this engine computes is not what namespace {self.namespace.digest} keeps, so that is closed to it: "
-                    "load the same weights, apply the same rope, and write pages as page_form says; the log has by how much"
+                    f"the KV of this engine differs from the KV that namespace {self.namespace.digest} keeps, so the namespace "
+                    "is closed to it: load the same weights, apply the same rope, and write pages as page_form says. The log "
+                    "shows the difference"
                 )
             if self._counted("blocks_checked") > checked:
                 return True

@@ -157,7 +157,7 @@ class Facts:
             return read()
         except Exception as error:  # what configurations and modules hold is their model's
             return self._keep_private(
-                f"{what} cannot be compared ({error})", "let the model keep numbers, texts, lists and mappings there"
+                f"{what} cannot be compared ({error})", "let the model keep only numbers, texts, lists and mappings there"
             )
 
     def _keep_private(self, why: str, remedy: str) -> str:
@@ -200,7 +200,7 @@ class Facts:
         if getattr(model, "multimodal_config", None) is None:
             return ""
         found = self._read("the files of the processor", lambda: processors.digest(model) or "") or self._config.model_id
-        why = "the processor of images, video and sound cannot be compared"
+        why = "the processor of images, video and audio cannot be compared"
         return f" {found or self._keep_private(why, 'serve the model from a folder, or set pillion.model_id')}"
 
     def _drafter(self) -> str:
@@ -251,7 +251,7 @@ class Facts:
         if not self.experts_apart:
             return "sampled"
         return self._files or self._keep_private(
-            f"experts are dealt out between data-parallel engines or move, and their files (load_format {self._load_format}) "
-            "cannot be digested",
+            f"data-parallel engines divide or move experts, and their files (load_format {self._load_format}) cannot be "
+            "digested",
             "load safetensors files, or leave out --enable-expert-parallel and --enable-eplb",
         )

@@ -227,5 +227,6 @@ def self_test(layers: list[tuple[str, torch.Tensor]], geometry: Geometry, blocks
             page.zero_()
     if not right:
         raise GeometryError(
-            "a block's bytes do not lie where the strides of vLLM's KV tensors say; please report the model and vLLM's version"
+            "bytes of a block are not where the strides of vLLM's KV tensors say: report the model and vLLM's version, and "
+            "leave --kv-transfer-config out"
         )

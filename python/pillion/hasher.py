@@ -40,11 +40,11 @@ class NativeHasher:
             made = self._make(request, start, end)
             if self._agrees(request, start, made):
                 return made
-            why = "its hashes are not vLLM's"
+            why = "its hashes differ from those of vLLM"
         except Exception as error:
             why = repr(error)
         self._sound = False
-        logger.error("pillion: the native hasher is off, and vLLM hashes prompts itself, which takes longer: %s", why)
+        logger.error("pillion: the native hasher is off, so vLLM hashes prompts itself, which takes longer: %s", why)
         return self._vllms(request)
 
     def _make(self, request: Any, start: int, end: int) -> list[bytes]:

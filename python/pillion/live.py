@@ -63,8 +63,8 @@ class Live:
             sample = self._sampler.take(moment)
         except Unsampled as error:
             logger.warning(
-                "pillion: the live weights cannot be sampled: %s. Until they may have changed, the files that they were loaded "
-                "from stand for them; from then on this engine shares nothing before its next start",
+                "pillion: the loaded weights cannot be sampled: %s. Their files stand for them until the weights may have "
+                "changed; after that this engine shares nothing until it restarts",
                 error,
             )
             return None

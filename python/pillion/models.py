@@ -29,7 +29,7 @@ class Models:
         """The modules, in the order of their first layers; raises `ModelGone`."""
         loaded = [model for reference in self._references if (model := reference()) is not None]
         if len(loaded) < len(self._references):
-            raise ModelGone("the model that was loaded at the start is gone")
+            raise ModelGone("the model that was loaded at the start no longer exists")
         return loaded
 
 

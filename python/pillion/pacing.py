@@ -54,8 +54,8 @@ class Pacing:
         self._may_wait = on_gpu and not by_engine
         if not self._may_wait and self._load == "sync":
             logger.warning(
-                "pillion: pillion.load=sync has no effect where %s: what is computed upon a load that fails might be answered. "
-                "Loads are asynchronous",
+                "pillion: pillion.load=sync has no effect because %s, and tokens computed from a load that fails could be "
+                "answered. Loads are asynchronous: leave the option out",
                 "this engine copies for itself (pillion.copy=engine)" if on_gpu else "KV lies in host memory",
             )
         ms = AUTO_SYNC_CONSUMER_MS if vllm_config.kv_transfer_config.kv_role == "kv_consumer" else AUTO_SYNC_MS

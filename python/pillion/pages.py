@@ -126,16 +126,18 @@ def views(memory: Any, form: str, shards: int = 1) -> list[tuple[Any, Any]]:
     shard_bytes = sum(page.layers * page.bytes for page in pages)
     if pieces * piece != shards * shard_bytes:
         raise FormError(
-            f"blocks of {pieces * piece} bytes, and page_form has {shards} shards of {shard_bytes}: give each block a row"
+            f"blocks have {pieces * piece} bytes, and page_form has {shards} shards of {shard_bytes}: give each block a row"
         )
     found, start = [], 0
     for page in pages:
         item = ITEM_BYTES[page.dtype]
         if any(size % item for size in (start, piece, shard_bytes)):
-            raise FormError(f"{page.dtype} begins at byte {start} of a shard of {shard_bytes}: such layers cannot be viewed")
+            raise FormError(
+                f"{page.dtype} begins at byte {start} of a shard of {shard_bytes} bytes: such layers cannot be viewed"
+            )
         if pieces > 1 and (len(pages) > 1 or not _in_pieces(page, piece)):
             raise FormError(
-                f"pieces of {piece} bytes part what the strides of page_form join: give memory in pieces of pages.piece_bytes"
+                f"pieces of {piece} bytes divide what the strides of page_form join: pass memory in pieces of pages.piece_bytes"
             )
         outer = [(page.layers, page.bytes // item), (shards, shard_bytes // item)]
         both = []
@@ -232,11 +234,13 @@ def _parts(given: Any, view: Any, blocks: int) -> Any:
     count = blocks * kernel_blocks * tokens
     if given.ndim != 4 or tuple(given.shape) != (*_heads(view), given.shape[2], dim) or given.shape[2] < count:
         raise FormError(
-            f"K or V of {tuple(given.shape)} for {blocks} blocks; wanted are [{layers} layers, {prod(heads)} heads, at "
-            f"least {count} tokens, {dim}]"
+            f"K or V has shape {tuple(given.shape)} for {blocks} blocks: pass [{layers} layers, {prod(heads)} heads, at least "
+            f"{count} tokens, {dim}]"
         )
     if given.dtype != view.dtype:
-        raise FormError(f"K or V of {given.dtype} for pages of {view.dtype}: pages are never converted, do it before or after")
+        raise FormError(
+            f"K or V has {given.dtype} and pages have {view.dtype}: convert K and V yourself, pages are never converted"
+        )
     return given[:, :, :count].reshape(layers, *heads, blocks, kernel_blocks, tokens, dim)
 
 
@@ -293,7 +297,7 @@ def _runs(ids: Sequence[int]) -> Iterator[tuple[slice, slice]]:
 
 def _only(found: list[tuple[Any, Any]]) -> tuple[Any, Any]:
     if len(found) != 1:
-        raise FormError(f"the model has {len(found)} runs of layers with pages of their own: read each by pages.views")
+        raise FormError(f"the model has {len(found)} runs of layers with pages of their own: read each with pages.views")
     return found[0]
 
 
@@ -305,7 +309,7 @@ def _strided(memory: Any, dtype: str, offset: int, axes: list[tuple[int, int]]) 
         return memory.view(-1).view(getattr(torch, dtype)).as_strided(shape, strides, offset)
     numpy = _numpy()
     if not hasattr(numpy, dtype):
-        raise FormError(f"numpy has no {dtype}: give pages memory as a tensor of torch")
+        raise FormError(f"numpy has no {dtype}: pass the memory of pages as a tensor of torch")
     flat = memory.reshape(-1).view(getattr(numpy, dtype))
     steps = [stride * flat.itemsize for stride in strides]
     return numpy.lib.stride_tricks.as_strided(flat[offset:], shape, steps)

@@ -99,8 +99,8 @@ class Proof:
             self.void()
             self.stalled = True
             logger.error(
-                "pillion: as far as connectors are told, vLLM has taken the output of none of the last %d steps, so nothing is "
-                "kept until it does: what wraps the model runner or the executor must hand on kv_connector_worker_meta",
+                "pillion: vLLM reported no output of the last %d steps to this connector, so nothing is kept until it does: "
+                "let any wrapper of the model runner or executor pass on kv_connector_worker_meta",
                 OPEN_STEPS_MAX,
             )
 
@@ -136,9 +136,9 @@ class Proof:
             self._warned = True
             logger.warning(
                 "pillion: vLLM's prefix cache lists %d blocks of request %s that no accepted step has filled. vLLM computes "
-                "upon them, so its answer may be wrong, and nothing of it is kept. A failed step leaves such blocks, and so "
+                "with them, so its answer may be wrong, and nothing of it is kept. A failed step leaves such blocks, and so "
                 "does a preemption under --scheduling-policy priority: reset vLLM's prefix cache, and use --scheduling-policy "
-                "fcfs. This is said once; vllm:pillion_unproven_blocks_total counts the blocks",
+                "fcfs. This line is logged once; vllm:pillion_unproven_blocks_total counts the blocks",
                 blocks,
                 tracked.request.request_id,
             )
@@ -185,8 +185,8 @@ class Proof:
             voids |= self._pass_over(passed, requests)
             self.counts["unaccepted_steps"] += len(passed)
             logger.warning(
-                "pillion: vLLM did not take the output of %d steps before step %d: they raised, were skipped or were refused. "
-                "Nothing that they computed is kept. vLLM may still list their blocks: reset its prefix cache",
+                "pillion: vLLM did not take the output of %d steps before step %d, because they raised, were skipped or were "
+                "refused. Nothing that they computed is kept. vLLM may still list their blocks: reset its prefix cache",
                 len(passed),
                 step,
             )

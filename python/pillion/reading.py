@@ -170,7 +170,7 @@ def _probed(name: str, module: torch.nn.Module) -> torch.Tensor:
     multiply = getattr(module, "cpu_linear", None)
     width = getattr(module, "input_size_per_partition", getattr(module, "input_size", None))
     if multiply is None or width is None:
-        raise Unsampled(f"the weights of {name} ({type(module).__qualname__}) are held where they cannot be read")
+        raise Unsampled(f"the weights of {name} ({type(module).__qualname__}) are stored in a form that cannot be read")
     rows = torch.zeros(PROBES, width, dtype=module.weight.dtype)
     for row in range(PROBES):
         rows[row, row * (width - 1) // (PROBES - 1)] = 1

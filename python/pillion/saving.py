@@ -199,8 +199,8 @@ class Saving:
         if namespace not in (0, self._namespace):
             if self._namespace:
                 logger.warning(
-                    "pillion: the ranks compute with other weights than before, and nothing that could be seen changed them: "
-                    "blocks from before are not kept. Reset vLLM's prefix cache when weights are written behind its back"
+                    "pillion: the weights of the ranks have changed without a visible call, so blocks from before are not "
+                    "kept. Reset vLLM's prefix cache whenever you change weights"
                 )
                 self.disown()
             self._namespace, self._golden_due = namespace, 0.0

@@ -53,13 +53,13 @@ class Scheduler:
         self._recomputes = vllm_compat.recomputes_failed_loads(vllm_config)
         if config.strict_tokens is not None and (group.several or self._recomputes):
             raise ConfigError(
-                "pillion.strict_tokens ends requests by loads that fail: set kv_load_failure_policy to fail, and serve a model "
-                "with one cache group, or leave the option out"
+                "pillion.strict_tokens needs loads that fail to end their requests: set kv_load_failure_policy to fail and "
+                "serve a model with one cache group, or leave the option out"
             )
         if not self._recomputes and config.strict_tokens is None and config.loads:
             logger.warning(
-                "pillion: a request whose blocks cannot be loaded ends with an error: "
-                "set kv_load_failure_policy to recompute in --kv-transfer-config"
+                "pillion: a request whose blocks cannot be loaded will end with an error: set kv_load_failure_policy to "
+                "recompute in --kv-transfer-config"
             )
         self._config = config
         on_gpu = vllm_compat.on_gpu()

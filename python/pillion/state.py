@@ -31,10 +31,10 @@ RecordEnd = Literal["written", "refused", "dropped"]
 RECORD_ENDS: tuple[RecordEnd, ...] = get_args(RecordEnd)
 # What is not kept, each a counter of its own, with the help of its metric.
 UNKEPT = {
-    "unaccepted_steps": "Steps whose output vLLM did not take, since they raised, were skipped or were refused. Nothing that "
-    "they computed is kept: see the engine's log for the exception.",
+    "unaccepted_steps": "Steps whose output vLLM did not take, because they raised, were skipped or were refused. Nothing "
+    "that they computed is kept; the exception is in the engine's log.",
     "unproven_blocks": "Blocks that vLLM's prefix cache gave to a request although no accepted step had filled them. Nothing "
-    "computed upon them is kept: reset vLLM's prefix cache, and use --scheduling-policy fcfs.",
+    "computed from them is kept; reset vLLM's prefix cache, and use --scheduling-policy fcfs.",
 }
 # Characters of a reason that are shown.
 REASON_MAX = 200
@@ -98,28 +98,28 @@ class PromMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._states = self._gauge_cls(
             name="vllm:pillion_engine_state",
-            documentation="1 for what the engine got of Pillion in its last step; away: start the sidecar, or see the engine's "
-            "log for what it refuses; out: see vllm:pillion_stays_out.",
+            documentation="1 for the state of this engine in its last step. serving: loads and saves; unbound: some ranks "
+            "have not joined; unaccepted: nothing is kept, since vLLM reports no outputs; away: no sidecar, start it, or look "
+            "in the engine's log for a refusal; out: see vllm:pillion_stays_out.",
             labelnames=[*labelnames, "state"],
             multiprocess_mode="mostrecent",
         )
         self._reasons = self._gauge_cls(
             name="vllm:pillion_stays_out",
-            documentation="1 where the engine cannot be served: its reason names what to change.",
+            documentation="1 if the engine cannot be served; the label reason names what to change.",
             labelnames=[*labelnames, "reason"],
             multiprocess_mode="mostrecent",
         )
         self._hit_tokens = self._counter_cls(
             name="vllm:pillion_hit_tokens",
-            documentation="Tokens of prompts that were loaded, once for each request, by where they were found before anything "
-            "was brought for it: host (memory of the sidecar), disk, p2p (another sidecar).",
+            documentation="Prompt tokens that were loaded, counted once for each request, by where their blocks were when the "
+            "request asked. host: the sidecar's memory; disk: its disks; p2p: another sidecar.",
             labelnames=[*labelnames, "source"],
         )
         self._records = self._counter_cls(
             name="vllm:pillion_records",
-            documentation="Records of requests that were kept, by what became of them: written to the log, and sent where "
-            "pillion.record_otlp is set; refused: not sent, look at the engine's log for why; dropped: neither, since the "
-            "receiver was too slow.",
+            documentation="Records of requests, by outcome. written: in the log, and sent to pillion.record_otlp if that is "
+            "set; refused: not sent, the engine's log says why; dropped: neither, because the receiver was too slow.",
             labelnames=[*labelnames, "end"],
         )
         self._unkept = {

@@ -74,36 +74,39 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str 
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) != 1:
             option = f"--{name.replace('_', '-')} 1"
-            return f"{name} is {getattr(parallel, name)}, and tensor parallelism alone is served: start vLLM with {option}"
+            return f"{name} is {getattr(parallel, name)}, and only tensor parallelism is served: start vLLM with {option}"
     nodes = getattr(parallel, "nnodes_within_dp", 1)
     if nodes > 1:
         return (
-            f"tensor parallelism spans {nodes} nodes, and a sidecar serves the ranks of its own alone: run as many engines as "
+            f"tensor parallelism spans {nodes} nodes, and a sidecar serves only ranks of its own node: run as many engines as "
             "there are nodes, each with --nnodes 1"
         )
     if getattr(parallel, "enable_elastic_ep", False):
         return "elastic expert parallelism replaces experts while the engine runs: start vLLM without --enable-elastic-ep"
     if getattr(cache, "calculate_kv_scales", False):
         return (
-            "calculate_kv_scales makes the scales of FP8 KV from each engine's first batch: start vLLM without "
-            "--calculate-kv-scales"
+            "calculate_kv_scales takes the scales of FP8 KV from each engine's first batch, so engines differ: start vLLM "
+            "without --calculate-kv-scales"
         )
     if getattr(getattr(vllm_config, "ec_transfer_config", None), "is_ec_consumer", False):
         return (
-            "another engine makes what encoders make (ec_transfer_config), with weights that no fact of this one states: "
-            "start vLLM without --ec-transfer-config"
+            "another engine computes the encoder outputs (ec_transfer_config), with weights that no fact of this engine "
+            "states: start vLLM without --ec-transfer-config"
         )
     model = getattr(vllm_config, "model_config", None)
     if getattr(getattr(model, "multimodal_config", None), "video_pruning_rate", None) and getattr(model, "uses_mrope", False):
         return (
-            "vLLM places what follows a cached video as if video_pruning_rate had dropped nothing: start vLLM without "
-            "--video-pruning-rate"
+            "vLLM gives tokens after a cached video positions as if video_pruning_rate had dropped no frame: start vLLM "
+            "without --video-pruning-rate"
         )
     if not cache.enable_prefix_caching:
         return "prefix caching is off, so blocks have no hashes: start vLLM with --enable-prefix-caching"
     tokens, hashed = block_tokens(kv_cache_config), hash_tokens(kv_cache_config)
     if len(kv_cache_config.kv_cache_groups) == 1 and hashed not in (0, tokens):
-        return f"blocks of {tokens} tokens are hashed every {hashed}; the two must be equal"
+        return (
+            f"blocks have {tokens} tokens and hashes cover {hashed}: set --block-size so that both are equal, or leave "
+            "--kv-transfer-config out"
+        )
     return None
 
 
@@ -132,7 +135,7 @@ def _unserved_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
     if kinds == {WINDOW_SPEC}:
         return _unserved_windows(vllm_config)
     if not kinds <= set(SERVED_SPECS):
-        return f"its KV cache is of kind {named}, and {', '.join((*SERVED_SPECS, WINDOW_SPEC))} are served: {LEAVE_OUT}"
+        return f"its KV cache is of kind {named}, and only {', '.join((*SERVED_SPECS, WINDOW_SPEC))} are served: {LEAVE_OUT}"
     return None
 
 
@@ -148,21 +151,24 @@ def _unserved_set(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kinds
     if not offered or not whole or not hasattr(KVConnectorBase_V1, "get_transfer_results"):
         return f", and this vLLM divides or hashes their blocks in ways that are not served: {remedy}"
     if getattr(vllm_config, "speculative_config", None) is not None:
-        return ", which are not served beside speculation: start vLLM without --speculative-config"
+        return ", which are not served with speculation: start vLLM without --speculative-config"
     if getattr(vllm_config, "lora_config", None) is not None:
         # Each group digests an adapter's files by itself: those that change meanwhile would be of two kinds in one set.
-        return ", which are not served beside adapters: start vLLM without --enable-lora"
+        return ", which are not served with adapters: start vLLM without --enable-lora"
     if not recomputes_failed_loads(vllm_config):
-        return ", and one load that failed would end its request: set kv_load_failure_policy to recompute"
+        return ", and a load that fails would end its request: set kv_load_failure_policy to recompute"
     return None
 
 
 def _unserved_windows(vllm_config: VllmConfig) -> str | None:
     """Why blocks of a model whose layers all have windows cannot be kept; None if they can."""
     if getattr(vllm_config, "speculative_config", None) is not None:
-        return "all layers have windows, which is not served beside speculation: start vLLM without --speculative-config"
+        return "all layers have windows, which is not served with speculation: start vLLM without --speculative-config"
     if not hasattr(KVConnectorBase_V1, "get_transfer_results"):
-        return "all layers have windows, and this vLLM would compute upon freed blocks where a load fails: 0.30 does not"
+        return (
+            "all layers have windows, and this vLLM would compute with freed blocks after a load that fails: install vLLM "
+            "0.30 or later"
+        )
     return None
 
 
@@ -371,7 +377,7 @@ def prepare_scales(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> s
         ensure = getattr(implementation, "_ensure_scale_caches", None)
         if ensure is None:
             return (
-                f"attention of kind {type(implementation).__name__} is not known to keep the scales of a "
+                f"attention of kind {type(implementation).__name__} may not keep the scales of a "
                 f"{vllm_config.cache_config.cache_dtype} cache as they were loaded: choose another --kv-cache-dtype or "
                 "--attention-backend TRITON_ATTN"
             )

@@ -96,7 +96,8 @@ class Worker:
             for name, tensor in layers:
                 if tensor.device.type != served:
                     raise GeometryError(
-                        f"layer {name}: KV on a device of kind {tensor.device.type}; CUDA and CPU engines are served"
+                        f"layer {name} has its KV on a device of kind {tensor.device.type}, and only CUDA and CPU engines are "
+                        "served: leave --kv-transfer-config out"
                     )
             heads = vllm_compat.heads(self._vllm_config, self._kv_cache_config)
             geometry = describe(layers, self._kv_cache_config.num_blocks, heads)
@@ -116,7 +117,7 @@ class Worker:
         except RuntimeError as error:
             # Torch's, such as its OutOfMemoryError: the engine's own KV fills the device.
             text = str(error).partition("\n")[0]
-            self._stay_out(f"torch: {text} (where memory is short, lower --gpu-memory-utilization)")
+            self._stay_out(f"torch: {text} (if memory is short, lower --gpu-memory-utilization)")
 
     def _stay_out(self, reason: str) -> None:
         self.out_reason = reason
@@ -147,8 +148,8 @@ class Worker:
         alone = vllm_compat.keeps_kv_memory(self._vllm_config)
         if copier == "engine" and not alone:
             raise GeometryError(
-                "pillion.copy=engine beside sleep mode, which takes the KV memory away under the engine's own copies: run "
-                "without --enable-sleep-mode"
+                "pillion.copy=engine does not work with sleep mode, which frees the KV memory under the engine's own copies: "
+                "run without --enable-sleep-mode"
             )
         try:
             self._connect(geometry, [], pointers, geometry.cuts, copier)
@@ -245,8 +246,8 @@ class Worker:
             session.set_weights(count, self._live.again(metadata.step))
         elif paused > (LOOK_AFTER_S_GPU if self._device else LOOK_AFTER_S_CPU) and self._live.differs(metadata.step):
             logger.warning(
-                "pillion: the weights are others than before, and vLLM did not say so. Loads fail until the sidecar knows; KV "
-                "that vLLM itself holds was computed with the old ones: reset its prefix cache whenever you change weights"
+                "pillion: the weights have changed without a call of vLLM. Loads fail until the sidecar knows the new ones. "
+                "KV in vLLM's own prefix cache is from the old weights: reset it whenever you change weights"
             )
             session.set_weights(0, self._live.again(metadata.step))
 
@@ -327,7 +328,7 @@ class Worker:
         blocks = [block for plan in self._loaded_by_cuts for block in _shim.plan_blocks(plan)]
         logger.error(
             "pillion: step %d did not call the hooks of all its layers, so it may have read %d blocks before they were "
-            "loaded: they are computed again, and from now on every step waits for its whole load",
+            "loaded. These are computed again, and from now on every step waits for its whole load",
             step,
             len(blocks),
         )
@@ -424,7 +425,7 @@ def _no_room(needed: int, ranks: int) -> OSError:
     # Every rank of the engine moves as much; some room for whatever else uses it.
     size = -(-(used + needed * ranks) // MIB) + 64
     return OSError(
-        f"the KV cache of {-(-needed // MIB)} MiB must lie in {SHARED_MEMORY}, which has {free // MIB} MiB free; give the "
-        f"container more: volumes: [{{name: shm, emptyDir: {{medium: Memory, sizeLimit: {size}Mi}}}}] mounted at "
-        f"{SHARED_MEMORY}, or docker run --shm-size={size}m"
+        f"the KV cache of {-(-needed // MIB)} MiB must lie in {SHARED_MEMORY}, which has {free // MIB} MiB free: enlarge it, "
+        f"by volumes: [{{name: shm, emptyDir: {{medium: Memory, sizeLimit: {size}Mi}}}}] mounted at {SHARED_MEMORY}, or docker "
+        f"run --shm-size={size}m"
     )

@@ -220,11 +220,11 @@ pub struct Welcome {
 #[derive(Debug, Error, Eq, PartialEq)]
 pub enum HandshakeError {
     /// Not CBOR, or not this record.
-    #[error("not a pillion handshake record: {0}")]
+    #[error("the record is not a pillion handshake: {0}")]
     Malformed(String),
     /// A peer of a release without a common version.
     #[error(
-        "the peer speaks protocol {theirs}, this side {}: install the same pillion release on both",
+        "the peer speaks protocol {theirs}, and this side {}: install the same pillion release on both",
         own_versions()
     )]
     Version {

@@ -104,11 +104,11 @@ const _: () = assert!(size_of::<NamespaceDigest>() == 16);
 pub enum KeyError {
     /// Neither 16 nor 32 bytes.
     #[error(
-        "a block hash of {0} bytes; pass 16 (xxhash_cbor, xxhash) or 32 (sha256_cbor, sha256) as the engine made it"
+        "a block hash has {0} bytes: pass 16 (xxhash_cbor, xxhash) or 32 (sha256_cbor, sha256), as the engine made it"
     )]
     Length(usize),
     /// A word that names none of a closed set.
-    #[error("{what} '{found}' is unknown; valid ones are: {valid}")]
+    #[error("{what} '{found}' is unknown: pass one of {valid}")]
     Unknown {
         /// What was to be named.
         what: &'static str,
@@ -119,14 +119,17 @@ pub enum KeyError {
     },
     /// The first parent hash cannot be known from outside the engine.
     #[error(
-        "without a seed the first hash (NONE_HASH) of {0} is random in every process; set PYTHONHASHSEED for the engines and pass the same seed"
+        "without a seed the first hash (NONE_HASH) of {0} is random in every process: set PYTHONHASHSEED for the \
+         engines and pass the same seed"
     )]
     RandomNoneHash(Algorithm),
     /// A seed that no Python takes.
-    #[error("a seed of {0} bytes; pass the engines' PYTHONHASHSEED: \"random\" or a number up to 4294967295")]
+    #[error(
+        "the seed has {0} bytes: pass the engines' PYTHONHASHSEED, \"random\" or a number up to 4294967295"
+    )]
     Seed(usize),
     /// A block of no tokens, or of more than are hashed at once.
-    #[error("blocks of {tokens} tokens; {algorithm} is derived for 1 to {limit}")]
+    #[error("a block has {tokens} tokens: {algorithm} is derived for 1 to {limit}")]
     BlockTokens {
         /// Tokens of a block.
         tokens: u32,
@@ -137,7 +140,7 @@ pub enum KeyError {
     },
     /// A block is not made of whole hashed blocks.
     #[error(
-        "blocks of {block} tokens over hashes of {hashed}; block_size must be a multiple of hash_block_size"
+        "blocks have {block} tokens and hashes cover {hashed}: block_size must be a multiple of hash_block_size"
     )]
     HashBlockTokens {
         /// Tokens of a block.
@@ -147,7 +150,8 @@ pub enum KeyError {
     },
     /// Extra keys for another number of blocks than the tokens fill.
     #[error(
-        "extra keys of {given} blocks for {blocks} full blocks of {tokens} tokens; give one list (or null) for each, and one for the tail if you like"
+        "extra keys of {given} blocks are given for {blocks} full blocks of {tokens} tokens: pass one list (or null) \
+         for each, and optionally one for the tail"
     )]
     ExtraCount {
         /// Entries given.
@@ -159,17 +163,19 @@ pub enum KeyError {
     },
     /// A bare text under a rule that hashes the kind too.
     #[error(
-        "the extra key '{0}' does not say what it is, and tagged keys hash that too; pass [\"lora\", name, path] or [\"cache_salt\", salt], or form \"bare\""
+        "the extra key '{0}' has no tag, and tagged keys hash it: pass [\"lora\", name, path] or [\"cache_salt\", \
+         salt], or form \"bare\""
     )]
     Untagged(String),
     /// Pickled bytes depend on which of two equal texts are one object, which nobody outside the engine knows.
     #[error(
-        "{0} hashes a pickle, whose bytes depend on object identity as soon as a block has two extra keys or equal texts in one; run the engines with --prefix-caching-hash-algo {0}_cbor"
+        "{0} hashes a pickle, whose bytes depend on object identity if a block has two extra keys or equal texts in \
+         one: run the engines with --prefix-caching-hash-algo {0}_cbor"
     )]
     PickleIdentity(Algorithm),
     /// A pickle of more than one frame.
     #[error(
-        "the extra keys of a block have {found} bytes; {algorithm} is derived for at most {PICKLE_EXTRA_BYTES_MAX}"
+        "the extra keys of a block have {found} bytes: {algorithm} is derived for at most {PICKLE_EXTRA_BYTES_MAX}"
     )]
     PickleBytes {
         /// Bytes found.

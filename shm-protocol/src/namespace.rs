@@ -31,17 +31,17 @@ const REMEDIES: &[(&str, &str)] = &[
          the engine on both, and after an update in place update both",
     ),
     ("revision", "load the same revision of the model on both"),
-    ("quantization", "quantise weights alike on both"),
+    ("quantization", "quantise weights in the same way on both"),
     ("dtype", "compute in the same type on both"),
-    ("config", "give both the same model configuration, what overrides it included"),
+    ("config", "give both the same model configuration, including its overrides"),
     (
         "rotary",
         "give both the same rope parameters, and with LongRoPE the same longest context, by which its factors are chosen",
     ),
-    ("drafter", "draft tokens by the same model on both"),
+    ("drafter", "draft tokens with the same model on both"),
     ("lora", "allow adapters on both or on neither"),
-    ("hash_algorithm", "hash blocks by the same algorithm on both"),
-    ("none_hash", "other NONE_HASH: set PYTHONHASHSEED to the same value on both"),
+    ("hash_algorithm", "hash blocks with the same algorithm on both"),
+    ("none_hash", "NONE_HASH differs: set PYTHONHASHSEED to the same value on both"),
     (
         "extra_keys",
         "write extra keys in the same form on both: vLLM since 0.31 tags them, earlier ones do not",
@@ -49,17 +49,14 @@ const REMEDIES: &[(&str, &str)] = &[
     ("tensor_parallel_size", "divide blocks between the same number of ranks on both"),
     ("block_tokens", "put the same number of tokens into a block on both"),
     ("kv_dtype", "keep KV in the same type on both"),
-    ("kv_quant", "quantise KV alike on both"),
-    ("attention_backend", "compute attention by the same backend on both"),
-    (
-        "page_form",
-        "lay pages out alike on both, by the same layout and attention backend: pages are not converted",
-    ),
+    ("kv_quant", "quantise KV in the same way on both"),
+    ("attention_backend", "compute attention with the same backend on both"),
+    ("page_form", "use the same layout and attention backend on both: pages are not converted"),
     (
         "layers",
-        "name, count and order the model's cache layers alike on both, as the same release of an engine does",
+        "name, count and order the model's cache layers in the same way on both, as the same release of an engine does",
     ),
-    ("group_kind", "give the layers the same windows on both, as one configuration of the model does"),
+    ("group_kind", "give the layers the same windows on both, as the same model configuration does"),
     ("page_bytes", "it follows from the model, block_tokens, kv_dtype and tensor_parallel_size"),
 ];
 const UNKNOWN_REMEDY: &str = "state the same on both";
@@ -149,7 +146,7 @@ pub fn explain(ours: &Facts, theirs: &Facts) -> String {
     let same_model = same("model") && same("weights");
     let mut text = String::from(match (same_model, same("page_form")) {
         (true, true) => "same model and layout",
-        (true, false) => "same model, other pages",
+        (true, false) => "same model, different pages",
         (false, _) => "another model",
     });
     for difference in found.iter().take(EXPLAINED_MAX) {
@@ -215,7 +212,7 @@ mod tests {
         let (ours, theirs) = (facts(&[]), facts(&[("none_hash", "bb")]));
         assert_eq!(
             explain(&ours, &theirs),
-            "same model and layout; none_hash is 'aa' here and 'bb' there (other NONE_HASH: set PYTHONHASHSEED to the \
+            "same model and layout; none_hash is 'aa' here and 'bb' there (NONE_HASH differs: set PYTHONHASHSEED to the \
              same value on both)"
         );
         assert_ne!(line(&ours), line(&theirs));
@@ -255,7 +252,7 @@ mod tests {
         assert_eq!((found[2].ours, found[2].theirs, found[2].remedy), (None, Some("1"), UNKNOWN_REMEDY));
         let text = explain(&ours, &theirs);
         assert!(
-            text.starts_with("same model, other pages; block_tokens is '32' here and '16' there"),
+            text.starts_with("same model, different pages; block_tokens is '32' here and '16' there"),
             "{text}"
         );
         assert!(text.contains("page_form is 'tokens=32' here and 'tokens=16' there"), "{text}");

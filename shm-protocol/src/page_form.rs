@@ -40,8 +40,8 @@ pub const DTYPES: [Dtype; 8] = [
 pub enum PageFormError {
     /// Pages that no strides describe.
     #[error(
-        "page_form: pages with packing={packing} are arranged by a rule that no strides describe, so only engines of the \
-         same kind can read them: run the other engine where it keeps plain pages, or convert them in it ({text})"
+        "page_form: strides do not describe pages with packing={packing}, so only engines of the same kind can read \
+         them: run the other engine with plain pages, or convert them in it ({text})"
     )]
     Packing {
         /// The rule.
@@ -50,7 +50,7 @@ pub enum PageFormError {
         text: String,
     },
     /// A text that no engine states.
-    #[error("page_form: {why}: take it from `pillion ctl namespaces` ({text})")]
+    #[error("page_form: {why}: copy it from `pillion ctl namespaces` ({text})")]
     Unreadable {
         /// What is wrong with it.
         why: String,
@@ -211,7 +211,7 @@ impl Page {
             return Err(PageFormError::Packing { packing: packing.to_owned(), text: text.to_owned() });
         }
         let optional = |words: &mut BTreeMap<_, &str>, name| {
-            let wrong = |value| unreadable(text, format!("{name}={value} is no number from 1 on"));
+            let wrong = |value| unreadable(text, format!("{name}={value} is not a number of at least 1"));
             words.remove(name).map(|value| number::<u32>(value).ok_or_else(|| wrong(value))).transpose()
         };
         let mut size =
@@ -228,7 +228,7 @@ impl Page {
             let wrong = || {
                 unreadable(
                     text,
-                    format!("{name}={text_of} is no sum such as 64+kv_heads*512+tokens*8+{content}"),
+                    format!("{name}={text_of} is not a sum such as 64+kv_heads*512+tokens*8+{content}"),
                 )
             };
             Place::parse(text_of, content).ok_or_else(wrong)
@@ -248,7 +248,7 @@ impl Page {
         }
         for (name, place, lengths) in [("K", k, page.lengths(keys)), ("V", v, page.lengths(values))] {
             if !place.fits(lengths, end) {
-                return Err(unreadable(text, format!("{name} does not lie in the page by these strides")));
+                return Err(unreadable(text, format!("{name} lies outside the page with these strides")));
             }
         }
         Ok(page)
@@ -343,17 +343,17 @@ mod tests {
             ("tokens=32", "tokens=32 kernel_block=5", "kernel blocks"),
             ("tokens=32", "tokens=4294967295", "1 TiB"),
             ("float32", "int4", "dtype=int4"),
-            ("keys*32", "keys*99", "K does not lie"),
-            ("v=2048", "v=2049", "V does not lie"),
-            ("v=2048", "v=18446744073709551615", "V does not lie"),
-            ("v=2048", "v=18446744073709551616", "is no sum"),
-            ("v=2048", "v=2048+1", "is no sum"),
-            ("keys*32+tokens", "keys*32", "K does not lie"),
-            ("keys*32+tokens", "keys*32+tokens+kernel_blocks", "K does not lie"),
-            ("keys*32+tokens", "keys*32+tokens+tokens", "is no sum"),
-            ("keys*32+tokens", "keys*0+tokens", "is no sum"),
-            ("keys*32+tokens", "values*32+tokens", "is no sum"),
-            ("k=kv_heads*4096", "k=", "is no sum"),
+            ("keys*32", "keys*99", "K lies outside"),
+            ("v=2048", "v=2049", "V lies outside"),
+            ("v=2048", "v=18446744073709551615", "V lies outside"),
+            ("v=2048", "v=18446744073709551616", "is not a sum"),
+            ("v=2048", "v=2048+1", "is not a sum"),
+            ("keys*32+tokens", "keys*32", "K lies outside"),
+            ("keys*32+tokens", "keys*32+tokens+kernel_blocks", "K lies outside"),
+            ("keys*32+tokens", "keys*32+tokens+tokens", "is not a sum"),
+            ("keys*32+tokens", "keys*0+tokens", "is not a sum"),
+            ("keys*32+tokens", "values*32+tokens", "is not a sum"),
+            ("k=kv_heads*4096", "k=", "is not a sum"),
         ] {
             let text = refused(from, to);
             assert!(text.starts_with("page_form: ") && text.contains(why), "{from} to {to}: {text}");

@@ -199,11 +199,13 @@ pub struct SlotPlace {
 pub enum LayoutError {
     /// Segment size out of range.
     #[error(
-        "a pool segment of {0} bytes; it must be a power of two from {SEGMENT_ALIGN} to {SEGMENT_BYTES_MAX}"
+        "a pool segment has {0} bytes; it must be a power of two from {SEGMENT_ALIGN} to {SEGMENT_BYTES_MAX}"
     )]
     SegmentBytes(u64),
     /// No slot of this size fits a segment.
-    #[error("a block of {block_bytes} bytes; a pool with segments of {segment_bytes} takes 1 to {max}")]
+    #[error(
+        "a block has {block_bytes} bytes; a pool with segments of {segment_bytes} bytes takes 1 to {max}"
+    )]
     BlockBytes {
         /// Bytes of the block.
         block_bytes: u64,
@@ -216,14 +218,14 @@ pub enum LayoutError {
     #[error("pool offset {0} is not the start of a slot of this block size")]
     Offset(u64),
     /// A layout that this release does not read, or whose file it would spoil for its writer.
-    #[error("the pool's layout is {found}, this release's {}", own_versions())]
+    #[error("the pool has layout {found}, and this release reads {}", own_versions())]
     Version {
         /// What its header states.
         found: Versions,
     },
     /// Not a pool.
     #[error(
-        "the pool's {what} is {found}, expected {expected}: both sides must run the same pillion release"
+        "the pool's {what} is {found}, expected {expected}: install the same pillion release on both sides"
     )]
     Header {
         /// Field.

@@ -19,7 +19,7 @@ use crate::source::Source;
 #[derive(Debug, Error)]
 pub enum SessionError {
     /// The kernel refused.
-    #[error("session memory: {0}; is there memory left in this container's limit?")]
+    #[error("session memory cannot be made or mapped ({0}): raise this container's memory limit")]
     Os(#[from] rustix::io::Errno),
     /// The header holds another version than the handshake agreed on.
     #[error(
@@ -32,7 +32,9 @@ pub enum SessionError {
         agreed: u32,
     },
     /// Wrong size, magic or seals.
-    #[error("session memory is not one of pillion's ({0}); is another program listening on this socket?")]
+    #[error(
+        "the session memory is not from a pillion sidecar ({0}): check which program listens on this socket"
+    )]
     Malformed(&'static str),
 }
 

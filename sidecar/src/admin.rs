@@ -60,7 +60,8 @@ pub fn start(address: SocketAddr, pages: Pages) -> std::io::Result<SocketAddr> {
 
 /// The metric of when the data thread last began a turn.
 pub fn last_turn(registry: &Registry) -> Result<Gauge, prometheus::Error> {
-    let help = "When the data thread last began a turn, in seconds since 1970; 0 before the first.";
+    let help =
+        "Time at which the data thread last began a turn, in seconds since 1970; 0 before the first turn.";
     let gauge = Gauge::new("pillion_last_turn_timestamp_seconds", help)?;
     registry.register(Box::new(gauge.clone()))?;
     Ok(gauge)

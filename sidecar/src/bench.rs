@@ -41,7 +41,7 @@ pub enum What {
     Disk(disk::Options),
     /// Measure copies in memory: memcpy, and blocks between an engine's memory and the pool.
     Copy(copy::Options),
-    /// Measure the way of a question to a running sidecar and back.
+    /// Measure the round trip of a query to a running sidecar.
     Ring(ring::Options),
     /// Measure blocks from a peer over TCP: plain sockets, and the mesh.
     Peer(peer::Options),
@@ -54,7 +54,7 @@ pub enum BenchError {
     Tier(#[from] tiers::Error),
     #[error("--{option} {value}: {problem}")]
     Option { option: &'static str, value: String, problem: String },
-    #[error("no memory for {bytes} bytes: {source}: lower --size")]
+    #[error("cannot allocate {bytes} bytes of memory: {source}: lower --size")]
     Memory { bytes: u64, source: Errno },
     #[error("{what}: {problem}")]
     Failed { what: &'static str, problem: String },

@@ -127,9 +127,9 @@ impl Catalog {
             self.known.iter().find(|(_, known)| known.stated == stated && !known.has(bytes, worker.shards));
         if let Some((digest, known)) = other {
             return Err(format!(
-                "namespace {digest} has blocks of {} bytes in {} shards and this engine's have {bytes} bytes in {}: its \
-                 facts leave out what makes them differ. State it in them, or give this engine a fact `salt` of its own \
-                 (vLLM: pillion.salt); if the engine before it was the mistaken one, restart the sidecar",
+                "namespace {digest} has blocks of {} bytes in {} shards, and this engine states the same facts with \
+                 blocks of {bytes} bytes in {} shards. Add the difference to its facts, or give it a fact `salt` of \
+                 its own (vLLM: pillion.salt). If the facts of the earlier engine were wrong, restart the sidecar",
                 known.block_bytes, known.shards, worker.shards
             ));
         }
@@ -154,11 +154,11 @@ impl Catalog {
         let known = self.known.iter().find(|(digest, _)| digest.to_string() == *expected);
         let why = match known {
             Some((_, known)) => namespace::explain(facts, &known.facts),
-            None => "this sidecar has not seen that one, so what differs is not known".into(),
+            None => "the difference is unknown, because this sidecar has not seen that namespace".into(),
         };
         format!(
-            "this engine is to join namespace {expected} and its facts make it {}: {why}. Change what \
-             differs, or let it join no namespace by name (vLLM: pillion.namespace)",
+            "this engine is configured for namespace {expected}, and its facts make it {}: {why}. Change what differs, \
+             or leave the namespace out of its configuration (vLLM: pillion.namespace)",
             namespace::digest(facts)
         )
     }
@@ -179,7 +179,7 @@ impl Catalog {
         let distance = |known: &Known| namespace::differences(facts, &known.facts).len();
         let (other, known) = near.min_by_key(|(_, known)| (distance(known), u64::MAX - known.seen))?;
         Some(format!(
-            "near miss: this engine's namespace {digest} shares no block with {other}, which {} served here: {}",
+            "near miss: namespace {digest} of this engine shares no block with {other}, which {} served here: {}",
             if known.engines.is_empty() { "was" } else { "is" },
             namespace::explain(facts, &known.facts)
         ))

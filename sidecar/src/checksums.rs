@@ -163,7 +163,7 @@ impl Reports {
 
 fn sum(slots: &Receiver<SlotRef>, missed: &AtomicU64, pool: &Pool, reports: &Reports) {
     if let Err(error) = rustix::process::nice(NICE) {
-        tracing::warn!(%error, "checksums are computed at the priority of the sidecar");
+        tracing::warn!(%error, "checksums are computed at the sidecar's own priority, because a lower one was refused");
     }
     let mut swept = 0;
     loop {

@@ -58,114 +58,120 @@ texts_of_the_file!(Disk, IpPort, Level, LogFormat, Quota, Size, SsdAdmission, Ss
 #[derive(Args, Clone, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct Options {
-    /// UNIX socket that engines connect to [default: /run/pillion/pillion.sock; of a user with XDG_RUNTIME_DIR
+    /// UNIX socket for engines [default: /run/pillion/pillion.sock; for a user with XDG_RUNTIME_DIR,
     /// $XDG_RUNTIME_DIR/pillion/pillion.sock]
     ///
-    /// Its mode is 0660, and its folder is made if missing. A dead sidecar's socket is replaced; a live one's, or anything
-    /// else, stops the start. At most 107 bytes.
+    /// Engines have the same default: change both sides together (vLLM: pillion.socket). At most 107 bytes. A missing
+    /// folder is created, and the socket gets mode 0660. The socket of a dead sidecar is replaced; a live one, or any
+    /// other file, stops the start.
     #[arg(long, env = "PILLION_SOCKET", value_name = "PATH")]
     pub socket: Option<PathBuf>,
     /// Memory for KV blocks, such as 30GiB or 512MiB (required)
     ///
-    /// A number with a unit (512MiB, 30GiB; MB and GB are decimal), or as Kubernetes writes it (30Gi, 30G, bytes). At least one
-    /// segment of 4 MiB, at most 2 TiB. It must fit the memory limit of the container.
-    /// Beside it are 64 MiB, --mesh-directory-size where there is a mesh, and 100 bytes for each 2 MiB of --ssd.
+    /// A number with a unit (512MiB, 30GiB; MB and GB are decimal), or in Kubernetes notation (30Gi, 30G, bytes). 4
+    /// MiB, one segment, to 2 TiB. The container's memory limit must also hold 64 MiB more, --mesh-directory-size in
+    /// a mesh, and 100 bytes for each 2 MiB of --ssd.
     #[arg(long, env = "PILLION_DRAM", value_name = "SIZE")]
     pub dram: Option<Size>,
-    /// A folder, file or block device for blocks that memory has no room for, and how much of it to use, such as
-    /// /nvme/pillion:500GiB; with :create behind it a missing file is made on any disk, the root disk too. May be given several
-    /// times
+    /// Folder, file or block device for blocks without room in memory, and the size to use there, such as
+    /// /nvme/pillion:500GiB. May be given several times
     ///
-    /// In a folder the file is called pillion.log. Each path is given once, with 17 MiB at least. In the configuration file it
-    /// is a list.
+    /// At least 17 MiB, each path once. In a folder the file is named pillion.log. A missing file is created only on
+    /// a mounted disk; with :create behind the size it is created on any disk, the root disk too. The configuration
+    /// file takes a list.
     #[arg(long, env = "PILLION_SSD", value_name = "PATH:SIZE[:create]", value_delimiter = ',')]
     #[serde(default)]
     pub ssd: Vec<Disk>,
-    /// End at once where one of the --ssd paths cannot be used, instead of serving without it
+    /// Stop at the start if one of the --ssd paths cannot be used, instead of serving without it
     #[arg(long, env = "PILLION_SSD_REQUIRED", num_args = 0..=1, require_equals = true, default_missing_value = "true", value_name = "true|false")]
     pub ssd_required: Option<bool>,
-    /// How bytes are moved between the --ssd paths and memory: io_uring, threads, or auto for threads where the kernel refuses
-    /// io_uring [default: auto]
+    /// How bytes move between the --ssd paths and memory: io_uring, threads, or auto: threads only if the kernel
+    /// refuses io_uring [default: auto]
     #[arg(long, env = "PILLION_SSD_IO", value_name = "auto|io_uring|threads")]
     pub ssd_io: Option<SsdIo>,
-    /// Which saved blocks are written to the --ssd paths: all, or second-hit for those asked for again [default: all]
+    /// Saved blocks to write to the --ssd paths: all, or second-hit for blocks requested again [default: all]
     ///
-    /// With second-hit a block is written when a later request offers it again, or when it comes back after its eviction. That
-    /// writes less, and no first use is served from a disk.
+    /// With second-hit a block is written when a later request offers it again, or when it comes back after its
+    /// eviction. Use it to write less, or if saves come faster than the disk writes; the first reuse of a block is
+    /// then not served from a disk.
     #[arg(long, env = "PILLION_SSD_ADMISSION", value_name = "all|second-hit")]
     pub ssd_admission: Option<SsdAdmission>,
-    /// Address of /healthz, /readyz, /metrics and, for people, / [default: 127.0.0.1:9440]
+    /// Address of /healthz, /readyz, /metrics and the status page at / [default: 127.0.0.1:9440]
     ///
-    /// Port 0 takes any free one and logs it.
+    /// Pass 0.0.0.0:9440 if probes or Prometheus connect from outside the host or pod. Port 0 takes any free port and
+    /// logs it.
     #[arg(long, env = "PILLION_HTTP", value_name = "IP:PORT")]
     pub http: Option<IpPort>,
-    /// A file on tmpfs or hugetlbfs that holds the blocks, instead of anonymous memory
+    /// File on tmpfs or hugetlbfs for the blocks, instead of anonymous memory
     ///
-    /// It is made with mode 0600, locked while in use, and never shrunk. The next sidecar with the same file keeps its blocks.
+    /// The next sidecar with the same file keeps its blocks. The file has mode 0600, is locked while in use, and
+    /// never shrinks.
     #[arg(long, env = "PILLION_POOL_PATH", value_name = "FILE")]
     pub pool_path: Option<PathBuf>,
-    /// The --pool-path file by its path on a read-only mount, by which engines get it
+    /// Path of the --pool-path file on a read-only mount
     ///
-    /// Engines cannot write it then.
+    /// Engines then cannot write to the file. Use it if engines run as root or as the sidecar's user.
     #[arg(long, env = "PILLION_POOL_VIEW", value_name = "FILE")]
     pub pool_view: Option<PathBuf>,
     /// Keep the blocks in huge pages of 2 MiB: reserved ones, or those of a --pool-path on hugetlbfs
     #[arg(long, env = "PILLION_HUGEPAGES", num_args = 0..=1, require_equals = true, default_missing_value = "true", value_name = "true|false")]
     pub hugepages: Option<bool>,
-    /// What blocks of a namespace may take of --dram, such as 7cec6c4d=10GiB: 8 to 32 hex digits, or `others` for all that no
-    /// quota names; may be given several times
+    /// Most bytes of --dram for the blocks of a namespace, such as 7cec6c4d=10GiB. May be given several times
     ///
-    /// In the configuration file it is a list. At most 256 quotas.
+    /// The namespace is 8 to 32 hex digits, or `others` for all namespaces without a quota of their own. At most 256
+    /// quotas. The configuration file takes a list.
     #[arg(long, env = "PILLION_QUOTA", value_name = "NAMESPACE=SIZE", value_delimiter = ',')]
     pub quota: Option<Vec<Quota>>,
-    /// Group, by name or number, whose members may connect beside this user and root
+    /// Group, by name or number, whose members may connect in addition to this user and root
     ///
-    /// A process belongs to it by its primary group, or by the group list of the sidecar's container.
+    /// Members are processes with this primary group, and the group's users in /etc/group of the sidecar's container.
     #[arg(long, env = "PILLION_SOCKET_GROUP", value_name = "GROUP")]
     pub socket_group: Option<String>,
-    /// UNIX socket of pillion ctl, for this user and root [default: beside --socket, as pillion.control.sock beside pillion.sock]
+    /// UNIX socket of pillion ctl, for this user and root [default: beside --socket, as pillion.control.sock beside
+    /// pillion.sock]
     #[arg(long, env = "PILLION_CONTROL_SOCKET", value_name = "PATH")]
     pub control_socket: Option<PathBuf>,
-    /// Address for pillion ctl beside the socket; it needs --control-token-file
+    /// TCP address of pillion ctl, in addition to the socket; requires --control-token-file
     #[arg(long, env = "PILLION_CONTROL_LISTEN", value_name = "IP:PORT")]
     pub control_listen: Option<IpPort>,
-    /// File with the token that whoever comes to --control-listen must pass; others may not read it
+    /// File with the token for clients of --control-listen. Other users must not be able to read it
     #[arg(long, env = "PILLION_CONTROL_TOKEN_FILE", value_name = "FILE")]
     pub control_token_file: Option<PathBuf>,
     /// How long found blocks are held for a request that has not loaded them yet [default: 30s]
     ///
-    /// Whole seconds (s) or milliseconds (ms), 10s to 600s. A load is planned on a lease with half of its life left. That half
-    /// must last until a sidecar that waits for a core has read the load: 3 s were seen.
+    /// 10s to 600s, in whole seconds (s) or milliseconds (ms). A load is planned only while half of its lease is
+    /// left; that half must outlast a wait of the sidecar for a CPU core (3 s were measured). Raise it if loads fail
+    /// because their lease has expired.
     #[arg(long, env = "PILLION_LEASE_TTL", value_name = "TIME")]
     pub lease_ttl: Option<Time>,
-    /// How long a prompt that was computed for another engine is kept until that has loaded it [default: 30s]
+    /// How long a prompt computed for another engine is kept for the load by that engine [default: 30s]
     ///
-    /// Whole seconds (s) or milliseconds (ms), 1s to 600s. All of these take half of the memory at most: then the oldest is kept as any
-    /// other block.
+    /// 1s to 600s, in whole seconds (s) or milliseconds (ms). Raise it if the decode engine loads later. Such prompts
+    /// take at most half of the memory; beyond it the oldest is kept like any other block.
     #[arg(long, env = "PILLION_HANDOVER_TTL", value_name = "TIME")]
     pub handover_ttl: Option<Time>,
     /// What is shared with other pods.
     #[command(flatten)]
     #[serde(default)]
     pub mesh: MeshOptions,
-    /// Threads that copy blocks [default: 2]
+    /// Number of threads for copies of blocks [default: 2]
     ///
-    /// 1 to 32.
+    /// 1 to 32. Raise it if the part copy of pillion_load_duration_seconds is long and CPU cores are free.
     #[arg(long, env = "PILLION_COPY_THREADS", value_name = "COUNT")]
     pub copy_threads: Option<usize>,
-    /// Serve engines on the GPUs that are visible here: auto or off [default: auto]
+    /// Serve engines on the visible GPUs: auto or off [default: auto]
     ///
-    /// With off, libcuda is not even looked for.
+    /// With off the sidecar does not open libcuda.
     #[arg(long, env = "PILLION_GPU", value_name = "auto|off")]
     pub gpu: Option<UseGpu>,
     /// Least severe messages to log: error, warn, info or debug [default: info]
     ///
-    /// They go to standard error.
+    /// Messages go to standard error.
     #[arg(long, env = "PILLION_LOG_LEVEL", value_name = "LEVEL")]
     pub log_level: Option<Level>,
-    /// How log lines are written: text, or json with an object for each [default: text]
+    /// Format of log lines: text, or json with one object a line [default: text]
     ///
-    /// An object has the fields of the message beside timestamp, level and message.
+    /// An object holds timestamp, level, message, and the fields of the message.
     #[arg(long, env = "PILLION_LOG_FORMAT", value_name = "text|json")]
     pub log_format: Option<LogFormat>,
 }
@@ -224,10 +230,10 @@ pub enum ConfigError {
         text: String,
     },
     /// Nothing says how much memory to use.
-    #[error("how much memory may the cache use? Pass --dram SIZE, such as --dram 30GiB")]
+    #[error("--dram is missing, the memory for KV blocks: pass --dram SIZE, such as --dram 30GiB")]
     DramMissing,
     /// A view of nothing.
-    #[error("--pool-view is another path of the --pool-path file: pass both, or neither")]
+    #[error("--pool-view is given without --pool-path: pass both, two paths of one file, or neither")]
     ViewAlone,
     /// A value is out of range.
     #[error("{option} is {value}; it must be {rule}")]
@@ -245,8 +251,8 @@ pub enum ConfigError {
     Control(String),
     /// The container cannot hold the pool.
     #[error(
-        "--dram {dram} needs {needed_mib} MiB, with {beside} beside the pool, and the limit set by {place} is {limit_mib} MiB: \
-         lower --dram, or in a mesh --mesh-directory-size, or raise that limit"
+        "--dram {dram} needs {needed_mib} MiB, of which {beside} are beside the pool, and the limit set by {place} is \
+         {limit_mib} MiB: lower --dram, or in a mesh --mesh-directory-size, or raise that limit"
     )]
     MemoryLimit {
         dram: Size,
@@ -269,7 +275,7 @@ impl Options {
         let malformed = |text: String| ConfigError::Malformed { path: path.to_owned(), text };
         let bytes = std::fs::metadata(path).map_err(unreadable)?.len();
         if bytes > FILE_BYTES_MAX {
-            return Err(malformed(format!("{bytes} bytes; at most {FILE_BYTES_MAX} are read")));
+            return Err(malformed(format!("it has {bytes} bytes, of at most {FILE_BYTES_MAX}: shorten it")));
         }
         let text = std::fs::read_to_string(path).map_err(unreadable)?;
         toml::from_str(&text).map_err(|error| malformed(error.to_string()))

@@ -225,7 +225,8 @@ impl Caller {
             Self::Tcp(token) => {
                 let said = request.headers().get(AUTHORIZATION).and_then(|value| value.to_str().ok());
                 let said = said.and_then(|value| value.strip_prefix("Bearer "));
-                let text = "pass the token of --control-token-file, as Authorization: Bearer TOKEN";
+                let text = "the token is missing or wrong: pass the one of --control-token-file, as Authorization: \
+                     Bearer TOKEN";
                 match said.is_some_and(|said| token.is(said)) {
                     true => Ok(()),
                     false => Err(Refused::new(Cause::Token, text)),
@@ -245,7 +246,7 @@ impl Handler {
         };
         result.unwrap_or_else(|Refused { cause, text }| {
             self.refusals.count(cause);
-            tracing::debug!(cause = cause.name(), reason = text, "a control request is refused");
+            tracing::debug!(cause = cause.name(), reason = text, "a control request was refused");
             page(cause.status(), &json!({ "error": text }))
         })
     }
@@ -256,12 +257,15 @@ impl Handler {
         let body = match tokio::time::timeout(BODY_TIME_MAX, body).await {
             Ok(Ok(body)) => body.to_bytes(),
             Ok(Err(error)) if error.is::<http_body_util::LengthLimitError>() => {
-                let text = format!("a request has at most {BODY_BYTES_MAX} bytes");
+                let text = format!("the request is too long: send at most {BODY_BYTES_MAX} bytes");
                 return Err(Refused::new(Cause::TooLarge, text));
             }
             Ok(Err(error)) => return Err(Refused::new(Cause::Malformed, error.to_string())),
             Err(_) => {
-                let text = format!("the body did not come within {} s", BODY_TIME_MAX.as_secs());
+                let text = format!(
+                    "the body of the request did not arrive within {} s: send it faster",
+                    BODY_TIME_MAX.as_secs()
+                );
                 return Err(Refused::new(Cause::Slow, text));
             }
         };

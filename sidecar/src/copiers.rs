@@ -203,7 +203,12 @@ impl Copiers {
             contexts: self.contexts.clone(),
             ends: self.ends.clone(),
             _socket: Arc::clone(socket),
-            process: process.map_err(|error| format!("no descriptor for this rank: {error}"))?,
+            process: process.map_err(|error| {
+                format!(
+                    "no descriptor for this rank could be made ({error}): raise the \
+                 limit of open files"
+                )
+            })?,
         })
     }
 
@@ -220,7 +225,7 @@ impl Copiers {
     /// Where a rank is parked, which the driver would wait for: ends the process.
     pub fn end(&self) {
         if self.parked() > 0 {
-            gpu::die("copies lie behind a gate that their engine closed");
+            gpu::die("copies wait behind a gate that their engine closed");
         }
     }
 

@@ -20,10 +20,10 @@ pub struct Options {
     /// The sidecar's control socket [default: as pillion serve]
     #[arg(long, global = true, env = "PILLION_CONTROL_SOCKET", value_name = "PATH")]
     pub control_socket: Option<PathBuf>,
-    /// The sidecar's socket, beside which its control socket lies unless pillion serve was told otherwise
+    /// The sidecar's --socket, beside which its control socket is looked for unless --control-socket is given
     #[arg(long, global = true, env = "PILLION_SOCKET", value_name = "PATH")]
     pub socket: Option<PathBuf>,
-    /// The address of --control-listen, instead of the socket; it needs --token-file
+    /// The sidecar's --control-listen address, used instead of the socket; requires --token-file
     #[arg(long, global = true, value_name = "HOST:PORT")]
     pub address: Option<String>,
     /// File with the token for --address
@@ -36,16 +36,17 @@ pub struct Options {
 /// What is asked of a sidecar, or told it.
 #[derive(Clone, Debug, Subcommand)]
 pub enum Ask {
-    /// Print what the sidecar knows of namespaces: facts, engines, and how many blocks are kept in memory, on disks and at peers.
+    /// Print what the sidecar knows of its namespaces: facts, engines, and the number of blocks in memory, on disks
+    /// and at peers.
     Namespaces {
-        /// Print the entry of this one alone, as pillion doctor takes it.
+        /// Print only the entry of this namespace, in the form that pillion doctor takes.
         namespace: Option<String>,
     },
     /// Print where blocks are: in memory, on a disk, at peers.
     Lookup {
         /// The namespace, 32 hex digits.
         namespace: String,
-        /// Block hashes in hex, as pillion keys prints them; without any they are read from standard input.
+        /// Block hashes in hex, as pillion keys prints them. Without any, they are read from standard input.
         keys: Vec<String>,
     },
     /// Remove the blocks of a namespace from memory and disks.
@@ -53,13 +54,13 @@ pub enum Ask {
         /// The namespace, 32 hex digits.
         namespace: String,
     },
-    /// Print the least severe messages that are logged, or change that until the sidecar ends.
+    /// Print the level of the least severe messages that are logged, or change it until the sidecar ends.
     LogLevel {
-        /// The least severe from now on; without it the present one is printed.
+        /// The new level. Without it the present level is printed.
         #[arg(value_name = "error|warn|info|debug")]
         level: Option<Level>,
     },
-    /// Let the sidecar finish what is under way, write memory to disks, and end, as SIGTERM does.
+    /// Let the sidecar finish the work under way, write memory to disks, and end, as SIGTERM does.
     Drain,
 }
 

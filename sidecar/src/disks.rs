@@ -87,8 +87,8 @@ pub fn open(disks: &[Disk], required: bool, has_pool_file: bool) -> Result<Found
             Err(error) if fatal(&error) => return Err(error),
             Err(error) => {
                 tracing::error!(
-                    "{error}. Blocks are kept without this disk until the sidecar is started again; with --ssd-required it \
-                     would have ended"
+                    "{error}. Blocks are kept without this disk until the sidecar restarts; with --ssd-required it \
+                     would not have started"
                 );
                 found.left_out.push(disk.clone());
             }
@@ -118,7 +118,7 @@ fn end_of(
     let within = |limit: Duration| opening.recv_timeout(limit.saturating_sub(clock.now()));
     let hangs = || Err(tiers::Error::DeviceHangs { path: disk.path.clone(), seconds: most.as_secs() });
     within(slow).unwrap_or_else(|_| {
-        tracing::warn!(%disk, "a disk does not open, and is waited for up to {} s in all", most.as_secs());
+        tracing::warn!(%disk, "a disk has not opened yet; the sidecar waits up to {} s in all", most.as_secs());
         within(most).unwrap_or_else(|_| hangs())
     })
 }
@@ -196,9 +196,9 @@ impl Disks {
         }
         if let Some(error) = devices.iter().find_map(Device::ring_refused) {
             tracing::warn!(
-                "the kernel refuses io_uring ({error}), so threads read and write the disks, which costs more CPU time: let the \
-                 container's seccomp profile pass io_uring_setup, io_uring_enter and io_uring_register, and set sysctl \
-                 kernel.io_uring_disabled=0; or pass --ssd-io threads"
+                "the kernel refuses io_uring ({error}), so threads read and write the disks, which costs more CPU time: \
+                 let the container's seccomp profile allow io_uring_setup, io_uring_enter and io_uring_register, and \
+                 set sysctl kernel.io_uring_disabled=0; or pass --ssd-io threads"
             );
         }
         let down = vec![false; disks.len()];
@@ -232,8 +232,9 @@ impl Disks {
             match (std::mem::replace(told, device.down), device.down) {
                 (false, true) => tracing::warn!(
                     %disk,
-                    "a disk fails or stands still: its blocks are misses until it works again, which is tried after a second and then \
-                     more seldom; pillion_ssd_faults_total names the kind of failure. One that was replaced needs a restart"
+                    "a disk fails or hangs: its blocks are misses until it works again. It is tried after a second and \
+                     then less often; pillion_ssd_faults_total names the kind of failure. After replacing the disk, \
+                     restart the sidecar"
                 ),
                 (true, false) => tracing::info!(%disk, "a disk works again"),
                 _ => {}

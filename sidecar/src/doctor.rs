@@ -22,7 +22,8 @@ const FILE_BYTES_MAX: u64 = 1 << 20;
 /// Options of `pillion doctor`.
 #[derive(Args, Clone, Debug)]
 pub struct Options {
-    /// Two engines' configurations, each as pillion ctl namespaces NAMESPACE prints it; without them this host is looked at
+    /// Configurations of two engines, each as pillion ctl namespaces NAMESPACE prints it. Without them this host is
+    /// checked
     #[arg(value_names = ["A.json", "B.json"], num_args = 2)]
     pub pair: Vec<PathBuf>,
     /// The sidecar's socket [default: as pillion serve]
@@ -31,19 +32,19 @@ pub struct Options {
     /// The sidecar's control socket [default: beside its socket]
     #[arg(long, env = "PILLION_CONTROL_SOCKET", value_name = "PATH")]
     pub control_socket: Option<PathBuf>,
-    /// A disk to be used for blocks, as pillion serve takes it; may be given several times
+    /// Disk to check, as pillion serve takes it. May be given several times
     #[arg(long, value_name = "PATH:SIZE[:create]")]
     pub ssd: Vec<config::Disk>,
-    /// Memory for blocks, as pillion serve takes it: whether --nics can register it
+    /// Memory for blocks, as pillion serve takes it; checks whether --nics can register so much
     #[arg(long, value_name = "SIZE")]
     pub dram: Option<config::Size>,
-    /// Print an array of {check, level, text, remedy} instead
+    /// Print a JSON array of {check, level, text, remedy}
     #[arg(long)]
     pub json: bool,
-    /// The mesh, as pillion serve takes its options: addresses, names, certificates and NICs are looked at.
+    /// Options of the mesh, as pillion serve takes them. Addresses, names, certificates and NICs are checked.
     #[command(
         flatten,
-        next_help_heading = "Options of the mesh, as pillion serve takes them; --mesh-listen, --peer, certificates and --nics are looked at"
+        next_help_heading = "Options of the mesh, as pillion serve takes them; --mesh-listen, --peer, certificates and --nics are checked"
     )]
     pub mesh: config::MeshOptions,
 }
@@ -80,7 +81,7 @@ pub enum DoctorError {
     Unreadable { path: PathBuf, source: std::io::Error },
     /// A file that is no configuration.
     #[error(
-        "{path}: {text}; wanted is the entry of one namespace, as pillion ctl namespaces NAMESPACE prints it"
+        "{path} is not a namespace entry ({text}): pass one as pillion ctl namespaces NAMESPACE prints it"
     )]
     Malformed { path: PathBuf, text: String },
 }

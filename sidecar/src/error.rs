@@ -13,9 +13,9 @@ pub enum StartError {
     Listen(#[from] ListenError),
     #[error(transparent)]
     Tier(#[from] tiers::Error),
-    #[error("cannot serve the admin pages on {address}: {source}; pass another --http IP:PORT")]
+    #[error("cannot serve the pages of --http at {address} ({source}): pass another --http IP:PORT")]
     Admin { address: SocketAddr, source: std::io::Error },
-    #[error("cannot be controlled at {address}: {source}; pass another --control-listen IP:PORT")]
+    #[error("cannot listen for pillion ctl at {address} ({source}): pass another --control-listen IP:PORT")]
     Control { address: SocketAddr, source: std::io::Error },
     /// The metrics contradict each other.
     #[error("metrics: {0}")]
@@ -31,8 +31,8 @@ pub enum StartError {
 /// The sidecar was asked to end, and what was in flight is lost with it.
 #[derive(Debug, Error)]
 pub enum DrainError {
-    #[error("the data thread ended with a panic; see above")]
+    #[error("the data thread ended with a panic, shown above: report it with the log")]
     Panicked,
-    #[error("the data thread stands still; nothing in flight was waited for")]
+    #[error("the data thread is stuck, so work in flight was not completed")]
     StandsStill,
 }

@@ -62,7 +62,8 @@ impl Forecaster {
 
 fn play(requests: &Receiver<Ended>, config: &dram::Config, foretold: &Foretold) {
     if let Err(error) = rustix::process::nice(NICE) {
-        tracing::warn!(%error, "what other sizes of the pool would find is computed at the priority of the sidecar");
+        tracing::warn!(%error, "hits of other pool sizes are forecast at the sidecar's own priority, because a lower \
+             one was refused");
     }
     let mut forecast: Option<(u64, Forecast)> = None;
     for Ended { namespace, block_bytes, keys, asked } in requests {
@@ -83,10 +84,10 @@ fn play(requests: &Receiver<Ended>, config: &dram::Config, foretold: &Foretold) 
 
 impl Foretold {
     fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
-        let asked = "Blocks asked for by requests that are over, played in pools of other sizes.";
+        let asked = "Blocks requested by ended requests, replayed in simulated pools of other sizes.";
         let asked = counter(registry, "forecast_blocks_total", asked)?;
-        let help = "Blocks of these that a pool of another size would have found, as a multiple of --dram; endless: of those that \
-                    were ever kept. Divide by pillion_forecast_blocks_total.";
+        let help = "Blocks that a pool of `dram` times the size of --dram would have found. endless: a pool that never \
+             evicts. Divide by pillion_forecast_blocks_total.";
         let found = counters(registry, "forecast_hit_blocks_total", help, &["dram"])?;
         let found = ROOMS.iter().map(|room| found.with_label_values(&[*room])).collect();
         Ok(Self { asked, found })

@@ -72,7 +72,7 @@ impl Greeter {
                 Err(Errno::CONNABORTED | Errno::INTR) => continue,
                 Err(error) => {
                     self.refusals.count(Cause::Resources);
-                    tracing::warn!(%error, "cannot accept a connection; is the limit of open files too low?");
+                    tracing::warn!(%error, "cannot accept a connection: raise the limit of open files");
                     break;
                 }
             };
@@ -83,7 +83,9 @@ impl Greeter {
                 self.refuse(
                     &socket,
                     Cause::Resources,
-                    format!("the sidecar cannot watch this connection: {error}"),
+                    format!(
+                        "the sidecar cannot watch this connection ({error}): raise the limit of open files"
+                    ),
                 );
                 continue;
             }
@@ -132,13 +134,19 @@ impl Greeter {
         while let Some(first) = self.waiting.first_entry().filter(|first| first.get().deadline <= now) {
             let Greeting { socket, .. } = first.remove();
             poller.remove(&socket);
-            self.refuse(&socket, Cause::Silent, "no hello within two seconds".into());
+            self.refuse(
+                &socket,
+                Cause::Silent,
+                "no hello arrived within two seconds: the client is not a Pillion \
+                 engine, or it hangs"
+                    .into(),
+            );
         }
         if self.paused_until.is_some_and(|until| until <= now) {
             self.paused_until = None;
             let listener = self.listener.as_ref().map(Listener::socket);
             if let Some(error) = listener.and_then(|socket| poller.add(Source::Listener, socket).err()) {
-                tracing::warn!(%error, "cannot watch the listener");
+                tracing::warn!(%error, "cannot watch the listening socket");
                 self.paused_until = Some(now + PAUSE);
             }
         }

@@ -52,7 +52,7 @@ impl Heartbeat {
     fn stuck_for(&self, limit: Duration) -> Option<String> {
         let age = self.age().filter(|age| *age > limit)?;
         let text = format!("the data thread has made no turn for {:.1} s", age.as_secs_f64());
-        Some(text + ": restart this sidecar unless it goes on\n")
+        Some(text + ": restart this sidecar if this lasts\n")
     }
 }
 

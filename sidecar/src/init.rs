@@ -32,7 +32,10 @@ pub(crate) fn serve_as_child() -> anyhow::Result<ExitCode> {
     let watched: SigSet = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGCHLD].into_iter().collect();
     watched.thread_block().context("cannot block signals")?;
     let signals = SignalFd::new(&watched).context("cannot watch signals")?;
-    let program = std::env::current_exe().context("cannot find this program, to start it below process 1")?;
+    let program = std::env::current_exe().context(
+        "cannot find the path of this program, which is to run below process \
+         1",
+    )?;
     let mut command = Command::new(program);
     command.args(std::env::args_os().skip(1)).arg("--below-init");
     let (mut told_to_end, mut has_served, mut pause) = (false, false, PAUSE_MIN);
@@ -47,7 +50,7 @@ pub(crate) fn serve_as_child() -> anyhow::Result<ExitCode> {
             return Ok(ExitCode::from(code));
         }
         let seconds = pause.as_secs();
-        eprintln!("pillion: the sidecar ended with status {code} and is started again in {seconds} s");
+        eprintln!("pillion: the sidecar ended with status {code} and restarts in {seconds} s");
         if is_told_to_end_within(pause, &signals)? {
             return Ok(ExitCode::SUCCESS);
         }

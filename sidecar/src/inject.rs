@@ -25,28 +25,29 @@ pub struct Options {
     /// Image of the sidecar
     #[arg(long, value_name = "IMAGE")]
     pub image: String,
-    /// Image of the engine, vLLM's with Pillion's wheel; without it the manifest's image must have the wheel
+    /// Image of the engine: vLLM with Pillion's wheel. Without it the image in the manifest must contain the wheel
     #[arg(long, value_name = "IMAGE")]
     pub engine_image: Option<String>,
-    /// Container that runs vLLM, where several may
+    /// Container that runs vLLM; needed if several containers may
     #[arg(long, value_name = "NAME")]
     pub container: Option<String>,
-    /// Who copies: the engine, or the sidecar, which then sees the GPU by the engine's claim or the nodes' NVIDIA runtime
+    /// Who copies blocks on a GPU: the engine, or the faster sidecar. The sidecar needs the GPU, by the engine's
+    /// resource claim or the nodes' NVIDIA runtime
     #[arg(long, value_enum, default_value = "engine")]
     pub copy: Copies,
-    /// Share with other pods, found by this name, such as that of a headless Service; may be given several times
+    /// Share blocks with the pods of this name, such as that of a headless Service. May be given several times
     #[arg(long, value_name = "HOST:PORT", value_delimiter = ',')]
     pub peer: Vec<String>,
-    /// Secret with tls.crt, tls.key and ca.crt for peers
+    /// Kubernetes Secret with tls.crt, tls.key and ca.crt for the mesh
     #[arg(long, value_name = "NAME", requires = "peer")]
     pub mesh_secret: Option<String>,
     /// DNS name that all certificates carry
     #[arg(long, value_name = "NAME", default_value = "pillion.mesh")]
     pub mesh_cert_name: String,
-    /// Let peers talk without certificates
+    /// Run the mesh without certificates
     #[arg(long, requires = "peer", conflicts_with = "mesh_secret")]
     pub mesh_plaintext: bool,
-    /// Name of each pod's sidecar among its peers, such as $(POD_NAME)
+    /// Name of each pod's sidecar in the mesh, such as $(POD_NAME)
     #[arg(long, value_name = "NAME", requires = "peer")]
     pub node_id: Option<String>,
 }
@@ -61,19 +62,20 @@ pub enum Copies {
 /// Why nothing was written; the text names the remedy.
 #[derive(Debug, Error)]
 pub enum InjectError {
-    #[error("cannot read the manifests, or write them: {0}")]
+    #[error("cannot read or write the manifests: {0}")]
     Io(#[from] io::Error),
-    #[error("more than {INPUT_BYTES_MAX} bytes: pass fewer manifests at once")]
+    #[error("the input has more than {INPUT_BYTES_MAX} bytes: pass fewer manifests at once")]
     TooLarge,
-    #[error("this is no YAML: {0}")]
+    #[error("the input is not valid YAML: {0}")]
     Malformed(String),
     #[error(
-        "peers need certificates: pass --mesh-secret NAME, or --mesh-plaintext where everybody in the network may read blocks"
+        "--peer is given without certificates: pass --mesh-secret NAME, or --mesh-plaintext if everybody in the network \
+         may read blocks"
     )]
     NoCertificates,
     #[error(
-        "no container {0} in {KINDS}: one that runs vLLM has 'vllm' in the last part of its image's name, or its server in the \
-         command; name yours by --container NAME"
+        "found no container {0} in {KINDS}. A container that runs vLLM has 'vllm' in the last part of its image's name, \
+         or its server in the command; name another one by --container NAME"
     )]
     NoEngine(String),
     #[error("{workload}: {text}")]
@@ -117,7 +119,10 @@ pub fn serve(
     let Injected { text, images } = injected(&stream, options)?;
     output.write_all(text.as_bytes())?;
     for label in passed_over(&stream) {
-        writeln!(notes, "pillion inject: {label} runs vLLM and stays as it is: {KINDS} are understood")?;
+        writeln!(
+            notes,
+            "pillion inject: {label} runs vLLM and was left unchanged: only {KINDS} are understood"
+        )?;
     }
     for image in images {
         writeln!(notes, "pillion inject: {image}")?;
@@ -131,11 +136,11 @@ pub fn serve(
 /// What a pod with a sidecar needs beside it, and this program does not write.
 fn not_added(options: &Options) -> &'static str {
     if options.peer.is_empty() {
-        "no NetworkPolicy is written, so whoever reaches a pod may ask port 9440: admit Prometheus alone there, as \
+        "no NetworkPolicy was written, so port 9440 is open to all that reach a pod: admit only Prometheus there, as \
          deploy/kubernetes/copy-engine.yaml does"
     } else {
-        "neither a NetworkPolicy nor the peers' headless Service is written: admit Prometheus alone to port 9440, and to 9441 \
-         and 9442 the pods that share, as deploy/kubernetes/mesh.yaml does"
+        "no NetworkPolicy and no headless Service of the peers was written: add both, and admit only Prometheus to port \
+         9440, and only the pods that share to 9441 and 9442, as deploy/kubernetes/mesh.yaml does"
     }
 }
 
@@ -190,8 +195,8 @@ fn injected(stream: &Stream<'_>, options: &Options) -> Result<Injected, InjectEr
 fn needs_wheel(workload: &Workload<'_>, engine: &Engine<'_>, options: &Options) -> String {
     let image = options.engine_image.as_deref().unwrap_or_else(|| engine.image());
     format!(
-        "{}: container {} runs {image}, which must have Pillion's wheel, or vLLM does not start: docs/deploy.md says how to build \
-         it, and --engine-image names another",
+        "{}: container {} runs {image}, in which vLLM starts only with Pillion's wheel: build it as docs/deploy.md \
+         says, or name another image by --engine-image",
         workload.label, engine.name
     )
 }
@@ -244,14 +249,14 @@ fn sidecar_for(
     match (has_sidecar, configured) {
         (_, Configured::Foreign) => {
             return Err(format!(
-                "container {} has a --kv-transfer-config of another connector: take it off, since an engine has one cache",
+                "container {} has a --kv-transfer-config of another connector: remove it, since an engine has one cache",
                 engine.name
             ));
         }
         (true, Configured::Pillion) => return Ok(Vec::new()),
         (true, Configured::Nothing) => {
             return Err(format!(
-                "there is a container {} and container {} does not use it: take the former off",
+                "container {} exists already and container {} does not use it: remove the former",
                 sidecar::NAME,
                 engine.name
             ));
@@ -288,7 +293,10 @@ fn sidecar_for(
 fn servable<'a>(workload: &Workload<'a>, engine: &Engine<'a>, options: &Options) -> Result<&'a str, String> {
     let pod = workload.pod;
     if workload.kind == "LeaderWorkerSet" {
-        return Err("ranks on several nodes are not served: run one pod for each engine".to_owned());
+        return Err(
+            "this workload runs ranks on several nodes, which is not served: run one pod for each engine"
+                .to_owned(),
+        );
     }
     let shares_node = pod.text_at(&["hostNetwork"]) == Some("true");
     if shares_node && !options.peer.is_empty() && options.node_id.is_none() {
@@ -297,12 +305,12 @@ fn servable<'a>(workload: &Workload<'a>, engine: &Engine<'a>, options: &Options)
     }
     match engine.identity(pod) {
         [Some(user), None, _] if user != "0" => Err(format!(
-            "container {} says runAsUser and no runAsGroup: say both, so that its group may connect to the sidecar",
+            "container {} sets runAsUser without runAsGroup: set both, so that its group may connect to the sidecar",
             engine.name
         )),
         [None, None, Some("true")] => Err(format!(
-            "container {} says runAsNonRoot, and its image has a user of its own: say runAsUser and runAsGroup, so that its group \
-             may connect to the sidecar",
+            "container {} sets runAsNonRoot, so its user is that of the image: set runAsUser and runAsGroup, so that \
+             its group may connect to the sidecar",
             engine.name
         )),
         [_, group, _] => Ok(group.unwrap_or("0")),

@@ -27,10 +27,10 @@ pub enum ListenError {
     /// Something else lies there.
     #[error("{0} exists and is not a pillion socket: remove it, or pass another {option} PATH", option = .1.option())]
     Foreign(PathBuf, Use),
-    #[error("there is no group {0}: pass a --socket-group that /etc/group lists, or its number")]
+    #[error("group {0} does not exist: pass a --socket-group that /etc/group lists, or its number")]
     Group(String),
     /// The folder is another user's.
-    #[error("cannot {doing} {path}: {source}; pass another {option} PATH, in a folder of this user's", option = wanted.option())]
+    #[error("cannot {doing} {path}: {source}; pass another {option} PATH, in a folder that belongs to this user", option = wanted.option())]
     Os { doing: &'static str, path: PathBuf, wanted: Use, source: std::io::Error },
     /// The group is none of this user's.
     #[error(
@@ -111,7 +111,7 @@ impl Listener {
         match user_of(&peer)? {
             (uid, _) if owns(uid) => Ok(()),
             (uid, _) => Err(format!(
-                "user {uid} may not control the sidecar of user {ours}: ask as user {ours} or root"
+                "user {uid} may not control the sidecar of user {ours}: run this as user {ours} or root"
             )),
         }
     }
@@ -154,7 +154,8 @@ impl Use {
 }
 
 fn user_of(peer: &impl AsFd) -> Result<(Uid, Gid), String> {
-    let peer = getsockopt(peer, PeerCredentials).map_err(|error| format!("who are you? {error}"))?;
+    let peer = getsockopt(peer, PeerCredentials)
+        .map_err(|error| format!("cannot find out the user of this connection: {error}"))?;
     Ok((Uid::from_raw(peer.uid()), Gid::from_raw(peer.gid())))
 }
 
@@ -238,7 +239,7 @@ pub fn raise_descriptor_limit() {
     let limit = getrlimit(Resource::Nofile);
     let raised = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
     if let Err(error) = raised {
-        tracing::warn!(%error, "cannot raise the limit of open descriptors; many ranks may be refused");
+        tracing::warn!(%error, "cannot raise the limit of open files; with many ranks, some may be refused");
     }
 }
 

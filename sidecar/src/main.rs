@@ -27,7 +27,7 @@ const GRACE: Duration = Duration::from_secs(5);
 /// The same where there are disks, which take what memory has: ten less than what Kubernetes grants by default.
 const GRACE_WITH_DISKS: Duration = Duration::from_secs(20);
 
-/// Keeps an LLM engine's KV blocks when the engine cannot, and gives them back.
+/// Pillion keeps a vLLM pod's KV cache in DRAM and on SSD, and shares it with other pods.
 #[derive(Parser)]
 #[command(name = "pillion", version)]
 struct Arguments {
@@ -39,7 +39,8 @@ struct Arguments {
 enum Command {
     /// Serve the engines of this host until SIGTERM.
     Serve {
-        /// File with the same options, as `name = "value"` lines of TOML; flags override it.
+        /// File with the same options, as `name = "value"` lines of TOML. Flags and environment variables override
+        /// it.
         #[arg(long, value_name = "FILE.toml")]
         config: Option<PathBuf>,
         /// Set by the process 1 that started this one; see `init`.
@@ -48,26 +49,28 @@ enum Command {
         #[command(flatten)]
         options: Box<Options>,
     },
-    /// Ask a running sidecar, or tell it what to do; see docs/configuration.md.
+    /// Query or control a running sidecar; see docs/configuration.md.
     Ctl(ctl::Options),
-    /// Derive block keys as vLLM does: one JSON object a line on standard input, one answer a line; see docs/keys.md.
+    /// Derive block keys as vLLM does: one JSON object a line on standard input, one answer a line on standard
+    /// output; see docs/keys.md.
     Keys,
-    /// Print what an engine must state to share with others: the digest of its weight files, and the names of all else.
+    /// Print what an engine must state to share blocks with others: the digest of its weight files, and the names of
+    /// all other facts.
     Facts(facts::Options),
-    /// Add sidecars to manifests of Kubernetes: those on standard input are written to standard output; see docs/deploy.md.
+    /// Add sidecars to Kubernetes manifests: reads standard input, writes standard output; see docs/deploy.md.
     Inject(inject::Options),
     /// Send prompts to one engine that computes them and to another that answers them; see docs/prefill-decode.md.
     Route(Box<route::Options>),
-    /// Look for what is wrong with this host, or with two engines that should share. Exit status: 0 nothing must be changed, 1
-    /// something must, 2 a file cannot be read.
+    /// Check this host, or two engines that should share blocks. Exit status: 0 nothing must be changed, 1 something
+    /// must, 2 a file cannot be read.
     Doctor(Box<doctor::Options>),
-    /// Show what a running sidecar does, as it does it: tiers, hits, transfers, engines, peers. q ends it.
+    /// Show live what a running sidecar does: tiers, hits, transfers, engines, peers. The key q ends it.
     Top(top::Options),
-    /// Measure what this machine gives, and how near Pillion comes to it; see docs/capacity.md.
+    /// Measure what this machine can do, and how close Pillion comes to it; see docs/capacity.md.
     Bench(bench::Options),
     /// Print the release and the protocol version.
     Version,
-    /// Print what the commands take, as JSON: scripts/options makes docs/options.md of it.
+    /// Print all commands and their options as JSON, from which scripts/options writes docs/options.md.
     #[command(hide = true)]
     Options,
 }
@@ -213,14 +216,14 @@ fn examine(options: &doctor::Options) -> ExitCode {
 fn serve(config: &Config, log: LogLevel) -> anyhow::Result<()> {
     let signals = signals()?;
     for name in config::mistyped(&reference::variables(&Arguments::command())) {
-        tracing::warn!("{name} is set, and no option has such a variable: correct its name, or unset it");
+        tracing::warn!("the environment variable {name} belongs to no option: correct its name, or unset it");
     }
     let server = Server::start(config, log)?;
     let (http, control) = (server.http(), server.control().map(tracing::field::display));
     tracing::info!(socket = %server.socket().display(), %http, control, dram = %config.dram, "serving");
     let asked = wait(&signals, &server)?;
     if !asked {
-        bail!("a thread of the sidecar ended; see its panic above");
+        bail!("a thread of the sidecar ended with a panic, shown above: report it with the log");
     }
     tracing::info!("draining");
     let grace = if config.ssd.is_empty() { GRACE } else { GRACE_WITH_DISKS };

@@ -74,100 +74,135 @@ const COUNTERS: &[Figure<Stats>] = &[
     ("queries_total", "Queries answered.", |s| s.queries),
     ("query_blocks_total", "Blocks asked for by queries.", |s| s.query_blocks),
     ("query_hit_blocks_total", "Blocks found by queries.", |s| s.query_hit_blocks),
-    ("query_waits_total", "Queries that waited for blocks from a disk or a peer, or being verified.", |s| {
-        s.waits
-    }),
-    ("query_waits_timed_out_total", "Queries answered before all they waited for was there.", |s| {
-        s.waits_timed_out
-    }),
-    ("query_early_answers_total", "Queries answered while blocks of theirs were on their way.", |s| {
-        s.early_answers
-    }),
+    (
+        "query_waits_total",
+        "Queries that waited for blocks from a disk or a peer, or for the verification of blocks.",
+        |s| s.waits,
+    ),
+    (
+        "query_waits_timed_out_total",
+        "Queries answered before all blocks that they waited for had arrived.",
+        |s| s.waits_timed_out,
+    ),
+    (
+        "query_early_answers_total",
+        "Queries answered while some of their blocks were still on the way.",
+        |s| s.early_answers,
+    ),
     ("handover_queries_total", "Requests that asked for a prompt which another engine computes.", |s| {
         s.handover_queries
     }),
-    ("handover_promises_total", "Prompts that an engine has said it computes for another one.", |s| {
+    ("handover_promises_total", "Prompts that an engine promised to compute for another engine.", |s| {
         s.handover_promises
     }),
     (
         "handover_promises_refused_total",
-        "Prompts that an engine could not promise, since 64 of its promises were open: who asks for them waits for a second.",
+        "Prompts that an engine could not promise because 64 of its promises were open. A request for one waits as for \
+         an unpromised prompt (pillion.promise_wait_ms).",
         |s| s.handover_promises_refused,
     ),
-    ("handover_blocks_total", "Blocks saved, or found kept, for another engine.", |s| s.handover_blocks),
+    ("handover_blocks_total", "Blocks saved, or found already kept, for another engine.", |s| {
+        s.handover_blocks
+    }),
     (
         "handover_exhausted_total",
-        "Requests for another engine's prompt that waited in vain, and compute it.",
+        "Requests for another engine's prompt whose wait ended without it, so that their own engine computes it.",
         |s| s.handover_exhausted,
     ),
     (
         "handover_without_producer_total",
-        "Requests for another engine's prompt that did not wait: no other engine of their namespace is here or at a peer, or three before had waited in vain and none has saved since.",
+        "Requests for another engine's prompt that did not wait: no other engine of their namespace is here or at a \
+         peer, or three earlier waits ended without blocks and none was saved since.",
         |s| s.handover_without_producer,
     ),
     (
         "handover_beyond_limit_total",
-        "Requests for another engine's prompt that did not wait: 64 of their engine did.",
+        "Requests for another engine's prompt that did not wait: 64 requests of their engine were already waiting.",
         |s| s.handover_beyond_limit,
     ),
     (
         "leases_cut_total",
-        "Times that a query found fewer blocks than are kept: its engine leases all of its share, so raise --dram.",
+        "Queries that found fewer blocks than are kept because their engine already leases all of its share; raise \
+         --dram.",
         |s| s.leases_cut,
     ),
     ("saves_posted_blocks_total", "Blocks that engines asked to save.", |s| s.saves_posted_blocks),
     ("saved_blocks_total", "Blocks saved.", |s| s.saved_blocks),
-    ("saved_bytes_total", "Bytes of saved blocks, all ranks.", |s| s.saved_bytes),
-    ("saves_lost_to_reuse_total", "Blocks not saved: the engine reused them first.", |s| {
+    ("saved_bytes_total", "Bytes of saved blocks, all ranks together.", |s| s.saved_bytes),
+    ("saves_lost_to_reuse_total", "Blocks not saved because the engine reused their memory first.", |s| {
         s.saves_lost_to_reuse
     }),
     (
         "saves_unaccepted_total",
-        "Blocks not saved: their engine did not go on with the output of their step, or is of a release before 0.3.0.",
+        "Blocks not saved because their engine did not accept the output of their step, or runs a release before 0.3.0.",
         |s| s.saves_unaccepted,
     ),
     ("loaded_blocks_total", "Blocks loaded, counted once for each rank.", |s| s.loaded_blocks),
     ("loaded_bytes_total", "Bytes loaded by ranks.", |s| s.loaded_bytes),
-    ("load_failures_total", "Loads that a rank could not end.", |s| s.load_failures),
-    ("load_refusals_total", "Failed loads: no lease, a block that did not come.", |s| s.load_refusals),
-    ("load_mismatches_total", "Failed loads: of another namespace than the rank.", |s| s.load_mismatches),
+    ("load_failures_total", "Loads that a rank could not complete.", |s| s.load_failures),
+    ("load_refusals_total", "Loads that failed because they had no lease or a block did not arrive.", |s| {
+        s.load_refusals
+    }),
+    (
+        "load_mismatches_total",
+        "Loads that failed because they were planned for another namespace than the rank serves.",
+        |s| s.load_mismatches,
+    ),
     ("evicted_blocks_total", "Blocks evicted to make room.", |s| s.evicted_blocks),
-    ("unreachable_blocks_total", "Blocks that saves found kept although their parent was not.", |s| {
+    ("unreachable_blocks_total", "Blocks that saves found kept although their parent block was not.", |s| {
         s.unreachable_blocks
     }),
-    ("adopted_blocks_total", "Blocks taken over from earlier sidecars of the pool file.", |s| {
+    ("adopted_blocks_total", "Blocks taken over from the pool file of an earlier sidecar.", |s| {
         s.adopted_blocks
     }),
-    ("removed_blocks_total", "Blocks removed because what their engine computes is not trusted.", |s| {
-        s.removed_blocks
+    (
+        "removed_blocks_total",
+        "Blocks removed because the KV of the engine that saved them is not trusted.",
+        |s| s.removed_blocks,
+    ),
+    ("checks_total", "Checks that compared an engine's own KV with kept blocks.", |s| s.checks),
+    ("checks_differing_total", "Checks that found a larger difference than rounding explains.", |s| {
+        s.checks_differing
     }),
-    ("checks_total", "Checks that compared an engine's own KV with what is kept.", |s| s.checks),
-    ("checks_differing_total", "Checks that found other KV than rounding explains.", |s| s.checks_differing),
-    ("checks_undecided_total", "Checks without a verdict: nothing kept to compare with, or no room.", |s| {
-        s.checks_undecided
-    }),
-    ("adoption_dropped_total", "Slots of earlier sidecars: no whole block, or no checksum of it.", |s| {
-        s.adoption_dropped
-    }),
-    ("adoption_corrupt_total", "Blocks of earlier sidecars whose bytes were changed since.", |s| {
-        s.adoption_corrupt
-    }),
+    (
+        "checks_undecided_total",
+        "Checks without a verdict because no block was kept to compare with, or there was no \
+         room.",
+        |s| s.checks_undecided,
+    ),
+    (
+        "adoption_dropped_total",
+        "Slots of an earlier sidecar's pool file that were dropped: they held no whole block, or \
+         no checksum of it.",
+        |s| s.adoption_dropped,
+    ),
+    (
+        "adoption_corrupt_total",
+        "Blocks of an earlier sidecar's pool file that were dropped because their bytes have \
+         changed since.",
+        |s| s.adoption_corrupt,
+    ),
 ];
 
 const GAUGES: &[Figure<Stats>] = &[
-    ("blocks", "Blocks kept.", |s| s.blocks),
-    ("pool_used_bytes", "Bytes of blocks kept.", |s| s.pool_used_bytes),
+    ("blocks", "Blocks kept in memory.", |s| s.blocks),
+    ("pool_used_bytes", "Bytes of the blocks kept in memory.", |s| s.pool_used_bytes),
     (
         "adoption_unverified_blocks",
-        "Blocks of earlier sidecars that are found once they are verified.",
+        "Blocks of an earlier sidecar that cannot be found until they are verified.",
         |s| s.unverified_blocks,
     ),
     ("sessions", "Engine processes connected.", |s| s.sessions),
-    ("handover_kept_bytes", "Bytes kept for engines that have not loaded them.", |s| s.handover_kept_bytes),
-    ("leases", "Queries whose blocks are held for a load.", |s| s.leases),
-    ("barred_engines", "Engines connected that a namespace is closed to; see pillion ctl namespaces.", |s| {
-        s.barred_engines
+    ("handover_kept_bytes", "Bytes kept for engines that have not loaded them yet.", |s| {
+        s.handover_kept_bytes
     }),
+    ("leases", "Queries whose blocks are held for a load.", |s| s.leases),
+    (
+        "barred_engines",
+        "Connected engines barred from their namespace because their KV differs; see pillion ctl \
+         namespaces.",
+        |s| s.barred_engines,
+    ),
 ];
 
 /// Why blocks that engines asked to save were not; the label of `pillion_saves_dropped_total`.
@@ -208,37 +243,56 @@ impl Metrics {
     pub fn new(registry: &Registry, pool_bytes: u64) -> Result<Self, prometheus::Error> {
         process::register(registry)?;
         let figures = Figures::new(registry, COUNTERS, GAUGES)?;
-        let dropped = "Blocks not saved, by reason; no_room: all is leased or being filled, so raise --dram or the quota; too_large: raise \
-                       --dram; not_copied: the engine left, too much waited, or its step or copy failed; unproven: \
-                       the engine has to prove first what it computes.";
-        let released = "Blocks kept for another engine no longer, by reason; full: half of the pool was kept, or all of a quota, so raise --dram or --quota.";
-        let lost = "Blocks for another engine that were not kept, by reason; reuse: their engine needed the memory before they were copied.";
+        let dropped = "Blocks not saved, by reason. no_room: every slot is leased or being filled, raise --dram or the \
+             quota; too_large: the block exceeds a pool segment, raise --dram; not_copied: the engine left, too many \
+             saves waited, or the step or copy failed; unproven: the engine has not passed its KV check yet.";
+        let released = "Blocks no longer kept for another engine, by reason. loaded: that engine has them; expired: \
+             --handover-ttl ended first; full: half of the pool, or all of a quota, was kept for engines, raise --dram \
+             or --quota.";
+        let lost = "Blocks for another engine that were not kept, by reason. reuse: their engine reused the memory \
+             before they were copied; dropped: there was no room, the copy failed, or their step was not accepted.";
         let mut reasons = by_reason(registry, "saves_dropped_total", dropped, SAVES_DROPPED)?;
         reasons.extend(by_reason(registry, "handover_released_total", released, RELEASED)?);
         reasons.extend(by_reason(registry, "handover_lost_total", lost, LOST)?);
-        let waited = "Time that queries waited for blocks from a disk or a peer, or being verified.";
+        let waited = "Seconds that queries waited for blocks from a disk or a peer, or for the verification of blocks.";
         let wait_seconds = Counter::new("pillion_query_wait_seconds_total", waited)?;
         registry.register(Box::new(wait_seconds.clone()))?;
-        let largest = "Largest difference of a check that was within its limit, as a part of the limit; 0 before the first.";
+        let largest = "Largest difference found by a check that passed, as a fraction of its limit, by number format; 0 \
+             before the first check.";
         let differences = GaugeVec::new(Opts::new("pillion_check_difference_max", largest), &["numbers"])?;
         registry.register(Box::new(differences.clone()))?;
         Number::ALL.iter().for_each(|number| differences.with_label_values(&[number.name()]).set(0.0));
-        let size = gauge(registry, "pool_bytes", "Bytes of the pool.")?;
+        let size = gauge(registry, "pool_bytes", "Bytes of the DRAM pool.")?;
         show(&size, pool_bytes);
-        let lost =
-            gauge(registry, "pool_lost", "1 once the pool file was cut: nothing is kept until a restart.")?;
-        let unsummed = "Blocks of the pool file without a checksum yet: were this sidecar killed, the next would drop them.";
+        let lost = gauge(
+            registry,
+            "pool_lost",
+            "1 after the pool file was truncated while in use: nothing is kept until the \
+                 sidecar restarts.",
+        )?;
+        let unsummed = "Blocks of the pool file without a checksum yet; if this sidecar were killed, the next one would \
+             drop them.";
         let unsummed = gauge(registry, "pool_unsummed_blocks", unsummed)?;
-        let parked = "Ranks whose copies lie behind a gate that their engine closed: restart that engine.";
+        let parked = "Ranks no longer served because their engine closed the gate of copies into their memory; restart \
+             that engine.";
         let parked = gauge(registry, "parked_ranks", parked)?;
-        let (ended, whys) = ("Sessions ended, by reason.", CloseReason::ALL.map(CloseReason::name));
+        let (ended, whys) = (
+            "Sessions ended, by reason. hang_up: the engine process ended or closed its socket; \
+             malformed: it wrote a message that no engine of this version writes; rejected: its messages contradict \
+             each other or the engine's other sessions; parked: its engine closed the gate of copies into its memory.",
+            CloseReason::ALL.map(CloseReason::name),
+        );
         let closed = counters_of(registry, "sessions_closed_total", ended, "reason", &whys)?;
         let pinning = PinningMetrics {
-            bytes: gauge(registry, "pool_pinned_bytes", "Bytes of the pool that are locked for GPUs.")?,
+            bytes: gauge(
+                registry,
+                "pool_pinned_bytes",
+                "Bytes of the pool that are locked in memory for GPUs.",
+            )?,
             failures: counter(
                 registry,
                 "pool_pin_failures_total",
-                "Parts of the pool that could not be locked.",
+                "Parts of the pool that could not be locked in memory; the first failure ends the attempt.",
             )?,
         };
         let quotas = Levels::default();

@@ -166,7 +166,7 @@ impl Span<'_> {
             vec![name, share(found, asked)]
         };
         Section {
-            title: "What other memory would find",
+            title: "Hits of other pool sizes",
             columns: &["memory", "share"],
             rows: sizes.map(row).collect(),
         }
@@ -214,14 +214,7 @@ impl Span<'_> {
         let any = of("queries_total") + of("blocks_total") > 0.0;
         Section {
             title: "Handovers",
-            columns: &[
-                "asked for",
-                "waited in vain",
-                "did not wait",
-                "blocks given",
-                "blocks lost",
-                "kept now",
-            ],
+            columns: &["asked for", "wait ended", "did not wait", "blocks given", "blocks lost", "kept now"],
             rows: any.then_some(row).into_iter().collect(),
         }
     }
@@ -254,7 +247,7 @@ impl Span<'_> {
     fn peers(&self) -> Section {
         let row = |peer: &String| {
             let of = |name| self.now.total(name, Some(("peer", peer.as_str())));
-            let state = if of("pillion_mesh_peer_breaker_open") > 0.0 { "left alone" } else { "up" };
+            let state = if of("pillion_mesh_peer_breaker_open") > 0.0 { "skipped" } else { "up" };
             vec![
                 peer.clone(),
                 state.to_owned(),
@@ -265,7 +258,7 @@ impl Span<'_> {
         };
         Section {
             title: "Peers",
-            columns: &["peer", "state", "blocks known", "being asked for", "times left alone"],
+            columns: &["peer", "state", "blocks known", "requested now", "times skipped"],
             rows: self.now.labels("pillion_mesh_peer_keys", "peer").iter().map(row).collect(),
         }
     }

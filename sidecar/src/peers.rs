@@ -293,7 +293,7 @@ impl Peers {
             transport::Up::PeerDown { peer, fault } => {
                 // Once, until it answers again.
                 if let Some(peer) = self.names.get(&peer).filter(|_| self.down.insert(peer)) {
-                    tracing::warn!(peer, "blocks cannot be had from a peer: {fault}");
+                    tracing::warn!(peer, "blocks cannot be fetched from a peer: {fault}");
                 }
                 return None;
             }
@@ -346,7 +346,7 @@ impl Peers {
             News::Promises { number: peer, promises, .. } => Heard::Promises { peer, promises },
             News::Stale { number } => {
                 let peer = self.name(number);
-                tracing::warn!(peer, "nothing is heard of a peer; what it was known to keep stays in use");
+                tracing::warn!(peer, "a peer sends nothing; its last known blocks stay in use");
                 Heard::Promises { peer: number, promises: Vec::new() }
             }
             News::Note(text) => {

@@ -119,11 +119,11 @@ impl Pinned {
         let locked = self.lock_all(pool, reserved, &self.near(), metrics, lock);
         std::mem::forget(gpus);
         match locked {
-            Ok(()) => tracing::info!(pool = %size(self.bytes()), "the pool is locked for the GPUs"),
+            Ok(()) => tracing::info!(pool = %size(self.bytes()), "the pool is locked in memory for the GPUs"),
             Err(error) => tracing::warn!(
                 %error, locked = %size(self.bytes()), pool = %size(pool.len() as u64),
-                "locking the pool for the GPUs stopped: the rest keeps no blocks of GPUs. Lower --dram, or raise this \
-                container's limits of memory and of locked memory (ulimit -l)"
+                "locking the pool in memory for the GPUs failed: the rest of the pool keeps no blocks of GPUs. Lower \
+                 --dram, or raise this container's limits of memory and of locked memory (ulimit -l)"
             ),
         }
     }
@@ -160,13 +160,15 @@ impl Pinned {
 
 impl Drop for Settled<'_> {
     fn drop(&mut self) {
-        self.0.settle(Err("the thread that looks for GPUs ended by a panic; see the sidecar's log".into()));
+        self.0.settle(Err(
+            "the thread that looks for GPUs ended with a panic: report it with the sidecar's log".into(),
+        ));
     }
 }
 
 /// The GPUs that this process may use; at least one.
 fn usable() -> Gpus {
-    let remedy = "is it in exclusive compute mode (nvidia-smi -c DEFAULT), or out of memory?";
+    let remedy = "check its compute mode (nvidia-smi -c DEFAULT ends exclusive mode) and its free memory";
     let seen =
         Gpu::all().map_err(|error| format!("the sidecar cannot use the GPUs that it sees: {error}"))?;
     let count = seen.len();

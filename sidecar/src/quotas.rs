@@ -37,7 +37,7 @@ impl Levels {
         }
         let gauges = |name, help| gauges(registry, name, help, &["namespace"]);
         let sizes = gauges("quota_bytes", "Bytes that blocks of the namespace may take.")?;
-        let used = gauges("quota_used_bytes", "Bytes that blocks of the namespace take.")?;
+        let used = gauges("quota_used_bytes", "Bytes that blocks of the namespace take now.")?;
         let used = quotas.iter().map(|quota| {
             let name = quota.whose.to_string();
             show(&sizes.with_label_values(&[&name]), quota.size.as_bytes());

@@ -54,8 +54,11 @@ impl From<&HandshakeError> for Cause {
 impl Refusals {
     /// The counters, every one there from the start.
     pub fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
-        let help =
-            "Connections of engine processes refused, by reason: the log line of each names what to change.";
+        let help = "Connections of engine processes refused, by reason; each has a log line that names what to change. user: a \
+             user without permission; silent: no hello in time; malformed: an invalid hello; version: no common \
+             protocol version; full: too many engine processes; namespace: other facts than the namespace it names; \
+             contradiction: it contradicts its engine's other processes; memory: its memory cannot be opened or \
+             mapped; resources: the sidecar has no descriptors or memory left.";
         let causes = Cause::ALL.map(Cause::name);
         Ok(Self(counters_of(registry, "connections_refused_total", help, "reason", &causes)?))
     }

@@ -20,7 +20,7 @@ const REPORT: Duration = Duration::from_secs(5);
 pub fn start(pool: &Arc<Pool>, pinned: &Arc<Pinned>, progress: &Arc<Progress>) -> std::io::Result<()> {
     let given_up = pool.given_up().is_some();
     if let Some(reason) = pool.given_up() {
-        tracing::warn!(%reason, "the pool file is not adopted: starting empty");
+        tracing::warn!(%reason, "the pool file is not adopted, and the sidecar starts empty");
     }
     let (pool, progress) = (Arc::downgrade(pool), Arc::clone(progress));
     let (weak, pinned) = (Weak::clone(&pool), Arc::clone(pinned));
@@ -58,7 +58,8 @@ fn reserve(pool: &Weak<Pool>, pinned: &Pinned) {
         });
         if let Err(error) = reserved {
             let (reserved, wanted) = (pool.reserved_bytes(), pool.len());
-            tracing::error!(%error, reserved, wanted, "the pool stays smaller: enlarge its mount or its container's limit, or lower --dram");
+            tracing::error!(%error, reserved, wanted, "the pool stays smaller than --dram: enlarge its mount or its \
+                 container's limit, or lower --dram");
         }
     }
 }
@@ -67,7 +68,7 @@ fn report(pool: &Weak<Pool>, progress: &Progress) {
     loop {
         thread::sleep(REPORT);
         match progress.text().filter(|_| pool.strong_count() > 0) {
-            Some(progress) => tracing::info!(progress, "still starting, and serving"),
+            Some(progress) => tracing::info!(progress, "still starting, already serving"),
             None => return,
         }
     }

@@ -294,11 +294,11 @@ impl Runtime {
         self.lost = true;
         self.metrics.pool_lost();
         if let Err(error) = self.pool.disown() {
-            tracing::error!(%error, "remove the pool file before a sidecar is started on it");
+            tracing::error!(%error, "the pool file cannot be marked as lost: remove it before a sidecar starts with it");
         }
         tracing::error!(
-            "the pool file was cut, or memory taken from it, while it is in use: nothing is kept or found any more. Start this \
-             sidecar again, and let nobody write to the file"
+            "the pool file was truncated, or memory was taken from it, while in use: no block is kept or found any \
+             more. Restart this sidecar, and let no other program write to the file"
         );
         self.handle(Event::Drain);
         self.peers.iter().for_each(Peers::drain);

@@ -285,8 +285,9 @@ fn engines_fd(config: &Config, pool: &Pool) -> Result<OwnedFd, tiers::Error> {
     }
     if config.pool_path.is_some() {
         tracing::warn!(
-            "an engine of this sidecar's user, or of root, could write the blocks of the others through its descriptor of the \
-             pool file: run engines as another user, or pass --pool-view, the file's path on a read-only mount"
+            "an engine that runs as this sidecar's user, or as root, could overwrite blocks of other engines through \
+             its descriptor of the pool file: run engines as another user, or pass --pool-view, the file's path on a \
+             read-only mount"
         );
     }
     pool.read_only_fd()

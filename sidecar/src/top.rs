@@ -29,13 +29,13 @@ const PICTURE: Duration = Duration::from_millis(100);
 /// Options of `pillion top`.
 #[derive(Args, Clone, Debug)]
 pub struct Options {
-    /// The address of the sidecar's pages, its --http
+    /// Address of the sidecar's pages, its --http
     #[arg(long, env = "PILLION_HTTP", default_value = HTTP_DEFAULT, value_name = "IP:PORT")]
     pub http: IpPort,
-    /// Time between two looks
+    /// Time between two updates
     #[arg(long, default_value = "1s", value_name = "TIME")]
     pub every: Time,
-    /// Print the tables once, with the averages since the start, and end; also where the output is no terminal
+    /// Print the tables once, with averages since the start, and end; the default if the output is not a terminal
     #[arg(long)]
     pub once: bool,
 }

@@ -211,7 +211,7 @@ fn served_empty() -> Option<()> {
     let mut engine = Engine::connect(&sidecar);
     assert_eq!(engine.served(&keys), (Vec::new(), 0));
     let log = std::fs::read_to_string(place.folder.path().join("log")).unwrap();
-    assert!(log.contains("before it had emptied it") && log.contains("starting empty"), "{log}");
+    assert!(log.contains("while it emptied the file") && log.contains("starts empty"), "{log}");
     sidecar.wait_started();
     engine.save(&mut 1000);
     Some(())

@@ -152,7 +152,7 @@ fn every_refusal_names_the_remedy() {
         (&["copy", "--threads", "0"], "1 to 256"),
         (&["copy", "--size", "1MiB"], "for each thread"),
         (&["peer", "--streams", "0"], "1 to 64"),
-        (&["peer", "--size", "1MiB"], "1 block of --block-size"),
+        (&["peer", "--size", "1MiB"], "1 to 2^32 blocks of --block-size"),
         (&["peer", "--serve", "127.0.0.1:65535", "--size", "2MiB"], "name a lower one"),
         (&["peer", "--serve", "192.0.2.1:9450", "--size", "2MiB"], "name an address of this host"),
     ] {

@@ -220,7 +220,7 @@ fn a_drain_by_the_socket_is_that_of_sigterm() {
 fn the_log_level_changes_what_is_logged() {
     let folder = tempfile::tempdir().unwrap();
     let sidecar = Sidecar::start(folder.path(), &[&"--dram", &"16MiB"]);
-    let refusals = || log(folder.path()).matches("a control request is refused").count();
+    let refusals = || log(folder.path()).matches("a control request was refused").count();
     let be_refused = || assert_eq!(status(sidecar.ask("GET", "/nothing", &Value::Null)), 404);
     assert_eq!(ctl(&sidecar, &["log-level"]), json!({"level": "info"}));
     be_refused();
@@ -266,8 +266,7 @@ fn the_socket_is_its_user_s_alone_and_the_old_page_names_the_command() {
     let blind = pillion(&["doctor", "--socket", socket]);
     let text = String::from_utf8_lossy(&blind.stdout);
     assert!(
-        text.contains("warn  control: namespaces are not looked at")
-            && text.contains("--control-socket PATH"),
+        text.contains("warn  control: namespaces were not checked") && text.contains("--control-socket PATH"),
         "{text}"
     );
     sidecar.terminate();

@@ -138,7 +138,7 @@ fn once_a_sidecar_has_served_starts_that_fail_do_not_end_its_container() {
     let container = Container::start(folder.path());
     let ends = || {
         let log = std::fs::read_to_string(folder.path().join("log")).unwrap();
-        log.matches("is started again in").count()
+        log.matches("restarts in").count()
     };
     let take = || TcpListener::bind(container.unshare.http()).ok();
     std::thread::sleep(Duration::from_secs(6));

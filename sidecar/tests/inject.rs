@@ -74,7 +74,7 @@ fn what_cannot_be_done_is_refused_with_a_remedy() {
     assert!(refusal(none, &[]).contains("--container NAME"));
     assert!(refusal("", &[]).contains("--container NAME"));
     assert!(refusal(&engine(""), &["--container=other"]).contains("named other"));
-    assert!(refusal("a: [", &[]).contains("no YAML"));
+    assert!(refusal("a: [", &[]).contains("not valid YAML"));
     let two = deployment(
         "containers:\n- name: a\n  image: vllm/vllm-openai\n- name: b\n  image: b\n  command: [vllm, serve]",
     );
@@ -90,7 +90,7 @@ fn what_cannot_be_done_is_refused_with_a_remedy() {
         "--kv-transfer-config.kv_connector=X",
     ] {
         let error = refusal(&engine(&format!("args: ['{foreign}']")), &[]);
-        assert!(error.contains("take it off"), "{error}");
+        assert!(error.contains("remove it"), "{error}");
     }
     let network = deployment("hostNetwork: true\ncontainers:\n- name: e\n  image: vllm/vllm-openai");
     assert!(injected(&network, &[]).is_ok());
@@ -107,7 +107,7 @@ fn what_cannot_be_done_is_refused_with_a_remedy() {
     assert!(refusal(&engine("env:"), &[]).contains("leave it out"));
     let sidecar =
         deployment("initContainers:\n- name: pillion\ncontainers:\n- name: e\n  image: vllm/vllm-openai");
-    assert!(refusal(&sidecar, &[]).contains("take the former off"));
+    assert!(refusal(&sidecar, &[]).contains("remove the former"));
     let several_nodes = "kind: LeaderWorkerSet\nmetadata:\n  name: l\nspec:\n  leaderWorkerTemplate:\n    workerTemplate:\n      \
                          spec:\n        containers:\n        - name: e\n          image: vllm/vllm-openai\n";
     assert!(refusal(several_nodes, &[]).contains("several nodes"));
@@ -150,7 +150,7 @@ fn what_is_left_to_add_is_told_of_once() {
         (String::from_utf8(output).unwrap(), String::from_utf8(notes).unwrap())
     };
     let (once, notes) = noted(&engine(""), &[]);
-    assert!(notes.contains("no NetworkPolicy is written") && notes.contains("port 9440"), "{notes}");
+    assert!(notes.contains("no NetworkPolicy was written") && notes.contains("port 9440"), "{notes}");
     let image = "Deployment a: container e runs vllm/vllm-openai, which must have Pillion's wheel";
     assert!(
         notes.contains(image) && notes.contains("docs/deploy.md") && notes.contains("--engine-image"),

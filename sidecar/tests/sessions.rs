@@ -339,7 +339,7 @@ fn an_engine_of_the_release_before_loads_and_is_told_why_nothing_is_kept() {
     let mut scheduler = Session::open(sidecar.socket(), &old(hello("old", 1, Role::Scheduler { run })), &[]);
     for session in [&rank, &scheduler] {
         let note = session.welcome.note.as_deref().expect("a note for the engine's log");
-        assert!(note.starts_with("engine old is of release 0.2.0"), "{note}");
+        assert!(note.starts_with("engine old runs release 0.2.0"), "{note}");
         assert!(
             note.ends_with("Install release 0.3.0 or later of Pillion's wheel in the engine's image"),
             "{note}"

@@ -146,7 +146,7 @@ fn fail_a_disk(place: &Place) {
     assert!(served.len() < keys.len());
     assert!(sidecar.metric("pillion_ssd_faults_total") > 0);
     sidecar.wait_metric("pillion_ssd_trips_total", |trips| trips > 0);
-    watch("a word in the log", || place.log_text().contains("a disk fails or stands still").then_some(()));
+    watch("a word in the log", || place.log_text().contains("a disk fails or hangs").then_some(()));
     let more = engine.save(&mut 1_000_000);
     assert_eq!(engine.served(&more), (more.clone(), 0));
     sidecar.terminate();
@@ -198,7 +198,7 @@ fn a_required_disk_that_cannot_be_used_stops_the_start_with_the_remedy() {
     let foreign = place.disk("b").join("letters");
     std::fs::write(&foreign, "somebody's".repeat(1000)).unwrap();
     let text = refusal(&place, &[&format!("{}:64MiB", foreign.display())]);
-    assert!(text.contains("no log of Pillion"), "{text}");
+    assert!(text.contains("not a log of Pillion"), "{text}");
     assert_eq!(std::fs::read_to_string(&foreign).unwrap().len(), 10_000, "nothing of others is written over");
     let _holder = place.start(&["c"]);
     let text = refusal(&place, &[&format!("{}:64MiB", place.disk("c").display())]);
@@ -213,7 +213,7 @@ fn a_missing_mount_or_memory_is_refused_before_anything_is_written() {
     let text = refusal(&place, &[&good, &format!("{}:64MiB", missing.display())]);
     assert!(text.contains("mount the disk") && text.contains("nvme:SIZE:create"), "{text}");
     let text = refusal(&place, &[&good, &format!("{}:64MiB:create", missing.join("pillion").display())]);
-    assert!(text.contains("nvme is no folder"), "{text}");
+    assert!(text.contains("nvme is not a folder"), "{text}");
     let text = refusal(&place, &[&good, "/dev/shm:64MiB"]);
     assert!(text.contains("lies in memory") && text.contains("raise --dram"), "{text}");
     assert!(
@@ -269,7 +269,7 @@ fn a_pool_file_is_not_used_while_a_disk_is_another_sidecar_s() {
     command.arg(format!("--ssd={}:{LOG_BYTES}", place.disk("a").display()));
     let output = command.arg("--socket").arg(place.folder.path().join("other.sock")).output().unwrap();
     let text = String::from_utf8_lossy(&output.stderr);
-    assert!(!output.status.success() && text.contains("is another sidecar's"), "{text}");
+    assert!(!output.status.success() && text.contains("is used by another sidecar"), "{text}");
     std::fs::remove_file(pool).unwrap();
 }
 

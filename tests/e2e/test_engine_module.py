@@ -226,12 +226,12 @@ def test_who_joins_others_loads_and_saves_once_it_has_proven_what_it_computes(
         off = 5e-7
         assert ours.prove(compute) and saves(ours) == 2
         off = 3e-2
-        with pytest.raises(EngineError, match="is not what namespace"):
+        with pytest.raises(EngineError, match="differs from the KV that namespace"):
             theirs.prove(compute)
         assert saves(theirs) == 0 and theirs.load(PROMPT) == []
         misread = joined("misread")
         off = 0.0
-        with pytest.raises(EngineError, match="is not what namespace"):
+        with pytest.raises(EngineError, match="differs from the KV that namespace"):
             misread.prove(lambda tokens: tuple(content[..., ::-1] for content in compute(tokens)))
         keeper.wait_for(lambda: keeper.namespaces()[0].get("proofs") == {"ours": "compared"}, "it is shown who may save")
         # The log line of the second comes before the list has it.

@@ -144,7 +144,7 @@ def test_pages_that_no_strides_describe_are_refused_by_the_name_of_the_fact(fore
     """With what to do about it."""
     amx = f"layers=3 {PAGE} dtype=bfloat16 kernel_block=8 order=kv_heads,tokens,content packing=amx"
     refused = foreign.attempt("gather", amx, 1)
-    assert refused.returncode == 1 and "page_form: pages with packing=amx" in refused.stderr
+    assert refused.returncode == 1 and "page_form: strides do not describe pages with packing=amx" in refused.stderr
 
 
 @dataclasses.dataclass

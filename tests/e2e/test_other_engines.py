@@ -106,7 +106,7 @@ def test_an_engine_with_one_matrix_5_percent_off_saves_nothing(prefilled: Prefil
         assert (alike.count(False), alike.count(True)) == (0, TOKENS)
         assert (kept, running.metrics()["external_hits"]) == (0, 0)
         assert proofs["poison"] is None and "own" in proofs.values()
-        with pytest.raises(pillion.engine.EngineError, match="is not what namespace"):
+        with pytest.raises(pillion.engine.EngineError, match="differs from the KV that namespace"):
             poison.kv.prove(poison.compute)
         assert poison.prefill() == 0, "it does not heed that"
         poison.kv.close()

@@ -31,7 +31,7 @@ SCREENS = os.environ.get("SCREENS")
 # Scrapes after the traffic, in which levels come down and an alert could still come.
 QUIET_S = 5.0
 # Tables of what a sidecar does.
-TITLES = ("Tiers", "Hits", "What other memory would find", "Transfers", "Handovers", "Engines", "Peers")
+TITLES = ("Tiers", "Hits", "Hits of other pool sizes", "Transfers", "Handovers", "Engines", "Peers")
 TYPE = re.compile(r"^# TYPE (\w+) (\w+)$", re.MULTILINE)
 HELP = re.compile(r"^# HELP (\w+) (.*)$", re.MULTILINE)
 # Words of names that say what is measured, not what happened.

@@ -82,7 +82,7 @@ def test_what_the_sidecar_refuses_is_said_in_its_words(tmp_path: Path, status: i
 
 
 def test_who_cannot_ask_is_told_how(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"--control-socket.*or name an Address"):
+    with pytest.raises(EngineError, match=r"--control-socket.*or pass an Address"):
         engine.find(tmp_path / "none.sock")
     with pytest.raises(EngineError, match=r"No such file.*--control-listen, and a file with its token"):
         engine.find(tmp_path / "p.sock", control=Address("127.0.0.1:1", tmp_path / "none"))

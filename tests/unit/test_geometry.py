@@ -86,7 +86,7 @@ def test_what_kernels_rearrange_by_a_rule_of_their_own_is_named_and_not_claimed(
     with pytest.raises(FormError, match="packing=amx"):
         pages.parse(describe(caches("LBHNC"), BLOCKS, heads(3, "amx")).form)
     larger = {f"layer.{layer}": Heads(2, 2, KEY_THEN_VALUE) for layer in range(LAYERS)}
-    with pytest.raises(FormError, match="no strides"):
+    with pytest.raises(FormError, match="strides do not describe"):
         pages.parse(describe(caches("LBHNC"), BLOCKS, larger).form)
 
 

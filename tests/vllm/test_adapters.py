@@ -127,7 +127,7 @@ def test_changed_files_go_without_the_cache(folder: Path, said: list[str]) -> No
     write(folder, b"one")
     assert engine.fold(asks(folder)) == NO_CACHE, "what happened in between is not known"
     assert Engine().fold(asks(folder)) == first, "the next engine reads what is there"
-    assert sum("no longer what lay at" in text for text in said) == 1
+    assert sum("have changed since this engine first saw them" in text for text in said) == 1
 
 
 def test_files_written_anew_with_the_same_bytes_are_the_same(folder: Path) -> None:
@@ -211,7 +211,7 @@ def test_requests_that_load_in_place(folder: Path, said: list[str]) -> None:
     write(folder, b"one")
     assert engine.fold(ask) not in (first, second), "not even then"
     assert engine.fold(ask) != Engine(OTHER_RUN).fold(ask)
-    assert len(said) == 2 and all("by this run of this engine alone" in text for text in said)
+    assert len(said) == 2 and all("only by this run of this engine" in text for text in said)
 
 
 # --- what cannot be seen ---

@@ -270,6 +270,6 @@ def test_a_device_without_room_is_no_end_of_the_start(monkeypatch: pytest.Monkey
     worker = Worker(Config(socket="/s"), nothing, specs.kv_cache_config(specs.full_attention()))
     worker.register(kv)
     assert worker._session is None
-    assert worker.out_reason == "torch: CUDA out of memory. (where memory is short, lower --gpu-memory-utilization)"
+    assert worker.out_reason == "torch: CUDA out of memory. (if memory is short, lower --gpu-memory-utilization)"
     assert said == [f"PILLION STAYS OUT: {worker.out_reason}. vLLM runs as if no connector were configured."]
     assert not any(tensor.any() for tensor in kv.values())

@@ -95,12 +95,12 @@ def test_coarser_blocks_and_groups() -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"algo": "md5"}, "valid ones are"),
+        ({"algo": "md5"}, "is unknown: pass one of"),
         ({"algo": "xxhash_cbor", "seed": None}, "PYTHONHASHSEED"),
         ({"block_size": 0}, "1 to"),
         ({"extra_keys": [None] * 3}, "3 blocks"),
-        ({"extra_keys": [["name"]]}, "does not say what it is"),
-        ({"extra_keys": [[("lora", 1, 2)]]}, "an extra key is"),
+        ({"extra_keys": [["name"]]}, "has no tag"),
+        ({"extra_keys": [[("lora", 1, 2)]]}, "an extra key has"),
         ({"algo": "sha256", "extra_keys": [[("lora", "a", "b"), ("cache_salt", "s")]]}, "sha256_cbor"),
     ],
 )

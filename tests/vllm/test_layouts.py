@@ -82,9 +82,9 @@ def test_the_self_test_sees_a_wrong_region_and_leaves_nothing_behind(layout: str
         assert not tensor[-split:].any()
     storage, offset, stride, length = geometry.regions[0]
     moved = [(storage, offset + 1, stride, length - 1), (storage, offset, stride, 1), *geometry.regions[1:]]
-    with pytest.raises(GeometryError, match="do not lie"):
+    with pytest.raises(GeometryError, match="are not where"):
         self_test(layers, dataclasses.replace(geometry, regions=moved), BLOCKS)
-    with pytest.raises(GeometryError, match="do not lie"):
+    with pytest.raises(GeometryError, match="are not where"):
         self_test(layers[::-1], geometry, BLOCKS)
 
 

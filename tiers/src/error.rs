@@ -13,14 +13,14 @@ pub enum Error {
     #[error(transparent)]
     Layout(#[from] LayoutError),
     /// Less than one segment.
-    #[error("a DRAM tier of {bytes} bytes; the least is {min} (one segment): raise --dram")]
+    #[error("the DRAM tier would have {bytes} bytes, and the least is {min} (one segment): raise --dram")]
     TooSmall {
         bytes: u64,
         /// Bytes of the smallest pool.
         min: u64,
     },
     /// More than slots can be numbered.
-    #[error("a DRAM tier of {bytes} bytes; the most is {max}: lower --dram")]
+    #[error("the DRAM tier would have {bytes} bytes, and the most is {max}: lower --dram")]
     TooLarge {
         bytes: u64,
         /// Bytes of the largest pool.
@@ -28,7 +28,7 @@ pub enum Error {
     },
     /// The machine has no such memory to give.
     #[error(
-        "a DRAM tier of {bytes} bytes, but {available} bytes are available in {place}: lower --dram or {remedy}"
+        "the DRAM tier needs {bytes} bytes, and {available} bytes are available in {place}: lower --dram or {remedy}"
     )]
     NoMemory {
         /// Bytes needed in all.
@@ -41,8 +41,9 @@ pub enum Error {
     },
     /// The machine has too few free huge pages.
     #[error(
-        "a DRAM tier of {bytes} bytes takes {needed} huge pages of {page_kib} KiB, and {available} are free: reserve more \
-         (sysctl vm.nr_hugepages={total}, best at boot; in Kubernetes also the resource hugepages-2Mi: {}Mi), or lower --dram",
+        "the DRAM tier of {bytes} bytes takes {needed} huge pages of {page_kib} KiB, and {available} are free: reserve \
+         more (sysctl vm.nr_hugepages={total}, best at boot; in Kubernetes also the resource hugepages-2Mi: {}Mi), or \
+         lower --dram",
         .bytes >> 20
     )]
     NoHugePages {
@@ -58,8 +59,8 @@ pub enum Error {
     },
     /// The huge pages are larger than what a pool is made of.
     #[error(
-        "a DRAM tier of {bytes} bytes is no whole number of huge pages of {page_bytes} bytes: pass a --pool-path on a hugetlbfs \
-         that is mounted with pagesize=2M"
+        "the DRAM tier of {bytes} bytes is not a multiple of huge pages of {page_bytes} bytes: pass a --pool-path on a \
+         hugetlbfs that is mounted with pagesize=2M"
     )]
     HugePageBytes {
         /// Bytes needed in all.
@@ -87,17 +88,18 @@ pub enum Error {
         remedy: String,
     },
     /// A device of the SSD tier that someone else has. Transfers of a sidecar that was killed may be under way there.
-    #[error("--ssd {path} {problem}: stop who uses it, or pass another path")]
+    #[error("--ssd {path} {problem}: stop the program that uses it, or pass another path")]
     DeviceBusy { path: PathBuf, problem: &'static str },
     /// A device that does not answer.
     #[error(
-        "--ssd {path} did not open within {seconds} s: find out what it waits for (dmesg), then mend or replace it"
+        "--ssd {path} did not open within {seconds} s: look at the kernel's log (dmesg), then repair or replace the \
+         disk"
     )]
     DeviceHangs { path: PathBuf, seconds: u64 },
     /// The backend that was wanted, or threads, cannot be had.
     #[error(
-        "cannot move the bytes of --ssd: {0}; let the container's seccomp profile pass io_uring_setup, io_uring_enter and \
-         io_uring_register, and set sysctl kernel.io_uring_disabled=0, or pass --ssd-io threads"
+        "cannot move the bytes of --ssd: {0}; let the container's seccomp profile allow io_uring_setup, io_uring_enter \
+         and io_uring_register, and set sysctl kernel.io_uring_disabled=0, or pass --ssd-io threads"
     )]
     Carrier(io::Error),
     #[error("cannot {doing} for the DRAM pool: {source}")]
@@ -128,7 +130,7 @@ pub enum LeaseError {
 /// A block is not taken in. The save is dropped; nothing else follows.
 #[derive(Copy, Clone, Debug, Error, Eq, PartialEq)]
 pub enum FillError {
-    #[error("the block is kept already")]
+    #[error("the block is already kept")]
     Present,
     /// Being filled by someone else.
     #[error("the block is being filled")]

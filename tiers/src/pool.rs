@@ -104,7 +104,7 @@ impl Pool {
         let boot = place::boot_id()?;
         pool.found = pool.look(file.found_bytes, boot);
         if pool.found == Found::Pool && !file.found_whole {
-            let reason = "memory was taken from it, or its sidecar ended before it had reserved all";
+            let reason = "memory was taken from it, or its sidecar ended before it had reserved all of it";
             pool.found = Found::Unusable(GivenUp::new(Cause::Unfinished, reason));
         }
         let epoch = || pool.region.word64(header::EPOCH as usize).load(Ordering::Relaxed);
@@ -138,29 +138,29 @@ impl Pool {
         let word = |field: u64| self.region.word64(field as usize).load(Ordering::Acquire);
         let unusable = |cause, text: String| Found::Unusable(GivenUp::new(cause, text));
         if len < pool::HEADER_BYTES || word(header::MAGIC) != pool::MAGIC {
-            return unusable(Cause::Damaged, "it is no pool".into());
+            return unusable(Cause::Damaged, "it is not a pool file".into());
         }
         if let Err(error) = pool::check_versions(|at| word(at as u64)) {
             return unusable(Cause::Version, error.to_string());
         }
         if [word(header::BOOT_ID), word(header::BOOT_ID + 8)] != [boot as u64, (boot >> 64) as u64] {
-            return unusable(Cause::Boot, "it is of another boot of this machine".into());
+            return unusable(Cause::Boot, "it was written before the last reboot of this machine".into());
         }
         let segment_bytes = word(header::SEGMENT_BYTES);
         if segment_bytes != self.segment_bytes {
             let expected = self.segment_bytes;
-            let text = format!("its segments are of {segment_bytes} bytes, --dram asks for {expected}");
+            let text = format!("its segments have {segment_bytes} bytes, and --dram needs {expected}");
             return unusable(Cause::Sizes, text);
         }
         if word(header::SETTLED) != 1 {
-            return unusable(Cause::Unfinished, "a sidecar ended before it had emptied it".into());
+            return unusable(Cause::Unfinished, "a sidecar ended while it emptied the file".into());
         }
         if let Err(error) = PoolView::new(|at| word(at as u64), len) {
             return unusable(Cause::Damaged, error.to_string());
         }
         match word(header::LIFE) {
             1..pool::LIFE_MAX => Found::Pool,
-            life => unusable(Cause::Damaged, format!("no sidecar can follow its life {life}")),
+            life => unusable(Cause::Damaged, format!("its number of runs, {life}, is invalid")),
         }
     }
 

@@ -84,7 +84,7 @@ impl Failure {
     }
 
     pub(super) fn internal() -> Self {
-        let text = "pillion met an internal error, printed on stderr; restart the engine and report it";
+        let text = "pillion met an internal error, printed on stderr: restart the engine and report it";
         Self { status: Status::Internal, text: text.into() }
     }
 }
@@ -104,7 +104,7 @@ pub(super) fn answer(call: impl FnOnce() -> Result<(), Failure>) -> Status {
 
 /// A pointer that must not be NULL.
 pub(super) fn given<T>(name: &str, pointer: Option<T>) -> Result<T, Failure> {
-    pointer.ok_or_else(|| Failure::argument(format!("{name} is NULL")))
+    pointer.ok_or_else(|| Failure::argument(format!("{name} is NULL: pass a pointer")))
 }
 
 #[cfg(test)]

@@ -45,7 +45,7 @@ impl<S> Guarded<S> {
             TryLockError::Poisoned(_) => Failure::internal(),
             TryLockError::WouldBlock => {
                 let text =
-                    "another thread is inside a call with this handle; let one thread at a time use it";
+                    "another thread is inside a call with this handle: use it from one thread at a time";
                 Failure { status: Status::Busy, text: text.into() }
             }
         })?;
@@ -117,6 +117,6 @@ mod tests {
         assert_eq!(answer(|| Err(Failure::argument("one\0two"))), Status::Argument);
         assert_eq!(last_text(), "one two");
         assert_eq!(answer(|| given("log", None::<&u8>).map(drop)), Status::Argument);
-        assert_eq!(last_text(), "log is NULL");
+        assert_eq!(last_text(), "log is NULL: pass a pointer");
     }
 }

@@ -68,8 +68,12 @@ pub extern "C" fn pillion_keys_new(
         let out = given("keys", keys)?;
         let algorithm: Algorithm = hash_algorithm.get("hash_algorithm")?.parse().map_err(ShimError::from)?;
         let form: ExtraForm = extra_keys.get("extra_keys")?.parse().map_err(ShimError::from)?;
-        let none_hash = hex::decode(none_hash.get("none_hash")?)
-            .map_err(|error| Failure::argument(format!("none_hash is no hex digits: {error}")))?;
+        let none_hash = hex::decode(none_hash.get("none_hash")?).map_err(|error| {
+            Failure::argument(format!(
+                "none_hash is not hex digits ({error}): pass the engines' \
+                 NONE_HASH in hex"
+            ))
+        })?;
         let chain = Chain::new(algorithm, &none_hash, block_tokens).map_err(ShimError::from)?;
         let state = State { chain: chain.with_form(form), block_tokens: block_tokens as usize };
         out.write(Box::new(Keys(Guarded::new(state))));
@@ -137,7 +141,8 @@ fn extra_by_block(extra: &[ExtraKey], blocks: usize) -> Result<Vec<Vec<Extra>>, 
     for key in extra {
         let block = key.block as usize;
         if block >= blocks {
-            let text = format!("an extra key of block {block}, but these tokens reach into {blocks} blocks");
+            let text =
+                format!("an extra key names block {block}, and these tokens reach into {blocks} blocks");
             return Err(Failure::argument(text));
         }
         if by_block.len() <= block {
@@ -164,7 +169,10 @@ impl ExtraKey {
             kind if kind == ExtraKind::PromptEmbeds as u32 => {
                 Ok(Extra::PromptEmbeds(self.bytes.get("an extra key's bytes")?.to_vec()))
             }
-            kind => Err(Failure::argument(format!("an extra key of kind {kind}; see PillionExtraKind"))),
+            kind => Err(Failure::argument(format!(
+                "an extra key has the unknown kind {kind}: pass one of \
+                 PillionExtraKind"
+            ))),
         }
     }
 }
@@ -189,8 +197,8 @@ mod tests {
         let sha256 = || Text::of(c"sha256_cbor");
         for (algorithm, none_hash, block_tokens, text) in [
             (Text::of(c"md5"), none(), 16, "sha256_cbor"),
-            (sha256(), Text::of(c"9bd"), 16, "none_hash is no hex digits"),
-            (sha256(), Text::of(c"9bd9"), 16, "a block hash of 2 bytes"),
+            (sha256(), Text::of(c"9bd"), 16, "none_hash is not hex digits"),
+            (sha256(), Text::of(c"9bd9"), 16, "a block hash has 2 bytes"),
             (sha256(), none(), 0, "1 to"),
             (sha256(), Text::null(), 16, "none_hash is NULL"),
         ] {

@@ -80,7 +80,10 @@ pub extern "C" fn pillion_page_form(
             }
             layers_before += found.layers;
         }
-        Err(Failure::argument(format!("page_form: layer {layer} of {layers} layers, counted from 0")))
+        Err(Failure::argument(format!(
+            "page_form: layer {layer} does not exist: pass a number below {layers}, the \
+             number of layers"
+        )))
     })
 }
 
@@ -152,8 +155,12 @@ mod tests {
     #[test]
     fn what_cannot_be_read_is_an_error_that_names_the_fact() {
         for (form, layer, text) in [
-            (Text::of(FORM), 3, "page_form: layer 3 of 3 layers"),
-            (Text::of(c"layers=1 tokens=4 order=tokens packing=amx"), 0, "page_form: pages with packing=amx"),
+            (Text::of(FORM), 3, "page_form: layer 3 does not exist"),
+            (
+                Text::of(c"layers=1 tokens=4 order=tokens packing=amx"),
+                0,
+                "page_form: strides do not describe pages with packing=amx",
+            ),
             (Text::null(), 0, "page_form is NULL"),
         ] {
             assert_eq!(page(form, layer).unwrap_err(), Status::Argument);

@@ -53,7 +53,7 @@ impl<T> Items<T> {
         let bytes = self.count.checked_mul(size_of::<T>()).filter(|bytes| *bytes <= isize::MAX as usize);
         if self.items.is_null() || !self.items.is_aligned() || bytes.is_none() {
             return Err(Failure::argument(format!(
-                "{name}: {} items at {:p}, which is no address of so many",
+                "{name}: {} items cannot lie at {:p}: pass the address of that many",
                 self.count, self.items
             )));
         }
@@ -76,10 +76,9 @@ impl Items<u8> {
     pub(super) fn get16(&self, name: &str) -> Result<Option<[u8; 16]>, Failure> {
         match self.get(name)? {
             [] => Ok(None),
-            bytes => bytes
-                .try_into()
-                .map(Some)
-                .map_err(|_| Failure::argument(format!("{name}: {} bytes; it has 16, or none", bytes.len()))),
+            bytes => bytes.try_into().map(Some).map_err(|_| {
+                Failure::argument(format!("{name} has {} bytes: pass 16, or none", bytes.len()))
+            }),
         }
     }
 }
@@ -99,7 +98,7 @@ impl Text {
         // SAFETY: not null, as was just checked. That a zero ends it and that nobody changes it while the call lasts is
         // the contract under which C makes a `Text`; nothing else can.
         let text = unsafe { CStr::from_ptr(self.0) };
-        text.to_str().map(Some).map_err(|error| Failure::argument(format!("{name} is no UTF-8: {error}")))
+        text.to_str().map(Some).map_err(|error| Failure::argument(format!("{name} is not UTF-8: {error}")))
     }
 }
 
@@ -151,14 +150,17 @@ mod tests {
     fn sixteen_bytes_or_none() {
         assert_eq!(Items::of(&[7; 16]).get16("fold").unwrap(), Some([7; 16]));
         assert_eq!(Items::of(&[]).get16("fold").unwrap(), None);
-        assert_eq!(Items::of(&[7; 15]).get16("fold").unwrap_err().text, "fold: 15 bytes; it has 16, or none");
+        assert_eq!(
+            Items::of(&[7; 15]).get16("fold").unwrap_err().text,
+            "fold has 15 bytes: pass 16, or none"
+        );
     }
 
     #[test]
     fn texts_are_utf8() {
         assert_eq!(Text::of(c"Pillion").get("name").unwrap(), "Pillion");
-        assert_eq!(Text::null().get("name").unwrap_err().text, "name is NULL");
+        assert_eq!(Text::null().get("name").unwrap_err().text, "name is NULL: pass a pointer");
         assert_eq!(Text::null().get_some("name").unwrap(), None);
-        assert!(Text::of(c"\xff").get("name").unwrap_err().text.contains("no UTF-8"));
+        assert!(Text::of(c"\xff").get("name").unwrap_err().text.contains("not UTF-8"));
     }
 }

@@ -154,7 +154,8 @@ pub extern "C" fn pillion_scheduler_append(
 ) -> Status {
     call(scheduler, |state| {
         let hashes = hashes.get("hashes")?;
-        let count = u32::try_from(hashes.len()).map_err(|_| Failure::argument("more than 2^32 hashes"))?;
+        let count = u32::try_from(hashes.len())
+            .map_err(|_| Failure::argument("more than 2^32 hashes: pass fewer"))?;
         let key = |index: u32, key: &mut BlockHash| {
             key.set(&hashes[(index - start) as usize].bytes).map_err(ShimError::from)
         };
@@ -409,7 +410,7 @@ mod tests {
         let short = result(|log| pillion_scheduler_open_folded(handle, Items::of(&fold[1..]), log));
         assert_eq!(
             (short, last_text().as_str()),
-            (Err(Status::Argument), "fold: 15 bytes; it has 16, or none")
+            (Err(Status::Argument), "fold has 15 bytes: pass 16, or none")
         );
         let hashes = [Hash { bytes: [1; 32] }; 3];
         let length = |length: Option<&mut MaybeUninit<u32>>| {
@@ -442,7 +443,10 @@ mod tests {
     #[test]
     fn what_is_missing_is_named() {
         let none = result(|scheduler| pillion_scheduler_connect(None, scheduler));
-        assert_eq!((none.err(), last_text().as_str()), (Some(Status::Argument), "options is NULL"));
+        assert_eq!(
+            (none.err(), last_text().as_str()),
+            (Some(Status::Argument), "options is NULL: pass a pointer")
+        );
         assert_eq!(pillion_scheduler_connect(Some(&options(1)), None), Status::Argument);
         let ranks = result(|scheduler| pillion_scheduler_connect(Some(&options(65)), scheduler));
         assert_eq!(ranks.err(), Some(Status::Argument));

@@ -295,7 +295,7 @@ impl WorkerOptions {
             ..handshake::WorkerHello::default()
         };
         if worker.facts.len() != facts.len() {
-            return Err(Failure::argument("two facts have the same name"));
+            return Err(Failure::argument("two facts have the same name: state each once"));
         }
         Ok(Options {
             socket: self.socket.get("socket")?.into(),
@@ -373,7 +373,7 @@ mod tests {
     fn impossible_memory_is_an_error() {
         let twice = || Fact { name: Text::of(c"model"), value: Text::of(c"m") };
         for (descriptors, pointers, facts, text) in [
-            (&[][..], &[][..], vec![], "neither"),
+            (&[][..], &[][..], vec![], "has no memory"),
             (&[0], &[1], vec![], "descriptors and pointers"),
             (&[-1], &[], vec![], "descriptor -1"),
             (&[0], &[], vec![twice(), twice()], "same name"),

@@ -30,7 +30,7 @@ pub struct Plan {
 /// Bytes that are no plan.
 #[derive(Debug, Error, Eq, PartialEq)]
 #[error(
-    "not a load plan of this pillion release ({0}): run the same release in the scheduler and the workers"
+    "the data is not a load plan of this pillion release ({0}): run the same release in the scheduler and the workers"
 )]
 pub struct PlanError(&'static str);
 
@@ -56,7 +56,7 @@ impl Plan {
     /// Reads a plan, checking every field.
     pub fn decode(bytes: &[u8]) -> Result<Self, PlanError> {
         let (header, rest) =
-            bytes.split_first_chunk::<HEADER_BYTES>().ok_or(PlanError("its header is cut"))?;
+            bytes.split_first_chunk::<HEADER_BYTES>().ok_or(PlanError("its header is incomplete"))?;
         let count = u32_at(header, 24) as usize;
         if count == 0 || count > LOG_KEYS {
             return Err(PlanError("its block count is out of range"));

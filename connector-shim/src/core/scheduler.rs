@@ -209,7 +209,8 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
     ) -> Result<u32, E> {
         let Some(length) = self.length(handle) else { return Ok(0) };
         if start != length {
-            let text = format!("append from {start} to a log of {length} keys; append from its length");
+            let text =
+                format!("an append starts at {start} in a log of {length} keys: append from its length");
             return Err(ShimError::Argument(text).into());
         }
         self.extend(handle, (length, count), false, key)
@@ -225,7 +226,7 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
     ) -> Result<u32, E> {
         let link = self.link.as_mut().expect("it has the log");
         if link.log(handle).tail {
-            let text = "append to a log that ends with a tail; close it, and open another one";
+            let text = "an append goes to a log that ends with a tail: close it, and open another one";
             return Err(ShimError::Argument(text.into()).into());
         }
         if !link.has_room_for_keys(length, count) {
@@ -467,23 +468,24 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
 }
 
 /// The notice for an engine whose saves are dropped because it has shown nothing of what it computes.
-const UNPROVEN: &str = "blocks of this engine are not kept: it has the facts of its namespace from others, and has not shown that it \
-    computes what is kept there. It can load. To save, it computes a golden block of the namespace and has it compared: \
-    Engine.prove(compute) in Python, pillion_scheduler_check in C. Where there is no golden block, let vLLM answer a prompt";
+const UNPROVEN: &str = "blocks of this engine are not kept, because it took over the facts of its namespace and has not \
+     passed a KV check there yet. It can load. To save, it must compute a golden block of the namespace and have it \
+     compared: Engine.prove(compute) in Python, pillion_scheduler_check in C. If the namespace has no golden block, \
+     let vLLM answer a prompt first";
 
 /// The notice for an engine whose sidecar would keep what the engine never accepted.
-const OLD_SIDECAR: &str = "blocks of this engine are not kept: the sidecar is of a release that would keep blocks of failed steps, too. \
-    The engine can load. To save, upgrade the sidecar to 0.3.0 or later";
+const OLD_SIDECAR: &str = "blocks of this engine are not kept, because the sidecar's release would also keep blocks of \
+     failed steps. The engine can load. To save, upgrade the sidecar to 0.3.0 or later";
 
 /// The notice for the engine's log when its check found that it computes other KV than the sidecar keeps.
 fn differing(namespace: u64, saved: Saved) -> String {
     let millionths = |part: u32| f64::from(part) / 1e6;
     let digits: String = namespace.to_le_bytes().iter().map(|byte| format!("{byte:02x}")).collect();
     format!(
-        "PILLION STAYS OUT of namespace {digits}...: KV that this engine computed itself differs from what is kept by {} (limit {}), \
-         so it is served nothing there for the rest of its run, and what it saved is removed. Its weights, code or settings \
-         differ under equal facts from those of the engine that saved: find what does and start it again, or set \
-         pillion.model_id to a text of its own",
+        "PILLION STAYS OUT of namespace {digits}...: KV that this engine computed differs from the kept KV by {} (limit \
+         {}). Pillion is off for this engine until it restarts, and its saved blocks are removed. Its weights, code or \
+         settings differ under equal facts from those of the engine that saved: find the difference and restart it, or \
+         set pillion.model_id to a text of its own",
         millionths(saved.difference),
         millionths(saved.limit)
     )

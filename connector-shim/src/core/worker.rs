@@ -214,8 +214,9 @@ impl<C: Deref<Target: Endpoint>, P: Clone> Session<C, P> {
             self.notices.say(
                 Cause::Mismatch,
                 format!(
-                    "a load of namespace {:016x} was refused: this rank's is {:016x}; its blocks are computed again. Loads that \
-                     were planned before the weights changed end so; if it goes on, the engine's roles run different releases",
+                    "a load of namespace {:016x} was refused by a rank of namespace {:016x}; its blocks are computed \
+                     again. This is normal for loads that were planned before the weights changed. If it lasts, \
+                     install the same pillion release for all roles of the engine",
                     plan.namespace.swap_bytes(),
                     self.bound.swap_bytes()
                 ),

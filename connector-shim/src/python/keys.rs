@@ -151,7 +151,9 @@ fn extra_key(atoms: Vec<Atom>) -> Result<ExtraKey, Failure> {
         }
         _ => {
             return argument(
-                "an extra key is (\"lora\", name, path), (\"mm\", identifier, offset), (\"cache_salt\", salt), (\"prompt_embeds\", bytes), or without the first word in the bare form",
+                "an extra key has an unknown form: pass (\"lora\", name, path), (\"mm\", identifier, offset), \
+                 (\"cache_salt\", salt), (\"prompt_embeds\", bytes), or the same without the first word in the bare \
+                 form",
             );
         }
     })

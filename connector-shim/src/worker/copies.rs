@@ -177,7 +177,11 @@ impl Copies {
             _ if job.refused => Fetch::nothing(job.plan.block_ids()),
             Some(pool) => Fetch::new(&self.memory, pool, self.part, &job.plan),
             None => {
-                self.notices.say(Cause::Pool, "a load names the pool of a sidecar that this rank was never connected to; its blocks are computed again");
+                self.notices.say(
+                    Cause::Pool,
+                    "a load names the pool of a sidecar that this rank has not connected to; \
+                     its blocks are computed again",
+                );
                 Fetch::nothing(job.plan.block_ids())
             }
         }
@@ -217,8 +221,8 @@ impl Copies {
     fn end_fetch(&self, fetch: Fetch, job: &Job) -> Vec<u32> {
         let failed = fetch.failed();
         if !failed.is_empty() && !job.refused && job.pool.is_some() {
-            let text = "blocks of a load were not where they were promised: their slots were filled anew since, or hold blocks of another size; \
-                 they are computed again. If this goes on, raise the sidecar's --lease-ttl";
+            let text = "blocks of a load were no longer in their slots, which were filled again or hold blocks of \
+                 another size; they are computed again. If this lasts, raise the sidecar's --lease-ttl";
             self.notices.say(Cause::Moved, text);
         }
         let copied = (job.plan.blocks.len() - failed.len()) as u64;
@@ -237,7 +241,7 @@ impl Copies {
     /// Counts and says that a load is taken away from the sidecar.
     pub(super) fn note_rescue(&self) {
         self.counters.rescues.fetch_add(1, Ordering::Relaxed);
-        self.notices.say(Cause::Rescue, "a load that the sidecar did not finish was finished by the engine");
+        self.notices.say(Cause::Rescue, "the engine finished a load that the sidecar did not finish");
     }
 
     fn count(&self, copied: u64, failed: u64) {
@@ -335,7 +339,7 @@ impl Copies {
                 self.advance(load)
             }
             Verdict::GiveUp => {
-                end_process("the sidecar may be writing blocks of a load that was taken back from it")
+                end_process("the sidecar may still be writing blocks of a load that this worker revoked")
             }
         }
     }
@@ -365,7 +369,7 @@ impl Copies {
             load.job.link.iter().for_each(|link| link.deliver(op, self.cuts.len()));
         } else {
             let all = load.job.plan.blocks.len();
-            end_process(&format!("{lost} of {all} blocks of a promised load can be had from nowhere"));
+            end_process(&format!("{lost} of {all} blocks of a promised load are lost"));
         }
     }
 }
@@ -416,7 +420,9 @@ impl Drop for EndsProcess {
 
 /// Ends the process, loudly: what it would compute from here on would be wrong, or never come.
 fn end_process(text: &str) -> ! {
-    eprintln!("pillion: FATAL: {text}. This worker ends now rather than compute on wrong KV; restart it.");
+    eprintln!(
+        "pillion: FATAL: {text}. This worker ends now, so that it does not compute on wrong KV: restart it."
+    );
     std::process::abort();
 }
 

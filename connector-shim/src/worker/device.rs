@@ -74,7 +74,7 @@ impl Device {
         alone: bool,
     ) -> Result<(Self, DeviceMemory), ShimError> {
         if !cuda::is_present() {
-            return argument("pointers into GPU memory, but libcuda.so.1 or a GPU is missing here");
+            return argument("the memory is a GPU's, and libcuda.so.1 or a GPU is missing in this process");
         }
         let gpu = Gpu::of_thread()?;
         let count = cuts.len();

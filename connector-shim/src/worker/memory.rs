@@ -100,10 +100,13 @@ impl Memory {
         stream: u64,
     ) -> Result<Self, ShimError> {
         match (descriptors, pointers.is_empty()) {
-            ([], true) => argument("neither descriptors nor pointers: a rank has memory"),
+            ([], true) => argument("the rank has no memory: pass descriptors or pointers"),
             ([], false) => Ok(Self::Gpu { pointers, cuts, stream }),
             (_, true) => Self::host(descriptors),
-            (_, false) => argument("descriptors and pointers; a rank's memory is the host's or a GPU's"),
+            (_, false) => argument(
+                "the rank has descriptors and pointers: pass one kind, descriptors of host memory or \
+                 pointers into GPU memory",
+            ),
         }
     }
 

@@ -78,7 +78,10 @@ impl Stager {
         while let Some(stage) = requests.pop().map(|slot| Stage::decode(&slot)) {
             let taken = asked.iter().any(|other| other.slot == stage.slot);
             if stage.slot >= self.staging.slots() || taken || !self.copies.memory().holds(stage.block) {
-                return Err(format!("it asks for block {} in slot {}", stage.block, stage.slot));
+                return Err(format!(
+                    "it requests block {} in slot {}, which do not exist",
+                    stage.block, stage.slot
+                ));
             }
             asked.push(stage);
         }

@@ -98,8 +98,8 @@ pub fn check(address: &str) -> Result<(), Error> {
     if port.is_some() && address.len() <= ADDRESS_BYTES_MAX {
         return Ok(());
     }
-    let problem =
-        "is no address of a peer: give host:port, of a node's --mesh-listen or of a name that all nodes have";
+    let problem = "is not the address of a peer: pass host:port, of a node's --mesh-listen or of a name that resolves to all \
+         nodes";
     Err(Error::Address { address: address.into(), problem })
 }
 
@@ -110,7 +110,7 @@ impl Etcd {
     pub(super) fn check(&self) -> Result<(), Error> {
         let all = self.endpoints.iter().try_for_each(|endpoint| self.endpoint(endpoint).map(drop));
         if self.endpoints.is_empty() {
-            let problem = "is no endpoint of etcd: give at least one, as http://host:port";
+            let problem = "is not an endpoint of etcd: pass at least one, as http://host:port";
             return Err(Error::Address { address: String::new(), problem });
         }
         if let Some((_, file)) = &self.user {
@@ -123,15 +123,15 @@ impl Etcd {
     pub(super) fn endpoint(&self, endpoint: &str) -> Result<(String, Session), Error> {
         let wrong = |problem| Error::Address { address: endpoint.into(), problem };
         let Some((scheme, rest)) = endpoint.split_once("://") else {
-            return Err(wrong("is no endpoint of etcd: give http://host:port or https://host:port"));
+            return Err(wrong("is not an endpoint of etcd: pass http://host:port or https://host:port"));
         };
         let address = rest.trim_end_matches('/');
         check(address)
-            .map_err(|_| wrong("is no endpoint of etcd: give http://host:port or https://host:port"))?;
+            .map_err(|_| wrong("is not an endpoint of etcd: pass http://host:port or https://host:port"))?;
         match (scheme, &self.ca) {
             ("http", None) => Ok((address.into(), None)),
             ("http", Some(_)) => {
-                Err(wrong("would not be encrypted, though there is a CA for it: give https://"))
+                Err(wrong("would not be encrypted, although --etcd-ca is given: pass https://"))
             }
             ("https", Some(ca)) => {
                 let files = self.certificate.as_ref().map(|(certificate, key)| (&**certificate, &**key));
@@ -141,8 +141,8 @@ impl Etcd {
                 let name = ServerName::try_from(host).map_err(|_| wrong("names no host"))?;
                 Ok((address.into(), Some((config, name))))
             }
-            ("https", None) => Err(wrong("needs the certificate of its authority: give --etcd-ca")),
-            _ => Err(wrong("is no endpoint of etcd: give http://host:port or https://host:port")),
+            ("https", None) => Err(wrong("needs the certificate of its CA: pass --etcd-ca")),
+            _ => Err(wrong("is not an endpoint of etcd: pass http://host:port or https://host:port")),
         }
     }
 
@@ -155,6 +155,6 @@ impl Etcd {
 fn password(file: &Path) -> Result<String, Error> {
     let problem = |problem| Error::File { path: file.to_owned(), problem };
     let text = std::fs::read_to_string(file)
-        .map_err(|error| problem(format!("cannot be read ({error}): give a file with etcd's password")))?;
+        .map_err(|error| problem(format!("cannot be read ({error}): pass a file with etcd's password")))?;
     Ok(text.trim_end_matches(['\r', '\n']).to_owned())
 }

@@ -82,7 +82,7 @@ pub(super) async fn register(shared: Arc<Shared>, etcd: Etcd, leaving: Arc<Notif
         };
         let (pause, news) = back_off.after(up.map_or(Duration::ZERO, |since| since.elapsed()), &why);
         if news {
-            shared.note(format!("{why}; the last membership serves on"));
+            shared.note(format!("{why}; the last known members stay in use"));
         }
         tokio::select! {
             () = tokio::time::sleep(pause) => {}
@@ -180,7 +180,7 @@ impl Session {
         let options = GetOptions::new().with_prefix().with_limit(MEMBERS_MAX as i64 + 1);
         let mut keys = self.client.kv_client();
         let all = self.call("the list of nodes", keys.get(self.prefix.as_str(), Some(options))).await?;
-        let revision = all.header().ok_or("a list without a revision")?.revision();
+        let revision = all.header().ok_or("the list of nodes has no revision")?.revision();
         let nodes = all.kvs().iter().filter_map(|key| self.read(key)).collect();
         self.shared.registered(nodes);
         let options = WatchOptions::new().with_prefix().with_start_revision(revision + 1);
@@ -207,8 +207,8 @@ impl Session {
             }
             Some(_) => {
                 self.shared.note(format!(
-                    "this node joins when the registration of another life of '{}' in etcd has ended, which takes up to \
-                     {} s after a crash; if this is said again, two sidecars have that name: give each its own --node-id",
+                    "this node waits until an earlier registration of '{}' in etcd has ended, up to {} s after a crash; \
+                     if this line comes again, two sidecars have that name: give each its own --node-id",
                     self.shared.config.node,
                     self.ttl.as_secs()
                 ));
@@ -270,7 +270,7 @@ impl Session {
                     within(limit, "renewing the lease", async { keeper.keep_alive().await.map_err(|e| causes(&e)) }).await?;
                     due.get_or_insert(at + limit);
                 }
-                () = overdue(due) => return Err("the lease is not renewed in time".into()),
+                () = overdue(due) => return Err("the lease was not renewed in time".into()),
                 answer = renewed.message() => {
                     let answer = answer.map_err(|error| causes(&error))?.ok_or("the lease's stream ended")?;
                     if answer.ttl() <= 0 {
@@ -338,7 +338,7 @@ impl Session {
             }
             Err(why) => {
                 self.shared.count(Reason::Malformed);
-                self.shared.note_rarely(format!("the registration of {node} in etcd is passed over: {why}"));
+                self.shared.note_rarely(format!("the registration of {node} in etcd is ignored: {why}"));
                 None
             }
         }
@@ -377,17 +377,17 @@ impl Record {
 
     fn read(bytes: &[u8]) -> Result<(BootId, std::net::SocketAddr, DataAddresses), String> {
         if bytes.len() > RECORD_BYTES_MAX {
-            return Err(format!("{} bytes, of at most {RECORD_BYTES_MAX}", bytes.len()));
+            return Err(format!("it has {} bytes, of at most {RECORD_BYTES_MAX}", bytes.len()));
         }
         let record: Self = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
         if record.version != VERSION {
             return Err(format!(
-                "version {}, not {VERSION}: run the same release on every node",
+                "its version is {}, not {VERSION}: run the same release on every node",
                 record.version
             ));
         }
         let boot = u64::from_str_radix(&record.boot, 16).ok().and_then(NonZeroU64::new).ok_or("no life")?;
-        let address = |text: &str| text.parse().map_err(|_| "an address that is none");
+        let address = |text: &str| text.parse().map_err(|_| "it has an invalid address");
         let rdma = record.rdma.as_deref().map(address).transpose()?;
         let data = DataAddresses { tcp: address(&record.tcp)?, rdma };
         Ok((BootId(boot), address(&record.control)?, data))

@@ -152,7 +152,7 @@ async fn hear(
         match reply(shared, replies).await? {
             Reply::Hello(..) => {
                 shared.count(Reason::Malformed);
-                return Err(Failure::Unreached("it greets twice".into()));
+                return Err(Failure::Unreached("it sent two greetings".into()));
             }
             Reply::Heartbeat => {}
             Reply::Told(message) => {
@@ -186,11 +186,11 @@ async fn greeting(shared: &Shared, replies: &mut Streaming<FollowReply>) -> Resu
         }
         Reply::Hello(mesh, ..) => {
             shared.count(Reason::Mesh);
-            Err(format!("it is of the mesh '{mesh}': give both the same --mesh-name"))
+            Err(format!("it belongs to the mesh '{mesh}': give both the same --mesh-name"))
         }
         Reply::Told(_) | Reply::Heartbeat => {
             shared.count(Reason::Malformed);
-            Err("it does not say who it is".into())
+            Err("it did not send its name".into())
         }
     }
 }
@@ -201,7 +201,7 @@ async fn reply(shared: &Shared, replies: &mut Streaming<FollowReply>) -> Result<
         shared.count(Reason::Silent);
         return Err(format!("the next message took longer than {} ms", silence.as_millis()));
     };
-    let reply = reply.map_err(|status| words(&status))?.ok_or("it ended the stream")?;
+    let reply = reply.map_err(|status| words(&status))?.ok_or("it closed the stream")?;
     reply.hear().map_err(|malformed| {
         shared.count(if let Malformed::Version(_) = malformed { Reason::Version } else { Reason::Malformed });
         format!("it sent {malformed}")
@@ -257,7 +257,9 @@ impl Known {
         }
         self.upto = None;
         self.fit(keys, max);
-        Err(format!("only a part of it, {keys} keys, is told where {max} fit: more of it is asked for"))
+        Err(format!(
+            "it announces only a part of its blocks, {keys} where {max} fit now; a larger part is requested"
+        ))
     }
 
     /// What follows from a message that could not be taken: all is asked for anew, and less of it where it is too much.

@@ -52,8 +52,8 @@ pub(super) async fn follow(shared: Arc<Shared>, name: String) {
                 let (pause, news) = back_off.after(Duration::ZERO, &why);
                 if news {
                     shared.note(format!(
-                        "--peer {name} cannot be resolved: {why}; the addresses that it had stay, and it is tried again. \
-                         Give a name that DNS or /etc/hosts of this host knows"
+                        "--peer {name} cannot be resolved: {why}; its earlier addresses stay in use, and it is tried \
+                         again. Pass a name that DNS or /etc/hosts of this host knows"
                     ));
                 }
                 pause

@@ -135,7 +135,7 @@ async fn ask(shared: &Shared, (node, boot): (&NodeId, BootId), address: &str) ->
     let mut client = InventoryClient::new(channel).max_decoding_message_size(REPLY_BYTES_MAX);
     let reply = client.namespaces(NamespacesRequest::new(config)).await.map_err(|status| {
         match status.code() {
-            Code::Unimplemented => return "its release tells nobody of its namespaces: upgrade it".into(),
+            Code::Unimplemented => return "its release does not send its namespaces: upgrade it".into(),
             Code::FailedPrecondition => shared.count(Reason::Refused),
             // It is longer than a reply may be.
             Code::OutOfRange => shared.count(Reason::Malformed),
@@ -149,16 +149,17 @@ async fn ask(shared: &Shared, (node, boot): (&NodeId, BootId), address: &str) ->
     })?;
     if listed.mesh != config.mesh {
         shared.count(Reason::Mesh);
-        return Err(format!("it is of the mesh '{}': give both the same --mesh-name", listed.mesh));
+        return Err(format!("it belongs to the mesh '{}': give both the same --mesh-name", listed.mesh));
     }
     if (&listed.node, listed.boot) != (node, boot) {
         shared.count(Reason::OtherLife);
-        return Err(format!("{} answers there, perhaps in another life: ask again", listed.node));
+        return Err(format!("{} answers there, or the node has restarted: ask again", listed.node));
     }
     if listed.wrong > 0 {
         shared.count(Reason::Malformed);
         shared.note_rarely(format!(
-            "{} namespaces of {node} are dropped: their facts are not what their digests say, or no engine's",
+            "{} namespaces of {node} are dropped, because their facts do not match their digests or are invalid: run \
+             the same release on every node",
             listed.wrong
         ));
     }
@@ -181,11 +182,11 @@ impl Taken {
         let missing = match (left_out, wrong) {
             (0, 0) => None,
             (left_out, 0) => {
-                Some(format!("{left_out} of its namespaces are left out: there is no room for them"))
+                Some(format!("{left_out} of its namespaces are left out, because the limit is reached"))
             }
             (left_out, wrong) => Some(format!(
-                "{wrong} of its namespaces are dropped, whose facts are not what their digests say, and {left_out} are left \
-                 out: run the same release on every node"
+                "{wrong} of its namespaces are dropped, because their facts do not match their digests, and {left_out} \
+                 are left out: run the same release on every node"
             )),
         };
         Answer { peer, namespaces, missing }

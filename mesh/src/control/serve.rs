@@ -99,7 +99,10 @@ pub(super) async fn listen(shared: Arc<Shared>, listener: TcpListener) {
                 serve(&shared, wire).await;
             } else {
                 shared.count(Reason::Full);
-                shared.note_rarely(format!("{from} is turned away: {MEMBERS_MAX} connections are served"));
+                shared.note_rarely(format!(
+                    "a connection from {from} was refused: {MEMBERS_MAX} connections are open, \
+                     which is the limit"
+                ));
             }
         });
     }
@@ -217,7 +220,7 @@ impl Inventory for Connection {
                 let silence_ms = shared.config.limits.silence.as_millis();
                 // The name is text that nobody has looked at.
                 shared.note_rarely(format!(
-                    "{:?} follows but takes nothing for {silence_ms} ms: hung up",
+                    "{:?} follows this node and has read nothing for {silence_ms} ms: its connection was closed",
                     asked.node
                 ));
             }
@@ -276,7 +279,7 @@ impl Connection {
             let mesh = &own.mesh;
             return Some((
                 Reason::Mesh,
-                format!("this node is of the mesh '{mesh}': give both the same --mesh-name"),
+                format!("this node belongs to the mesh '{mesh}': give both the same --mesh-name"),
             ));
         }
         thinning_of(thinning).err().map(|malformed| (Reason::Malformed, malformed.to_string()))

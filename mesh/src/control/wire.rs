@@ -194,19 +194,19 @@ pub enum Reply {
 /// What a reply should not be.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 pub enum Malformed {
-    #[error("bytes that are no message")]
+    #[error("bytes that are not a message")]
     Bytes,
     /// None of the kinds.
-    #[error("a message of no known kind")]
+    #[error("a message of an unknown kind")]
     Kind,
     #[error("version {0} of the protocol, and this is version {VERSION}: run the same release on every node")]
     Version(u32),
     /// A name, a life or an address that is none.
-    #[error("a greeting whose {0} is none")]
+    #[error("a greeting with an invalid {0}")]
     Hello(&'static str),
     #[error("a message that is too long")]
     Long,
-    #[error("a thinning that is none")]
+    #[error("an invalid thinning")]
     Thinning,
 }
 

@@ -61,10 +61,10 @@ pub enum Heard {
 #[derive(Copy, Clone, Debug, Eq, Error, PartialEq)]
 pub enum Unheard {
     /// Neither the beginning nor after it.
-    #[error("a part of an inventory that has not begun, or is complete")]
+    #[error("a part of an inventory that has not begun or is complete")]
     OutOfPlace,
     /// A message is missing.
-    #[error("changes that follow sequence {after}, and lead to {sequence}, where {known} is known")]
+    #[error("changes from sequence {after} to {sequence}, while {known} is known")]
     Gap {
         known: u64,
         after: u64,
@@ -82,11 +82,11 @@ pub enum Unheard {
     #[error("digests out of order")]
     Order,
     /// A change of a digest that was not told, or is not to be.
-    #[error("a change of a digest that is not told")]
+    #[error("a change of a digest that is not announced")]
     Foreign,
     /// More than this side has memory for.
     #[error(
-        "an inventory of {keys} keys where {max} fit: one in a few of them is followed instead; raise --mesh-directory-size"
+        "an inventory of {keys} keys, of which {max} fit: only a part of them is followed; raise --mesh-directory-size"
     )]
     Memory {
         keys: u64,
@@ -94,7 +94,7 @@ pub enum Unheard {
         max: usize,
     },
     /// It has grown by more than the filter has room for while it was told.
-    #[error("an inventory that outgrew its filter while it was told")]
+    #[error("an inventory that outgrew its filter while it was sent")]
     Overfull,
 }
 

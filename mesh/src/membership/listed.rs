@@ -58,8 +58,8 @@ impl Membership {
         steps.extend(new);
         if changed && left_out > 0 {
             let text = format!(
-                "{left_out} addresses are not followed, of '{name}' among others: at most {ENDPOINTS_MAX} are; give \
-                 --peer names of fewer, and each part a mesh of its own"
+                "{left_out} addresses are not followed, of '{name}' among others, because the limit is {ENDPOINTS_MAX}: \
+                 pass --peer names with fewer addresses, and give each part a mesh of its own"
             );
             steps.push(Step::Tell(News::Note(text)));
         }

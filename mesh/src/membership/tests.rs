@@ -214,7 +214,7 @@ fn a_registration_is_a_member_until_it_ends() {
     // Who answers there must be it.
     let endpoint = Endpoint(1);
     let wrong = |why: Result<Vec<Step>, Failure>| why.unwrap_err().to_string();
-    assert!(wrong(table.hello(0, endpoint, &identity("a", 2))).contains("another life"));
+    assert!(wrong(table.hello(0, endpoint, &identity("a", 2))).contains("after a restart"));
     assert!(wrong(table.hello(0, endpoint, &identity("b", 1))).contains("b answers there"));
     assert!(table.hello(0, endpoint, &identity("a", 1)).unwrap().is_empty());
     // Silence alone fences nobody.

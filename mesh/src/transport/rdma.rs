@@ -105,18 +105,18 @@ impl Config {
     fn check(&self) -> Result<(), Error> {
         let count = self.nics.len();
         if !(1..=NICS_MAX).contains(&count) {
-            return Err(Error::Queues(format!("{count} NICs are named: name 1 to {NICS_MAX}")));
+            return Err(Error::Queues(format!("--nics names {count} NICs: name 1 to {NICS_MAX}")));
         }
         let most = STREAMS_MAX / count;
         if !(1..=most).contains(&self.qps_per_peer) {
             let wanted = self.qps_per_peer;
             return Err(Error::Queues(format!(
-                "{wanted} queue pairs of each NIC to a peer: give 1 to {most} with {count} NICs"
+                "--qps-per-peer is {wanted}: pass 1 to {most} with {count} NICs"
             )));
         }
         if !(1..=LEASE_MS_MAX.into()).contains(&self.lease.as_millis()) {
             let lease = self.lease;
-            return Err(Error::Queues(format!("a lease of {lease:?}: give 1 to {LEASE_MS_MAX} ms")));
+            return Err(Error::Queues(format!("the lease is {lease:?}: pass 1 to {LEASE_MS_MAX} ms")));
         }
         Ok(())
     }
@@ -224,7 +224,8 @@ impl Carriage for Ways {
             if lock(&self.late).insert(link.number) {
                 let peer = &link.peer.node;
                 shared.note(format!(
-                    "the blocks of {peer} come over TCP until its NICs have registered its pool: its log says if they cannot"
+                    "blocks of {peer} travel over TCP until its NICs have registered its pool; its log says if they \
+                     cannot"
                 ));
             }
         } else {

@@ -64,7 +64,9 @@ pub(super) enum Item<'a> {
 #[derive(Deserialize)]
 #[serde(
     untagged,
-    expecting = "an extra key is [\"lora\", name, path], [\"mm\", identifier, offset], [\"cache_salt\", salt], [\"prompt_embeds\", {\"bytes\": hex}], or without the first word in the bare form"
+    expecting = "an extra key has an unknown form: pass [\"lora\", name, path], [\"mm\", identifier, offset], \
+         [\"cache_salt\", salt], [\"prompt_embeds\", {\"bytes\": hex}], or the same without the first word in the bare \
+         form"
 )]
 enum Captured {
     Text(String),
@@ -129,7 +131,7 @@ impl TryFrom<Captured> for ExtraKey {
     fn try_from(captured: Captured) -> Result<Self, String> {
         let unknown = |tag: &str| {
             Err(format!(
-                "'{tag}' is no kind of extra key here; there are: lora, mm, cache_salt, prompt_embeds"
+                "'{tag}' is not a kind of extra key: pass one of lora, mm, cache_salt, prompt_embeds"
             ))
         };
         Ok(match captured {
@@ -153,9 +155,9 @@ impl TryFrom<Captured> for ExtraKey {
 fn decode(captured: &CapturedBytes) -> Result<Vec<u8>, String> {
     match captured.iter().collect::<Vec<_>>()[..] {
         [(name, digits)] if name == "bytes" => {
-            hex::decode(digits).map_err(|error| format!("bytes of an extra key are no hex digits: {error}"))
+            hex::decode(digits).map_err(|error| format!("bytes of an extra key are not hex digits: {error}"))
         }
-        _ => Err("bytes of an extra key are {\"bytes\": hex}".to_owned()),
+        _ => Err("bytes of an extra key have another form than {\"bytes\": hex}".to_owned()),
     }
 }
 

@@ -59,7 +59,7 @@ impl Append {
         let few = count > 0 && (from + count).div_ceil(CHUNK_KEYS) - from / CHUNK_KEYS <= APPEND_CHUNKS;
         range(message, "count", keys.count.into(), few, "at least 1 key, in at most 6 chunks")?;
         let known = message.flags & !(APPEND_PROMISED | APPEND_TAIL) == 0;
-        range(message, "flags", message.flags.into(), known, "this release knows 1 and 2 alone")?;
+        range(message, "flags", message.flags.into(), known, "this release knows only 1 and 2")?;
         let has = |flag| message.flags & flag != 0;
         let (promised, tail) = (has(APPEND_PROMISED), has(APPEND_TAIL));
         let append = Self { keys, chunks: message.data, promised, tail };
@@ -82,7 +82,7 @@ impl Query {
     pub(super) fn read(message: &Message) -> Result<Self, RequestError> {
         let keys = Keys::read_asked(message)?;
         let known = message.flags & !(QUERY_ARRIVING | QUERY_AWAIT) == 0;
-        range(message, "flags", message.flags.into(), known, "this release knows 1 and 2 alone")?;
+        range(message, "flags", message.flags.into(), known, "this release knows only 1 and 2")?;
         let has = |flag| message.flags & flag != 0;
         Ok(Self { op: message.op, keys, arriving: has(QUERY_ARRIVING), awaits: has(QUERY_AWAIT) })
     }
@@ -99,7 +99,7 @@ impl Load {
     pub(super) fn read(message: &Message) -> Result<Self, RequestError> {
         let keys = Keys::read(message)?;
         let known = message.flags & !LoadFlags::ALL == 0;
-        range(message, "flags", message.flags.into(), known, "this release knows 1, 2, 4 and 8 alone")?;
+        range(message, "flags", message.flags.into(), known, "this release knows only 1, 2, 4 and 8")?;
         Ok(Self {
             op: message.op,
             keys,
@@ -128,7 +128,7 @@ impl Save {
     pub(super) fn read(message: &Message) -> Result<Self, RequestError> {
         let keys = Keys::read(message)?;
         let known = message.flags & !(SAVE_CHECKED | SAVE_HANDOVER) == 0;
-        range(message, "flags", message.flags.into(), known, "this release knows 1 and 2 alone")?;
+        range(message, "flags", message.flags.into(), known, "this release knows only 1 and 2")?;
         let (position, step) = (message.data[0], message.step);
         let has = |flag| message.flags & flag != 0;
         let (checked, handover) = (has(SAVE_CHECKED), has(SAVE_HANDOVER));

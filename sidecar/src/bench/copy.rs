@@ -17,10 +17,10 @@ const THREADS_MAX: usize = 256;
 /// Options of `pillion bench copy`.
 #[derive(Args, Clone, Debug)]
 pub struct Options {
-    /// Threads that copy at a time, as --copy-threads of pillion serve
+    /// Threads that copy at the same time, as --copy-threads of pillion serve
     #[arg(long, value_name = "COUNT", default_value_t = COPY_THREADS_DEFAULT)]
     pub threads: usize,
-    /// Bytes that all threads copy each time; four times as many are needed
+    /// Bytes that all threads together copy in each measurement; four times as much memory is needed
     #[arg(long, value_name = "SIZE", default_value = "512MiB")]
     pub size: Size,
     /// Bytes of a block
@@ -62,11 +62,11 @@ pub(super) fn measure(options: &Options) -> Result<Figures, BenchError> {
     }
     let each = options.size.as_bytes().checked_div(block * threads as u64).unwrap_or_default();
     if each == 0 {
-        let problem = "it must hold a block of --block-size for each thread";
+        let problem = "it must hold one block of --block-size for each thread";
         return Err(BenchError::option("size", options.size, problem));
     }
     let blocks = u32::try_from(each * threads as u64).map_err(|_| {
-        BenchError::option("block-size", options.block_size, "too many blocks: it must be larger")
+        BenchError::option("block-size", options.block_size, "there would be too many blocks: raise it")
     })?;
     let bytes = u64::from(blocks) * block;
     let ((engine, _mapped), (_pool, pool)) = (memory(bytes)?, memory(bytes)?);

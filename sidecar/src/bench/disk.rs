@@ -22,16 +22,16 @@ const BLOCK_BYTES: std::ops::RangeInclusive<u64> = 4096..=64 << 20;
 /// Options of `pillion bench disk`.
 #[derive(Args, Clone, Debug)]
 pub struct Options {
-    /// A folder on the disk; nine times --size is needed there for some seconds
+    /// Folder on the disk; nine times --size must be free there for some seconds
     #[arg(long, value_name = "DIR")]
     pub path: PathBuf,
-    /// Bytes that are written and read each time
+    /// Bytes that are written and read in each measurement
     #[arg(long, value_name = "SIZE", default_value = "512MiB")]
     pub size: Size,
     /// Bytes of a block
     #[arg(long, value_name = "SIZE", default_value = "2MiB")]
     pub block_size: Size,
-    /// As of pillion serve
+    /// How bytes move, as --ssd-io of pillion serve
     #[arg(long, value_name = "auto|io_uring|threads", default_value = "auto")]
     pub ssd_io: SsdIo,
 }
@@ -57,7 +57,7 @@ fn raw_run(
 ) -> Result<f64, BenchError> {
     let began = clock.now();
     raw.run(direction, block, (SEGMENT_ALIGN, DEPTH), blocks).map_err(|error| {
-        let problem = format!("{error}: look at the kernel's log, or name another disk");
+        let problem = format!("{error}: look at the kernel's log (dmesg), or name another disk");
         BenchError::failed("direct I/O failed", problem)
     })?;
     Ok((clock.now() - began).as_secs_f64())
@@ -81,7 +81,7 @@ pub(super) fn measure(options: &Options) -> Result<Figures, BenchError> {
         return Err(BenchError::option("size", options.size, "it must be at least that of --block-size"));
     }
     if !options.path.is_dir() {
-        let problem = "no such folder: name one on the disk";
+        let problem = "the folder does not exist: name one on the disk";
         return Err(BenchError::option("path", options.path.display(), problem));
     }
     let (_fd, pool) = memory(SEGMENT_ALIGN + block * DEPTH * POSTED)?;

@@ -132,8 +132,8 @@ impl Reader {
             match self.ups.recv().expect("an end for each block") {
                 Up::Done(done) => {
                     done.result.map_err(|fault| {
-                        let remedy = "look at what the other end says, and at what lies between";
-                        BenchError::failed("a block did not come", format!("{fault}: {remedy}"))
+                        let remedy = "look at the output of the other end, and at the network between";
+                        BenchError::failed("a block did not arrive", format!("{fault}: {remedy}"))
                     })?;
                     open -= 1;
                 }

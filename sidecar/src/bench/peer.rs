@@ -40,20 +40,20 @@ const ONES: usize = 200;
 /// Options of `pillion bench peer`.
 #[derive(Args, Clone, Debug)]
 pub struct Options {
-    /// Where pillion bench peer --serve runs on the other host [default: both ends here, on loopback]
+    /// Address at which pillion bench peer --serve runs on the other host [default: both ends here, on loopback]
     #[arg(value_name = "HOST:PORT", conflicts_with_all = ["serve", "size", "block_size"])]
     pub address: Option<String>,
-    /// Serve at this address, and the mesh at the next port, until this command is ended. Whoever reaches them may read: blocks of
-    /// random bytes, without TLS
+    /// Serve blocks at this address, and the mesh at the next port, until this command is stopped. Anybody who
+    /// reaches the ports can read them: random bytes, without TLS
     #[arg(long, value_name = "IP:PORT", conflicts_with = "streams")]
     pub serve: Option<IpPort>,
-    /// Streams of TCP at a time, as --tcp-streams of pillion serve
+    /// TCP connections at the same time, as --tcp-streams of pillion serve
     #[arg(long, value_name = "COUNT", default_value_t = STREAMS_DEFAULT)]
     pub streams: usize,
-    /// Bytes that are fetched each time; both ends need them. The end that serves has the say
+    /// Bytes that are fetched in each measurement; both ends need as much memory. The serving end decides
     #[arg(long, value_name = "SIZE", default_value = "512MiB")]
     pub size: Size,
-    /// Bytes of a block. The end that serves has the say
+    /// Bytes of a block. The serving end decides
     #[arg(long, value_name = "SIZE", default_value = "2MiB")]
     pub block_size: Size,
 }
@@ -74,7 +74,7 @@ fn sizes(options: &Options) -> Result<Sizes, BenchError> {
     let block_bytes = block_bytes(options.block_size)?;
     let blocks = options.size.as_bytes() / u64::from(block_bytes);
     let blocks = u32::try_from(blocks).ok().filter(|blocks| *blocks > 0).ok_or_else(|| {
-        BenchError::option("size", options.size, "it must hold 1 block of --block-size, or 2^32 at most")
+        BenchError::option("size", options.size, "it must hold 1 to 2^32 blocks of --block-size")
     })?;
     Ok(Sizes { blocks, block_bytes })
 }
@@ -142,7 +142,7 @@ impl Owner {
         for stream in self.listener.incoming().flatten() {
             if self.connections.fetch_add(1, Ordering::Relaxed) >= CONNECTIONS_MAX {
                 self.connections.fetch_sub(1, Ordering::Relaxed);
-                tracing::warn!("a connection is not served: {CONNECTIONS_MAX} are open");
+                tracing::warn!("a connection was refused: {CONNECTIONS_MAX} are open, which is the limit");
                 continue;
             }
             let owner = Arc::clone(self);
@@ -182,7 +182,7 @@ impl Plain {
         };
         let other = || {
             let remedy = "name the address that pillion bench peer --serve of this release has";
-            BenchError::failed("another program answers", format!("{address}: {remedy}"))
+            BenchError::failed("another program answers there", format!("{address}: {remedy}"))
         };
         let (mut plain, mut found) = (Vec::new(), None);
         for _ in 0..streams {
@@ -209,7 +209,10 @@ impl Plain {
     ) -> Result<(), BenchError> {
         let stream = self.0[stream].lock().unwrap_or_else(PoisonError::into_inner);
         let failed = |problem: String| {
-            BenchError::failed("plain sockets failed", format!("{problem}: look at what the other end says"))
+            BenchError::failed(
+                "plain sockets failed",
+                format!("{problem}: look at the output of the other end"),
+            )
         };
         write_words(&*stream, &[numbers.start as u64, numbers.len() as u64])
             .map_err(|error| failed(error.to_string()))?;
@@ -218,7 +221,7 @@ impl Plain {
             while left > 0 {
                 let at = offset + u64::from(label.bytes) - left as u64;
                 match memory.blocks.receive(&*stream, at, left) {
-                    Ok(0) => return Err(failed("the other end hung up".into())),
+                    Ok(0) => return Err(failed("the other end closed the connection".into())),
                     Ok(more) => left -= more,
                     Err(rustix::io::Errno::INTR) => {}
                     Err(errno) => return Err(failed(io::Error::from(errno).to_string())),
@@ -240,7 +243,7 @@ impl Plain {
 
 /// The first address of a name that somebody answers at.
 fn connect(address: &str) -> io::Result<TcpStream> {
-    let mut failed = io::Error::new(io::ErrorKind::NotFound, "no such host");
+    let mut failed = io::Error::new(io::ErrorKind::NotFound, "the host has no address");
     for address in address.to_socket_addrs()? {
         match TcpStream::connect_timeout(&address, CONNECT_MAX) {
             Ok(stream) => {
@@ -274,7 +277,7 @@ pub(super) fn measure(options: &Options, say: impl Fn(&str)) -> Result<Figures, 
             address.port()
         ));
         owner.serve();
-        return Err(BenchError::failed("the listener ended", "start it again"));
+        return Err(BenchError::failed("the listener has ended", "start it again"));
     }
     thread::spawn(move || owner.serve());
     measure_from(&address.to_string(), options.streams)

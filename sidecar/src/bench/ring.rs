@@ -35,7 +35,7 @@ pub struct Options {
     /// The sidecar's socket [default: as pillion serve]
     #[arg(long, env = "PILLION_SOCKET", value_name = "PATH")]
     pub socket: Option<PathBuf>,
-    /// Questions that are asked
+    /// Number of queries to send
     #[arg(long, value_name = "COUNT", default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..=10_000_000))]
     pub count: u32,
 }
@@ -58,18 +58,21 @@ impl Engine {
         let shown = path.display();
         let socket = transport::connect(&path, CONNECT_MAX).map_err(|errno| {
             let Finding { text, remedy, .. } = doctor::unreached(&path, errno);
-            BenchError::failed("the ring is not measured", format!("{text}: {}", remedy.unwrap_or_default()))
+            BenchError::failed(
+                "the ring cannot be measured",
+                format!("{text}: {}", remedy.unwrap_or_default()),
+            )
         })?;
         let look = format!("pillion doctor --socket {shown} says more");
         let (welcome, descriptors) = match doctor::hello(&socket, "pillion bench") {
             Some((Some(Reply::Welcome(welcome)), descriptors)) => (welcome, descriptors),
             Some((Some(Reply::Refused { reason, .. }), _)) => {
-                return Err(BenchError::failed("the sidecar refuses", reason));
+                return Err(BenchError::failed("the sidecar refuses the connection", reason));
             }
             _ => return Err(BenchError::failed("the sidecar does not answer", look)),
         };
         let [memory, doorbell, ..] = <[OwnedFd; 4]>::try_from(descriptors)
-            .map_err(|_| BenchError::failed("the sidecar's answer is not whole", look.clone()))?;
+            .map_err(|_| BenchError::failed("the sidecar's answer is incomplete", look.clone()))?;
         let memory = SessionMemory::open(welcome.version, memory)
             .map_err(|error| BenchError::failed("the session's memory", format!("{error}: {look}")))?;
         let submissions = Producer::new(memory.ring(Ring::Submission));
@@ -105,7 +108,7 @@ impl Engine {
         while self.memory.load_outcome(op).is_none() {
             if self.clock.now() - began > ANSWER_MAX {
                 return Err(BenchError::failed(
-                    "no answer in 5 s",
+                    "no answer within 5 s",
                     "look at the sidecar's log, and restart it",
                 ));
             }

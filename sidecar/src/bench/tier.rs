@@ -104,9 +104,11 @@ impl Tier {
                     self.log.done(self.now_ms(), done)
                 {
                     if !ok {
-                        let problem =
-                            format!("{:?}: look at the kernel's log, or name another disk", done.result);
-                        return Err(BenchError::failed("a block was not moved whole", problem));
+                        let problem = format!(
+                            "{:?}: look at the kernel's log (dmesg), or name another disk",
+                            done.result
+                        );
+                        return Err(BenchError::failed("a block was not transferred completely", problem));
                     }
                     let since = self.since.remove(&slot.offset).unwrap_or_default();
                     self.blocks_us.push((self.clock.now() - since).as_secs_f64() * 1e6);
@@ -154,9 +156,9 @@ impl Tier {
                 Err(refused) => {
                     let remedy = match refused {
                         Refused::TooLarge => "raise --size, or lower --block-size",
-                        _ => "look at the kernel's log, or name another disk",
+                        _ => "look at the kernel's log (dmesg), or name another disk",
                     };
-                    Err(BenchError::failed("a block was not taken", format!("{refused}: {remedy}")))
+                    Err(BenchError::failed("a block was not accepted", format!("{refused}: {remedy}")))
                 }
             }
         })
@@ -168,8 +170,8 @@ impl Tier {
         self.run(load, |log, number, slot| match log.read(0, &key(order[number as usize]), slot, 1) {
             Some(_) => Ok(true),
             None => {
-                let problem = "it was written, and its segment reused: raise --size";
-                Err(BenchError::failed("a block is gone", problem))
+                let problem = "its segment was reused before it was read: raise --size";
+                Err(BenchError::failed("a block is missing", problem))
             }
         })
     }

@@ -86,7 +86,7 @@ fn an_engine_that_claims_another_namespace_is_refused_with_both_descriptors() {
     let other = WorkerHello { expects: Some(digest.clone()), ..worker(&[("page_form", "tokens=16")]) };
     let reason = examine(&catalog, "b", &other).unwrap_err();
     assert!(reason.contains("page_form is 'tokens=16' here and 'tokens=32' there"), "{reason}");
-    assert!(reason.contains("lay pages out alike") && reason.contains(&digest), "{reason}");
+    assert!(reason.contains("use the same layout") && reason.contains(&digest), "{reason}");
     let unseen = WorkerHello { expects: Some("0".repeat(32)), ..other };
     assert!(examine(&catalog, "b", &unseen).unwrap_err().contains("has not seen"));
 }

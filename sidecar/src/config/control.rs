@@ -50,12 +50,12 @@ pub(super) fn complete(
         (None, None) => None,
         (Some(listen), Some(file)) => Some(ControlTcp { listen, token: Token::read(file)? }),
         (Some(_), None) => {
-            let text = "--control-listen needs a secret, or everybody who reaches the address could drain this sidecar: pass \
-                        --control-token-file FILE too";
+            let text = "--control-listen is given without a token, so everybody who reaches the address could drain \
+                 this sidecar: pass --control-token-file FILE too";
             return Err(ConfigError::Control(text.into()));
         }
         (None, Some(_)) => {
-            let text = "--control-token-file is for --control-listen: pass both, or neither";
+            let text = "--control-token-file is given without --control-listen: pass both, or neither";
             return Err(ConfigError::Control(text.into()));
         }
     };
@@ -72,7 +72,7 @@ pub fn read_token(path: &Path) -> Result<String, ConfigError> {
     let mode = file.metadata().map_err(unreadable)?.mode() & 0o7777;
     if mode & OTHERS != 0 {
         return Err(refused(format!(
-            "has mode {mode:04o}, which lets every user at it: chmod o-rwx {shown}"
+            "has mode {mode:04o}, so every user can access it: chmod o-rwx {shown}"
         )));
     }
     let mut text = String::new();
@@ -82,7 +82,8 @@ pub fn read_token(path: &Path) -> Result<String, ConfigError> {
     // It becomes part of a header.
     if !fits || !token.bytes().all(|byte| byte.is_ascii_graphic()) {
         let text = format!(
-            "holds no token: write {TOKEN_BYTES_MIN} to {TOKEN_BYTES_MAX} random characters into it, such as openssl rand -hex 32 prints"
+            "does not hold a token: write {TOKEN_BYTES_MIN} to {TOKEN_BYTES_MAX} random characters into it, such as \
+             openssl rand -hex 32 prints"
         );
         return Err(refused(text));
     }

@@ -53,7 +53,9 @@ pub(super) fn check(disks: &[Disk]) -> Result<(), ConfigError> {
     let twice =
         disks.iter().enumerate().find(|(at, disk)| disks[..*at].iter().any(|it| it.path == disk.path));
     match twice {
-        Some((_, disk)) => wrong(disk.to_string(), "another path each time: two logs cannot share one"),
+        Some((_, disk)) => {
+            wrong(disk.to_string(), "a different path each time, since two logs cannot share one")
+        }
         None => Ok(()),
     }
 }
@@ -67,8 +69,8 @@ impl FromStr for Disk {
         // From the right: a path may hold colons, a size cannot.
         let (path, size) = disk.rsplit_once(':').filter(|(path, _)| !path.is_empty()).ok_or_else(|| {
             format!(
-                "\"{text}\" is no disk; write a path, a colon and a size, such as /nvme/pillion:500GiB, and :create behind \
-                 them to have a file made there"
+                "\"{text}\" is not a disk: write a path, a colon and a size, such as /nvme/pillion:500GiB, and :create \
+                 behind them to have a file created there"
             )
         })?;
         Ok(Self { path: path.into(), size: size.parse()?, create })
@@ -89,7 +91,7 @@ impl FromStr for SsdAdmission {
         match text {
             "all" => Ok(Self::All),
             "second-hit" => Ok(Self::SecondHit),
-            _ => Err(format!("\"{text}\" admits nothing; the values are all, second-hit")),
+            _ => Err(format!("\"{text}\" is not an admission rule: write one of all, second-hit")),
         }
     }
 }
@@ -113,9 +115,9 @@ impl FromStr for SsdIo {
             return Ok(Self::Auto);
         }
         let backend = Backend::ALL.into_iter().find(|backend| backend.name() == text);
-        backend
-            .map(Self::Always)
-            .ok_or_else(|| format!("\"{text}\" moves nothing; the values are auto, io_uring, threads"))
+        backend.map(Self::Always).ok_or_else(|| {
+            format!("\"{text}\" is not a way to move bytes: write one of auto, io_uring, threads")
+        })
     }
 }
 
@@ -152,7 +154,7 @@ mod tests {
         let disks = |texts: &[&str]| texts.iter().map(|text| disk(text).unwrap()).collect::<Vec<_>>();
         assert!(check(&disks(&["/a:1GiB", "/b:1GiB"])).is_ok());
         let error = check(&disks(&["/a:1GiB", "/a:2GiB"])).unwrap_err().to_string();
-        assert!(error.contains("ssd is /a:2.0 GiB") && error.contains("another path"), "{error}");
+        assert!(error.contains("ssd is /a:2.0 GiB") && error.contains("a different path"), "{error}");
         assert!(check(&vec![disk("/a:1GiB").unwrap(); 33]).unwrap_err().to_string().contains("32"));
     }
 }

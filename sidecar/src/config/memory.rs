@@ -118,7 +118,7 @@ mod tests {
         let dram: Size = "30GiB".parse().unwrap();
         assert!(within(30 * gib + PROCESS_BYTES, place(), dram, PROCESS_BYTES).is_ok());
         let text = within(30 * gib, place(), dram, PROCESS_BYTES).unwrap_err().to_string();
-        assert!(text.contains("needs 30784 MiB, with 64.0 MiB beside"), "{text}");
+        assert!(text.contains("needs 30784 MiB, of which 64.0 MiB are beside"), "{text}");
         assert!(text.contains("memory.max is 30720 MiB"), "{text}");
     }
 

@@ -19,92 +19,96 @@ const DIRECTORY_BYTES: std::ops::RangeInclusive<u64> = 1 << 20..=64 << 30;
 #[derive(Args, Clone, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct MeshOptions {
-    /// Share blocks with the sidecars of other pods: the address, such as the pod's IP and 9441, at which they follow what this
-    /// one keeps. They fetch blocks at the port after it, and arrange RDMA at the next one where there are --nics
+    /// Share blocks with the sidecars of other pods, which follow this sidecar's inventory at this address, such as
+    /// the pod's IP and port 9441
     ///
-    /// The address is told to peers, so 0.0.0.0 is refused.
+    /// Peers fetch blocks at the next port, and with --nics arrange RDMA at the one after it. The address is sent to
+    /// peers, so 0.0.0.0 is refused.
     #[arg(long = "mesh-listen", env = "PILLION_MESH_LISTEN", value_name = "IP:PORT")]
     pub listen: Option<IpPort>,
-    /// Name of this node in the mesh, another for each sidecar [default: the host's name]
+    /// Name of this node in the mesh, different for each sidecar [default: the host's name]
     ///
-    /// It is the same in all lives of the sidecar. 1 to 253 printable ASCII characters.
+    /// Keep it the same across restarts. 1 to 253 printable ASCII characters.
     #[arg(long = "node-id", env = "PILLION_NODE_ID", value_name = "NAME")]
     pub node_id: Option<String>,
-    /// Another sidecar's --mesh-listen, or a name that has the addresses of many, as a headless service's: each of them is
-    /// followed, and the name resolved again every 10 s. May be given several times. A node's own address does no harm
+    /// Another sidecar's --mesh-listen, or a name with the addresses of several sidecars, such as a headless Service.
+    /// May be given several times
     ///
-    /// A node serves those alone that it finds itself. One that starts later is dialled as soon as it follows. In the
-    /// configuration file it is a list. Not beside --etcd.
+    /// Every address of a name is followed, and names are resolved again every 10 s. This node's own address may be
+    /// among them. A node serves only members that it has found itself; a peer that starts later is dialled as soon
+    /// as it follows this node. Excludes --etcd. The configuration file takes a list.
     #[arg(long = "peer", env = "PILLION_PEER", value_name = "HOST:PORT", value_delimiter = ',')]
     #[serde(default)]
     pub peer: Vec<String>,
-    /// Find the others in etcd: http://HOST:PORT or https://HOST:PORT of one of its members; may be given several times
+    /// Find the other sidecars in etcd, at http://HOST:PORT or https://HOST:PORT of one of its members. May be given
+    /// several times
     ///
-    /// Members register there, with one key each under a lease of 10 s. A killed sidecar registers again when its lease has
-    /// ended, or at once if it comes back with its pool file. While etcd is away the last members serve on. In the
-    /// configuration file it is a list. Not beside --peer.
+    /// Each sidecar registers one key under a lease of 10 s. A killed sidecar registers again when that lease has
+    /// ended, or at once if it returns with its pool file. While etcd is unreachable the last known members stay in
+    /// use. Excludes --peer. The configuration file takes a list.
     #[arg(long = "etcd", env = "PILLION_ETCD", value_name = "URL", value_delimiter = ',')]
     #[serde(default)]
     pub etcd: Vec<String>,
-    /// Certificates of the authority that etcd's certificate is of, in PEM
+    /// CA certificates, in PEM, that etcd's certificate must be signed by
     #[arg(long = "etcd-ca", env = "PILLION_ETCD_CA", value_name = "FILE")]
     pub etcd_ca: Option<PathBuf>,
-    /// This node's certificate for etcd, in PEM
+    /// This node's certificate for etcd, in PEM; requires --etcd-key
     #[arg(long = "etcd-cert", env = "PILLION_ETCD_CERT", value_name = "FILE")]
     pub etcd_cert: Option<PathBuf>,
-    /// Its private key, in PEM
+    /// Private key of --etcd-cert, in PEM
     #[arg(long = "etcd-key", env = "PILLION_ETCD_KEY", value_name = "FILE")]
     pub etcd_key: Option<PathBuf>,
-    /// User at etcd
+    /// User name at etcd; requires --etcd-password-file
     #[arg(long = "etcd-user", env = "PILLION_ETCD_USER", value_name = "NAME")]
     pub etcd_user: Option<String>,
-    /// File that holds the user's password
+    /// File with the password of --etcd-user
     #[arg(long = "etcd-password-file", env = "PILLION_ETCD_PASSWORD_FILE", value_name = "FILE")]
     pub etcd_password_file: Option<PathBuf>,
-    /// Sidecars of another mesh are refused [default: default]
+    /// Name of the mesh; sidecars of a mesh with another name are refused [default: default]
     #[arg(long = "mesh-name", env = "PILLION_MESH_NAME", value_name = "NAME")]
     pub name: Option<String>,
-    /// This node's certificate for its peers, in PEM: with --mesh-key, --mesh-ca and --mesh-cert-name
+    /// This node's certificate for its peers, in PEM; requires --mesh-key, --mesh-ca and --mesh-cert-name
     ///
-    /// Mutual TLS 1.3 on all ports of the mesh. Files that change are read again without a restart.
+    /// All ports of the mesh then use mutual TLS 1.3. Changed files are read again without a restart.
     #[arg(long = "mesh-cert", env = "PILLION_MESH_CERT", value_name = "FILE")]
     pub cert: Option<PathBuf>,
-    /// Its private key, in PEM
+    /// Private key of --mesh-cert, in PEM
     #[arg(long = "mesh-key", env = "PILLION_MESH_KEY", value_name = "FILE")]
     pub key: Option<PathBuf>,
-    /// Certificates of the authority whose holders may ask for blocks, in PEM
+    /// CA certificates, in PEM, that peers' certificates must be signed by
     #[arg(long = "mesh-ca", env = "PILLION_MESH_CA", value_name = "FILE")]
     pub ca: Option<PathBuf>,
     /// DNS name or IP address that the certificate of every node carries
     #[arg(long = "mesh-cert-name", env = "PILLION_MESH_CERT_NAME", value_name = "NAME")]
     pub cert_name: Option<String>,
-    /// Neither encrypt nor authenticate: anybody who reaches the ports and knows a member's name may read blocks
+    /// Run the mesh without encryption and authentication
     ///
-    /// Needed where there are no certificates; only in a network where everybody may read every block.
+    /// Anybody who reaches the ports and knows a member's name can then read blocks. Use it only in a network where
+    /// everybody may read every block. A mesh needs either this or certificates.
     #[arg(long = "mesh-plaintext", env = "PILLION_MESH_PLAINTEXT", num_args = 0..=1, require_equals = true, default_missing_value = "true", value_name = "true|false")]
     pub plaintext: Option<bool>,
-    /// Memory for what all peers keep together, some 2.4 bytes a block [default: 512MiB]
+    /// Memory for the directory of the blocks that peers keep, about 2.4 bytes a block [default: 512MiB]
     ///
-    /// 1MiB to 64GiB, in equal shares for all peers. Of a peer that keeps more than its share one block in 2 to 256 is known, and
-    /// the log says so. About once an hour it is asked whether there is room for more.
+    /// 1MiB to 64GiB, in equal shares for all peers. If a peer keeps more blocks than its share holds, only one of 2
+    /// to 256 of them is known, and the log says so: raise the size. About once an hour the sidecar checks whether
+    /// more would fit.
     #[arg(long = "mesh-directory-size", env = "PILLION_MESH_DIRECTORY_SIZE", value_name = "SIZE")]
     pub directory_size: Option<Size>,
-    /// Connections to each peer that blocks come from over TCP [default: 4]
+    /// TCP connections to each peer that blocks are fetched from [default: 4]
     ///
-    /// 1 to 64.
+    /// 1 to 64. Lower it on every node if pillion_mesh_refusals_total{reason="full"} grows.
     #[arg(long = "tcp-streams", env = "PILLION_TCP_STREAMS", value_name = "COUNT")]
     pub tcp_streams: Option<usize>,
-    /// Move blocks by RDMA over these NICs, such as mlx5_0,mlx5_1, with the peers that have NICs too, as many of them each;
-    /// with the others over TCP
+    /// Move blocks by RDMA over these NICs, such as mlx5_0,mlx5_1; peers without NICs are reached over TCP
     ///
-    /// Needs libibverbs, and the right to lock the pool in memory. NICs are paired with the peer's by NUMA node and then by
-    /// order; nodes with another number of them are refused. What travels so is neither encrypted nor authenticated, TLS or
-    /// not. Blocks of and for a node that has not locked its pool travel over TCP, and its log names the remedy. In the
-    /// configuration file it is a list.
+    /// All nodes with NICs need the same number of them; others are refused. NICs of two nodes are paired by NUMA
+    /// node, then by order. RDMA traffic is neither encrypted nor authenticated, even with TLS. Needs libibverbs, and
+    /// the right to lock the pool in memory; blocks to and from a node without that right travel over TCP, and its
+    /// log names the remedy. The configuration file takes a list.
     #[arg(long = "nics", env = "PILLION_NICS", value_name = "NAME,...", value_delimiter = ',')]
     #[serde(default)]
     pub nics: Vec<String>,
-    /// Queue pairs of each NIC to each peer that has NICs: as many on both sides [default: 2]
+    /// Queue pairs of each NIC to each peer that has NICs; the same number on both sides [default: 2]
     #[arg(long = "qps-per-peer", env = "PILLION_QPS_PER_PEER", value_name = "COUNT")]
     pub qps_per_peer: Option<usize>,
 }
@@ -187,15 +191,16 @@ impl MeshOptions {
         let Some(IpPort(listen)) = self.listen else {
             return match self.first_given() {
                 Some(option) => wrong(format!(
-                    "{option} is of use in a mesh alone: pass --mesh-listen IP:PORT, such as the pod's IP and 9441"
+                    "{option} has no effect without a mesh: pass --mesh-listen IP:PORT, such as the pod's IP and 9441, \
+                     or leave it out"
                 )),
                 None => Ok(None),
             };
         };
         if listen.ip().is_unspecified() {
             return wrong(format!(
-                "--mesh-listen {listen} is no address that peers can be told: give the one at which they reach this node, such \
-                 as the pod's IP"
+                "--mesh-listen {listen} is not an address that peers can connect to: pass the one at which they reach \
+                 this node, such as the pod's IP"
             ));
         }
         let tcp = self.tcp(next_port(listen)?)?;
@@ -264,7 +269,9 @@ impl MeshOptions {
     fn rdma(&self, tcp: SocketAddr) -> Result<Option<Nics>, ConfigError> {
         if self.nics.is_empty() {
             return match self.qps_per_peer {
-                Some(_) => wrong("--qps-per-peer is of use with --nics alone: pass the NICs too"),
+                Some(_) => {
+                    wrong("--qps-per-peer has no effect without --nics: pass the NICs too, or leave it out")
+                }
                 None => Ok(None),
             };
         }
@@ -278,8 +285,8 @@ impl MeshOptions {
         match (&self.cert, &self.key, &self.ca, &self.cert_name) {
             (None, None, None, None) if plaintext => Ok(Security::Plaintext),
             (None, None, None, None) => wrong(
-                "a mesh needs mutual TLS: pass --mesh-cert, --mesh-key, --mesh-ca and --mesh-cert-name; or, in a network where \
-                 everybody may read every block, --mesh-plaintext",
+                "the mesh has no certificates for mutual TLS: pass --mesh-cert, --mesh-key, --mesh-ca and \
+                 --mesh-cert-name; or, in a network where everybody may read every block, --mesh-plaintext",
             ),
             _ if plaintext => {
                 wrong("--mesh-plaintext and the certificates exclude each other: leave one out")
@@ -299,13 +306,14 @@ impl MeshOptions {
     fn members(self) -> Result<Members, ConfigError> {
         let of_etcd = self.first_of_etcd();
         match (self.peer.is_empty(), self.etcd.is_empty(), of_etcd) {
-            (true, true, _) => {
-                wrong("who is in the mesh? Pass --peer HOST:PORT for each other sidecar, or --etcd URL")
-            }
+            (true, true, _) => wrong(
+                "the mesh has no way to find other sidecars. Pass --peer HOST:PORT for each of them or for a name \
+                     of all, or --etcd URL",
+            ),
             (false, false, _) => wrong("--peer and --etcd exclude each other: leave one out"),
-            (false, true, Some(given)) => {
-                wrong(format!("{given} is given and --etcd URL is not: leave it out"))
-            }
+            (false, true, Some(given)) => wrong(format!(
+                "{given} is given without --etcd URL: leave it out, or pass --etcd URL instead of --peer"
+            )),
             (false, true, None) => {
                 let wrong_peer = self.peer.iter().find_map(|peer| control::check_peer(peer).err());
                 match wrong_peer {
@@ -317,12 +325,12 @@ impl MeshOptions {
                 let certificate = match (self.etcd_cert, self.etcd_key) {
                     (Some(certificate), Some(key)) => Some((certificate, key)),
                     (None, None) => None,
-                    _ => return wrong("--etcd-cert and --etcd-key belong together: pass both"),
+                    _ => return wrong("one of --etcd-cert and --etcd-key is missing: pass both"),
                 };
                 let user = match (self.etcd_user, self.etcd_password_file) {
                     (Some(user), Some(file)) => Some((user, file)),
                     (None, None) => None,
-                    _ => return wrong("--etcd-user and --etcd-password-file belong together: pass both"),
+                    _ => return wrong("one of --etcd-user and --etcd-password-file is missing: pass both"),
                 };
                 let (endpoints, ca, ttl) = (self.etcd, self.etcd_ca, control::TTL_DEFAULT);
                 Ok(Members::Etcd(Etcd { endpoints, ca, certificate, user, ttl }))
@@ -336,7 +344,8 @@ pub(crate) fn next_port(address: SocketAddr) -> Result<SocketAddr, ConfigError> 
     match address.port().checked_add(u16::from(address.port() != 0)) {
         Some(port) => Ok(SocketAddr::new(address.ip(), port)),
         None => wrong(
-            "--mesh-listen needs the port after its own for blocks, and with --nics the next one too: pass a lower port",
+            "--mesh-listen has no free port above it: blocks need the next one, and RDMA of --nics the one after it: pass a lower \
+             port",
         ),
     }
 }
@@ -364,7 +373,9 @@ mod tests {
     #[test]
     fn there_is_no_mesh_unless_it_is_asked_for() {
         assert!(MeshOptions::default().complete().unwrap().is_none());
-        assert!(refused("peer = [\"a:1\"]").contains("--peer is of use in a mesh alone: pass --mesh-listen"));
+        assert!(
+            refused("peer = [\"a:1\"]").contains("--peer has no effect without a mesh: pass --mesh-listen")
+        );
         assert!(refused("plaintext = true").contains("--mesh-plaintext"));
     }
 
@@ -420,7 +431,7 @@ mod tests {
         assert!(refused("listen = \"10.0.0.1:65535\"").contains("pass a lower port"));
         let last = "listen = \"10.0.0.1:65534\"\nplaintext = true\npeer = [\"b:1\"]\n";
         assert!(options(last).complete().is_ok());
-        assert!(refused(&format!("{last}nics = [\"a\"]")).contains("with --nics the next one too"));
+        assert!(refused(&format!("{last}nics = [\"a\"]")).contains("RDMA of --nics the one after it"));
     }
 
     #[test]

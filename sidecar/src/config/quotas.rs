@@ -84,7 +84,7 @@ impl FromStr for Quota {
     fn from_str(text: &str) -> Result<Self, String> {
         let wrong = |why: &str| {
             format!(
-                "\"{text}\" is no quota: {why}; write NAMESPACE=SIZE, such as 7cec6c4d=10GiB or others=5GiB"
+                "\"{text}\" is not a quota: {why}; write NAMESPACE=SIZE, such as 7cec6c4d=10GiB or others=5GiB"
             )
         };
         let (whose, size) = text.split_once('=').ok_or_else(|| wrong("there is no \"=\" in it"))?;

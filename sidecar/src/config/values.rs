@@ -72,14 +72,14 @@ impl FromStr for Size {
     type Err = String;
     fn from_str(text: &str) -> Result<Self, String> {
         let wrong =
-            || format!("\"{text}\" is no size; write a number and a unit, such as 512MiB, 30GiB or 30Gi");
+            || format!("\"{text}\" is not a size: write a number and a unit, such as 512MiB, 30GiB or 30Gi");
         // Kubernetes' m is a thousandth.
         let parsed = text.parse().ok().filter(|_| !text.ends_with('m'));
         let size: bytesize::ByteSize = parsed.ok_or_else(wrong)?;
         let bytes = size.as_u64();
         // A small bare number is more likely a forgotten unit than bytes.
         match text.ends_with(|end: char| end.is_ascii_digit()) && bytes < BARE_MIN {
-            true => Err(format!("\"{text}\" is {bytes} bytes; write a unit, such as 512MiB or 30GiB")),
+            true => Err(format!("\"{text}\" would be {bytes} bytes: write a unit, such as 512MiB or 30GiB")),
             false => Ok(Self(bytes)),
         }
     }
@@ -97,7 +97,7 @@ impl FromStr for IpPort {
     type Err = String;
     fn from_str(text: &str) -> Result<Self, String> {
         let wrong =
-            |_| format!("\"{text}\" is no address; write IP:PORT, such as 0.0.0.0:9440 or [::1]:9440");
+            |_| format!("\"{text}\" is not an address: write IP:PORT, such as 0.0.0.0:9440 or [::1]:9440");
         text.parse().map(Self).map_err(wrong)
     }
 }
@@ -124,9 +124,9 @@ impl FromStr for Time {
         } else {
             text.strip_suffix('s').and_then(|number| number.parse::<u64>().ok()?.checked_mul(1000))
         };
-        parsed
-            .map(Self)
-            .ok_or_else(|| format!("\"{text}\" is no time; write whole seconds or milliseconds: 30s, 250ms"))
+        parsed.map(Self).ok_or_else(|| {
+            format!("\"{text}\" is not a time: write whole seconds or milliseconds, such as 30s or 250ms")
+        })
     }
 }
 
@@ -158,7 +158,7 @@ impl FromStr for Level {
             "warn" => Ok(Self::Warn),
             "info" => Ok(Self::Info),
             "debug" => Ok(Self::Debug),
-            _ => Err(format!("\"{text}\" is no log level; the levels are error, warn, info, debug")),
+            _ => Err(format!("\"{text}\" is not a log level: write one of error, warn, info, debug")),
         }
     }
 }
@@ -171,7 +171,7 @@ impl FromStr for LogFormat {
         match text {
             "text" => Ok(Self::Text),
             "json" => Ok(Self::Json),
-            _ => Err(format!("\"{text}\" is no log format; the formats are text, json")),
+            _ => Err(format!("\"{text}\" is not a log format: write one of text, json")),
         }
     }
 }
@@ -184,7 +184,7 @@ impl FromStr for UseGpu {
         match text {
             "auto" => Ok(Self::Auto),
             "off" => Ok(Self::Off),
-            _ => Err(format!("\"{text}\" says nothing about GPUs; the values are auto, off")),
+            _ => Err(format!("\"{text}\" is not a value of --gpu: write one of auto, off")),
         }
     }
 }

@@ -102,8 +102,8 @@ impl Merged {
         let others = namespaces.into_iter().filter(|namespace| !self.take(&peer, namespace, quotas)).count();
         let others = (others > 0).then(|| {
             format!(
-                "{others} of its namespaces have blocks of another size than others know: their facts leave out what makes \
-                 them differ"
+                "{others} of its namespaces have other block sizes than the same namespaces elsewhere, so their facts \
+                 leave out a difference: add it to the facts"
             )
         });
         let whys: Vec<String> = missing.into_iter().chain(others).collect();
@@ -152,7 +152,7 @@ mod tests {
         assert!(merged.hear(answer("b", 64, 0), &quotas).is_none());
         let why = merged.hear(answer("c", 128, 9), &quotas).unwrap();
         assert_eq!(why.peer, "c");
-        assert!(why.why.starts_with("1 of its namespaces have blocks of another size"), "{}", why.why);
+        assert!(why.why.starts_with("1 of its namespaces have other block sizes"), "{}", why.why);
         let late = Answer { namespaces: Vec::new(), missing: Some("late".into()), ..answer("d", 64, 1) };
         assert_eq!(merged.hear(late, &quotas).unwrap().why, "late");
         let shown: Vec<Value> =

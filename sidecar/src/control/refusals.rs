@@ -74,7 +74,10 @@ impl Refused {
 impl Refusals {
     /// The counters, every one there from the start.
     pub(super) fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
-        let help = "Control requests refused, by reason: the answer of each says what to change.";
+        let help = "Control requests refused, by reason; each answer says what to change. user, token: the client may \
+             not control this sidecar; path, method, malformed, too_large: an invalid request; slow: it did not arrive \
+             in time; namespace: no such namespace; starting: blocks of an earlier sidecar are still being found; \
+             busy, unanswered: the data thread has too much to do or is stuck.";
         let causes = Cause::ALL.map(Cause::name);
         Ok(Self(counters_of(registry, "control_refused_total", help, "reason", &causes)?))
     }

@@ -63,13 +63,16 @@ impl Handler {
             ("GET", "/log-level") => self.show_level()?,
             ("POST", "/log-level") => self.set_level(parse(body)?)?,
             ("POST", "/drain") => {
-                tracing::info!("asked to end, by the control socket");
+                tracing::info!("the control socket asked this sidecar to drain");
                 return Ok(last(page(StatusCode::OK, &json!({ "draining": true }))));
             }
             (_, "/namespaces" | "/forecast" | "/lookup" | "/evict" | "/log-level" | "/drain") => {
-                return Err(Refused::new(Cause::Method, format!("the requests are {PATHS}")));
+                return Err(Refused::new(
+                    Cause::Method,
+                    format!("no such request: the requests are {PATHS}"),
+                ));
             }
-            _ => return Err(Refused::new(Cause::Path, format!("the requests are {PATHS}"))),
+            _ => return Err(Refused::new(Cause::Path, format!("no such request: the requests are {PATHS}"))),
         };
         Ok(page(StatusCode::OK, &answer))
     }
@@ -82,14 +85,17 @@ impl Handler {
     ) -> Result<T, Refused> {
         let (reply, answer) = oneshot::channel();
         if !self.parts.inbox.ask(ask(reply)) {
-            return Err(Refused::new(Cause::Busy, "too many requests wait already: try again"));
+            return Err(Refused::new(Cause::Busy, "too many control requests are waiting: try again"));
         }
         match tokio::time::timeout(limit, answer).await {
             Ok(Ok(answer)) => Ok(answer),
-            Ok(Err(_)) => Err(Refused::new(Cause::Unanswered, "the sidecar ends")),
+            Ok(Err(_)) => {
+                Err(Refused::new(Cause::Unanswered, "the sidecar is ending: ask again once it has restarted"))
+            }
             Err(_) => {
                 let text = format!(
-                    "the data thread has not answered for {} s: look at /healthz, and at the log; what was begun goes on",
+                    "the data thread has not answered for {} s: look at /healthz, and at the log. The request itself \
+                     goes on",
                     limit.as_secs()
                 );
                 Err(Refused::new(Cause::Unanswered, text))
@@ -100,7 +106,7 @@ impl Handler {
     async fn lookup(&self, Lookup { namespace, keys }: Lookup) -> Result<Value, Refused> {
         let digest = namespace_of(&namespace)?;
         if keys.len() > LOOKUP_KEYS_MAX {
-            let text = format!("{} keys: pass {LOOKUP_KEYS_MAX} at most", keys.len());
+            let text = format!("the request has {} keys: pass {LOOKUP_KEYS_MAX} at most", keys.len());
             return Err(Refused::new(Cause::TooLarge, text));
         }
         let hashes: Vec<BlockHash> = keys.iter().map(|key| hash_of(key)).collect::<Result<_, _>>()?;
@@ -119,17 +125,18 @@ impl Handler {
         let digest = namespace_of(&namespace)?;
         match self.ask(EVICTION_TIME_MAX, |reply| Ask::Evict(digest, reply)).await? {
             Evicted::Removed(Kept { memory, disk }) => {
-                tracing::info!(namespace, memory, disk, "a namespace was evicted, by the control socket");
+                tracing::info!(namespace, memory, disk, "the control socket evicted a namespace");
                 Ok(json!({ "namespace": namespace, "memory_blocks": memory, "disk_blocks": disk }))
             }
             Evicted::Unknown => {
-                let text =
-                    format!("no block of {namespace} is here: pillion ctl namespaces lists those that are");
+                let text = format!(
+                    "namespace {namespace} has no block here: pillion ctl namespaces lists those that have"
+                );
                 Err(Refused::new(Cause::Namespace, text))
             }
             Evicted::Recovering => {
-                let text = "blocks of an earlier sidecar are still being found or verified: try again once /readyz says no more \
-                            than ready and pillion_adoption_unverified_blocks is 0";
+                let text = "blocks of an earlier sidecar are still being found or verified: try again once /readyz says \
+                     only ready and pillion_adoption_unverified_blocks is 0";
                 Err(Refused::new(Cause::Starting, text))
             }
         }
@@ -145,7 +152,7 @@ impl Handler {
         tracing::info!(
             level = level.name(),
             before = before.name(),
-            "the log level was changed, by the control socket"
+            "the control socket changed the log level"
         );
         Ok(json!({ "level": level.name(), "before": before.name() }))
     }
@@ -159,7 +166,10 @@ fn last(mut answer: Response<String>) -> Response<String> {
 }
 
 fn no_log() -> Refused {
-    Refused::new(Cause::Path, "this process logs by other means than pillion serve")
+    Refused::new(
+        Cause::Path,
+        "the log level of this process cannot be changed: only pillion serve supports it",
+    )
 }
 
 fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, Refused> {
@@ -170,7 +180,7 @@ fn namespace_of(text: &str) -> Result<NamespaceDigest, Refused> {
     let bytes = bytes_of(text).and_then(|bytes| bytes.try_into().ok());
     bytes.map(NamespaceDigest).ok_or_else(|| {
         let text = format!(
-            "{:?} is no namespace: write its 32 hex digits, as pillion ctl namespaces shows them",
+            "{:?} is not a namespace: write its 32 hex digits, as pillion ctl namespaces shows them",
             begin(text)
         );
         Refused::new(Cause::Malformed, text)
@@ -181,7 +191,7 @@ fn hash_of(text: &str) -> Result<BlockHash, Refused> {
     let hash = bytes_of(text).and_then(|bytes| BlockHash::from_slice(&bytes).ok());
     hash.ok_or_else(|| {
         let text = format!(
-            "{:?} is no key: write the 32 or 64 hex digits of a block's hash, as pillion keys prints them",
+            "{:?} is not a key: write the 32 or 64 hex digits of a block's hash, as pillion keys prints them",
             begin(text)
         );
         Refused::new(Cause::Malformed, text)

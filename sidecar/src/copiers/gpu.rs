@@ -138,7 +138,12 @@ impl GpuRank {
             ran.unwrap_or_else(|_| die("the thread of a rank ended by a panic, printed above"));
         };
         let started = thread::Builder::new().name(name).spawn(run);
-        started.map(drop).map_err(|error| format!("no thread for this rank: {error}"))
+        started.map(drop).map_err(|error| {
+            format!(
+                "no thread for this rank could be started ({error}): raise the limit \
+             of processes"
+            )
+        })
     }
 
     /// Takes a batch; `false` if the thread is gone.
@@ -154,8 +159,8 @@ impl GpuRank {
 
 fn same_pid(pid: u32) -> String {
     format!(
-        "this rank and the sidecar are both process {pid}, each in its own PID namespace, and CUDA cannot share memory \
-         between equal numbers: restart one of the two containers"
+        "this rank and the sidecar are both process {pid} of their PID namespaces, and CUDA cannot share memory between \
+         equal process numbers: restart one of the two containers"
     )
 }
 
@@ -173,7 +178,7 @@ fn unopened(error: &CudaError) -> String {
 /// A broken context breaks all contexts of its process, and a stream that is stuck for good holds up the process' end: both
 /// need a new one.
 pub(super) fn die(reason: &str) -> ! {
-    tracing::error!(reason, "the sidecar ends, to be started again: its GPU context cannot be used any more");
+    tracing::error!(reason, "the sidecar ends and must be restarted: its GPU context is broken");
     // The driver's own clean-up would wait for the stuck stream.
     let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
     unreachable!("a process that was killed")
@@ -414,7 +419,8 @@ impl Thread {
             session,
             engine,
             rank = worker.rank,
-            "copies into this rank's memory lie behind a gate that its engine closed: restart that engine, which is served no more"
+            "copies into this rank's memory wait behind a gate that its engine closed, and the engine is no longer \
+             served: restart it"
         );
         ends.parked(*session, engine.clone());
     }

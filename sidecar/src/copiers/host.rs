@@ -133,7 +133,7 @@ impl HostRank {
             },
         };
         if let Err(error) = &copied {
-            tracing::warn!(copy = batch.copy, block = piece.block, %error, "block not copied");
+            tracing::warn!(copy = batch.copy, block = piece.block, %error, "a block could not be copied");
         }
         copied.is_ok()
     }

@@ -80,12 +80,17 @@ impl StagedRank {
             let requests = Producer::new(own.words.ring(Ring::Completion));
             if catch_unwind(AssertUnwindSafe(|| own.run(requests))).is_err() {
                 tracing::error!(
-                    "the sidecar ends, to be started again: a rank's thread met an internal error"
+                    "the sidecar ends and must be restarted: the thread of a rank met an internal error"
                 );
                 std::process::abort();
             }
         });
-        started.map_err(|error| format!("no thread for this rank: {error}"))?;
+        started.map_err(|error| {
+            format!(
+                "no thread for this rank could be started ({error}): raise the limit of \
+             processes"
+            )
+        })?;
         Ok(Self(shared))
     }
 
@@ -185,7 +190,7 @@ impl Shared {
     fn empty(&self, slot: &Filled) -> bool {
         let copied = self.staging.save_block(slot.slot, self.pool.region(), slot.offset);
         if let Err(error) = &copied {
-            tracing::warn!(slot = slot.slot, %error, "staged block not copied");
+            tracing::warn!(slot = slot.slot, %error, "a staged block could not be copied");
         }
         // SYNC POINT(tag): the word after the bytes, which the rank stores before them.
         fence(Ordering::Acquire);

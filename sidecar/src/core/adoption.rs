@@ -98,9 +98,9 @@ impl Verification {
         self.corrupt += 1;
         if self.corrupt == 1 {
             cx.actions.push(Action::Warn(
-                "a block of the pool file is not what an earlier sidecar wrote: it is not kept \
-                 (pillion_adoption_corrupt_total counts such blocks). Let nobody write to the file between two sidecars; if \
-                 nobody did, have this machine's memory tested"
+                "a block of the pool file differs from what an earlier sidecar wrote, and is dropped \
+                 (pillion_adoption_corrupt_total counts such blocks). Let no program write to the file between two \
+                 sidecars; if none did, test this machine's memory"
                     .into(),
             ));
         }

@@ -313,7 +313,7 @@ impl Engines {
         // The ranks of a run follow one scheduler: were they handed on, the first would keep sessions that end unseen.
         if self.schedulers.values().any(|other| other.run == run) {
             return Err(
-                "another scheduler serves this run; each run of an engine needs an id of its own".into()
+                "another scheduler serves this run: give each run of an engine an id of its own".into()
             );
         }
         let whole = whole(&engine);
@@ -357,7 +357,7 @@ impl Engines {
     ) -> Result<Option<SessionId>, Violation> {
         let worker = self.workers.get_mut(&session).expect("the caller looked");
         if worker.run.is_some_and(|joined| joined != run) {
-            return Err("a worker joins one run in the life of its session".into());
+            return Err("the worker has joined another run before: open a new session for each run".into());
         }
         (worker.run, worker.since) = (Some(run), since);
         Ok(self.schedulers.iter().find(|(_, scheduler)| scheduler.run == run).map(|(id, _)| *id))
@@ -369,15 +369,15 @@ impl Engines {
         let member = self.workers.get_mut(&worker).expect("the caller found it");
         let host = self.schedulers.get_mut(&scheduler).expect("the caller found it");
         if member.engine != host.engine || member.world_size != host.world_size {
-            return Err("the worker names another engine than the scheduler whose run it joins".into());
+            return Err("the worker and the scheduler of its run name different engines: start both with one engine id".into());
         }
         let (rank, form) = (member.rank, member.form());
         if member.groups != host.groups {
             let shown =
                 |groups: Option<[u8; 16]>| groups.map_or("none".into(), |it| NamespaceDigest(it).to_string());
             return Err(format!(
-                "rank {rank} states cache groups {} and its scheduler {}: the engine's roles do not see the same KV cache; run the \
-                 same vLLM and Pillion release in both, and start the engine anew",
+                "rank {rank} states cache groups {} and its scheduler {}, so the engine's roles do not see the same KV \
+                 cache: run the same vLLM and Pillion release in both, and restart the engine",
                 shown(member.groups),
                 shown(host.groups)
             ));
@@ -385,12 +385,14 @@ impl Engines {
         let agreed = *host.form.get_or_insert(form);
         if form != agreed {
             return Err(format!(
-                "rank {rank} joins with {form} in a run whose ranks have {agreed}; start every rank of an engine from one \
-                 configuration, and an engine whose configuration changed anew"
+                "rank {rank} joins with {form}, and the other ranks of its run have {agreed}: start every rank of an \
+                 engine from one configuration, and restart the engine after a change of it"
             ));
         }
         if member.followed.is_some_and(|followed| followed != scheduler) {
-            return Err("the scheduler of its run has connected anew: so must its ranks".into());
+            return Err(
+                "the scheduler of its run has connected again: its ranks must connect again, too".into()
+            );
         }
         (member.scheduler, member.followed) = (Some(scheduler), Some(scheduler));
         host.lost_rank |= host.ranks[rank as usize].is_some_and(|other| other != worker);

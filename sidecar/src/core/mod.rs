@@ -371,7 +371,7 @@ impl Core {
             SchedulerRequest::Accept { step } => {
                 if !base.engines[session].accepts {
                     return Err(format!(
-                        "{} is of protocol {ACCEPT_SINCE}, and its session of an earlier one",
+                        "the message {} belongs to protocol {ACCEPT_SINCE}, and the session speaks an earlier one",
                         Kind::Accept
                     ));
                 }

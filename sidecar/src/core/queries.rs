@@ -137,7 +137,7 @@ impl Queries {
         let Keys { log, from, .. } = asked.keys;
         let log = self.askers[&session].logs.get(log)?;
         let keys = log.keys.get(from as usize..asked.keys.end() as usize);
-        let keys = keys.ok_or_else(|| format!("{asked:?} names keys that were not appended"))?.to_vec();
+        let keys = keys.ok_or_else(|| format!("query {asked:?} names keys that were not appended"))?.to_vec();
         Ok((from.checked_sub(1).map(|before| log.keys[before as usize]), keys))
     }
 

@@ -19,7 +19,7 @@ use crate::config::ConfigError;
 use crate::control::{ANSWER_TIME_MAX, EVICTION_TIME_MAX};
 
 /// The remedy for a sidecar that takes connections and answers nothing.
-pub const FROZEN: &str = "it is frozen or overloaded: look at its log and restart it";
+pub const FROZEN: &str = "the sidecar is frozen or overloaded: look at its log and restart it";
 /// A host that is reached takes a connection sooner.
 const CONNECT_TIME_MAX: Duration = Duration::from_secs(2);
 /// Pages are made within milliseconds.
@@ -45,28 +45,32 @@ pub enum Target {
 #[derive(Debug, Error)]
 pub enum CtlError {
     #[error(
-        "nobody listens on {0}: is the sidecar running? Pass its --control-socket PATH, or its --socket PATH beside which that lies"
+        "nobody listens on {0}: start the sidecar, or pass its --control-socket PATH, or its --socket PATH beside which \
+         that lies"
     )]
     Absent(PathBuf),
-    #[error("{0} is another user's: run this as the sidecar's user, or as root")]
+    #[error("{0} belongs to another user: run this as the sidecar's user, or as root")]
     Forbidden(PathBuf),
     #[error("cannot reach {target} ({source}): {remedy}")]
     Unreached { target: String, source: std::io::Error, remedy: &'static str },
-    #[error("{target} does not answer within {} s: {FROZEN}", limit.as_secs())]
+    #[error("{target} did not answer within {} s: {FROZEN}", limit.as_secs())]
     Late { target: String, limit: Duration },
     #[error("{text} ({status})")]
     Refused { status: StatusCode, text: String },
-    #[error("what answers is no sidecar that this release knows: {0}")]
+    #[error(
+        "the answer is not one that this release knows ({0}): pass a sidecar's address, and use the same release on \
+         both sides"
+    )]
     Answer(String),
-    #[error("there is no namespace {0} here: pillion ctl namespaces lists those that are")]
+    #[error("namespace {0} is unknown here: pillion ctl namespaces lists those that are known")]
     Namespace(String),
     #[error(
-        "--address needs --token-file FILE, the sidecar's --control-token-file, and that needs --address: pass both, or neither"
+        "--address and --token-file FILE, the sidecar's --control-token-file, belong together: pass both, or neither"
     )]
     Pair,
     #[error(transparent)]
     Token(#[from] ConfigError),
-    #[error("cannot read keys from standard input: {0}")]
+    #[error("cannot read keys from standard input ({0}): pass them in hex, apart by white space")]
     Input(std::io::Error),
 }
 
@@ -161,8 +165,8 @@ impl Target {
     fn remedy(&self) -> &'static str {
         match self {
             Self::Unix(_) => "pass the sidecar's --control-socket PATH",
-            Self::Pages(_) => "is the sidecar running? Pass its --http IP:PORT",
-            Self::Tcp { .. } => "is the sidecar running? Pass its --control-listen as --address HOST:PORT",
+            Self::Pages(_) => "start the sidecar, or pass its --http IP:PORT",
+            Self::Tcp { .. } => "start the sidecar, or pass its --control-listen as --address HOST:PORT",
         }
     }
 

@@ -57,7 +57,7 @@ pub(super) fn look(socket: &Path) -> Vec<Finding> {
 fn unheard(error: &CtlError) -> Finding {
     let text = error.to_string();
     let (text, remedy) = text.split_once(": ").unwrap_or((&text, "look at the sidecar's log"));
-    Finding::bad(Level::Warn, "control", format!("namespaces are not looked at: {text}"), remedy)
+    Finding::bad(Level::Warn, "control", format!("namespaces were not checked: {text}"), remedy)
 }
 
 fn judge(page: &str) -> Vec<Finding> {
@@ -90,7 +90,7 @@ fn foretold(page: &str) -> Option<Finding> {
     };
     let shares: Vec<String> = hit_blocks.iter().map(share).collect();
     let text = format!(
-        "of {asked_blocks} blocks asked for memory of other sizes finds, by multiples of --dram, {}",
+        "of {asked_blocks} blocks requested, pools of other sizes would have found, by multiples of --dram, {}",
         shares.join(", ")
     );
     (asked_blocks > 0).then(|| Finding::ok("dram", text))

@@ -29,22 +29,22 @@ pub(super) fn look(disk: &Disk) -> Finding {
     };
     if let Err(error) = rustix::fs::access(place, access) {
         let remedy =
-            "give this user the right to it (in Kubernetes fsGroup or runAsUser), or pass another path";
-        return bad(format!("{} may not be written: {error}", place.display()), remedy);
+            "give this user write permission (in Kubernetes fsGroup or runAsUser), or pass another path";
+        return bad(format!("{} cannot be written: {error}", place.display()), remedy);
     }
     if stat.is_some_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::BlockDevice) {
-        return Finding::ok("ssd", format!("{disk}: a block device that may be written"));
+        return Finding::ok("ssd", format!("{disk}: a writable block device"));
     }
     let own = stat.map_or(0, |stat| stat.st_blocks as u64 * STAT_BLOCK_BYTES);
     let Ok(fs) = rustix::fs::statvfs(folder) else {
-        return bad("its file system cannot be looked at".into(), "pass another path");
+        return bad("its file system cannot be examined".into(), "pass another path");
     };
     let room = fs.f_bavail * fs.f_frsize + own;
     if room < disk.size.as_bytes() {
-        let text = format!("its file system has room for {} MiB", room / MIB);
-        return bad(text, "ask for less, or free some of it");
+        let text = format!("its file system has only {} MiB free", room / MIB);
+        return bad(text, "lower the size, or free space");
     }
-    Finding::ok("ssd", format!("{disk}: may be written, and its file system has room for {} MiB", room / MIB))
+    Finding::ok("ssd", format!("{disk}: writable, and its file system has {} MiB free", room / MIB))
 }
 
 #[cfg(test)]
@@ -65,15 +65,15 @@ mod tests {
         assert!(missing.remedy.is_some_and(|remedy| remedy.contains(":create")), "{}", missing.text);
         assert!(std::fs::read_dir(folder.path()).unwrap().next().is_none(), "nothing was created");
         let full = at(folder.path(), "900000GiB:create");
-        assert!(full.level == Level::Fail && full.text.contains("room for"), "{full:?}");
+        assert!(full.level == Level::Fail && full.text.contains("MiB free"), "{full:?}");
         let unmounted = at(Path::new("/"), "64MiB");
         assert!(
             unmounted.level == Level::Fail && unmounted.text.contains("on the disk of /"),
             "{unmounted:?}"
         );
         let absent = at(&folder.path().join("absent/file"), "64MiB");
-        assert!(absent.text.contains("is no folder"), "{absent:?}");
-        assert!(at(Path::new("/dev/null"), "64MiB").text.contains("neither"));
+        assert!(absent.text.contains("is not a folder"), "{absent:?}");
+        assert!(at(Path::new("/dev/null"), "64MiB").text.contains("a block device"));
         assert!(at(Path::new("/dev/shm"), "64MiB").text.contains("memory"));
     }
 }

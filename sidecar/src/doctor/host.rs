@@ -41,19 +41,19 @@ pub(super) fn look(socket: &Path) -> Vec<Finding> {
 
 fn gpus() -> Vec<Finding> {
     if !cuda::is_present() {
-        let text = "libcuda cannot be opened, or knows no GPU: engines on the CPU alone are served";
+        let text = "libcuda cannot be opened or finds no GPU: only engines on the CPU are served";
         let remedy = "on a GPU host, give the container the GPUs and the driver's libraries (NVIDIA container toolkit)";
         return vec![Finding::bad(Level::Warn, "gpu", text, remedy)];
     }
     let version = cuda::driver_version().unwrap_or(0);
-    let text = format!("the driver serves CUDA {}.{}", version / 1000, version % 1000 / 10);
+    let text = format!("the driver supports CUDA {}.{}", version / 1000, version % 1000 / 10);
     let driver = match version >= DRIVER_MIN {
         true => Finding::ok("driver", text),
         false => {
             Finding::bad(Level::Fail, "driver", text, "install a driver of branch 570 or later: CUDA 12.8")
         }
     };
-    let remedy = "is a GPU in exclusive compute mode (nvidia-smi -c DEFAULT), or out of memory?";
+    let remedy = "check its compute mode (nvidia-smi -c DEFAULT ends exclusive mode) and its free memory";
     let unusable =
         |error: CudaError| Finding::bad(Level::Fail, "gpu", format!("a GPU cannot be used: {error}"), remedy);
     let seen = match Gpu::all() {
@@ -82,10 +82,11 @@ fn uuid(bytes: [u8; 16]) -> String {
 fn ipc(gpu: &Gpu) -> Finding {
     let name = uuid(gpu.uuid());
     match gpu.try_export() {
-        Ok(()) => Finding::ok("cuda_ipc", format!("memory of {name} can be shown to another process")),
+        Ok(()) => Finding::ok("cuda_ipc", format!("memory of {name} can be shared with another process")),
         Err(error) => {
-            let text = format!("memory of {name} cannot be shown to another process: {error}");
-            let remedy = "engines on it stay without the cache; CUDA IPC needs Linux without WSL, vGPU or MIG limits on it";
+            let text = format!("memory of {name} cannot be shared with another process: {error}");
+            let remedy = "engines on this GPU run without the cache: use Linux without WSL, vGPU or MIG limits on CUDA \
+                 IPC";
             Finding::bad(Level::Fail, "cuda_ipc", text, remedy)
         }
     }
@@ -99,19 +100,19 @@ fn pid_namespace() -> Finding {
     if pid != 1 {
         return Finding::ok("pid", text);
     }
-    let remedy = "an engine that is process 1 of its container, too, cannot hand it GPU memory; pillion serve starts itself \
-                  below process 1, so start nothing else in its place";
+    let remedy = "an engine that is process 1 of its own container cannot share GPU memory with it: let pillion serve \
+         be the container's command, since it runs below process 1 by itself";
     Finding::bad(Level::Warn, "pid", text, remedy)
 }
 
 fn shm() -> Finding {
     let Ok(room) = rustix::fs::statvfs(SHM) else {
-        let text = format!("{SHM} cannot be looked at");
+        let text = format!("{SHM} cannot be examined");
         return Finding::bad(
             Level::Warn,
             "shm",
             text,
-            "mount a tmpfs there: engines on the CPU keep KV in it",
+            "mount a tmpfs there: engines on the CPU keep their KV in it",
         );
     };
     let (size, free) = (room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize);
@@ -119,8 +120,8 @@ fn shm() -> Finding {
     if size >= SHM_BYTES_MIN {
         return Finding::ok("shm", text);
     }
-    let remedy = "the KV cache of an engine on the CPU must fit: volumes: [{name: shm, emptyDir: {medium: Memory}}] mounted at \
-                  /dev/shm, or docker run --shm-size";
+    let remedy = "enlarge it to hold the KV cache of an engine on the CPU: volumes: [{name: shm, emptyDir: {medium: \
+         Memory}}] mounted at /dev/shm, or docker run --shm-size";
     Finding::bad(Level::Warn, "shm", text, remedy)
 }
 
@@ -156,8 +157,8 @@ fn io_uring() -> Finding {
             let text = format!(
                 "io_uring is refused ({error}): threads read and write disks, which costs more CPU time"
             );
-            let remedy = "let the seccomp profile pass io_uring_setup, io_uring_enter and io_uring_register, and set sysctl \
-                          kernel.io_uring_disabled=0";
+            let remedy = "let the seccomp profile allow io_uring_setup, io_uring_enter and io_uring_register, and set \
+                 sysctl kernel.io_uring_disabled=0";
             Finding::bad(Level::Warn, "io_uring", text, remedy)
         }
     }
@@ -188,19 +189,20 @@ pub(crate) fn unreached(path: &Path, errno: Errno) -> Finding {
     match errno {
         Errno::NOENT | Errno::CONNREFUSED => {
             let remedy = format!(
-                "start one, pillion serve --socket {shown}, and mount its folder into both containers"
+                "start one with pillion serve --socket {shown}, and mount its folder into both containers"
             );
             bad(Level::Warn, format!("no sidecar answers on {shown}"), remedy)
         }
         Errno::ACCESS | Errno::PERM => {
-            let remedy = "run as the sidecar's user, or give pillion serve a --socket-group of this user";
+            let remedy =
+                "run this as the sidecar's user, or give pillion serve a --socket-group of this user";
             bad(Level::Fail, format!("this user may not connect to {shown}"), remedy.into())
         }
         Errno::AGAIN => {
-            bad(Level::Fail, format!("a sidecar listens on {shown} and takes nobody"), FROZEN.into())
+            bad(Level::Fail, format!("a sidecar listens on {shown} and accepts no connection"), FROZEN.into())
         }
         error => {
-            let remedy = "is it a socket of another program? Pass another --socket PATH to both sides";
+            let remedy = "another program may own this socket: pass another --socket PATH to both sides";
             bad(Level::Fail, format!("{shown} cannot be connected to: {error}"), remedy.into())
         }
     }
@@ -222,7 +224,7 @@ pub(crate) fn hello(socket: &OwnedFd, engine: &str) -> Option<(Option<Reply>, Ve
 
 fn greet(socket: &OwnedFd, shown: &str) -> Finding {
     let bad = |text, remedy: &str| Finding::bad(Level::Fail, SIDECAR, text, remedy);
-    let restart = "its data thread stands still: look at its log and restart it";
+    let restart = "its data thread is stuck: look at its log and restart it";
     let Some((reply, _)) = hello(socket, "pillion doctor") else {
         return bad(format!("a sidecar listens on {shown} and does not answer"), restart);
     };
@@ -232,10 +234,10 @@ fn greet(socket: &OwnedFd, shown: &str) -> Finding {
         }
         Some(Reply::Refused { reason, .. }) => bad(
             format!("the sidecar on {shown} refuses engines of this release: {reason}"),
-            "use one release on both sides",
+            "use the same release on both sides",
         ),
         None => bad(
-            format!("what answers on {shown} is no sidecar that this release knows"),
+            format!("{shown} does not answer like a sidecar that this release knows"),
             "pass another --socket PATH",
         ),
     }

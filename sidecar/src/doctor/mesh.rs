@@ -43,7 +43,8 @@ pub(super) fn look(options: &MeshOptions, dram: Option<Size>) -> Vec<Finding> {
 /// An error whose text ends with the remedy.
 fn refused(check: &str, error: &impl Display) -> Finding {
     let text = error.to_string();
-    let (text, remedy) = text.rsplit_once(": ").unwrap_or((&text, "pass what pillion serve takes"));
+    let (text, remedy) =
+        text.rsplit_once(": ").unwrap_or((&text, "pass the mesh options as pillion serve takes them"));
     Finding::bad(Level::Fail, check, text, remedy)
 }
 
@@ -54,8 +55,8 @@ fn ports(listen: SocketAddr, nics: bool) -> Vec<Finding> {
     if listen.ip().is_unspecified() {
         return vec![refused("mesh-listen", &::mesh::Error::Unreachable(listen))];
     }
-    let (mut at, mut found) = (listen, vec![port(listen, "who has what")]);
-    for what in ["blocks over TCP", "what arranges RDMA"].into_iter().take(1 + usize::from(nics)) {
+    let (mut at, mut found) = (listen, vec![port(listen, "the inventory of blocks")]);
+    for what in ["fetching blocks over TCP", "arranging RDMA"].into_iter().take(1 + usize::from(nics)) {
         match next_port(at) {
             Ok(next) => at = next,
             Err(error) => return vec![refused("mesh-listen", &error)],
@@ -70,15 +71,15 @@ fn port(at: SocketAddr, what: &str) -> Finding {
     match TcpListener::bind(at).map_err(|error| (error.kind(), error)) {
         Ok(_) => Finding::ok("mesh-listen", format!("{at} is free, for {what}")),
         Err((ErrorKind::AddrNotAvailable, _)) => {
-            let text = format!("{} is no address of this host", at.ip());
+            let text = format!("{} is not an address of this host", at.ip());
             bad(Level::Fail, text, "pass one at which peers reach it, such as the pod's IP")
         }
         Err((ErrorKind::AddrInUse, _)) => {
-            let text = format!("{at}, for {what}, is taken");
-            bad(Level::Warn, text, "by a sidecar that runs already? Else pass another port")
+            let text = format!("{at}, for {what}, is in use");
+            bad(Level::Warn, text, "a running sidecar may use it; otherwise pass another port")
         }
         Err((_, error)) => {
-            let text = format!("{at}, for {what}, cannot be listened at: {error}");
+            let text = format!("the sidecar cannot listen at {at}, for {what}: {error}");
             bad(Level::Fail, text, "pass another port, above 1023")
         }
     }
@@ -98,7 +99,7 @@ fn peer(name: &str, resolver: &dyn Resolve) -> Finding {
         Ok(_) => "it has no address".into(),
         Err(error) => error.to_string(),
     };
-    let remedy = "add the headless Service of that name, with publishNotReadyAddresses, or correct --peer";
+    let remedy = "create the headless Service of that name, with publishNotReadyAddresses, or correct --peer";
     Finding::bad(Level::Fail, "peer", format!("{name} does not resolve here: {why}"), remedy)
 }
 
@@ -113,7 +114,7 @@ fn certificates(options: &MeshOptions) -> Finding {
     match tls.check() {
         Err(error) => refused("mesh-cert", &error),
         Ok(()) => {
-            let text = format!("peers with the same authority and name accept {}", tls.certificate.display());
+            let text = format!("peers with the same CA and name accept {}", tls.certificate.display());
             Finding::ok("mesh-cert", text)
         }
     }
@@ -125,7 +126,8 @@ fn nic(name: &String) -> Finding {
     match rdma::check(std::slice::from_ref(name)) {
         Ok(()) => Finding::ok("nics", format!("{name} is usable: {}", place(Path::new(NICS), name))),
         Err(error) => {
-            let remedy = "pass one that is there, with a port that is active, and let the container see /dev/infiniband";
+            let remedy =
+                "pass an existing NIC with an active port, and let the container see /dev/infiniband";
             Finding::bad(Level::Fail, "nics", error.to_string(), remedy)
         }
     }
@@ -164,8 +166,7 @@ fn memlock(limit: Option<u64>, pools: Option<u64>) -> Finding {
     match pools {
         Some(pools) if pools <= limit => Finding::ok("nics-memlock", format!("{may}, enough for the pool")),
         Some(pools) => {
-            let text =
-                format!("only {may}, and the NICs register {} MiB: the pool, each of them", pools / MIB);
+            let text = format!("only {may}, and each NIC registers the pool, {} MiB in all", pools / MIB);
             Finding::bad(Level::Fail, "nics-memlock", text, raise)
         }
         None => {
@@ -211,7 +212,10 @@ mod tests {
         assert_eq!(levels(&ports(at(17_411), true)), [ok, ok, warn]);
         assert_eq!(levels(&ports(at(17_412), false)), [ok, warn]);
         let far = look(&listen("192.0.2.1:9441"), None);
-        assert!(far[0].level == Level::Fail && far[0].text.contains("no address of this host"), "{far:?}");
+        assert!(
+            far[0].level == Level::Fail && far[0].text.contains("not an address of this host"),
+            "{far:?}"
+        );
         let all = one(&listen("0.0.0.0:9441"));
         assert!(all.remedy.as_ref().is_some_and(|remedy| remedy.contains("the pod's IP")), "{all:?}");
         let last = one(&listen(&at(65_535).to_string()));
@@ -292,9 +296,9 @@ mod tests {
             "agreed name",
         );
         let other = files(folders[1].path(), "mesh", 2099);
-        bad(MeshOptions { key: other.key.clone(), ..good.clone() }, "does not go with", "of one node");
-        bad(MeshOptions { ca: other.ca.clone(), ..good }, "would not be accepted", "of one authority");
-        bad(files(folders[1].path(), "mesh", 2021), "expired", "have not expired");
+        bad(MeshOptions { key: other.key.clone(), ..good.clone() }, "does not belong to", "of one node");
+        bad(MeshOptions { ca: other.ca.clone(), ..good }, "would not be accepted", "of one CA");
+        bad(files(folders[1].path(), "mesh", 2021), "expired", "unexpired");
     }
 
     #[test]

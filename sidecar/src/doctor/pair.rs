@@ -41,12 +41,11 @@ impl fmt::Display for Closed {
         let Self { engine, difference, limit } = self;
         match difference.zip(*limit) {
             Some((difference, limit)) => {
-                write!(
-                    f,
-                    "engine {engine}: what it computes differs by {difference:.2e} and may by {limit:.0e}"
-                )
+                write!(f, "engine {engine}: its KV differs by {difference:.2e}, with a limit of {limit:.0e}")
             }
-            None => write!(f, "engine {engine}: most engines of it compute other KV than was kept"),
+            None => {
+                write!(f, "engine {engine}: most engines of this namespace compute other KV than was kept")
+            }
         }
     }
 }
@@ -74,34 +73,35 @@ impl Engine {
         let name = &self.name;
         let digest = namespace::digest(&self.facts).to_string();
         if let Some(stated) = self.namespace.as_ref().filter(|stated| **stated != digest) {
-            let text = format!("{name} names namespace {stated} and its facts make {digest}");
+            let text = format!("{name} states namespace {stated}, and its facts make {digest}");
             found.push(Finding::bad(
                 Level::Warn,
                 "namespace",
                 text,
-                "take the entry as pillion ctl namespaces NAMESPACE prints it",
+                "pass the entry unchanged, as pillion ctl namespaces NAMESPACE prints it",
             ));
         }
         for closed in &self.barred {
             let text = format!("the namespace of {name} is closed to {closed}");
-            let remedy = "its weights, code or settings differ under equal facts: find what does and start it again, or set \
-                          pillion.model_id to a text of its own";
+            let remedy = "its weights, code or settings differ under equal facts: find the difference and restart it, \
+                 or set pillion.model_id to a text of its own";
             found.push(Finding::bad(Level::Fail, "barred", text, remedy));
         }
         let begins = |fact: &str, text| self.facts.get(fact).is_some_and(|value| value.starts_with(text));
         if begins("none_hash", "random ") {
-            let text = format!("the hashes of {name} start from a random value, so it shares with nobody");
+            let text =
+                format!("the hashes of {name} start from a random value, so it shares with no other engine");
             let remedy = "set PYTHONHASHSEED to the same value on every engine";
             found.push(Finding::bad(Level::Fail, "none_hash", text, remedy));
         }
         if begins("weights", "private ") {
-            let text = format!("the weights of {name} cannot be digested, so it shares with nobody");
-            let remedy = "set pillion.model_id to the same text wherever exactly these weights are served";
+            let text = format!("the weights of {name} cannot be digested, so it shares with no other engine");
+            let remedy = "set pillion.model_id to the same text on every engine with exactly these weights";
             found.push(Finding::bad(Level::Fail, "weights", text, remedy));
         }
         if let Some(policy) = self.kv_load_failure_policy.as_ref().filter(|policy| *policy != RECOMPUTE) {
             let text = format!(
-                "{name} has kv_load_failure_policy '{policy}': a block that cannot be loaded ends its request"
+                "{name} has kv_load_failure_policy '{policy}': a block that cannot be loaded fails its request"
             );
             let remedy = "set kv_load_failure_policy to recompute in --kv-transfer-config";
             found.push(Finding::bad(Level::Fail, "kv_load_failure_policy", text, remedy));
@@ -184,9 +184,13 @@ mod tests {
         assert_eq!(levels(&found), [("barred", Level::Fail), ("barred", Level::Fail)]);
         assert_eq!(
             found[0].text,
-            "the namespace of b is closed to engine e1: what it computes differs by 4.00e-1 and may by 2e-2"
+            "the namespace of b is closed to engine e1: its KV differs by 4.00e-1, with a limit of 2e-2"
         );
-        assert!(found[1].text.ends_with("engine e2: most engines of it compute other KV than was kept"));
+        assert!(
+            found[1]
+                .text
+                .ends_with("engine e2: most engines of this namespace compute other KV than was kept")
+        );
     }
 
     #[test]

@@ -254,7 +254,7 @@ impl<'a> Stream<'a> {
             ScalarStyle::DoubleQuoted => text.replace('\\', "\\\\").replace('"', "\\\""),
             ScalarStyle::Plain => {
                 return Err(format!(
-                    "line {}: put this script in quotes, or behind '|'",
+                    "line {}: write this script in quotes, or behind '|'",
                     self.line(scalar.start)
                 ));
             }
@@ -282,8 +282,8 @@ impl<'a> Stream<'a> {
 
     fn written_in_flow(&self, node: &Node) -> String {
         format!(
-            "line {}: this is empty, an alias, or written in braces or brackets, so nothing can be added: leave it out, or write \
-             it out line by line, as `kubectl get -o yaml` does",
+            "line {}: nothing can be added here, because this is empty, an alias, or in braces or brackets: leave it \
+             out, or write it line by line, as `kubectl get -o yaml` does",
             self.line(node.start)
         )
     }

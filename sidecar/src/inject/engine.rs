@@ -96,7 +96,7 @@ impl<'a> Engine<'a> {
         }
         if self.node.get("command").is_some() {
             return Err(format!(
-                "line {}: this command is neither '{SERVE}' nor '{MODULE}': add {OPTION} by hand, as docs/deploy.md shows",
+                "line {}: this command is not '{SERVE}' or '{MODULE}': add {OPTION} by hand, as docs/deploy.md shows",
                 stream.line(self.node.start)
             ));
         }
@@ -169,7 +169,8 @@ fn into_script(stream: &Stream<'_>, word: &Word<'_>, setting: &str) -> Result<Ed
     let quoted = |quote: char| before.matches(quote).count() % 2 == 1;
     if quoted('\'') || quoted('"') || found.next().is_some() || word.text.matches(program).count() != 1 {
         return Err(format!(
-            "line {}: this script has '{program}' several times, or in quotes: add {OPTION} by hand, as docs/deploy.md shows",
+            "line {}: this script names '{program}' several times, or in quotes: add {OPTION} by hand, as \
+             docs/deploy.md shows",
             stream.line(word.node.start)
         ));
     }

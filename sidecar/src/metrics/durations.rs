@@ -19,8 +19,8 @@ type Family = (&'static str, &'static str, &'static str, &'static [(&'static str
 const FAMILIES: &[Family] = &[
     (
         "query_duration_seconds",
-        "Time of queries; whole: from the turn that read one to its answer; waiting: for a producer; tier: for blocks of a disk or \
-         a peer, or to be verified.",
+        "Duration of queries in seconds, by part. whole: from the turn that read the query to its answer; waiting: for \
+         the engine that computes the prompt; tier: for blocks of a disk or a peer, or for their verification.",
         "part",
         &[
             ("whole", Timed::Query(Part::Whole)),
@@ -30,8 +30,9 @@ const FAMILIES: &[Family] = &[
     ),
     (
         "load_duration_seconds",
-        "Time of loads; whole: from the turn that read one until every rank had it; tier: for blocks on their way; waiting: of a \
-         rank, for its step; copy: of a rank, by the sidecar.",
+        "Duration of loads in seconds, by part. whole: from the turn that read the load until every rank had it; tier: \
+         until its blocks had arrived in DRAM; waiting: until the step of a rank; copy: the sidecar's copies for a \
+         rank.",
         "part",
         &[
             ("whole", Timed::Load(Part::Whole)),
@@ -42,7 +43,8 @@ const FAMILIES: &[Family] = &[
     ),
     (
         "save_duration_seconds",
-        "Time of saves that copy blocks; whole: from the turn that read one to its end; waiting: for its step; copy: of a rank.",
+        "Duration of saves that copy blocks, in seconds, by part. whole: from the turn that read the save to its end; \
+         waiting: until the end of its step; copy: the copies from a rank.",
         "part",
         &[
             ("whole", Timed::Save(Part::Whole)),
@@ -52,21 +54,22 @@ const FAMILIES: &[Family] = &[
     ),
     (
         "handover_duration_seconds",
-        "Time of prompts from one engine to another of this sidecar; whole: from the end of the last step that computed, as the sidecar \
-         saw it, until every rank of the other had loaded all; acceptance: of a save, copied whole, until its engine went on with the \
-         step's output.",
+        "Duration of handovers between two engines of this sidecar, in seconds, by part. whole: from the end of the \
+         last step that computed, as the sidecar saw it, until every rank of the other engine had loaded all blocks; \
+         acceptance: from the last copy of a save until its engine accepted the step.",
         "part",
         &[("whole", Timed::Handover), ("acceptance", Timed::Acceptance)],
     ),
     (
         "block_read_duration_seconds",
-        "Time from asking a disk or peers for a block until it was in DRAM.",
+        "Seconds from requesting a block of a disk or peer until it was in DRAM.",
         "source",
         &[("disk", Timed::DiskRead), ("peer", Timed::PeerRead)],
     ),
     (
         "lease_age_seconds",
-        "Age of leases at their end; consumed: loaded by every rank; released: the engine did not need it; expired: nobody came.",
+        "Age of leases at their end, in seconds. consumed: every rank loaded the blocks; released: the engine did not \
+         need them; expired: --lease-ttl ended first.",
         "end",
         &[
             ("consumed", Timed::Lease(LeaseEnd::Consumed)),

@@ -5,8 +5,10 @@ use tiers::given_up::Cause;
 
 use super::figures::counters;
 
-const HELP: &str = "Pool files and logs on disks of earlier sidecars that start empty, by reason; version: their release is too far \
-                    from this one.";
+const HELP: &str = "Files of earlier sidecars that start empty, by file (pool, or log of a disk) and reason. boot: \
+     written before the last reboot; damaged: the header is not intact; sizes: made for other sizes; unfinished: the \
+     earlier sidecar ended before the file was whole, or memory was taken from it since; version: its release is too \
+     far from this one.";
 
 shm_protocol::labels! {
     /// What a file is for.

@@ -37,11 +37,12 @@ pub(super) struct HoldersMetrics {
 
 impl HoldersMetrics {
     pub(super) fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
-        let help =
-            "Bytes of blocks that an engine keeps, fills, has leased for queries, or promised to loads.";
+        let help = "Bytes of an engine's blocks, by kind. kept: saved or fetched by the engine; filling: being written; \
+             leased: held for its queries; promised: held for its planned loads.";
         let bytes = gauges(registry, "engine_bytes", help, &["engine", "kind"])?;
-        let help = "Engines connected, by what they get; idle: its ranks join in its first step; unbound: it asks and ranks of it are not \
-                    here, look at its log for PILLION STAYS OUT; barred: its KV differs, see pillion ctl namespaces.";
+        let help = "Engines connected, by name and state. serving: loads and saves; idle: its ranks join in its first \
+             step; unbound: it sends queries but some of its ranks have not joined, look for PILLION STAYS OUT in its \
+             log; barred: its KV differs, see pillion ctl namespaces.";
         let states = gauges(registry, "engine_state", help, &["engine", "state"])?;
         Ok(Self { bytes, states, shown: BTreeSet::new() })
     }

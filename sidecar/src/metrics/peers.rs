@@ -15,58 +15,78 @@ const COUNTERS: &[Figure<PeersStats>] = &[
     ("mesh_fetches_total", "Fetches from peers.", |s| s.fetches),
     ("mesh_fetched_blocks_total", "Blocks brought into DRAM from peers.", |s| s.fetched_blocks),
     ("mesh_fetched_bytes_total", "Bytes brought into DRAM from peers.", |s| s.fetched_bytes),
-    ("mesh_retried_blocks_total", "Blocks that one peer did not give and another was asked for.", |s| {
-        s.retried_blocks
+    (
+        "mesh_retried_blocks_total",
+        "Blocks requested from another peer because the first one did not deliver them.",
+        |s| s.retried_blocks,
+    ),
+    ("mesh_asks_total", "Requests for blocks that peers sent to this sidecar.", |s| s.asks),
+    ("mesh_asked_blocks_total", "Blocks that peers requested from this sidecar.", |s| s.asked_blocks),
+    ("mesh_absent_blocks_total", "Blocks that peers requested and this sidecar did not have.", |s| {
+        s.absent_blocks
     }),
-    ("mesh_asks_total", "Asks of peers.", |s| s.asks),
-    ("mesh_asked_blocks_total", "Blocks that peers asked for.", |s| s.asked_blocks),
-    ("mesh_absent_blocks_total", "Blocks that peers asked for and that were not here.", |s| s.absent_blocks),
-    ("mesh_withheld_blocks_total", "Blocks that peers asked for, here while too much was being read.", |s| {
-        s.withheld_blocks
-    }),
-    ("mesh_served_blocks_total", "Blocks sent to peers whole.", |s| s.served_blocks),
-    ("mesh_served_bytes_total", "Bytes of blocks sent to peers whole.", |s| s.served_bytes),
-    ("mesh_published_changes_total", "Blocks that peers were told to have come or gone.", |s| s.told),
-    ("mesh_miss_waits_total", "Requests that waited for a producer's blocks (pillion.miss_wait_ms).", |s| {
-        s.miss_waits
-    }),
-    ("mesh_miss_waits_exhausted_total", "Requests that waited for a producer in vain.", |s| {
-        s.miss_waits_exhausted
-    }),
+    (
+        "mesh_withheld_blocks_total",
+        "Blocks that peers requested and this sidecar did not send, because peers were \
+         already reading too much.",
+        |s| s.withheld_blocks,
+    ),
+    ("mesh_served_blocks_total", "Blocks sent to peers completely.", |s| s.served_blocks),
+    ("mesh_served_bytes_total", "Bytes of blocks sent to peers completely.", |s| s.served_bytes),
+    ("mesh_published_changes_total", "Blocks announced to peers as added or removed.", |s| s.told),
+    (
+        "mesh_miss_waits_total",
+        "Requests that waited for blocks that another engine might be computing \
+         (pillion.miss_wait_ms).",
+        |s| s.miss_waits,
+    ),
+    (
+        "mesh_miss_waits_exhausted_total",
+        "Requests whose wait for another engine's blocks ended without them.",
+        |s| s.miss_waits_exhausted,
+    ),
 ];
 
 const GAUGES: &[Figure<PeersStats>] = &[
-    ("mesh_peers", "Members beside this node.", |s| s.peers.len() as u64),
+    ("mesh_peers", "Members of the mesh other than this node.", |s| s.peers.len() as u64),
     ("mesh_fetching_blocks", "Blocks on their way from peers.", |s| s.fetching),
-    ("mesh_granted_bytes", "Bytes that peers are reading.", |s| s.granted_bytes),
+    ("mesh_granted_bytes", "Bytes that peers are reading from this sidecar.", |s| s.granted_bytes),
     (
         "mesh_distrusted_blocks",
-        "Blocks that no peer is asked for until this sidecar starts again, since a check removed them: run pillion ctl evict at peers first.",
+        "Blocks that are not requested from peers until this sidecar restarts, because a check removed them here; run \
+         pillion ctl evict at the peers first.",
         |s| s.distrusted,
     ),
-    ("mesh_miss_wait_breakers_open", "Engines whose requests do not wait, since it was in vain.", |s| {
-        s.miss_wait_breakers
-    }),
+    (
+        "mesh_miss_wait_breakers_open",
+        "Engines whose requests do not wait for other engines' blocks, because earlier \
+         waits ended without them.",
+        |s| s.miss_wait_breakers,
+    ),
 ];
 
 const PEER_GAUGES: &[Figure<PeerStats>] = &[
     ("keys", "Blocks that the peer is known to keep.", |p| p.keys as u64),
     (
         "promises",
-        "Keys of prompts that engines of the peer have promised and not computed yet: the last two of each.",
+        "Keys of prompts that engines of the peer have promised and not computed yet; the last two keys of each prompt.",
         |p| p.promises as u64,
     ),
-    ("directory_bytes", "Memory that knowing the blocks of the peer takes.", |p| p.bytes as u64),
-    ("asked", "Blocks asked of the peer that have not ended.", |p| p.under_way.into()),
+    ("directory_bytes", "Bytes of memory that the directory of the peer's blocks takes.", |p| p.bytes as u64),
+    ("asked", "Blocks requested from the peer whose fetch has not ended.", |p| p.under_way.into()),
     (
         "breaker_open",
-        "1 from failures in a row until a fetch ends well; tried at least every 30 s, if asked.",
+        "1 while the peer is skipped after repeated failures. A fetch tries it at least every 30 s, and one that \
+         succeeds ends this.",
         |p| p.breaker_open.into(),
     ),
 ];
 
-const PEER_COUNTERS: &[Figure<PeerStats>] =
-    &[("breaker_trips_total", "Times that the peer was left alone since it joined.", |p| p.trips_total)];
+const PEER_COUNTERS: &[Figure<PeerStats>] = &[(
+    "breaker_trips_total",
+    "Times that the peer was skipped after repeated failures, since it joined.",
+    |p| p.trips_total,
+)];
 
 /// Metrics of the mesh as a whole and of each member.
 #[derive(Debug)]
@@ -88,11 +108,12 @@ pub(super) struct PeersMetrics {
 impl PeersMetrics {
     pub(super) fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
         let figures = Figures::new(registry, COUNTERS, GAUGES)?;
-        let help = "Addresses of --peer at which no sidecar of this mesh is a member; the log says why.";
+        let help = "Addresses of --peer without a member of this mesh; the log says why.";
         let endpoints_empty = gauge(registry, "mesh_endpoints_empty", help)?;
-        let help = "Names of --peer that did not resolve when they were last looked up; the log says why.";
+        let help = "Names of --peer that did not resolve at the last attempt; the log says why.";
         let names_unresolved = gauge(registry, "mesh_peer_names_unresolved", help)?;
-        let help = "Seconds between two batches of changes to a peer; it grows with the number of peers.";
+        let help =
+            "Seconds between two batches of changes sent to a peer; they grow with the number of peers.";
         let pace = Gauge::new("pillion_mesh_pace_seconds", help)?;
         registry.register(Box::new(pace.clone()))?;
         let mut peer_gauges = Vec::new();
@@ -105,9 +126,18 @@ impl PeersMetrics {
             let made = counters(registry, &format!("mesh_peer_{name}"), help, &["peer"])?;
             peer_counters.push((made, figure));
         }
-        let help = "Blocks that a peer did not give, by kind; absent: it had them no more, or never.";
+        let help = "Blocks that a peer did not deliver, by kind. absent: it does not have the block; corrupt: the \
+             checksum does not match; short: it closed the connection within the block; timeout: it took too long; \
+             connection: the connection failed; malformed: it broke the protocol; refused: it refused the request; \
+             stopped: the fetch was cancelled.";
         let faults = counters_of(registry, "mesh_faults_total", help, "kind", &FAULT_NAMES)?;
-        let help = "Connections and asks between this sidecar and peers that one of them refused, by reason; the log says who and why.";
+        let help = "Connections and requests between this sidecar and peers that either side refused, by reason; the \
+             log names the peer. version: another protocol version; mesh: another --mesh-name; certificate: no valid \
+             certificate; silent: nothing was sent in time; malformed: an invalid message; not_member: not a member of \
+             the mesh; other_life: another node, or one that has restarted; name: two nodes share a --node-id; full: \
+             too many connections, members or addresses; slow: data was not taken in time; busy: too much under way; \
+             draining: about to end; queues: another number of NICs or queue pairs; resources: no descriptors, threads \
+             or queue pairs left; refused: the other side refused, and counted why.";
         let reasons = Reason::ALL.map(Reason::name);
         let refusals = counters_of(registry, "mesh_refusals_total", help, "reason", &reasons)?;
         let shown = BTreeSet::new();

@@ -20,7 +20,8 @@ struct ProcessMetrics {
 /// Registers what a scrape says of this process.
 pub(super) fn register(registry: &Registry) -> Result<(), prometheus::Error> {
     registry.register(Box::new(ProcessMetrics::new()?))?;
-    let build = gauges(registry, "build_info", "1; its version is that of this sidecar.", &["version"])?;
+    let build =
+        gauges(registry, "build_info", "1, with the release of this sidecar as label.", &["version"])?;
     build.with_label_values(&[env!("CARGO_PKG_VERSION")]).set(1);
     Ok(())
 }
@@ -30,15 +31,18 @@ pub(super) fn register(registry: &Registry) -> Result<(), prometheus::Error> {
 impl ProcessMetrics {
     fn new() -> Result<Self, prometheus::Error> {
         Ok(Self {
-            cpu: Counter::new("process_cpu_seconds_total", "CPU time of the sidecar, in the kernel too.")?,
+            cpu: Counter::new(
+                "process_cpu_seconds_total",
+                "CPU time of the sidecar in seconds, user and kernel.",
+            )?,
             resident: IntGauge::new(
                 "process_resident_memory_bytes",
-                "Memory of the sidecar that is in RAM, its pool too.",
+                "Bytes of the sidecar's memory that are in RAM, including its pool.",
             )?,
-            descriptors: IntGauge::new("process_open_fds", "Descriptors that the sidecar has open.")?,
+            descriptors: IntGauge::new("process_open_fds", "File descriptors that the sidecar has open.")?,
             start: Gauge::new(
                 "process_start_time_seconds",
-                "When the sidecar was started, in seconds since 1970.",
+                "Start time of the sidecar, in seconds since 1970.",
             )?,
         })
     }

@@ -8,9 +8,10 @@ use crate::config::Disk;
 use crate::core::SsdStats;
 
 const COUNTERS: &[Figure<SsdStats>] =
-    &[("ssd_promoted_blocks_total", "Blocks brought back into DRAM.", |s| s.promoted_blocks)];
+    &[("ssd_promoted_blocks_total", "Blocks brought back from disks into DRAM.", |s| s.promoted_blocks)];
 
-const GAUGES: &[Figure<SsdStats>] = &[("ssd_queued_blocks", "Blocks that wait to be written.", |s| s.queued)];
+const GAUGES: &[Figure<SsdStats>] =
+    &[("ssd_queued_blocks", "Blocks that wait to be written to a disk.", |s| s.queued)];
 
 const DROPPED: &[(&str, Reading<SsdStats>)] = &[
     ("queue_full", |s| s.dropped_queue_full),
@@ -22,40 +23,49 @@ const DROPPED: &[(&str, Reading<SsdStats>)] = &[
 const DEVICE_COUNTERS: &[Figure<DeviceStats>] = &[
     ("written_blocks_total", "Blocks written.", |d| d.written_blocks_total),
     ("written_bytes_total", "Bytes of blocks written.", |d| d.written_bytes_total),
-    ("read_blocks_total", "Blocks read and found whole.", |d| d.read_blocks_total),
-    ("read_bytes_total", "Bytes of blocks read and found whole.", |d| d.read_bytes_total),
+    ("read_blocks_total", "Blocks read whose checksum matched.", |d| d.read_blocks_total),
+    ("read_bytes_total", "Bytes of blocks read whose checksum matched.", |d| d.read_bytes_total),
     (
         "refused_reads_total",
-        "Times that what a query can find ended here: more waited than the device reads in 2 s.",
+        "Queries whose hit was cut at a block of this device, because more reads waited than it serves in 2 s.",
         |d| d.refused_reads_total,
     ),
-    ("moved_blocks_total", "Blocks written again to keep them when their segment was reused.", |d| {
+    ("moved_blocks_total", "Blocks written a second time to keep them when their segment was reused.", |d| {
         d.moved_blocks_total
     }),
-    ("moved_bytes_total", "Bytes of blocks written again to keep them.", |d| d.moved_bytes_total),
+    ("moved_bytes_total", "Bytes of blocks written a second time to keep them.", |d| d.moved_bytes_total),
     (
         "evicted_blocks_total",
-        "Blocks that went to make room: others promised more uses, or nowhere was left to move them to.",
+        "Blocks evicted to make room: other blocks were more likely to be used, or no segment was left to move them to.",
         |d| d.dropped_blocks_total,
     ),
-    ("recovered_blocks_total", "Blocks found again that earlier lives wrote.", |d| d.recovered_blocks_total),
-    ("trips_total", "Times that the device was taken for broken.", |d| d.trips_total),
+    ("recovered_blocks_total", "Blocks of earlier runs of the sidecar that were found again.", |d| {
+        d.recovered_blocks_total
+    }),
+    ("trips_total", "Times that the device was treated as broken.", |d| d.trips_total),
 ];
 
 const DEVICE_GAUGES: &[Figure<DeviceStats>] = &[
-    ("blocks", "Blocks kept.", |d| d.blocks),
-    ("used_bytes", "Bytes of blocks kept.", |d| d.bytes),
-    ("segments", "Segments.", |d| d.segments.into()),
-    ("segments_free", "Segments with nothing in them.", |d| d.segments_free.into()),
-    ("jobs", "Transfers under way.", |d| d.jobs),
-    ("down", "1 while the device is taken for broken: misses, and nothing is written.", |d| d.down.into()),
-    ("recovering", "1 while what earlier lives left is still being found.", |d| d.recovering.into()),
+    ("blocks", "Blocks kept on the device.", |d| d.blocks),
+    ("used_bytes", "Bytes of the blocks kept on the device.", |d| d.bytes),
+    ("segments", "Segments of the device's log.", |d| d.segments.into()),
+    ("segments_free", "Segments without blocks.", |d| d.segments_free.into()),
+    ("jobs", "Reads and writes under way.", |d| d.jobs),
+    (
+        "down",
+        "1 while the device is treated as broken: its blocks are misses, and nothing is written.",
+        |d| d.down.into(),
+    ),
+    ("recovering", "1 while the blocks of earlier runs of the sidecar are being found.", |d| {
+        d.recovering.into()
+    }),
 ];
 
-const LEFT_OUT: &str = "1 where the disk could not be used at the start: mend what the log says of it, and start the sidecar again.";
+const LEFT_OUT: &str =
+    "1 if the disk could not be used at the start: fix what the log names, and restart the sidecar.";
 
-const BACKEND: &str = "Disks by what moves their bytes: threads cost more CPU time than io_uring, which the container's seccomp \
-                       profile and sysctl kernel.io_uring_disabled=0 must allow.";
+const BACKEND: &str = "Disks, by what moves their bytes. threads: more CPU time; io_uring: needs a seccomp profile that \
+     allows it, and sysctl kernel.io_uring_disabled=0.";
 
 /// Metrics of the tier as a whole and of each device.
 #[derive(Debug)]
@@ -90,7 +100,8 @@ impl SsdMetrics {
 
     fn of_devices(registry: &Registry, names: Vec<String>) -> Result<Self, prometheus::Error> {
         let figures = Figures::new(registry, COUNTERS, GAUGES)?;
-        let help = "Blocks not written, by reason.";
+        let help = "Blocks not written to a disk, by reason. queue_full: too many blocks waited; evicted: the block \
+             left DRAM first; down: no disk works; too_large: the block exceeds a segment.";
         let of_reason = counters(registry, "ssd_dropped_blocks_total", help, &["reason"])?;
         let dropped =
             DROPPED.iter().map(|(reason, figure)| (of_reason.with_label_values(&[*reason]), *figure));
@@ -104,7 +115,9 @@ impl SsdMetrics {
             let made = gauges(registry, &format!("ssd_{name}"), help, &["device"])?;
             device_gauges.push((made, figure));
         }
-        let help = "Failed transfers, by kind.";
+        let help = "Failed reads and writes, by kind. no_space: the file cannot grow; io: the device failed; gone: the \
+             device is missing; short: the transfer ended early; corrupt: the checksum does not match; late: it took \
+             too long; other: any other error.";
         let faults = counters(registry, "ssd_faults_total", help, &["device", "kind"])?;
         let dropped = dropped.collect();
         Ok(Self { names, figures, dropped, device_counters, device_gauges, faults })

@@ -1,6 +1,6 @@
 use super::*;
 
-const NOW: &str = r#"# HELP pillion_ssd_down 1 while the device is taken for broken: misses, and nothing is written.
+const NOW: &str = r#"# HELP pillion_ssd_down 1 while the device is treated as broken: its blocks are misses, and nothing is written.
 # TYPE pillion_ssd_down gauge
 pillion_ssd_down{device="/mnt/a"} 1
 pillion_ssd_down{device="/mnt/b"} 0
@@ -57,8 +57,8 @@ fn figures_are_of_the_time_between() {
     );
     assert_eq!(row(&found, "Hits", "since the start"), ["since the start", "300", "150", "50.0 %"]);
     assert_eq!(row(&found, "Hits", "now"), ["now", "100", "10", "10.0 %"]);
-    assert_eq!(row(&found, "What other memory would find", "0.5 times --dram")[1], "25.0 %");
-    assert_eq!(row(&found, "What other memory would find", "endless")[1], "75.0 %");
+    assert_eq!(row(&found, "Hits of other pool sizes", "0.5 times --dram")[1], "25.0 %");
+    assert_eq!(row(&found, "Hits of other pool sizes", "endless")[1], "75.0 %");
     assert_eq!(row(&found, "Handovers", "9"), ["9", "4", "3", "50", "6", "1.0 MiB"]);
     assert_eq!(row(&found, "Engines", "<b>\"one\"")[1..3], ["serving", "2.0 KiB"]);
     assert!(
@@ -79,7 +79,7 @@ fn without_an_earlier_moment_rates_are_averages_since_the_start() {
 
 #[test]
 fn what_is_wrong_is_said_with_its_remedy() {
-    let said = "pillion_ssd_down (device /mnt/a) is 1: 1 while the device is taken for broken: misses, and nothing is written.";
+    let said = "pillion_ssd_down (device /mnt/a) is 1: 1 while the device is treated as broken: its blocks are misses, and nothing is written.";
     assert_eq!(overview(None).alarms, [said]);
 }
 

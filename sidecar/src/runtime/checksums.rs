@@ -40,7 +40,14 @@ impl Runtime {
         let (dropped, corrupt) = (stats.adoption_dropped, stats.adoption_corrupt);
         let after_ms = self.now.as_millis() as u64;
         if *self.pool.found() == Found::Pool {
-            tracing::info!(blocks, bytes, dropped, corrupt, after_ms, "the pool file's blocks are adopted");
+            tracing::info!(
+                blocks,
+                bytes,
+                dropped,
+                corrupt,
+                after_ms,
+                "the blocks of the pool file are adopted"
+            );
         }
     }
 }

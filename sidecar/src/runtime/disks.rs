@@ -39,7 +39,7 @@ impl Runtime {
         let (Some(stats), Some(disks)) = (self.core.ssd_stats(), &self.disks) else { return };
         let blocks = stats.log.devices[device].recovered_blocks_total;
         let (disk, after_ms) = (disks.disk(device), self.now.as_millis() as u64);
-        tracing::info!(%disk, blocks, after_ms, "a disk's blocks are found again");
+        tracing::info!(%disk, blocks, after_ms, "the blocks of a disk are found again");
     }
 
     /// Shows how the disks are doing. Looks at every transfer under way: with each tick, not with each turn.

@@ -29,7 +29,8 @@ use crate::session::Session;
 /// Sessions at once: a host of 16 GPUs with one engine each has 32; room for eight restarts of all at once.
 const SESSIONS_MAX: usize = 256;
 /// What an engine is told whose requests are to wait for other pods' blocks.
-const WAITS_IN_VAIN: &str = "pillion.miss_wait_ms has no effect: this sidecar is in no mesh, so no other pod's blocks can come; give it --mesh-listen, or leave the option out";
+const WAITS_IN_VAIN: &str = "pillion.miss_wait_ms has no effect, because this sidecar is in no mesh and gets no blocks \
+     of other pods: give it --mesh-listen, or leave the option out";
 
 /// A peer that said hello, on its way in.
 #[derive(Debug)]
@@ -203,9 +204,9 @@ impl Runtime {
     fn has_room(&self) -> Result<(), String> {
         match self.sessions.len() + self.opening.len() < SESSIONS_MAX {
             true => Ok(()),
-            false => {
-                Err(format!("{SESSIONS_MAX} engine processes are connected, which is the most there may be"))
-            }
+            false => Err(format!(
+                "{SESSIONS_MAX} engine processes are connected, which is the limit: start a second sidecar"
+            )),
         }
     }
 
@@ -233,12 +234,22 @@ impl Runtime {
         socket: Arc<OwnedFd>,
         rank: Option<Rank>,
     ) -> Result<Session, String> {
-        let doorbell = wait::eventfd().map_err(|error| format!("no eventfd: {error}"))?;
+        let doorbell = wait::eventfd().map_err(|error| {
+            format!(
+                "no eventfd could be made ({error}): raise the limit of \
+             open files"
+            )
+        })?;
         let watched = self
             .poller
             .add(Source::Doorbell(id), &doorbell)
             .and_then(|()| self.poller.add(Source::Socket(id), &socket));
-        watched.map_err(|error| format!("the sidecar cannot watch this connection: {error}"))?;
+        watched.map_err(|error| {
+            format!(
+                "the sidecar cannot watch this connection ({error}): raise the limit of open \
+             files"
+            )
+        })?;
         Ok(Session::new(memory, socket, doorbell, rank))
     }
 
@@ -299,7 +310,7 @@ fn accepts_nothing(version: u32, hello: &Hello) -> Option<String> {
     let Hello { engine, release, .. } = hello;
     (version < ACCEPT_SINCE).then(|| {
         format!(
-            "engine {engine} is of release {}, which does not say which steps it accepted: it loads, and nothing that it saves \
+            "engine {engine} runs release {}, which does not say which steps it accepted, so it loads but no save of it \
              is kept. Install release 0.3.0 or later of Pillion's wheel in the engine's image",
             release.escape_debug()
         )

@@ -33,7 +33,7 @@ const TIMER_SLACK_NS: u64 = 1;
 /// Makes this thread's sleeps end in time.
 pub(super) fn sharpen_timers() {
     if let Err(error) = rustix::thread::set_current_timer_slack(NonZeroU64::new(TIMER_SLACK_NS)) {
-        tracing::warn!(%error, "timers stay coarse; saves start up to 50 us late");
+        tracing::warn!(%error, "the timer slack cannot be lowered; saves start up to 50 us late");
     }
 }
 

@@ -135,7 +135,7 @@ fn a_rank_joins_no_run_of_another_engine() {
     let mut impostor = hello("good", 1, kv.worker_of("other facts", 0, 1, Copier::Sidecar));
     let rank = rank_of(&scene, &kv, &impostor, run_id(7));
     rank.closed_after("other facts");
-    scene.assert_said(rank.welcome.session, "in a run whose ranks have");
+    scene.assert_said(rank.welcome.session, "the other ranks of its run have");
     impostor.world_size = 2;
     let rank = rank_of(&scene, &kv, &impostor, run_id(7));
     rank.closed_after("another world");

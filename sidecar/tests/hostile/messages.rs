@@ -199,7 +199,7 @@ const BREACHES: &[Breach] = &[
     by_rank(breach("LOADED of an unknown status", "LOADED with status 255", || {
         one(Message { flags: 255, ..of(Kind::Loaded) })
     })),
-    by_rank(at_odds("a rank that joins a second run", "one run", || {
+    by_rank(at_odds("a rank that joins a second run", "another run before", || {
         one(of(Kind::Join).with_bytes16([0xee; 16]))
     })),
 ];

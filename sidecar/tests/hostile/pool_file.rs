@@ -179,7 +179,7 @@ fn bits_that_were_changed_between_two_sidecars_cost_their_blocks_alone() {
         (2, 1, 97)
     );
     let log = fs::read_to_string(folder.path().join("log")).unwrap();
-    assert_eq!(log.matches("is not what an earlier sidecar wrote").count(), 1, "{log}");
+    assert_eq!(log.matches("differs from what an earlier sidecar wrote").count(), 1, "{log}");
     drop(sidecar);
     fs::remove_file(pool).unwrap();
 }

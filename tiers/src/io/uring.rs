@@ -240,7 +240,7 @@ fn entered(result: io::Result<usize>) -> io::Result<()> {
 
 fn not_registered(error: &io::Error) -> String {
     format!(
-        "SSD transfers go without registered buffers ({error}), which costs some CPU time: raise the limit of locked \
+        "SSD transfers run without registered buffers ({error}), which costs some CPU time: raise the limit of locked \
          memory (ulimit -l, LimitMEMLOCK) to the DRAM pool's size, or give CAP_IPC_LOCK"
     )
 }

@@ -65,12 +65,12 @@ pub(super) fn open_file(path: &Path, bytes: u64, hugepages: bool) -> Result<File
     let stat = rustix::fs::fstat(&fd).map_err(Error::os("stat the pool file"))?;
     let refuse = |problem: String| Err(Error::File { path: path.to_owned(), problem });
     if stat.st_uid != rustix::process::geteuid().as_raw() {
-        return refuse(format!("belongs to uid {}: remove it, or pass another --pool-path", stat.st_uid));
+        return refuse(format!("belongs to user {}: remove it, or pass another --pool-path", stat.st_uid));
     }
     let found = stat.st_size as u64;
     if found > bytes {
         return refuse(format!(
-            "has {found} bytes, this pool needs {bytes}: raise --dram to keep its size, or remove it"
+            "has {found} bytes, and --dram needs {bytes}: raise --dram to keep the file's size, or remove it"
         ));
     }
     rustix::fs::fchmod(&fd, Mode::RUSR | Mode::WUSR).map_err(Error::os("restrict the pool file"))?;
@@ -116,9 +116,10 @@ fn unopened(path: &Path, errno: Errno) -> Error {
     let remedy = match errno {
         Errno::LOOP => "pass the path of the file itself, not of a link",
         Errno::ACCESS | Errno::PERM => {
-            "remove a file there that is another user's, and give this user the folder, in Kubernetes by fsGroup"
+            "remove a file of another user there, and give this user write permission for the folder, in Kubernetes by \
+             fsGroup"
         }
-        _ => "make its folder, or mount it there",
+        _ => "create or mount its folder",
     };
     Error::File { path: path.to_owned(), problem: format!("cannot be opened: {errno}; {remedy}") }
 }
@@ -135,13 +136,13 @@ fn check_place(path: &Path, bytes: u64, hugepages: bool) -> Result<(), Error> {
     match kind(&fs) {
         HUGETLBFS_MAGIC => huge::check(bytes, fs.f_bsize as u64, held)?,
         TMPFS_MAGIC if hugepages => {
-            return refuse("is on tmpfs: with --hugepages, pass a path on a hugetlbfs mount or none");
+            return refuse(
+                "is on tmpfs: with --hugepages, pass a path on a hugetlbfs mount, or no --pool-path",
+            );
         }
         TMPFS_MAGIC => {}
         _ => {
-            return refuse(
-                "is neither on tmpfs nor on hugetlbfs: pass a path under /dev/shm or a hugetlbfs mount",
-            );
+            return refuse("is not on tmpfs or hugetlbfs: pass a path under /dev/shm or a hugetlbfs mount");
         }
     }
     // Of a hugetlbfs without size=, the kernel says none or all ones.

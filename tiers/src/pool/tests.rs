@@ -299,19 +299,19 @@ fn used_and_changed(path: &TmpfsPath, field: u64, value: u64) -> Pool {
 #[test]
 fn a_pool_of_another_kind_starts_empty_and_says_why() {
     for (field, value, cause, why) in [
-        (header::MAGIC, 99, Cause::Damaged, "no pool"),
+        (header::MAGIC, 99, Cause::Damaged, "not a pool file"),
         (
             header::VERSION,
             1,
             Cause::Version,
-            "version 1 (release not stated), this release's version 2 (release 0.",
+            "version 1 (release not stated), and this release reads version 2 (release 0.",
         ),
         (header::OLDEST, 99, Cause::Version, "versions 99 to 2 (release 0."),
-        (header::BOOT_ID, 99, Cause::Boot, "another boot"),
-        (header::BOOT_ID + 8, 99, Cause::Boot, "another boot"),
-        (header::SEGMENT_BYTES, 99, Cause::Sizes, "segments are of 99 bytes"),
+        (header::BOOT_ID, 99, Cause::Boot, "last reboot"),
+        (header::BOOT_ID + 8, 99, Cause::Boot, "last reboot"),
+        (header::SEGMENT_BYTES, 99, Cause::Sizes, "segments have 99 bytes"),
         (header::SEGMENTS, 99, Cause::Damaged, "segment count is 99"),
-        (header::SETTLED, 99, Cause::Unfinished, "before it had emptied it"),
+        (header::SETTLED, 99, Cause::Unfinished, "while it emptied the file"),
     ] {
         let path = TmpfsPath::new("other");
         let pool = used_and_changed(&path, field, value);
@@ -400,7 +400,7 @@ fn places_that_cannot_hold_a_pool_are_refused_before_anything_is_made() {
     assert!(!path.0.exists());
     let procfs = Config { path: Some("/proc/pillion-pool".into()), ..config(None) };
     let refused = Pool::create(&procfs).expect_err("not tmpfs").to_string();
-    assert!(refused.contains("neither on tmpfs nor on hugetlbfs"), "{refused}");
+    assert!(refused.contains("not on tmpfs or hugetlbfs"), "{refused}");
     let small = Config { bytes: SEGMENT - 1, ..config(None) };
     assert!(matches!(Pool::create(&small), Err(Error::TooSmall { min: SEGMENT, .. })));
 }

@@ -41,7 +41,8 @@ fn locate_beside(root: &Path, path: &Path, bytes: u64, missing: Missing) -> Resu
     let refusal = Refusal(path);
     let least = SUPER_BYTES + SEGMENTS_MIN * SEGMENT_BYTES_MIN;
     if bytes < least {
-        return Err(refusal.because(format!("has {bytes} bytes; the least is {least}"), "raise its size"));
+        return Err(refusal
+            .because(format!("has a size of {bytes} bytes, and the least is {least}"), "raise its size"));
     }
     let is_folder = path.is_dir();
     let file = if is_folder { path.join(FILE_NAME) } else { path.to_owned() };
@@ -51,20 +52,20 @@ fn locate_beside(root: &Path, path: &Path, bytes: u64, missing: Missing) -> Resu
         Ok(FileType::RegularFile) => {}
         Ok(_) => {
             return Err(
-                refusal.because("is neither a file, a folder nor a block device", "pass one of these")
+                refusal.because("is not a file, a folder or a block device", "pass a path of one of these")
             );
         }
         Err(Errno::NOENT | Errno::NOTDIR) if !folder.is_dir() => {
-            let problem = format!("does not exist, and {} is no folder", folder.display());
+            let problem = format!("does not exist, and {} is not a folder", folder.display());
             return Err(refusal.because(problem, "mount the disk there, or create the folder"));
         }
         Err(Errno::NOENT) => {
             let filled = filled_instead(root, &folder, is_folder).filter(|_| missing == Missing::Refuse);
             if let Some(disk) = filled {
                 let lacks = if is_folder { "has no pillion.log, which" } else { "does not exist, and" };
-                let problem = format!("{lacks} would be a file on the disk of {}", disk.display());
+                let problem = format!("{lacks} would be created on the disk of {}", disk.display());
                 let remedy = format!(
-                    "mount the disk that it is for, or write --ssd {}:SIZE:create to have that file made",
+                    "mount the disk that is meant for it, or write --ssd {}:SIZE:create to create the file there",
                     path.display()
                 );
                 return Err(refusal.because(problem, remedy));
@@ -131,7 +132,7 @@ impl Refusal<'_> {
 
     pub(super) fn os(&self, doing: &'static str) -> impl FnOnce(Errno) -> Error + '_ {
         move |errno| {
-            let problem = format!("does not let itself {doing} ({})", std::io::Error::from(errno));
+            let problem = format!("cannot {doing} ({})", std::io::Error::from(errno));
             self.because(problem, remedy(errno))
         }
     }
@@ -141,10 +142,10 @@ impl Refusal<'_> {
 fn remedy(errno: Errno) -> &'static str {
     match errno {
         Errno::ACCESS | Errno::PERM => {
-            "give this user the right to read and write it (in Kubernetes fsGroup or runAsUser)"
+            "give this user read and write permission (in Kubernetes fsGroup or runAsUser)"
         }
-        Errno::ROFS => "mount its disk for writing",
-        _ => "look at the disk (dmesg says what the kernel found), or pass another path",
+        Errno::ROFS => "mount its disk writable",
+        _ => "look at the kernel's log (dmesg), or pass another path",
     }
 }
 
@@ -174,15 +175,15 @@ mod tests {
         assert!(text.contains("mount the disk") && text.contains("log:SIZE:create"), "{text}");
         assert_eq!(locate(&file, BYTES, Missing::Create).unwrap(), file);
         let text = refusal(&folder.join("none/log"), Missing::Create);
-        assert!(text.contains("none is no folder"), "{text}");
+        assert!(text.contains("none is not a folder"), "{text}");
         let text = refusal(&file.join("log"), Missing::Create);
-        assert!(text.contains("is no folder"), "{text}");
+        assert!(text.contains("is not a folder"), "{text}");
         assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0, "nothing was made");
         std::fs::write(&file, "").unwrap();
         assert_eq!(locate(&file, BYTES, Missing::Refuse).unwrap(), file);
         std::fs::remove_dir_all(&folder).unwrap();
         let text = refusal(Path::new("/pillion-none"), Missing::Refuse);
-        assert!(text.contains("would be a file on the disk of /:"), "{text}");
+        assert!(text.contains("would be created on the disk of /:"), "{text}");
     }
 
     /// Where a disk is not mounted, its mount point is a folder of the root disk.
@@ -193,14 +194,14 @@ mod tests {
         let found = |root: &Path, missing| locate_beside(root, &folder, BYTES, missing);
         assert_eq!(found(other, Missing::Refuse).unwrap(), log, "another disk than that of /");
         let text = found(&folder, Missing::Refuse).unwrap_err().to_string();
-        assert!(text.contains("has no pillion.log, which would be a file on the disk of"), "{text}");
+        assert!(text.contains("has no pillion.log, which would be created on the disk of"), "{text}");
         assert!(text.contains("mount the disk") && text.contains(":SIZE:create"), "{text}");
         assert_eq!(found(&folder, Missing::Create).unwrap(), log);
         std::fs::write(&log, "").unwrap();
         assert_eq!(found(&folder, Missing::Refuse).unwrap(), log, "a log that is there");
         std::fs::remove_dir_all(&folder).unwrap();
         let text = refusal(Path::new("/"), Missing::Refuse);
-        assert!(text.contains("would be a file on the disk of /:"), "{text}");
+        assert!(text.contains("would be created on the disk of /:"), "{text}");
     }
 
     #[test]

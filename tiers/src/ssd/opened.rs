@@ -92,14 +92,16 @@ impl Opened {
         let align = Align::of(&fd, is_block).map_err(refusal.os("be asked for its alignment"))?;
         if align.unit > format::UNIT_BYTES_MAX {
             let most = format::UNIT_BYTES_MAX;
-            let problem =
-                format!("transfers {} bytes at least; the most that is supported is {most}", align.unit);
+            let problem = format!(
+                "transfers at least {} bytes at a time, and the most that is supported is {most}",
+                align.unit
+            );
             return Err(refusal.because(problem, "pass another device"));
         }
         let found = find(&fd, align.unit).map_err(refusal.os("be read"))?;
         if found == Found::Foreign {
             return Err(refusal.because(
-                "holds something that is no log of Pillion's",
+                "holds data that is not a log of Pillion",
                 "pass another path, or remove the file (of a device: wipefs --all, then zero its first MiB)",
             ));
         }
@@ -152,13 +154,15 @@ fn open_direct(file: &Path, refusal: &Refusal<'_>, close_max: Duration) -> Resul
     let flags = flags | if is_block { OFlags::EXCL } else { OFlags::CREATE };
     let fd = once_free(close_max, || rustix::fs::open(file, flags, Mode::RUSR | Mode::WUSR));
     let fd = fd.map_err(|errno| match errno {
-        Errno::INVAL => refusal.because("has no direct I/O", "pass a path on ext4 or XFS, or a block device"),
+        Errno::INVAL => {
+            refusal.because("does not support direct I/O", "pass a path on ext4 or XFS, or a block device")
+        }
         Errno::BUSY => refusal.busy("is mounted, or held by another program"),
         errno => refusal.os("be opened")(errno),
     })?;
     let locked = once_free(close_max, || rustix::fs::flock(&fd, FlockOperation::NonBlockingLockExclusive));
     locked.map_err(|errno| match errno {
-        Errno::WOULDBLOCK => refusal.busy("is another sidecar's"),
+        Errno::WOULDBLOCK => refusal.busy("is used by another sidecar"),
         errno => refusal.os("be locked")(errno),
     })?;
     Ok((fd, is_block))
@@ -248,7 +252,7 @@ fn former(fd: &OwnedFd, found: Found, unit: u64, bytes: u64) -> Result<Former, E
         Found::Log(_) => Some(GivenUp::new(Cause::Sizes, "was made for other sizes and starts empty")),
         Found::Version(found) => {
             let own = format::own_versions();
-            let text = format!("is a log of {found}, this release's is {own}: it starts empty");
+            let text = format!("has a log of {found}, and this release writes {own}: it starts empty");
             Some(GivenUp::new(Cause::Version, text))
         }
         Found::Damaged => Some(GivenUp::new(Cause::Damaged, "has a damaged superblock and starts empty")),
@@ -272,8 +276,10 @@ fn make_room(fd: &OwnedFd, is_block: bool, bytes: u64, refusal: &Refusal<'_>) ->
     if is_block {
         return match there >= bytes {
             true => Ok(()),
-            false => Err(refusal
-                .because(format!("has {there} bytes, not {bytes}"), format!("write {there} as its size"))),
+            false => Err(refusal.because(
+                format!("has only {there} bytes, not {bytes}"),
+                format!("pass {there} as its size"),
+            )),
         };
     }
     if there > bytes {
@@ -282,7 +288,7 @@ fn make_room(fd: &OwnedFd, is_block: bool, bytes: u64, refusal: &Refusal<'_>) ->
     match rustix::fs::fallocate(fd, FallocateFlags::empty(), 0, bytes) {
         Err(Errno::OPNOTSUPP) => rustix::fs::ftruncate(fd, bytes).map_err(refusal.os("be extended")),
         Err(Errno::NOSPC | Errno::DQUOT | Errno::FBIG) => Err(refusal.because(
-            format!("needs {bytes} bytes, more than its file system gives"),
+            format!("needs {bytes} bytes, more than its file system has free"),
             "lower its size, or free space",
         )),
         other => other.map_err(refusal.os("be extended")),
@@ -375,7 +381,7 @@ mod tests {
         let (bytes, wait) = (17 << 20, CLOSE_STEP * 2);
         let first = Opened::open_within(&folder, bytes, Missing::Create, wait).unwrap();
         let text = Opened::open_within(&folder, bytes, Missing::Create, wait).unwrap_err().to_string();
-        assert!(text.contains("another sidecar's"), "{text}");
+        assert!(text.contains("by another sidecar"), "{text}");
         let later = std::thread::spawn(move || {
             std::thread::sleep(CLOSE_STEP * 5);
             drop(first);

@@ -21,9 +21,9 @@ fn a_folder_gets_a_file_and_sizes_are_checked() {
     assert_eq!(opened.geometry().segments, 4);
     assert_eq!(fs::metadata(folder.0.join("pillion.log")).unwrap().len(), LOG_BYTES);
     let text = refusal(&folder.0.join("none/log"), LOG_BYTES);
-    assert!(text.contains("is no folder") && text.contains("mount the disk"), "{text}");
+    assert!(text.contains("is not a folder") && text.contains("mount the disk"), "{text}");
     let text = refusal(std::path::Path::new("/dev/null"), LOG_BYTES);
-    assert!(text.contains("neither a file"), "{text}");
+    assert!(text.contains("not a file, a folder"), "{text}");
 }
 
 #[test]
@@ -37,12 +37,12 @@ fn what_is_not_ours_is_not_written_over() {
             continue;
         }
         let refused = refusal(&folder.file(), LOG_BYTES);
-        assert!(refused.contains("no log of Pillion's") && refused.contains("wipefs"), "{refused}");
+        assert!(refused.contains("not a log of Pillion") && refused.contains("wipefs"), "{refused}");
         assert_eq!(fs::read(folder.file()).unwrap(), text);
     }
     // A file system whose mark lies behind zeros.
     fs::write(folder.file(), [&[0; 65536][..], b"_BHRfS_M"].concat()).unwrap();
-    assert!(refusal(&folder.file(), LOG_BYTES).contains("no log of Pillion's"));
+    assert!(refusal(&folder.file(), LOG_BYTES).contains("not a log of Pillion"));
 }
 
 #[test]

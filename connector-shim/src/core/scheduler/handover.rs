@@ -32,7 +32,10 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
     pub fn promise(&mut self, handle: i64) -> Result<(), ShimError> {
         let Some((_, log)) = self.link.as_mut().and_then(|link| link.logs.get(handle)) else { return Ok(()) };
         if log.length > 0 {
-            let text = format!("a promise of a log of {} keys; promise before the first append", log.length);
+            let text = format!(
+                "a promise names a log that has {} keys already: promise before the first append",
+                log.length
+            );
             return Err(ShimError::Argument(text));
         }
         (log.handover, log.promised) = (true, true);

@@ -177,7 +177,7 @@ impl<C: Deref<Target: Endpoint>> Link<C> {
         while let Some(slot) = self.completions.pop() {
             let saved = Saved::decode(&slot);
             if !self.saves.end(saved.op) {
-                return Err(format!("it completed save {}, which is not in flight", saved.op));
+                return Err(format!("it completed save {}, which was not under way", saved.op));
             }
             counters.blocks_committed += u64::from(saved.committed);
             counters.blocks_present += u64::from(saved.present);

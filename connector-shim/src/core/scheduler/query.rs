@@ -190,7 +190,8 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
         self.notices.say(
             Cause::Budget,
             format!(
-                "a query was not answered within {} us and counts as a miss; if this goes on, give the sidecar more CPU or raise pillion.query_timeout_us",
+                "a query was not answered within {} us and counts as a miss; if this lasts, give the sidecar more CPU \
+                 or raise pillion.query_timeout_us",
                 within.as_micros()
             ),
         );
@@ -253,12 +254,15 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
         match outcome.status {
             Status::NotReady => self.notices.say(
                 Cause::NotReady,
-                "not every rank of this engine takes part in its run, so its queries count as misses: a rank stayed out, did not state its weights after they may have changed, or the ranks state different facts; see the workers' and the sidecar's logs",
+                "queries of this engine count as misses, because some of its ranks have not joined: a rank stayed out, \
+                 did not state its weights after they may have changed, or the ranks state different facts. Look at \
+                 the logs of the workers and of the sidecar",
             ),
             // Its own check has said more.
             Status::Barred if self.counters.blocks_differing == 0 => self.notices.say(
                 Cause::Barred,
-                "PILLION STAYS OUT: what this engine computes differs from what its namespace keeps, so it is served nothing and saves nothing until its weights change or it is restarted; the sidecar's log names the difference",
+                "PILLION STAYS OUT: KV of this engine differs from what its namespace keeps, so Pillion is off for it \
+                 until its weights change or it restarts; the sidecar's log names the difference",
             ),
             _ => {}
         }

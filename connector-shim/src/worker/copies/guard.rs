@@ -39,7 +39,7 @@ pub(super) fn watch(copies: &Weak<Copies>) {
     let mut seen = Seen::default();
     while let Some(copies) = copies.upgrade() {
         if seen.look(copies.progress.turns.load(Ordering::Relaxed), copies.is_parked()) {
-            end_process("the GPU's driver holds up the copies that the engine's stream waits for");
+            end_process("the GPU's driver delays the copies that the engine's stream waits for");
         }
         drop(copies);
         std::thread::sleep(LOOK);

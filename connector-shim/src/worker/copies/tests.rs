@@ -253,7 +253,7 @@ fn a_promised_block_that_is_nowhere_ends_the_process() {
 
 #[test]
 fn a_batch_that_neither_ends_nor_dies_ends_the_process() {
-    dies("never_settles", "taken back");
+    dies("never_settles", "revoked");
 }
 
 #[test]

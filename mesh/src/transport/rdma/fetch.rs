@@ -108,7 +108,7 @@ pub(super) fn meet(
     };
     let fits = queues.fits(&theirs) && usize::from(theirs.number) == number;
     if !fits || pair(&queues.nodes(), &theirs.nics)[nic] != usize::from(theirs.nic) {
-        return Err(Fault::Malformed("a queue pair that was not asked for"));
+        return Err(Fault::Malformed("a queue pair that was not requested"));
     }
     queue.connect(&theirs.end).map_err(failed)?;
     Ok(Some((queue, theirs.key)))
@@ -189,7 +189,7 @@ impl Reader {
 
     fn lent(&mut self, lent: Lent) -> Result<(), Fault> {
         let at = self.loans.iter().position(|loan| loan.state == State::Asked);
-        let unasked = Fault::Malformed("a lease that was not asked for");
+        let unasked = Fault::Malformed("a lease that was not requested");
         let at = at.filter(|at| self.loans[*at].turn() == lent.turn).ok_or(unasked)?;
         let (loan, number) = (&mut self.loans[at], self.ended + at as u64);
         if loan.piece.blocks() != lent.places.len() {
@@ -206,7 +206,7 @@ impl Reader {
             } else if place.bytes == loan.piece.fetch.blocks[index as usize].0.bytes {
                 self.todo.push_back((number, at));
             } else {
-                return Err(Fault::Malformed("a block of another size than was asked for"));
+                return Err(Fault::Malformed("a block of another size than was requested"));
             }
         }
         Ok(())
@@ -215,7 +215,7 @@ impl Reader {
     /// The lease of the first loan stood until all was read: its blocks are whole.
     fn stood(&mut self, turn: Turn) -> Result<(), Fault> {
         let read = |loan: &mut Loan| loan.state == State::Read && loan.turn() == turn;
-        let loan = self.loans.pop_front_if(read).ok_or(Fault::Malformed("the end of no lease"))?;
+        let loan = self.loans.pop_front_if(read).ok_or(Fault::Malformed("the end of an unknown lease"))?;
         self.ended += 1;
         for (index, block) in loan.piece.indexes.clone().zip(&loan.blocks) {
             if let Some(result) = block.result {

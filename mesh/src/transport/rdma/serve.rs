@@ -56,7 +56,10 @@ pub(super) fn serve(queues: &Queues, theirs: &Queue, shared: &Shared, link: &Arc
         Ok(End::Idle) => {}
         Ok(End::Late(turn)) => {
             shared.count(Reason::Slow);
-            shared.note_rarely(format!("{} had not read what it was lent when that ended", link.peer.node));
+            shared.note_rarely(format!(
+                "{} had not read its lent blocks when their lease ended",
+                link.peer.node
+            ));
             tell_late(shared, &mut wire, turn);
         }
         Err(broken) => part(shared, link, &mut wire, &broken),
@@ -94,7 +97,7 @@ fn meet(
             Ok(Some(queue))
         }
         Err(error) => {
-            refuse(Refusal::Busy, Reason::Resources, format!("no queue pair could be made ({error})"))
+            refuse(Refusal::Busy, Reason::Resources, format!("a queue pair could not be made ({error})"))
         }
     }
 }
@@ -166,7 +169,7 @@ impl Lender<'_> {
         let lent = self.lent.pop_front();
         let asked = self.asks.answered(0).filter(|asked| turn_of(&asked.ask) == turn);
         let (Some(end), Some(asked)) = (lent, asked) else {
-            return Err(Malformed::Bytes("a Read of what was not lent").into());
+            return Err(Malformed::Bytes("a Read of blocks that were not lent").into());
         };
         if end <= now() {
             return Ok(false);

@@ -89,7 +89,7 @@ pub(super) fn open(names: &[String]) -> Result<Vec<Nic>, Error> {
     let first = names.first().map_or("", String::as_str);
     let list = DeviceList::new().map_err(|error| {
         let remedy = "install libibverbs1 and ibverbs-providers, and let this process see /dev/infiniband";
-        wrong(first, format!("cannot be looked for ({error}): {remedy}"), Vec::new())
+        wrong(first, format!("cannot be listed ({error}): {remedy}"), Vec::new())
     })?;
     let present = || list.iter().map(|device| described(&device)).collect();
     names

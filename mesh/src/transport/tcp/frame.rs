@@ -162,7 +162,7 @@ impl Head {
         let (magic, version, kind) = (reader.u32()?, reader.u16()?, reader.u16()?);
         let (body_bytes, zero, check) = (reader.u32()?, reader.u32()?, reader.u64()?);
         if magic != MAGIC || zero != 0 {
-            return Err(Malformed::Bytes("something that is no frame"));
+            return Err(Malformed::Bytes("bytes that are not a frame"));
         }
         if version != VERSION && kind != REFUSED {
             return Err(Malformed::Version(version));
@@ -186,7 +186,7 @@ impl Head {
         let mut reader = Reader(body);
         let frame = match self.kind {
             HELLO => Frame::Hello(reader.hello()?),
-            WELCOME => Frame::Welcome(reader.boot()?.ok_or(Malformed::Bytes("a life that is none"))?),
+            WELCOME => Frame::Welcome(reader.boot()?.ok_or(Malformed::Bytes("an invalid life"))?),
             REFUSED => Frame::Refused(reader.refusal()?),
             ASK => Frame::Ask(reader.ask()?),
             BLOCK => Frame::Block(reader.block()?),
@@ -366,7 +366,7 @@ impl Reader<'_> {
     }
 
     fn node(&mut self, len: u16) -> Result<NodeId, Malformed> {
-        let wrong = Malformed::Bytes("a name that is none");
+        let wrong = Malformed::Bytes("an invalid name");
         let (name, rest) = self.0.split_at_checked(len.into()).ok_or(wrong)?;
         self.0 = rest;
         let name = std::str::from_utf8(name).map_err(|_| wrong)?;
@@ -374,7 +374,7 @@ impl Reader<'_> {
     }
 
     fn hello(&mut self) -> Result<Hello, Malformed> {
-        let boot = self.boot()?.ok_or(Malformed::Bytes("a life that is none"))?;
+        let boot = self.boot()?.ok_or(Malformed::Bytes("an invalid life"))?;
         let wanted_boot = self.boot()?;
         let (node, wanted) = (self.u16()?, self.u16()?);
         Ok(Hello { boot, wanted_boot, node: self.node(node)?, wanted_node: self.node(wanted)? })
@@ -393,7 +393,7 @@ impl Reader<'_> {
     fn ask(&mut self) -> Result<Ask, Malformed> {
         let (ticket, first, count) = (self.u64()?, self.u32()?, self.u32()?);
         if !(1..=ASK_BLOCKS_MAX as u32).contains(&count) || first.checked_add(count).is_none() {
-            return Err(Malformed::Bytes("an Ask of no blocks or too many"));
+            return Err(Malformed::Bytes("an Ask of zero or too many blocks"));
         }
         let labels = (0..count).map(|_| self.label()).collect::<Result<_, _>>()?;
         Ok(Ask { ticket, first, labels })
@@ -403,7 +403,7 @@ impl Reader<'_> {
         let (namespace, hash) = (NamespaceDigest(self.take()?), BlockHash(self.take()?));
         let (group, bytes) = (self.u32()?, self.u32()?);
         if bytes == 0 || u64::from(bytes) > SEGMENT_BYTES_MAX {
-            return Err(Malformed::Bytes("a block of a size that none has"));
+            return Err(Malformed::Bytes("a block of an invalid size"));
         }
         Ok(Label { namespace, group, hash, bytes })
     }

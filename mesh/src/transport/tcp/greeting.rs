@@ -77,7 +77,7 @@ pub(super) fn answer(shared: &Shared, stream: &Arc<TcpStream>) -> Option<(Wire, 
         Err(broken) => {
             let fault = broken.fault(Stage::Handshake);
             shared.count_fault(fault);
-            shared.note_rarely(format!("{from} was hung up on: {fault}"));
+            shared.note_rarely(format!("the connection from {from} was closed: {fault}"));
             None
         }
     }

@@ -74,7 +74,7 @@ pub(super) fn listen(shared: &Arc<Shared>, listener: &TcpListener) {
             Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
             Err(error) => {
                 shared.count(Reason::Resources);
-                shared.note_rarely(format!("a peer's connection could not be taken ({error})"));
+                shared.note_rarely(format!("the connection of a peer could not be accepted ({error})"));
                 std::thread::sleep(PAUSE);
             }
         }
@@ -115,7 +115,7 @@ pub(in crate::transport) fn part(shared: &Shared, link: &Link, wire: &mut Wire, 
         shared.count_fault(fault);
     }
     if matches!(fault, Fault::Malformed(_)) && link.open() {
-        shared.note_rarely(format!("{} was hung up on: {fault}", link.peer.node));
+        shared.note_rarely(format!("the connection of {} was closed: {fault}", link.peer.node));
         shared.tell(Up::PeerDown { peer: link.number, fault });
     }
 }

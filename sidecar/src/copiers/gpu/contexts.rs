@@ -62,7 +62,7 @@ impl<C> Contexts<C> {
         let mut tenants = self.0.lock();
         if tenants.get(&tenant).is_some_and(|found| found.parked > 0) {
             return Err(format!(
-                "copies into process {} lie behind a gate that it closed: restart that engine",
+                "copies into process {} wait behind a gate that it closed: restart that engine",
                 tenant.1
             ));
         }

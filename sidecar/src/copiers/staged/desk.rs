@@ -118,7 +118,7 @@ impl Desk {
                 *place = Slot::Free;
                 Ok(())
             }
-            _ => Err(format!("STAGED for slot {slot} with a tag that was not asked for")),
+            _ => Err(format!("STAGED for slot {slot} with a tag that the sidecar did not send")),
         }
     }
 
@@ -126,7 +126,7 @@ impl Desk {
     pub(super) fn turn(&mut self, now: Duration) -> Turn {
         let late = |slot: &Slot| matches!(slot, Slot::Asked { since, .. } if now >= *since + ANSWER);
         if self.slots.iter().any(late) {
-            tracing::warn!("a rank does not answer: its saves under way are dropped");
+            tracing::warn!("a rank did not stage its blocks in time: its saves under way are dropped");
             self.give_up();
         }
         let mut turn = Turn::default();

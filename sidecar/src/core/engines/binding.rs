@@ -35,8 +35,8 @@ impl Engines {
         let base = namespace::digest(&facts);
         if let Some(other) = scheduler.bound.filter(|bound| *bound != base) {
             let reason = format!(
-                "its ranks make it namespace {base}, and it was bound to {other}: a rank's weights changed without its scheduler's \
-                 word; what it connects as next is bound anew"
+                "the facts of its ranks now make namespace {base}, and it was bound to {other}: weights of a rank \
+                 changed without a message of its scheduler. It is bound again when it reconnects"
             );
             cx.actions.push(Action::Close { session, reason });
             return false;
@@ -44,8 +44,9 @@ impl Engines {
         let mut expected = ranks.iter().filter_map(|(_, rank)| rank.expects.as_ref());
         if let Some(expected) = expected.find(|it| **it != base.to_string()) {
             cx.actions.push(Action::Warn(format!(
-                "engine {} is to join namespace {expected} (pillion.namespace) and all its ranks together make it {base}, so it \
-                 is not served: state the same facts and load the same weights, or leave pillion.namespace out",
+                "engine {} is not served: it is configured for namespace {expected} (pillion.namespace), and its ranks \
+                 together make it {base}. State the same facts and load the same weights, or leave pillion.namespace \
+                 out",
                 scheduler.engine
             )));
             return false;
@@ -102,7 +103,7 @@ impl Engines {
         check_number(number, worker.weights)?;
         if answers < worker.answers {
             return Err(format!(
-                "a rank answered WEIGHTS {answers} of its scheduler after {}",
+                "a rank answered WEIGHTS {answers} of its scheduler after WEIGHTS {}",
                 worker.answers
             ));
         }
@@ -145,5 +146,9 @@ impl Engines {
 
 /// The number of a session's WEIGHTS, after its last one.
 fn check_number(number: u64, last: u64) -> Result<(), Violation> {
-    if number > last { Ok(()) } else { Err(format!("WEIGHTS {number} follows {last}: their numbers rise")) }
+    if number > last {
+        Ok(())
+    } else {
+        Err(format!("WEIGHTS {number} follows WEIGHTS {last}: numbers must rise"))
+    }
 }

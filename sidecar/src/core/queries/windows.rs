@@ -395,11 +395,14 @@ impl Queries {
 }
 
 /// What made a request wait, and what to look at where that was in vain.
-const MISSED: (&str, &str) =
-    ("pillion.miss_wait_ms", "Is the pod that computes its prompts in this mesh, and of the same namespace?");
+const MISSED: (&str, &str) = (
+    "pillion.miss_wait_ms",
+    "Check that the pod that computes its prompts is in this mesh and has the same namespace",
+);
 const AWAITED: (&str, &str) = (
     "do_remote_prefill",
-    "Does the engine that computes its prompts get do_remote_decode, has it the same namespace, and is it on this node or in this mesh?",
+    "Check that the engine that computes its prompts gets do_remote_decode, has the same namespace, and is on this node \
+     or in this mesh",
 );
 
 fn warning(
@@ -410,11 +413,13 @@ fn warning(
 ) -> String {
     let breaker = match trips {
         true => format!(
-            "; that was {EXHAUSTED_MAX} times in a row: its requests do not wait any more until another engine or a peer has given a block"
+            "; after {EXHAUSTED_MAX} such waits in a row its requests wait no longer, until another engine or a peer \
+             delivers a block"
         ),
         false => String::new(),
     };
     format!(
-        "a request of engine {engine} waited {waited_ms} ms ({reason}) for {missing} blocks that nobody has produced, and computes them ({untold} such since the last of these lines){breaker}. {remedy}"
+        "a request of engine {engine} waited {waited_ms} ms ({reason}) for {missing} blocks that no engine has \
+         produced, and computes them itself ({untold} such requests since the last of these lines){breaker}. {remedy}"
     )
 }

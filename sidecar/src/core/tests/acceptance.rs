@@ -230,7 +230,7 @@ fn an_engine_of_the_release_before_loads_and_saves_nothing() {
     engine.accept_step(1);
     assert_eq!(
         engine.closed().as_deref(),
-        Some("ACCEPT is of protocol 3, and its session of an earlier one")
+        Some("the message ACCEPT belongs to protocol 3, and the session speaks an earlier one")
     );
 }
 

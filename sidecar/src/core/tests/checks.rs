@@ -377,7 +377,7 @@ fn a_block_that_was_removed_does_not_come_back_from_a_peer_that_had_fetched_it()
     assert_eq!(engine.core.stats().removed_blocks, 4);
     let told = engine.warnings();
     let remedy =
-        "asked for none of these blocks until this sidecar starts again: run pillion ctl evict there first";
+        "requests none of these blocks from them until it restarts: run pillion ctl evict at the peers first";
     assert!(told.len() == 1 && told[0].ends_with(remedy), "{told:?}");
     assert_eq!(engine.core.peers_stats().unwrap().distrusted, 4);
     hear_of(&mut engine, 100..110);
@@ -420,7 +420,7 @@ fn nothing_of_a_namespace_that_began_anew_comes_from_a_peer() {
     }
     assert_eq!(engine.core.stats().barred_engines, 3);
     let told = engine.warnings();
-    assert_eq!(told.iter().filter(|text| text.contains("asked for none of it")).count(), 1, "{told:?}");
+    assert_eq!(told.iter().filter(|text| text.contains("requests none of it")).count(), 1, "{told:?}");
     assert!(
         told.iter().all(|text| !text.contains("these blocks")),
         "these engines had saved nothing: {told:?}"

@@ -203,10 +203,10 @@ impl Transfers {
         let at_peers =
             if recent.is_empty() { String::new() } else { kept_by_peers("these blocks", binding, base) };
         base.cx.actions.push(Action::Warn(format!(
-            "namespace {} is closed to engine {}: what it computes differs from what is kept by {amount:.2e} in layer \
-             {layer} ({}; the limit is {:.0e}). {} blocks that it saved are removed. It runs other weights, code or \
-             settings than those that saved: find which, start it again, and give it a pillion.model_id of its own if it \
-             is right{at_peers}",
+            "namespace {} is closed to engine {}: its KV differs from the kept KV by {amount:.2e} in layer {layer} ({}; \
+             the limit is {:.0e}). {} blocks that it saved are removed. It runs other weights, code or settings than \
+             the engines that saved: find the difference and restart it, or give it a pillion.model_id of its own if \
+             it is right{at_peers}",
             binding.digest,
             base.engines[session].engine,
             number.name(),
@@ -263,9 +263,9 @@ impl Transfers {
         base.cx.apply_evictions();
         let at_peers = kept_by_peers("it", binding, base);
         base.cx.actions.push(Action::Warn(format!(
-            "namespace {} begins anew: {barred} engines compute other KV than it kept, and {} did not. Nobody is believed: it \
-             is closed to all of them until they start again. They run different weights, code or settings under equal facts: \
-             give each kind a pillion.model_id of its own{at_peers}",
+            "namespace {} starts again without blocks: the KV of {barred} engines differs from the kept KV, and that of \
+             {} does not. It is closed to all of them until they restart. They run different weights, code or settings \
+             under equal facts: give each kind a pillion.model_id of its own{at_peers}",
             binding.digest,
             served.len()
         )));
@@ -278,7 +278,7 @@ fn kept_by_peers(what: &str, binding: &Binding, base: &Base) -> String {
         return String::new();
     }
     format!(
-        ". Peers keep what they have fetched of {what}, and are asked for none of {what} until this sidecar starts again: run \
-         pillion ctl evict there first"
+        ". Peers may still keep {what}. This sidecar requests none of {what} from them until it restarts: run pillion \
+         ctl evict at the peers first"
     )
 }

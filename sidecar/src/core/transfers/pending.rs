@@ -149,7 +149,7 @@ impl Pending {
             return Ok(());
         }
         if self.early.len() >= EARLY_MAX {
-            return Err(format!("{EARLY_MAX} loads were reported that no scheduler posted"));
+            return Err(format!("more than {EARLY_MAX} loads were reported that no scheduler posted"));
         }
         self.early.push((load, rank, ok));
         Ok(())

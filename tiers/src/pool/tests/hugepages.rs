@@ -99,7 +99,7 @@ fn a_pool_of_huge_pages() {
     let path = TmpfsPath::new("huge");
     let small_pages = Config { hugepages: true, ..config(Some(path.0.clone())) };
     let refused = Pool::create(&small_pages).expect_err("on tmpfs").to_string();
-    assert!(refused.contains("hugetlbfs mount or none") && !path.0.exists(), "{refused}");
+    assert!(refused.contains("hugetlbfs mount, or no --pool-path") && !path.0.exists(), "{refused}");
 
     let Some(_reserved) = Reserved::new() else { return };
     let pool = check_pool(None);

@@ -222,7 +222,10 @@ impl Worker {
         self.broken = Some(errno);
         let backend = self.carrier.backend().name();
         let number = self.number;
-        (self.tell)(Up::Note(format!("SSD device {number} is given up, {backend} failed: {error}")));
+        (self.tell)(Up::Note(format!(
+            "SSD device {number} is given up, because {backend} failed: {error}. Restart the \
+             sidecar to use it again"
+        )));
     }
 
     fn lane(&mut self, work: &Work) -> &mut Lane {

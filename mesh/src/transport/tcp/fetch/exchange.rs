@@ -56,10 +56,10 @@ impl Fetching for Exchange {
             let block = self.block()?;
             let (label, offset) = fetch.blocks[index as usize];
             if (block.ticket, block.index) != (fetch.ticket, index) {
-                return Err(Fault::Malformed("a block that was not asked for"));
+                return Err(Fault::Malformed("a block that was not requested"));
             }
             if block.status == Status::Whole && block.bytes != label.bytes {
-                return Err(Fault::Malformed("a block of another size than was asked for"));
+                return Err(Fault::Malformed("a block of another size than was requested"));
             }
             self.asked_bytes -= u64::from(label.bytes);
             self.advance();

@@ -140,10 +140,10 @@ impl Reader<'_> {
         let end = QueueEnd { number: queue_pair, packet, lid, mtu, reads, gid };
         let wide = (queue_pair | packet) >> 24 != 0;
         if wide || !(1..=5).contains(&mtu) || reads == 0 {
-            return Err(Malformed::Bytes("a queue pair that is none"));
+            return Err(Malformed::Bytes("an invalid queue pair"));
         }
         if !(1..=NICS_MAX).contains(&count.into()) || nic >= count || !(1..=255).contains(&pairs) {
-            return Err(Malformed::Bytes("NICs that are none"));
+            return Err(Malformed::Bytes("invalid NICs"));
         }
         let node = |node| (node != UNKNOWN).then_some(node);
         let nics = (0..count).map(|_| self.u16().map(node)).collect::<Result<_, _>>()?;
@@ -157,10 +157,10 @@ impl Reader<'_> {
     pub(super) fn lent(&mut self) -> Result<Lent, Malformed> {
         let ((turn, count), lease_ms, zero) = (self.turn()?, self.u32()?, self.u32()?);
         if zero != 0 || !(1..=LEASE_MS_MAX).contains(&lease_ms) {
-            return Err(Malformed::Bytes("a lease of a length that none has"));
+            return Err(Malformed::Bytes("a lease of an invalid length"));
         }
         if !(1..=ASK_BLOCKS_MAX as u32).contains(&count) {
-            return Err(Malformed::Bytes("a Lent of no blocks or too many"));
+            return Err(Malformed::Bytes("a Lent of zero or too many blocks"));
         }
         let places = (0..count).map(|_| self.place()).collect::<Result<_, _>>()?;
         Ok(Lent { turn, lease_ms, places })
@@ -179,14 +179,14 @@ impl Reader<'_> {
     pub(super) fn read(&mut self) -> Result<Turn, Malformed> {
         match self.turn()? {
             (turn, 0) => Ok(turn),
-            _ => Err(Malformed::Bytes("a Read that is none")),
+            _ => Err(Malformed::Bytes("an invalid Read")),
         }
     }
 
     pub(super) fn stood(&mut self) -> Result<Frame, Malformed> {
         match self.turn()? {
             (turn, stood @ 0..=1) => Ok(Frame::Stood(turn, stood == 1)),
-            _ => Err(Malformed::Bytes("a Stood that is neither yes nor no")),
+            _ => Err(Malformed::Bytes("an invalid Stood")),
         }
     }
 }

@@ -119,7 +119,7 @@ fn three_windows_in_vain_end_the_waiting_until_a_peer_has_given_a_block() {
     assert!(ask_in_vain(&mut scene, 3));
     let told = warnings(&mut scene);
     assert!(
-        matches!(&told[..], [text] if text.contains("3 times in a row") && text.contains("(2 such")),
+        matches!(&told[..], [text] if text.contains("after 3 such waits in a row") && text.contains("(2 such")),
         "{told:?}"
     );
     assert_eq!(scene.stats().miss_wait_breakers, 1);

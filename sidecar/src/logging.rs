@@ -1,9 +1,12 @@
-//! What is logged, and how: to standard error, down to a level that may change while the sidecar runs.
+//! Log lines, and where they go: to standard error, down to a level that may change while the sidecar runs, or to standard output.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
+use tracing::Subscriber;
 use tracing_subscriber::filter::LevelFilter;
+use tracing_subscriber::fmt::MakeWriter;
 use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::registry::LookupSpan;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{Layer, Registry, fmt, reload};
 
@@ -22,13 +25,27 @@ struct State {
 /// Logs from now on; once in the life of a process.
 pub fn start(level: Level, format: LogFormat) -> LogLevel {
     let (filter, handle) = reload::Layer::new(filter_of(level));
-    let lines = fmt::layer().with_writer(std::io::stderr).with_target(false);
-    let lines = match format {
+    tracing_subscriber::registry().with(filter).with(lines(format, std::io::stderr)).init();
+    LogLevel(Some(Arc::new(Mutex::new(State { level, filter: handle }))))
+}
+
+/// Runs `work`, and writes its messages to standard output at any level of the log.
+pub fn to_stdout(format: LogFormat, work: impl FnOnce()) {
+    let subscriber =
+        tracing_subscriber::registry().with(LevelFilter::INFO).with(lines(format, std::io::stdout));
+    tracing::subscriber::with_default(subscriber, work);
+}
+
+fn lines<S, W>(format: LogFormat, to: W) -> Box<dyn Layer<S> + Send + Sync>
+where
+    S: Subscriber + for<'a> LookupSpan<'a>,
+    W: for<'a> MakeWriter<'a> + Send + Sync + 'static,
+{
+    let lines = fmt::layer().with_writer(to).with_target(false);
+    match format {
         LogFormat::Text => lines.boxed(),
         LogFormat::Json => lines.json().flatten_event(true).boxed(),
-    };
-    tracing_subscriber::registry().with(filter).with(lines).init();
-    LogLevel(Some(Arc::new(Mutex::new(State { level, filter: handle }))))
+    }
 }
 
 fn filter_of(level: Level) -> LevelFilter {

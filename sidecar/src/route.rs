@@ -1,6 +1,7 @@
 //! `pillion route`: sends a prompt to one engine that computes it and to another that answers it. The KV goes from one to the
 //! other through their sidecars, by key: the router moves none, and knows no engine but by its address.
 
+mod access;
 mod affinity;
 mod api;
 mod body;
@@ -9,9 +10,11 @@ mod counted;
 mod counters;
 mod engines;
 mod everywhere;
+mod figures;
 mod first_token;
 mod forward;
 pub mod fuzzed;
+mod handed_over;
 mod intake;
 mod lead;
 mod length;
@@ -24,7 +27,6 @@ mod usage;
 mod watch;
 
 use std::future::{pending, ready};
-use std::hash::{BuildHasher, Hasher, RandomState};
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -37,14 +39,15 @@ use serde_json::value::RawValue;
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, sleep};
 
+use self::access::{AccessLog, Noted, Writer};
 use self::affinity::Trail;
 use self::api::{Api, Target, without_slash};
 use self::body::{Fields, Payload};
 use self::computing::{Computing, Outcome};
-use self::counters::{Counters, EVERYWHERE, Failure, OTHER, REFUSED};
+use self::counters::{Counters, EVERYWHERE, Failure, OTHER, PAIR, REFUSED};
 pub use self::engines::Address;
 use self::engines::{Engine, Engines, Role, Seat};
-use self::forward::{Answer, Asked, ForwardError, Forwarder, Opened, PromptAsked, continued};
+use self::forward::{Answer, Asked, ForwardError, Forwarder, Opened, PromptAsked, code_of, continued};
 use self::intake::Unread;
 use self::length::Lengths;
 use self::memory::Memory;
@@ -105,6 +108,11 @@ pub struct Options {
     /// What goes beyond it is refused with status 503. One client, by its address, has half of it: behind a proxy all are one.
     #[arg(long, env = "PILLION_REQUEST_MEMORY", default_value = "128MiB", value_name = "SIZE")]
     pub request_memory: Size,
+    /// Write a line for each request to standard output, as --log-format says
+    ///
+    /// A line has no query or body. Unread lines are dropped.
+    #[arg(long, env = "PILLION_ACCESS_LOG", num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value_t = false, value_name = "true|false")]
+    pub access_log: bool,
     /// Least severe messages: error, warn, info or debug
     #[arg(long, env = "PILLION_LOG_LEVEL", default_value = "info", value_name = "LEVEL")]
     pub log_level: Level,
@@ -133,6 +141,7 @@ struct Router {
     options: Options,
     forwarder: Forwarder,
     counters: Counters,
+    access: Option<AccessLog>,
     lengths: Lengths,
     token_bytes: TokenBytes,
     memory: Arc<Memory>,
@@ -145,61 +154,90 @@ struct Router {
 // === impl Router ===
 
 impl Router {
-    fn new(options: Options) -> Result<Self, prometheus::Error> {
+    fn new(options: Options) -> anyhow::Result<(Self, Option<Writer>)> {
         let (prefill, decode) =
             (Engines::new(&options.prefill, Role::Prefill), Engines::new(&options.decode, Role::Decode));
         let (forwarder, lengths, token_bytes) = (Forwarder::new(), Lengths::default(), TokenBytes::default());
         let (memory, long_bodies) = (Memory::new(options.request_memory.as_bytes()), Semaphore::new(1));
         let (counters, refusal_told) = (Counters::new()?, Mutex::default());
-        Ok(Self {
+        let started = options
+            .access_log
+            .then(|| AccessLog::start_writer(options.log_format, counters.lines_dropped.clone()));
+        let (access, writer) = started.transpose()?.unzip();
+        let router = Self {
             prefill,
             decode,
             options,
             forwarder,
             counters,
+            access,
             lengths,
             token_bytes,
             memory,
             long_bodies,
             refusal_told,
+        };
+        Ok((router, writer))
+    }
+
+    /// The answer to a request for a page of the router's own; `None` for any other request.
+    fn own_page(
+        self: &Arc<Self>,
+        request: &Request<Incoming>,
+    ) -> Option<impl Future<Output = Response<Answer>> + use<>> {
+        let (is_metrics, router) = (request.uri().path() == "/metrics", Arc::clone(self));
+        let is_own = request.method() == Method::GET && (is_metrics || request.uri().path() == "/health");
+        is_own.then_some(async move {
+            if !is_metrics {
+                return router.health();
+            }
+            // Streams go on while the page is made.
+            let page = tokio::task::spawn_blocking(move || router.page()).await.unwrap_or_default();
+            plain(StatusCode::OK, "text/plain; version=0.0.4", page)
         })
     }
 
-    async fn respond(self: Arc<Self>, request: Request<Incoming>, client: IpAddr) -> Response<Answer> {
-        let path = request.uri().path().to_owned();
-        if request.method() == Method::GET && path == "/health" {
-            return self.health();
-        }
-        if request.method() == Method::GET && path == "/metrics" {
-            return plain(StatusCode::OK, "text/plain; version=0.0.4", self.counters.page());
-        }
+    async fn respond(
+        self: Arc<Self>,
+        request: Request<Incoming>,
+        client: IpAddr,
+        noted: Arc<Noted>,
+    ) -> Response<Answer> {
         let (head, body) = request.into_parts();
         let path = without_slash(head.uri.path_and_query().map_or("/", |path| path.as_str()));
         let target = Target::of(&head.method, &path);
         if let Target::Nowhere(reason) = target {
-            self.counters.request(REFUSED);
+            self.count_way(&noted, REFUSED);
+            noted.failed(reason);
             return failure(StatusCode::NOT_IMPLEMENTED, reason);
         }
         let (body, room) = match intake::read(body, self.memory.room(client)).await {
             Ok(read) => read,
             Err(unread) => {
                 self.refused(&unread);
+                noted.failed(unread.why());
                 return unread.told();
             }
         };
-        let mut headers = head.headers;
-        if !headers.contains_key(REQUEST_ID) {
-            let made = format!("{:016x}", RandomState::new().build_hasher().finish());
-            headers.insert(REQUEST_ID, made.parse().expect("hex digits"));
-        }
+        noted.notes().request_bytes = body.len() as u64;
         let (breaks, room) = (Arc::default(), Some(Arc::new(room)));
         let trail = match &target {
             Target::Stored(id) => Trail::bound(prompt::response_hash(id)),
             _ => Trail::default(),
         };
         let (payload, trail) = (Payload::default(), Arc::new(trail));
-        let asked =
-            Asked { method: head.method, path, target, headers, body: payload, trail, breaks, _room: room };
+        let (method, headers) = (head.method, head.headers);
+        let asked = Asked {
+            method,
+            path,
+            target,
+            headers,
+            body: payload,
+            trail,
+            breaks,
+            noted: Arc::clone(&noted),
+            _room: room,
+        };
         let parsed = if body.len() < LONG_BYTES {
             asked.parse(body)
         } else {
@@ -209,7 +247,10 @@ impl Router {
         match parsed {
             Ok((asked, Some(prompt))) => self.route(&asked, &prompt).await,
             Ok((asked, None)) => self.pass(asked).await,
-            Err(text) => failure(StatusCode::BAD_REQUEST, &text),
+            Err(text) => {
+                noted.failed("the body is no JSON");
+                failure(StatusCode::BAD_REQUEST, &text)
+            }
         }
     }
 
@@ -217,13 +258,19 @@ impl Router {
     async fn pass(&self, asked: Asked) -> Response<Answer> {
         match asked.target {
             Target::Everywhere => {
-                self.counters.request(EVERYWHERE);
+                self.count_way(&asked.noted, EVERYWHERE);
                 return self.tell_everywhere(&asked).await;
             }
-            Target::Stored(_) => self.counters.request(prompt::STORED),
-            _ => self.counters.request(OTHER),
+            Target::Stored(_) => self.count_way(&asked.noted, prompt::STORED),
+            _ => self.count_way(&asked.noted, OTHER),
         }
         self.answer(asked).await
+    }
+
+    /// Counts a request by where it goes.
+    fn count_way(&self, noted: &Noted, way: &'static str) {
+        self.counters.request(way);
+        noted.notes().way = Some(way);
     }
 
     /// Counts a request whose body was not taken.
@@ -241,6 +288,12 @@ impl Router {
                 "requests are refused, since bodies take all of --request-memory, or those of one client half of it; give it more"
             );
         }
+    }
+
+    /// The page of metrics, with all engines of this moment.
+    fn page(&self) -> String {
+        let engines = [&self.prefill, &self.decode].map(|engines| engines.gather(Instant::now()));
+        self.counters.page(engines.concat())
     }
 
     /// Up while an engine that answers is.
@@ -270,11 +323,12 @@ impl Router {
         let seat = match seat {
             Ok(seat) => seat,
             Err(whole) => {
-                self.counters.prompt(Some(whole));
+                self.count_way(&asked.noted, whole.label());
                 return self.answer(asked.with(fields)).await;
             }
         };
-        self.counters.prompt(None);
+        self.count_way(&asked.noted, PAIR);
+        asked.noted.notes().prefill = Some(seat.engine.address.to_string());
         let begins = self.options.first_token
             && prompt.api == Api::Completions
             && first_token::may_be_split(fields, &prompt.prompt);
@@ -292,10 +346,11 @@ impl Router {
         let Some(decode) = given_up.filter(|_| asked.breaks.count() == 0) else { return answer };
         // Nothing of it was sent. Both engines are rid of it before others are asked.
         drop(answer);
-        self.counters.retries.inc();
+        self.retried(&[&engine, &decode]);
         let Some(seat) = self.seat_prefill(asked, tokens, Some(&engine)) else {
             return self.open(Some(&decode), asked.with(fields), None).await.0;
         };
+        asked.noted.notes().prefill = Some(seat.engine.address.to_string());
         // By load, what was given up is computed first.
         let at_once = self.options.order == Order::AtOnce;
         self.pair(seat, tokens, at_once, Some(&decode), asked, prompt).await.0
@@ -325,6 +380,12 @@ impl Router {
     fn start(self: &Arc<Self>, seat: Seat, asked: &Asked, prompt: &PromptAsked) -> Computing {
         let sizes = Arc::new(prompt.prompt.sizes());
         Computing::start(Arc::clone(self), seat, asked.with(&prompt.prefill), Some(sizes))
+    }
+
+    /// Counts a second attempt of a prompt, after its decode engine gave it up.
+    fn retried(&self, engines: &[&Arc<Engine>]) {
+        self.counters.retries.inc();
+        engines.iter().for_each(|engine| engine.figures.retries.inc());
     }
 
     /// What became of a prompt of so many tokens; `None` where its engine shows no work. One that is longer may take all of
@@ -400,6 +461,7 @@ impl Router {
         engine: &Engine,
         failure: Failure,
     ) -> (Response<Answer>, Option<Arc<Engine>>) {
+        asked.noted.notes().prefill_failure = Some(failure.label());
         let opened = self.open(spared, asked, None).await;
         if failure == Failure::Refused && opened.0.status().is_success() {
             self.counters.failure(failure);
@@ -455,18 +517,18 @@ impl Router {
         // What is too long is refused by the engine that answers, and that before an event.
         let length_max = self.decode.length_max(Instant::now()).unwrap_or(0);
         let Some(first) = first_token::read(&answer, fields, length_max) else {
-            return Err(self.open(None, waiting(), None).await);
+            return Err(self.open(None, waiting(), Some(computing)).await);
         };
         self.counters.first_tokens.inc();
         let (asked, fields) = (asked.clone(), fields.clone());
         // The event is not to wait for what is asked behind it.
         Ok(continued(head, first.event.clone(), async move {
             let asked = asked.with(&first.rest(&fields));
-            let (answer, given_up) = self.open(None, asked.clone(), None).await;
+            let (answer, given_up) = self.open(None, asked.clone(), Some(computing)).await;
             let Some(decode) = given_up.filter(|_| asked.breaks.count() == 0) else { return answer };
             // Nothing of it was sent, and what the other engine saved is still kept.
             drop(answer);
-            self.counters.retries.inc();
+            self.retried(&[&decode]);
             self.open(Some(&decode), asked, None).await.0
         }))
     }
@@ -487,7 +549,8 @@ impl Router {
                 problems.push("engines broke off on it, so no other one is asked".into());
                 break;
             }
-            let seat = engine.seat(1, Instant::now());
+            let mut seat = engine.seat(1, Instant::now());
+            asked.noted.notes().decode = Some(engine.address.to_string());
             if !asked.trail.is_bound {
                 self.decode.note(&asked.trail, &engine, Instant::now());
             }
@@ -498,6 +561,7 @@ impl Router {
                 None => opened.await,
             };
             asked.breaks.note(&answer);
+            seat.note_answer(code_of(answer.as_ref().map(Opened::status)));
             let error = match answer {
                 // It is up, and has no room: vLLM's limits of its queue.
                 Ok(opened)
@@ -535,6 +599,7 @@ impl Router {
             problems.push(format!("{}: {error}", engine.address));
         }
         let text = format!("there is no answer from --decode: {}", problems.join("; "));
+        asked.noted.failed(text.as_str());
         Err(failure(status, &text))
     }
 }

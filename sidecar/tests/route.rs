@@ -11,6 +11,8 @@ mod engine;
 mod hostile;
 #[path = "route/judged.rs"]
 mod judged;
+#[path = "route/observed.rs"]
+mod observed;
 
 use std::fs::File;
 use std::io::{BufReader, ErrorKind, Read, Write};
@@ -41,13 +43,24 @@ impl Router {
     }
 
     fn logging(prefill: &[&str], decode: &[&str], arguments: &[&str], log: impl Into<Stdio>) -> Self {
+        Self::writing(prefill, decode, arguments, log, Stdio::inherit())
+    }
+
+    /// A router with its log and its standard output there.
+    fn writing(
+        prefill: &[&str],
+        decode: &[&str],
+        arguments: &[&str],
+        log: impl Into<Stdio>,
+        out: impl Into<Stdio>,
+    ) -> Self {
         let port = free_port();
         let mut command = Command::new(env!("CARGO_BIN_EXE_pillion"));
         command.args(["route", "--listen", &format!("127.0.0.1:{port}")]).args(arguments);
         for (option, urls) in [("--prefill", prefill), ("--decode", decode)] {
             command.args(urls.iter().flat_map(|url| [option, *url]));
         }
-        let process = command.stderr(log).spawn().unwrap();
+        let process = command.stderr(log).stdout(out).spawn().unwrap();
         let router = Self { process, port };
         watch("the router's start", || TcpStream::connect(("127.0.0.1", port)).ok());
         router

@@ -289,6 +289,16 @@ def nobody_computes(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
 
 
 @contextlib.contextmanager
+def computed_twice(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
+    """The decode engine computes each prompt again."""
+    with (
+        pair.routing(directory, computes=True) as router,
+        scraping(directory, {"one": router}, impatient()) as prometheus,
+    ):
+        yield prometheus, router.ask
+
+
+@contextlib.contextmanager
 def no_room(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
     """Prompts are longer than a router's memory for them."""
     with (
@@ -320,6 +330,7 @@ FAULTS: dict[str, Fault] = {
     "PillionPeerLeftAlone": peer_frozen,
     "PillionPeerCorrupts": peer_corrupts,
     "PillionPrefillFails": nobody_computes,
+    "PillionPromptsRecomputed": computed_twice,
     "PillionRouteRefuses": no_room,
 }
 # An engine that joins is not served yet, and not connected before: without their waits these fire at every start.

@@ -1,4 +1,4 @@
-"""A router before two engines, of which the one that computes prompts is away."""
+"""A router before two engines, of which the one that computes prompts may be away."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from testkit import ports
-from testkit.server import Server
+from testkit.server import Server, fetch
 from testkit.sidecar import find_binary
 
 # More tokens than the engine that answers is left to compute alone.
@@ -22,11 +22,16 @@ PROMPT = list(range(300))
 class Router(Server):
     """`pillion route`, and where its pages are."""
 
-    def __init__(self, directory: Path, decode: str, *arguments: str) -> None:
+    def __init__(self, directory: Path, prefill: str, decode: str, *arguments: str) -> None:
         self.http = f"127.0.0.1:{ports.free_port()}"
-        away = f"http://127.0.0.1:{ports.free_port()}"
-        command = [find_binary(), "route", "--listen", self.http, "--prefill", away, "--decode", decode, *arguments]
+        command = [find_binary(), "route", "--listen", self.http, "--prefill", prefill, "--decode", decode, *arguments]
         super().__init__(command, directory / "route.log", f"http://{self.http}/health")
+
+    def page(self) -> str:
+        """Its metrics."""
+        page = fetch(f"http://{self.http}/metrics")
+        assert page is not None
+        return page
 
     def ask(self, status: int = 200) -> None:
         """One prompt, which is answered with this status."""
@@ -40,27 +45,39 @@ class Router(Server):
             assert answer.status == status
 
 
+class _Engine(http.server.ThreadingHTTPServer):
+    """An engine's server, as far as a router asks it. It states this number of cached tokens."""
+
+    def __init__(self, cached: int) -> None:
+        super().__init__(("127.0.0.1", 0), _Answers)
+        usage = {"prompt_tokens": len(PROMPT), "prompt_tokens_details": {"cached_tokens": cached}}
+        self.answer = json.dumps({"usage": usage, "kv_transfer_params": {}}).encode()
+
+
 class _Answers(http.server.BaseHTTPRequestHandler):
-    """An engine's server, as far as a router asks it."""
+    """Requests to an engine."""
 
     def do_POST(self) -> None:
         """An answer to whatever was asked."""
         self.rfile.read(int(self.headers["Content-Length"]))
         self.send_response(200)
-        self.send_header("Content-Length", "2")
+        assert isinstance(self.server, _Engine)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(self.server.answer)))
         self.end_headers()
-        self.wfile.write(b"{}")
+        self.wfile.write(self.server.answer)
 
     def log_message(self, format: str, *args: object) -> None:
         """Nothing."""
 
 
 @contextlib.contextmanager
-def routing(directory: Path, *arguments: str) -> Iterator[Router]:
-    """The router, ready, with these arguments beside those that it needs."""
-    engine = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Answers)
+def routing(directory: Path, *arguments: str, computes: bool = False, cached: int = 0) -> Iterator[Router]:
+    """The router, ready, with these arguments beside those that it needs. One engine answers, and `computes` or not."""
+    engine = _Engine(cached)
     threading.Thread(target=engine.serve_forever, daemon=True).start()
-    router = Router(directory, f"http://127.0.0.1:{engine.server_port}", *arguments)
+    answers, away = (f"http://127.0.0.1:{port}" for port in (engine.server_port, ports.free_port()))
+    router = Router(directory, answers if computes else away, answers, *arguments)
     try:
         router.wait_ready()
         yield router

@@ -21,6 +21,10 @@ SERIES = {"PillionParkedRanks": "pillion_parked_ranks", "PillionPoolNotLocked": 
 # The same of vLLM's page: tests/vllm/test_state.py shows it.
 OF_ENGINES = {"PillionStaysOut": "vllm:pillion_stays_out"}
 ASKED, FOUND = "pillion_query_blocks_total", "pillion_query_hit_blocks_total"
+FAILED, ALONE = 'pillion_route_prefill_failures_total{reason="silent"}', 'pillion_route_prompts_total{way="no_prefill"}'
+TAKEN, RECOMPUTED = (
+    f'pillion_route_engine_handovers_total{{role="decode", result="{result}"}}' for result in ("taken", "recomputed")
+)
 # What makes an alert fire once its wait is over, and when that is: series of values each 15 s.
 WAITS = {
     "PillionParkedRanks": ({"pillion_parked_ranks": "1x480"}, "1m"),
@@ -31,6 +35,9 @@ WAITS = {
     "PillionPeerNameUnresolved": ({"pillion_mesh_peer_names_unresolved": "1x480"}, "10m"),
     "PillionNoEngine": ({"pillion_sessions": "0x480"}, "45m"),
     # The first 1,000 blocks are asked for within 3 min.
+    # An engine never answers: each of its trials fails.
+    "PillionPrefillFails": ({FAILED: "0+1x480", ALONE: "0+10x480"}, "10m"),
+    "PillionPromptsRecomputed": ({TAKEN: "0+8x480", RECOMPUTED: "0+1x480"}, "15m"),
     "PillionFindsNothing": ({ASKED: "0+100x480", FOUND: "0x480"}, "1h3m"),
 }
 
@@ -53,10 +60,16 @@ def test_an_alert_fires_at_its_fault(alert: str, tmp_path: Path) -> None:
         assert prometheus.fired() <= {alert} | BESIDE.get(alert, set()) | JOINING
 
 
+def of_pod(metric: str) -> str:
+    """A metric, with or without labels of its own, and with the label of its pod."""
+    name, _, labels = metric.partition("{")
+    return f'{name}{{pod="one", {labels}' if labels else f'{name}{{pod="one"}}'
+
+
 def holds(directory: Path, metrics: dict[str, str], expected: dict[str, Any]) -> bool:
     """Whether what is expected of an alert is so, with metrics of these values every 15 s, evaluated every 12 s."""
     (directory / "rules.yml").write_text(yaml.safe_dump(rules()))
-    series = [{"series": f'{metric}{{pod="one"}}', "values": values} for metric, values in metrics.items()]
+    series = [{"series": of_pod(metric), "values": values} for metric, values in metrics.items()]
     case = {"interval": "15s", "input_series": series, "alert_rule_test": [expected]}
     file = directory / "test.yml"
     file.write_text(yaml.safe_dump({"rule_files": ["rules.yml"], "evaluation_interval": "12s", "tests": [case]}))
@@ -120,3 +133,21 @@ def test_a_cache_that_finds_something_or_is_hardly_asked_is_no_alert(tmp_path: P
     """A block of a hundred is found, or few are asked for."""
     for asked, found in (("0+100x480", "0+1x480"), ("0+10x480", "0x480")):
         assert quiet(tmp_path, "PillionFindsNothing", {ASKED: asked, FOUND: found}, "2h")
+
+
+def steps(each: int) -> str:
+    """A counter with one step in so many scrapes, for two hours."""
+    return " ".join(f"{count}x{each - 1}" for count in range(480 // each))
+
+
+def test_an_engine_that_never_answers_few_prompts_is_an_alert(tmp_path: Path) -> None:
+    """One prompt each 4 min is enough, and one failure alone is none."""
+    assert not quiet(tmp_path, "PillionPrefillFails", {FAILED: steps(each=16)}, "30m")
+    for at in ("2m", "6m", "10m30s", "15m"):
+        assert quiet(tmp_path, "PillionPrefillFails", {FAILED: "0x3 1x470"}, at)
+
+
+def test_prompts_of_which_few_are_recomputed_are_no_alert(tmp_path: Path) -> None:
+    """One of twenty, or none at all."""
+    for taken, recomputed in (("0+19x480", "0+1x480"), ("0x480", "0x480")):
+        assert quiet(tmp_path, "PillionPromptsRecomputed", {TAKEN: taken, RECOMPUTED: recomputed}, "1h")

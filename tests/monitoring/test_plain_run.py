@@ -1,4 +1,4 @@
-"""What Prometheus and people see of two sidecars that serve engines and each other, and have no fault."""
+"""What Prometheus and people see of two sidecars that serve engines and each other, and of a router, without a fault."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pair
 import pytest
 import screens
 from faults import JOINING
@@ -53,6 +54,7 @@ class Run:
     prometheus: Prometheus
     sidecars: tuple[Sidecar, Sidecar]
     engines: tuple[Engine, ...]
+    router: pair.Router
 
     def page(self) -> str:
         """The first sidecar's metrics."""
@@ -81,12 +83,13 @@ def empty(sidecar: Sidecar) -> None:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """Every prompt is saved at the first sidecar and evicted to its disk, and found there, and by the second.
 
-    One more is handed over, from an engine to another of that sidecar.
+    One more is handed over, from an engine to another of that sidecar. Engines of the router hand over one prompt.
     """
     directory = tmp_path_factory.mktemp("run")
     with (
         mesh.peers(directory) as (first, second),
-        scraping(directory, {"first": first, "second": second}, impatient()) as prometheus,
+        pair.routing(directory, computes=True, cached=len(pair.PROMPT) - 1) as router,
+        scraping(directory, {"first": first, "second": second, "router": router}, impatient()) as prometheus,
         Engine(first.socket, "saves", mesh.namespace(), mesh.BLOCKS) as saves,
         Engine(first.socket, "answers", mesh.namespace(), mesh.BLOCKS) as answers,
         Engine(second.socket, "asks", mesh.namespace(), mesh.BLOCKS) as asks,
@@ -99,8 +102,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         second.wait_metric("pillion_mesh_fetched_bytes_total", 1)
         assert mesh.save(saves, HANDED_OVER, handover=True) == mesh.load(answers, HANDED_OVER, awaits=True) > 0
         assert first.metrics()["pillion_handover_queries_total"] == 1
+        router.ask()
         time.sleep(QUIET_S)
-        yield Run(prometheus, (first, second), (saves, answers, asks))
+        yield Run(prometheus, (first, second), (saves, answers, asks), router)
 
 
 def test_every_query_of_the_dashboard_has_samples(run: Run) -> None:
@@ -140,7 +144,7 @@ def test_promtool_has_no_complaint(run: Run) -> None:
         checked = subprocess.run(["promtool", "check", "metrics"], input=page, capture_output=True, text=True, check=False)
         return checked.stdout + checked.stderr
 
-    assert complaints(run.page()) == ""
+    assert complaints(run.page()) == complaints(run.router.page()) == ""
     assert "_total" in complaints(run.page().replace("pillion_queries_total", "pillion_queries"))
 
 
@@ -158,7 +162,7 @@ def wrong_types(page: str) -> set[str]:
 def test_counters_and_gauges_are_what_their_names_say(run: Run) -> None:
     """A counter that poses as a gauge has no rate, and a restart looks like a fall."""
     page = run.page()
-    assert wrong_types(page) == set()
+    assert wrong_types(page) == wrong_types(run.router.page()) == set()
     lie = page.replace("# TYPE pillion_ssd_trips_total counter", "# TYPE pillion_ssd_trips_total gauge")
     assert wrong_types(lie) == {"pillion_ssd_trips_total"}
 

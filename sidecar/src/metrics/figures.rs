@@ -48,11 +48,11 @@ pub(crate) fn show(gauge: &IntGauge, level: u64) {
 }
 
 pub(crate) fn counter(registry: &Registry, name: &str, help: &str) -> Result<IntCounter, prometheus::Error> {
-    register(registry, IntCounter::with_opts(named(name, help))?)
+    register_metric(registry, IntCounter::with_opts(named(name, help))?)
 }
 
-pub(super) fn gauge(registry: &Registry, name: &str, help: &str) -> Result<IntGauge, prometheus::Error> {
-    register(registry, IntGauge::with_opts(named(name, help))?)
+pub(crate) fn gauge(registry: &Registry, name: &str, help: &str) -> Result<IntGauge, prometheus::Error> {
+    register_metric(registry, IntGauge::with_opts(named(name, help))?)
 }
 
 /// Counters of one name, told apart by `labels`.
@@ -62,7 +62,7 @@ pub(crate) fn counters(
     help: &str,
     labels: &[&str],
 ) -> Result<IntCounterVec, prometheus::Error> {
-    register(registry, IntCounterVec::new(named(name, help), labels)?)
+    register_metric(registry, IntCounterVec::new(named(name, help), labels)?)
 }
 
 /// Counters of one name, told apart by one label that has these values: each is there from the start.
@@ -85,7 +85,7 @@ pub(crate) fn gauges(
     help: &str,
     labels: &[&str],
 ) -> Result<IntGaugeVec, prometheus::Error> {
-    register(registry, IntGaugeVec::new(named(name, help), labels)?)
+    register_metric(registry, IntGaugeVec::new(named(name, help), labels)?)
 }
 
 /// Every metric's name begins with the program's.
@@ -93,7 +93,10 @@ fn named(name: &str, help: &str) -> Opts {
     Opts::new(format!("pillion_{name}"), help)
 }
 
-fn register<M: Collector + Clone + 'static>(registry: &Registry, metric: M) -> Result<M, prometheus::Error> {
+pub(crate) fn register_metric<M: Collector + Clone + 'static>(
+    registry: &Registry,
+    metric: M,
+) -> Result<M, prometheus::Error> {
     registry.register(Box::new(metric.clone()))?;
     Ok(metric)
 }

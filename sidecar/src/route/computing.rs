@@ -13,7 +13,8 @@ use tokio::time::{Instant, sleep, sleep_until};
 use super::body::entry;
 use super::counters::Failure;
 use super::engines::{Engine, Seat};
-use super::forward::{Asked, ForwardError};
+use super::forward::{Asked, ForwardError, code_of};
+use super::handed_over::HandedOver;
 use super::prompt::PARAMS;
 use super::tokens::Sizes;
 use super::usage::Usage;
@@ -48,7 +49,20 @@ pub(super) struct Computing {
     outcome: Receiver<Option<Arc<Outcome>>>,
     /// Told once the engine that answers does.
     began: Arc<Notify>,
+    engine: Arc<Engine>,
+    /// The decode engine computes a prompt of fewer tokens.
+    tokens_min: u64,
     task: Option<JoinHandle<()>>,
+}
+
+/// A prompt on its way from a prefill engine to a decode engine. It is counted once, at both: by the answer's usage, or else on drop.
+#[derive(Debug)]
+pub(super) struct HandOver {
+    engines: [Arc<Engine>; 2],
+    /// The prefill engine's answer. A failure is counted elsewhere.
+    outcome: Receiver<Option<Arc<Outcome>>>,
+    tokens_min: u64,
+    is_judged: bool,
 }
 
 // === impl Computing ===
@@ -59,11 +73,18 @@ impl Computing {
         let (tell, outcome) = channel(None);
         let began = Arc::new(Notify::new());
         let told = Arc::clone(&began);
+        let (engine, tokens_min) = (Arc::clone(&seat.engine), router.options.min_remote_tokens);
         let task = tokio::spawn(async move {
             let outcome = router.compute(seat, asked, sizes.as_deref(), &told).await;
             let _ = tell.send(Some(Arc::new(outcome)));
         });
-        Self { outcome, began, task: Some(task) }
+        Self { outcome, began, engine, tokens_min, task: Some(task) }
+    }
+
+    /// The prompt on its way to a decode engine.
+    pub(super) fn hand_over(&self, to: &Arc<Engine>) -> HandOver {
+        let engines = [&self.engine, to].map(Arc::clone);
+        HandOver { engines, outcome: self.outcome.clone(), tokens_min: self.tokens_min, is_judged: false }
     }
 
     /// What became of it, once that is known.
@@ -103,6 +124,37 @@ impl Drop for Computing {
     }
 }
 
+// === impl HandOver ===
+
+impl HandOver {
+    /// Judges by the usage of the decode engine. Only the first statement counts.
+    pub(super) fn judge(&mut self, answered: Usage) {
+        let computed = match self.outcome.borrow().as_deref() {
+            Some(Ok(computed)) => computed.usage,
+            Some(Err(_)) => return,
+            None => Usage::default(),
+        };
+        if !self.is_judged
+            && let Some(result) = HandedOver::judge_usage(answered, computed, self.tokens_min)
+        {
+            self.is_judged = true;
+            self.count_result(result);
+        }
+    }
+
+    fn count_result(&self, result: HandedOver) {
+        self.engines.iter().for_each(|engine| engine.figures.count_result(result));
+    }
+}
+
+impl Drop for HandOver {
+    fn drop(&mut self) {
+        if !self.is_judged && matches!(self.outcome.borrow().as_deref(), Some(Ok(_))) {
+            self.count_result(HandedOver::Unstated);
+        }
+    }
+}
+
 /// Ends once an engine has shown no work since `asked` for too long, or was found not to work. While another prompt of it is waited for
 /// elsewhere, that one is to show it: a long step of an engine keeps others from being promised.
 pub(super) async fn stalled(engine: &Engine, asked: Instant) {
@@ -133,19 +185,21 @@ async fn left_behind(engine: &Engine, asked: Instant, began: &Notify) {
 
 impl Router {
     /// Has a prompt computed. A failure is counted, unless the prompt was refused: that may be the client's.
-    async fn compute(&self, seat: Seat, asked: Asked, sizes: Option<&Sizes>, began: &Notify) -> Outcome {
-        let (engine, begin) = (&seat.engine, Instant::now());
+    async fn compute(&self, mut seat: Seat, asked: Asked, sizes: Option<&Sizes>, began: &Notify) -> Outcome {
+        let (engine, begin) = (Arc::clone(&seat.engine), Instant::now());
         let limit = Duration::from_millis(self.options.prefill_timeout.as_millis());
         let breaks = Arc::clone(&asked.breaks);
-        let ask = watch::ask(&self.forwarder, engine, asked, limit);
-        let answer = first(ask, left_behind(engine, begin, began)).await;
+        let ask = watch::ask(&self.forwarder, &engine, asked, limit);
+        let answer = first(ask, left_behind(&engine, begin, began)).await;
         let answer = answer.unwrap_or(Err(ForwardError::Silent(watch::SILENCE_MAX)));
         breaks.note(&answer);
+        seat.note_answer(code_of(answer.as_ref().map(Response::status)));
+        seat.note_end();
         match &answer {
             Ok(_) | Err(ForwardError::Status(_)) => engine.was_in_time(Instant::now()),
             // The prompt may be a long one. No request waits for what the engine's server says of that.
             Err(ForwardError::Late(_)) if engine.is_late_once() => {
-                tokio::spawn(watch::judge(self.forwarder.clone(), Arc::clone(engine)));
+                tokio::spawn(watch::judge(self.forwarder.clone(), Arc::clone(&engine)));
             }
             Err(_) => engine.set_down(Instant::now()),
         }

@@ -5,19 +5,21 @@ use std::task::{Context, Poll};
 
 use hyper::body::{Body, Bytes, Frame};
 
-use super::usage;
+use super::usage::{self, Usage};
 
 /// An event that is longer is passed on as it is.
 const EVENT_BYTES_MAX: usize = 1 << 20;
 
 /// A body whose events are changed where they state cached tokens, and are passed on byte for byte where they do not.
-pub(super) struct Counted<B> {
+pub(super) struct Counted<B, F> {
     body: B,
     /// The beginning of an event that is not whole yet.
     held: Vec<u8>,
     /// Events that state a number, until the right one is known.
     waiting: Vec<u8>,
     cached: Cached,
+    /// Called with the usage of the events.
+    stated: F,
     has_ended: bool,
 }
 
@@ -28,10 +30,14 @@ enum Cached {
 
 // === impl Counted ===
 
-impl<B> Counted<B> {
-    pub(super) fn new(body: B, cached: impl Future<Output = Option<u64>> + Send + 'static) -> Self {
+impl<B, F: FnMut(Usage)> Counted<B, F> {
+    pub(super) fn new(
+        body: B,
+        cached: impl Future<Output = Option<u64>> + Send + 'static,
+        stated: F,
+    ) -> Self {
         let cached = Cached::Awaited(Box::pin(cached));
-        Self { body, held: Vec::new(), waiting: Vec::new(), cached, has_ended: false }
+        Self { body, held: Vec::new(), waiting: Vec::new(), cached, stated, has_ended: false }
     }
 
     /// The events of `waiting`, once the number is known.
@@ -41,6 +47,7 @@ impl<B> Counted<B> {
             self.cached = Cached::Known(cached);
         }
         let events = std::mem::take(&mut self.waiting);
+        (self.stated)(Usage::of_events(str::from_utf8(&events).unwrap_or_default()));
         let Cached::Known(Some(cached)) = self.cached else { return Poll::Ready(events.into()) };
         Poll::Ready(match String::from_utf8(events) {
             Ok(events) => usage::event_with_cached(&events, cached).unwrap_or(events).into(),
@@ -65,7 +72,7 @@ impl<B> Counted<B> {
     }
 }
 
-impl<B: Body<Data = Bytes> + Unpin> Body for Counted<B> {
+impl<B: Body<Data = Bytes> + Unpin, F: FnMut(Usage) + Unpin> Body for Counted<B, F> {
     type Data = Bytes;
     type Error = B::Error;
 
@@ -118,7 +125,7 @@ mod tests {
 
     fn passed(stream: &str, frame_bytes: usize, cached: Option<u64>) -> String {
         let frames: Vec<_> = stream.as_bytes().chunks(frame_bytes).map(Bytes::copy_from_slice).collect();
-        let body = Counted::new(Payload::from(frames).body(), async move { cached });
+        let body = Counted::new(Payload::from(frames).body(), async move { cached }, |_| ());
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let passed = runtime.block_on(body.collect()).unwrap().to_bytes();
         String::from_utf8(passed.to_vec()).unwrap()

@@ -1,7 +1,9 @@
 //! The router's counters, and the values of their labels.
 
+use prometheus::proto::MetricFamily;
 use prometheus::{IntCounter, IntCounterVec, Registry, TextEncoder};
 
+use super::figures::merge_families;
 use super::forward::ForwardError;
 use super::prompt::Whole;
 use crate::metrics::figures::{counter, counters};
@@ -20,6 +22,8 @@ pub(super) struct Counters {
     pub(super) first_tokens: IntCounter,
     /// Requests whose body was not taken, by reason.
     pub(super) refused: IntCounterVec,
+    /// Lines of the access log that were not written.
+    pub(super) lines_dropped: IntCounter,
 }
 
 /// Why an engine did not compute a prompt, or computed it for nobody.
@@ -38,7 +42,7 @@ pub(super) enum Failure {
 }
 
 /// The label of a prompt that two engines work on.
-const PAIR: &str = "pair";
+pub(super) const PAIR: &str = "pair";
 /// The labels of requests that are no prompts: by any engine, by all, or by none.
 pub(super) const OTHER: &str = "other";
 pub(super) const EVERYWHERE: &str = "everywhere";
@@ -54,7 +58,7 @@ pub(super) const SLOW: &str = "slow";
 impl Counters {
     pub(super) fn new() -> Result<Self, prometheus::Error> {
         let registry = Registry::new();
-        let prompts = "Requests by where they went. Prompts: pair, or why to one engine alone. All else: stored, to the engine that stored a response; everywhere, to all engines; other, to one engine; refused.";
+        let prompts = "Requests by where they went. Prompts: pair, or why to one engine alone. Others: stored, everywhere (all engines), other (one engine), refused.";
         let prompts = counters(&registry, "route_prompts_total", prompts, &["way"])?;
         let failures = "Prompts that the engine asked to compute them did not, by reason; the one that answers computed them.";
         let failures = counters(&registry, "route_prefill_failures_total", failures, &["reason"])?;
@@ -63,8 +67,11 @@ impl Counters {
         let retries = counter(&registry, "route_retries_total", retries)?;
         let first_tokens = "Streams that began with the token of the engine that computed the prompt.";
         let first_tokens = counter(&registry, "route_first_tokens_total", first_tokens)?;
-        let refused = "Requests refused, by reason; memory, client: bodies took all of --request-memory, or the half of one client; slow: their own body came too slowly; connections: as many clients were connected as descriptors allow.";
+        let refused = "Requests refused; memory, client: bodies took all of --request-memory, or a client's half; slow: the body came too slowly; connections: too many clients.";
         let refused = counters(&registry, "route_requests_refused_total", refused, &["reason"])?;
+        let lines_dropped =
+            "Lines of the access log that were not written, since standard output is read too slowly.";
+        let lines_dropped = counter(&registry, "route_access_lines_dropped_total", lines_dropped)?;
         for way in Whole::ALL.map(Whole::label).into_iter().chain([PAIR, OTHER, EVERYWHERE, REFUSED]) {
             prompts.with_label_values(&[way]);
         }
@@ -74,15 +81,10 @@ impl Counters {
         for reason in [MEMORY, CLIENT, SLOW, CONNECTIONS] {
             refused.with_label_values(&[reason]);
         }
-        Ok(Self { registry, prompts, failures, retries, first_tokens, refused })
+        Ok(Self { registry, prompts, failures, retries, first_tokens, refused, lines_dropped })
     }
 
-    /// Counts a prompt: `whole` says why the engine that answers it also computes it.
-    pub(super) fn prompt(&self, whole: Option<Whole>) {
-        self.prompts.with_label_values(&[whole.map_or(PAIR, Whole::label)]).inc();
-    }
-
-    /// Counts a request that is no prompt.
+    /// Counts a request by where it goes.
     pub(super) fn request(&self, way: &str) {
         self.prompts.with_label_values(&[way]).inc();
     }
@@ -91,9 +93,10 @@ impl Counters {
         self.failures.with_label_values(&[failure.label()]).inc();
     }
 
-    /// All of them, in Prometheus' text format.
-    pub(super) fn page(&self) -> String {
-        TextEncoder::new().encode_to_string(&self.registry.gather()).unwrap_or_default()
+    /// All of them, and the families of engines, in Prometheus' text format.
+    pub(super) fn page(&self, engines: Vec<MetricFamily>) -> String {
+        let families = merge_families(self.registry.gather().into_iter().chain(engines));
+        TextEncoder::new().encode_to_string(&families).unwrap_or_default()
     }
 }
 
@@ -116,7 +119,7 @@ impl Failure {
     }
 
     /// The label of metrics.
-    fn label(self) -> &'static str {
+    pub(super) fn label(self) -> &'static str {
         match self {
             Self::Unreachable => "unreachable",
             Self::Broken => "broken",
@@ -148,7 +151,7 @@ mod tests {
 
     #[test]
     fn every_failure_has_its_counter_from_the_start() {
-        let page = Counters::new().unwrap().page();
+        let page = Counters::new().unwrap().page(Vec::new());
         for reason in ["unreachable", "broken", "status", "refused", "silent", "late", "no_params"] {
             let line = format!("pillion_route_prefill_failures_total{{reason=\"{reason}\"}} 0\n");
             assert!(page.contains(&line), "{line}{page}");

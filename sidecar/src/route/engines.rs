@@ -6,12 +6,14 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use hyper::Uri;
 use hyper::header::HeaderValue;
 use hyper::http::uri::{Authority, Scheme};
+use hyper::{StatusCode, Uri};
+use prometheus::proto::MetricFamily;
 use tokio::time::Instant;
 
 use super::affinity::{Affinity, Trail};
+use super::figures::{DROPPED, EngineFigures};
 
 /// An engine that could not be reached, or did not answer, is tried again after this, by one request; after each trial in vain it is left
 /// alone for twice as long, up to the longest.
@@ -56,6 +58,7 @@ pub(super) struct Engine {
     late: AtomicU32,
     down: Mutex<Option<Down>>,
     length: Mutex<Length>,
+    pub(super) figures: EngineFigures,
     /// When it last gave a sign of life to a request that waits. All that wait for it share a look.
     pub(super) seen: tokio::sync::Mutex<Option<Instant>>,
 }
@@ -101,6 +104,9 @@ pub(super) struct Seat {
     weight: u64,
     /// Whether its request tries an engine that was down.
     pub(super) is_trial: bool,
+    begin: Instant,
+    is_answered: bool,
+    is_success: bool,
 }
 
 /// A prompt that an engine which answers waits for.
@@ -161,8 +167,9 @@ impl fmt::Display for Address {
 // === impl Engine ===
 
 impl Engine {
-    fn new(address: Address, number: u32) -> Arc<Self> {
+    fn new(address: Address, role: Role, number: u32) -> Arc<Self> {
         Arc::new(Self {
+            figures: EngineFigures::new(role.role_label(), address.to_string()),
             address,
             number,
             load: AtomicU64::new(0),
@@ -293,7 +300,8 @@ impl Engine {
         let is_trial = due.map(|down| (down.until, down.tried) = (now + down.pause, true)).is_some();
         drop(down);
         self.load.fetch_add(weight, Ordering::Relaxed);
-        Seat { engine: Arc::clone(self), weight, is_trial }
+        self.figures.open.add(i64::from(weight > 0));
+        Seat { engine: Arc::clone(self), weight, is_trial, begin: now, is_answered: false, is_success: false }
     }
 }
 
@@ -309,6 +317,14 @@ impl Recent {
 // === impl Role ===
 
 impl Role {
+    /// The label of metrics.
+    pub(super) fn role_label(self) -> &'static str {
+        match self {
+            Self::Prefill => "prefill",
+            Self::Decode => "decode",
+        }
+    }
+
     /// An engine with so much under way is not passed over: requests that a step computes together, or two steps of a prompt.
     fn load_floor(self) -> f64 {
         match self {
@@ -333,6 +349,27 @@ impl Seat {
     pub(super) fn is_alone(&self, now: Instant) -> bool {
         self.engine.load.load(Ordering::Relaxed) == self.weight && self.engine.is_up(now)
     }
+
+    /// Counts the engine's answer by its status, or by the code of its absence, and notes its time to begin. Questions of the router weigh
+    /// nothing, and are not counted.
+    pub(super) fn note_answer(&mut self, answer: Result<StatusCode, &str>) {
+        if self.weight == 0 {
+            return;
+        }
+        self.is_answered = true;
+        self.is_success = answer.is_ok_and(|status| status.is_success());
+        self.engine.figures.count_answer(answer);
+        if self.is_success {
+            self.engine.figures.note_first(self.begin.elapsed());
+        }
+    }
+
+    /// Notes the time of a whole answer.
+    pub(super) fn note_end(&self) {
+        if self.is_success {
+            self.engine.figures.note_whole(self.begin.elapsed());
+        }
+    }
 }
 
 impl Drop for Awaited {
@@ -346,6 +383,12 @@ impl Drop for Awaited {
 impl Drop for Seat {
     fn drop(&mut self) {
         self.engine.load.fetch_sub(self.weight, Ordering::Relaxed);
+        if self.weight > 0 {
+            self.engine.figures.open.dec();
+            if !self.is_answered {
+                self.engine.figures.count_answer(Err(DROPPED));
+            }
+        }
     }
 }
 
@@ -353,7 +396,8 @@ impl Drop for Seat {
 
 impl Engines {
     pub(super) fn new(addresses: &[Address], role: Role) -> Self {
-        let all = addresses.iter().cloned().zip(1..).map(|(address, number)| Engine::new(address, number));
+        let all =
+            addresses.iter().cloned().zip(1..).map(|(address, number)| Engine::new(address, role, number));
         Self { all: all.collect(), role, affinity: Affinity::default() }
     }
 
@@ -400,6 +444,16 @@ impl Engines {
     /// Notes that an engine stores what has this hash.
     pub(super) fn bind(&self, hash: u64, engine: &Engine) {
         self.affinity.note(&Trail::bound(hash), engine.number);
+    }
+
+    /// The figures of all engines. Two engines of one address show those of the first one.
+    pub(super) fn gather(&self, now: Instant) -> Vec<MetricFamily> {
+        let all = self.all();
+        let firsts = all.iter().enumerate();
+        let firsts = firsts.filter(|(at, engine)| all[..*at].iter().all(|one| one.address != engine.address));
+        let gather =
+            |engine: &Engine| engine.figures.gather(engine.is_up(now), engine.load.load(Ordering::Relaxed));
+        firsts.flat_map(|(_, engine)| gather(engine)).collect()
     }
 
     /// All engines of the role.

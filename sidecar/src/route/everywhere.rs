@@ -7,7 +7,7 @@ use hyper::body::Bytes;
 use hyper::{Response, StatusCode};
 
 use super::engines::Engine;
-use super::forward::{Answer, Asked, ForwardError};
+use super::forward::{Answer, Asked, ForwardError, code_of};
 use super::server::failure;
 use super::{Router, watch};
 
@@ -28,7 +28,9 @@ impl Router {
                 let (forwarder, engine, asked) = (self.forwarder.clone(), Arc::clone(engine), asked.clone());
                 tokio::spawn(async move {
                     let heard = forwarder.hear(&engine.address, asked);
-                    watch::living(&forwarder, &engine, heard).await
+                    let heard = watch::living(&forwarder, &engine, heard).await;
+                    engine.figures.count_answer(code_of(heard.as_ref().map(Response::status)));
+                    heard
                 })
             })
             .collect();
@@ -51,6 +53,7 @@ impl Router {
                 taken.map(|body: Bytes| Full::new(body).map_err(|never| match never {}).boxed_unsync())
             }
             (_, status) => {
+                asked.noted.failed("an engine did not take it");
                 let text = format!(
                     "{} of {} engines did not take it; ask again once each does: {}",
                     problems.len(),

@@ -21,6 +21,7 @@ use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
 use serde_json::value::RawValue;
 
+use super::access::Noted;
 use super::affinity::Trail;
 use super::api::{Api, Target};
 use super::body::{Fields, Payload, PayloadBody};
@@ -62,6 +63,7 @@ pub(super) struct Asked {
     /// By which engines are chosen.
     pub(super) trail: Arc<Trail>,
     pub(super) breaks: Arc<Breaks>,
+    pub(super) noted: Arc<Noted>,
     /// Its room in the memory for bodies, as long as there is a copy of it.
     pub(super) _room: Option<Arc<Room>>,
 }
@@ -128,8 +130,9 @@ impl Asked {
     /// The router's own question for a page of an engine.
     pub(super) fn page(path: &str, headers: HeaderMap) -> Self {
         let (method, path, target) = (Method::GET, path.into(), Target::One);
-        let (body, trail) = (Payload::default(), Arc::default());
-        Self { method, path, target, headers, body, trail, breaks: Arc::default(), _room: None }
+        let (body, trail, breaks, noted) =
+            (Payload::default(), Arc::default(), Arc::default(), Arc::default());
+        Self { method, path, target, headers, body, trail, breaks, noted, _room: None }
     }
 
     /// Reads the body, without what the client says to connectors; else what the client is told.
@@ -255,6 +258,17 @@ impl Forwarder {
         let answer = self.hear(to, asked).await?;
         if answer.status().is_success() { Ok(answer) } else { Err(ForwardError::Status(answer.status())) }
     }
+}
+
+/// The status of an answer, or the code of why there was none, as metrics have it.
+pub(super) fn code_of(answer: Result<StatusCode, &ForwardError>) -> Result<StatusCode, &'static str> {
+    answer.or_else(|error| match error {
+        ForwardError::Status(status) => Ok(*status),
+        ForwardError::Unreachable(_) => Err("unreachable"),
+        ForwardError::Broken(_) => Err("broken"),
+        ForwardError::Silent(_) => Err("silent"),
+        ForwardError::Late(_) => Err("late"),
+    })
 }
 
 /// Whether an engine may read a body as JSON: `application/json`, or any type that ends so.

@@ -23,9 +23,10 @@ pub fn read_request(path: &str, body: &[u8]) -> Option<[Value; 2]> {
     let headers: HeaderMap =
         [(CONTENT_TYPE, HeaderValue::from_static("application/json"))].into_iter().collect();
     let (method, path) = (Method::POST, path.to_owned());
-    let (trail, breaks) = (Arc::default(), Arc::default());
+    let (payload, trail, breaks, noted) =
+        (Payload::default(), Arc::default(), Arc::default(), Arc::default());
     let target = Target::of(&method, &path);
-    let asked = Asked { method, path, target, headers, body: Payload::default(), trail, breaks, _room: None };
+    let asked = Asked { method, path, target, headers, body: payload, trail, breaks, noted, _room: None };
     let (_, prompt) = asked.parse(Bytes::copy_from_slice(body)).ok()?;
     let prompt = prompt?;
     // What nests deeper than serde_json reads is JSON all the same.

@@ -72,6 +72,11 @@ impl Unread {
         }
     }
 
+    /// Why there is no body, for the access log.
+    pub(super) fn why(&self) -> &'static str {
+        self.label().unwrap_or("the body cannot be read")
+    }
+
     /// What the client is told.
     pub(super) fn told(&self) -> Response<Answer> {
         let (status, text) = match self {

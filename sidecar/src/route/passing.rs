@@ -9,12 +9,12 @@ use hyper::body::{Body, Bytes, Frame, Incoming, SizeHint};
 use hyper::header::CONTENT_LENGTH;
 use hyper::{Response, StatusCode};
 
-use super::computing::Computing;
+use super::computing::{Computing, HandOver};
 use super::counted::Counted;
 use super::engines::Seat;
 use super::forward::{Answer, EVENTS, Opened, clean, is_of, may_be_json};
 use super::server::failure;
-use super::usage;
+use super::usage::{self, Usage};
 
 /// An answer that is no stream is changed up to this length: one of 100,000 tokens with logprobs.
 const WHOLE_BYTES_MAX: u64 = 16 << 20;
@@ -25,7 +25,7 @@ struct Held {
     body: Incoming,
     has_ended: bool,
     computing: Option<Computing>,
-    _seat: Seat,
+    seat: Seat,
 }
 
 /// The answer of an engine as the client gets it: as it comes, byte for byte but for the cached tokens of a prompt that another engine computed.
@@ -35,15 +35,18 @@ pub(super) async fn pass(opened: Opened, seat: Seat, computing: Option<Computing
     // A length stays true: the body is the same.
     let length = head.headers.get(CONTENT_LENGTH).cloned();
     clean(&mut head.headers);
-    let cached = computing.as_ref().filter(|_| head.status.is_success()).map(Computing::cached);
+    let computed = computing.as_ref().filter(|_| head.status.is_success());
+    let cached = computed.map(|computing| (computing.cached(), computing.hand_over(&seat.engine)));
     let is_stream = is_of(&head.headers, EVENTS);
-    let held = Held { lead: opened.lead, body, has_ended: false, computing, _seat: seat };
+    let held = Held { lead: opened.lead, body, has_ended: false, computing, seat };
     let is_short = held.size_hint().exact().is_some_and(|bytes| bytes <= WHOLE_BYTES_MAX);
     let body = match cached {
-        Some(cached) if is_stream => Counted::new(held, cached).boxed_unsync(),
-        Some(cached) if is_short && may_be_json(&head.headers) => match held.collect().await {
+        Some((cached, mut hand_over)) if is_stream => {
+            Counted::new(held, cached, move |stated| hand_over.judge(stated)).boxed_unsync()
+        }
+        Some((cached, hand_over)) if is_short && may_be_json(&head.headers) => match held.collect().await {
             Ok(whole) => {
-                let whole = with_cached(whole.to_bytes(), cached).await;
+                let whole = with_cached(whole.to_bytes(), cached, hand_over).await;
                 head.headers.insert(CONTENT_LENGTH, whole.len().into());
                 Full::new(whole).map_err(|never| match never {}).boxed_unsync()
             }
@@ -63,12 +66,18 @@ pub(super) async fn pass(opened: Opened, seat: Seat, computing: Option<Computing
 }
 
 /// An answer with the cached tokens that the engine which computed states, if it states any.
-async fn with_cached(answer: Bytes, cached: impl Future<Output = Option<u64>>) -> Bytes {
+async fn with_cached(
+    answer: Bytes,
+    cached: impl Future<Output = Option<u64>>,
+    mut hand_over: HandOver,
+) -> Bytes {
     if !usage::states_cached(&answer) {
         return answer;
     }
-    let Some(cached) = cached.await else { return answer };
-    let made = str::from_utf8(&answer).ok().and_then(|json| usage::with_cached(json, cached));
+    let cached = cached.await;
+    let json = str::from_utf8(&answer).unwrap_or_default();
+    hand_over.judge(Usage::read(json, None));
+    let made = cached.and_then(|cached| usage::with_cached(json, cached));
     made.map_or(answer, Bytes::from)
 }
 
@@ -108,6 +117,7 @@ impl Drop for Held {
         // The client has its whole answer: what the other engine does shows whether it works.
         if self.has_ended || self.is_end_stream() {
             self.computing.iter_mut().for_each(Computing::let_go);
+            self.seat.note_end();
         }
     }
 }

@@ -1,6 +1,7 @@
 //! The router as an HTTP server: its clients' connections, the bodies they send, and answers that are the router's own.
 
 use std::convert::Infallible;
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::net::{IpAddr, TcpListener};
 use std::pin::{Pin, pin};
 use std::sync::Arc;
@@ -12,7 +13,7 @@ use hyper::body::{Body, Bytes, Frame, SizeHint};
 use hyper::header::{CONTENT_TYPE, HeaderValue};
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
-use hyper::{Response, StatusCode};
+use hyper::{HeaderMap, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use rustix::net::sockopt;
 use rustix::process::{Resource, getrlimit};
@@ -20,9 +21,10 @@ use serde_json::json;
 use tokio::sync::watch::{Receiver, channel};
 use tokio::time::timeout;
 
+use super::access::{AccessEntry, Writer};
 use super::counters::CONNECTIONS;
 use super::forward::{self, Answer};
-use super::{Options, Router};
+use super::{Options, REQUEST_ID, Router};
 use crate::connections::{Admitted, Connections, first};
 use crate::listener;
 
@@ -52,6 +54,7 @@ struct Busy(Arc<Admitted>);
 struct Answered {
     body: Answer,
     _busy: Busy,
+    entry: Option<AccessEntry>,
 }
 
 /// Runs until the process is told to end; then ends once the last answer has, or `grace` later.
@@ -67,11 +70,12 @@ pub fn serve(
     listener.set_nonblocking(true)?;
     keep_alive(&listener)?;
     let bound = listener.local_addr()?;
-    let router = Arc::new(Router::new(options)?);
+    let (router, writer) = Router::new(options)?;
+    let router = Arc::new(router);
     tracing::info!(%bound, order = ?router.options.order, "routing");
     listener::raise_descriptor_limit();
     let connections = Connections::new(clients_max(getrlimit(Resource::Nofile).current));
-    runtime.block_on(async move {
+    let served = runtime.block_on(async move {
         let listener = tokio::net::TcpListener::from_std(listener)?;
         // Every connection has a receiver.
         let (ending, ended) = channel(());
@@ -97,7 +101,19 @@ pub fn serve(
         let _ = ending.send(());
         let _ = timeout(grace, ending.closed()).await;
         Ok(())
-    })
+    });
+    // Requests under way end here, and leave their lines.
+    drop(runtime);
+    writer.into_iter().for_each(Writer::wait_written);
+    served
+}
+
+/// Gives a request an id, for engines and the access log.
+fn give_id(headers: &mut HeaderMap) {
+    if !headers.contains_key(REQUEST_ID) {
+        let made = format!("{:016x}", RandomState::new().build_hasher().finish());
+        headers.insert(REQUEST_ID, made.parse().expect("hex digits"));
+    }
 }
 
 /// How many clients may be connected where the process may have so many descriptors: each may need two engines.
@@ -122,11 +138,19 @@ impl Client {
     async fn serve(self, router: Arc<Router>, mut ended: Receiver<()>) {
         let _ = self.stream.set_nodelay(true);
         let (admitted, address) = (Arc::clone(&self.admitted), self.address);
-        let service = service_fn(move |request| {
+        let service = service_fn(move |mut request| {
             let (router, busy) = (Arc::clone(&router), Busy::begin(&admitted));
+            give_id(request.headers_mut());
+            let (own, noted) = (router.own_page(&request), Arc::default());
+            let log = router.access.as_ref().filter(|_| own.is_none());
+            let mut entry = log.map(|log| log.begin_line(&request, address, &noted));
             async move {
-                let answer = router.respond(request, address).await;
-                Ok::<_, Infallible>(answer.map(|body| Answered { body, _busy: busy }))
+                let answer = match own {
+                    Some(own) => own.await,
+                    None => router.respond(request, address, noted).await,
+                };
+                entry.iter_mut().for_each(|entry| entry.answered(&answer));
+                Ok::<_, Infallible>(answer.map(|body| Answered { body, _busy: busy, entry }))
             }
         });
         // A client that goes away early is its own business: its request is dropped here, and with it those to the engines.
@@ -172,7 +196,19 @@ impl Body for Answered {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
-        Pin::new(&mut self.body).poll_frame(context)
+        let Self { body, entry, .. } = &mut *self;
+        let polled = Pin::new(&mut *body).poll_frame(context);
+        if let Some(entry) = entry {
+            match &polled {
+                Poll::Ready(Some(Ok(frame))) => {
+                    entry.passed(frame.data_ref().map_or(0, Bytes::len), body.is_end_stream())
+                }
+                Poll::Ready(Some(Err(error))) => entry.end_body(Some(error)),
+                Poll::Ready(None) => entry.end_body(None),
+                Poll::Pending => {}
+            }
+        }
+        polled
     }
 
     fn is_end_stream(&self) -> bool {
@@ -209,11 +245,11 @@ mod tests {
     fn what_is_refused_is_counted_by_its_reason() {
         let arguments = ["route", "--prefill=http://p:1", "--decode=http://d:1"];
         let matches = Options::augment_args(Command::new("route")).get_matches_from(arguments);
-        let router = Router::new(Options::from_arg_matches(&matches).unwrap()).unwrap();
+        let (router, _) = Router::new(Options::from_arg_matches(&matches).unwrap()).unwrap();
         let count = |reason| router.counters.refused.with_label_values(&[reason]).get();
         for reason in ["memory", "client", "slow", "connections"] {
             let line = format!("pillion_route_requests_refused_total{{reason=\"{reason}\"}} 0\n");
-            assert!(router.counters.page().contains(&line), "there from the start: {line}");
+            assert!(router.page().contains(&line), "there from the start: {line}");
         }
         for unread in [
             Unread::Stalled,

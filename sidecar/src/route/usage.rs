@@ -21,6 +21,13 @@ pub(super) struct Usage {
 // === impl Usage ===
 
 impl Usage {
+    /// The usage of the last event with cached tokens.
+    pub(super) fn of_events(events: &str) -> Self {
+        let stated = events.lines().rev().filter_map(|line| line.strip_prefix("data:"));
+        let stated = stated.map(str::trim).find(|json| states_cached(json.as_bytes()));
+        stated.map_or_else(Self::default, |json| Self::read(json, None))
+    }
+
     /// That of an answer; `params` are its `kv_transfer_params`, which have the number also where usage has no details.
     pub(super) fn read(answer: &str, params: Option<&str>) -> Self {
         let usage = find(answer).unwrap_or("null");
@@ -124,5 +131,8 @@ mod tests {
         let messages = r#"{"usage":{"input_tokens":4,"cache_read_input_tokens":896}}"#;
         assert_eq!(Usage::read(messages, None), usage(Some(896)));
         assert_eq!(Usage::read("{}", None), Usage::default());
+        let events = format!("data: {{}}\n\nevent: a\ndata: {answer}\n\ndata: [DONE]\n\n");
+        assert_eq!(Usage::of_events(&events), usage(Some(3)));
+        assert_eq!(Usage::of_events("data: [DONE]\n\n"), Usage::default());
     }
 }

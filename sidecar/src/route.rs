@@ -1,10 +1,12 @@
 //! `pillion route`: sends a prompt to one engine that computes it and to another that answers it. The KV goes from one to the
 //! other through their sidecars, by key: the router moves none, and knows no engine but by its address.
 
+mod address;
 mod affinity;
 mod api;
 mod body;
 mod computing;
+mod connector;
 mod counted;
 mod counters;
 mod engines;
@@ -16,8 +18,10 @@ mod intake;
 mod lead;
 mod length;
 mod memory;
+mod names;
 mod passing;
 mod prompt;
+mod refresh;
 mod server;
 mod tokens;
 mod usage;
@@ -37,14 +41,14 @@ use serde_json::value::RawValue;
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, sleep};
 
+pub use self::address::EngineUrl;
 use self::affinity::Trail;
 use self::api::{Api, Target, without_slash};
 use self::body::{Fields, Payload};
 use self::computing::{Computing, Outcome};
 use self::counters::{Counters, EVERYWHERE, Failure, OTHER, REFUSED};
-pub use self::engines::Address;
 use self::engines::{Engine, Engines, Role, Seat};
-use self::forward::{Answer, Asked, ForwardError, Forwarder, Opened, PromptAsked, continued};
+use self::forward::{Answer, Asked, ForwardError, Opened, PromptAsked, continued};
 use self::intake::Unread;
 use self::length::Lengths;
 use self::memory::Memory;
@@ -71,11 +75,19 @@ const REFUSAL_PAUSE: Duration = Duration::from_secs(60);
 #[derive(Args, Clone, Debug)]
 pub struct Options {
     /// An engine that computes prompts, http://HOST:PORT of its OpenAI server; repeat it for each
+    ///
+    /// Each address of a host's name is an engine of its own, as of a headless Service. Of a name with IPv4 and IPv6 addresses those of
+    /// IPv4 count.
     #[arg(long, env = "PILLION_PREFILL", value_delimiter = ',', required = true, value_name = "URL")]
-    pub prefill: Vec<Address>,
+    pub prefill: Vec<EngineUrl>,
     /// An engine that answers; repeat it for each
     #[arg(long, env = "PILLION_DECODE", value_delimiter = ',', required = true, value_name = "URL")]
-    pub decode: Vec<Address>,
+    pub decode: Vec<EngineUrl>,
+    /// How often the names of engines' hosts are looked up again
+    ///
+    /// A name whose lookup fails keeps its engines. An engine that left ends what it has.
+    #[arg(long, env = "PILLION_REFRESH_INTERVAL", default_value = "10s", value_name = "TIME")]
+    pub refresh_interval: Time,
     /// Where clients ask
     #[arg(long, env = "PILLION_ROUTE_LISTEN", default_value = "0.0.0.0:8000", value_name = "IP:PORT")]
     pub listen: IpPort,
@@ -131,7 +143,6 @@ struct Router {
     prefill: Engines,
     decode: Engines,
     options: Options,
-    forwarder: Forwarder,
     counters: Counters,
     lengths: Lengths,
     token_bytes: TokenBytes,
@@ -146,16 +157,14 @@ struct Router {
 
 impl Router {
     fn new(options: Options) -> Result<Self, prometheus::Error> {
-        let (prefill, decode) =
-            (Engines::new(&options.prefill, Role::Prefill), Engines::new(&options.decode, Role::Decode));
-        let (forwarder, lengths, token_bytes) = (Forwarder::new(), Lengths::default(), TokenBytes::default());
+        let (prefill, decode) = (Engines::new(Role::Prefill), Engines::new(Role::Decode));
+        let (lengths, token_bytes) = (Lengths::default(), TokenBytes::default());
         let (memory, long_bodies) = (Memory::new(options.request_memory.as_bytes()), Semaphore::new(1));
         let (counters, refusal_told) = (Counters::new()?, Mutex::default());
         Ok(Self {
             prefill,
             decode,
             options,
-            forwarder,
             counters,
             lengths,
             token_bytes,
@@ -439,7 +448,7 @@ impl Router {
         fields: &Fields,
         prefill: &Fields,
     ) -> Result<Response<Answer>, (Response<Answer>, Option<Arc<Engine>>)> {
-        self.lengths.ask(&self.decode, &self.forwarder, &asked.headers);
+        self.lengths.ask(&self.decode, &asked.headers);
         let engine = Arc::clone(&seat.engine);
         let computing = Computing::start(Arc::clone(&self), seat, asked.with(prefill), None);
         let waiting = || asked.with(&prompt::decode(fields, prompt::computed(None)));
@@ -482,6 +491,11 @@ impl Router {
         let (mut problems, mut status) = (Vec::new(), StatusCode::BAD_GATEWAY);
         let breaks_max = u32::from(asked.api().is_some());
         let mut ranked = self.decode.ranked(&asked.trail, 1, spared, Instant::now()).into_iter().peekable();
+        if ranked.peek().is_none() {
+            problems.push(
+                "no name of an engine has an address; the log names those that were not resolved".into(),
+            );
+        }
         while let Some(engine) = ranked.next() {
             if asked.breaks.count() > breaks_max {
                 problems.push("engines broke off on it, so no other one is asked".into());
@@ -491,10 +505,10 @@ impl Router {
             if !asked.trail.is_bound {
                 self.decode.note(&asked.trail, &engine, Instant::now());
             }
-            let opened = self.forwarder.open(&engine.address, asked.clone());
+            let opened = engine.forwarder.open(asked.clone());
             // There is none after the last: it is waited for, since an engine that was stopped may go on.
             let answer = match ranked.peek() {
-                Some(_) => watch::living(&self.forwarder, &engine, opened).await,
+                Some(_) => watch::living(&engine, opened).await,
                 None => opened.await,
             };
             asked.breaks.note(&answer);

@@ -21,10 +21,11 @@ use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
 use serde_json::value::RawValue;
 
+use super::address::Address;
 use super::affinity::Trail;
 use super::api::{Api, Target};
 use super::body::{Fields, Payload, PayloadBody};
-use super::engines::Address;
+use super::connector::Resolved;
 use super::lead::{self, Lead};
 use super::memory::Room;
 use super::prompt::{self, Prompt};
@@ -111,9 +112,12 @@ pub(super) enum ForwardError {
     Late(Duration),
 }
 
-/// Keeps connections to all engines.
+/// Keeps connections to one engine.
 #[derive(Clone, Debug)]
-pub(super) struct Forwarder(Client<HttpConnector, PayloadBody>);
+pub(super) struct Forwarder {
+    to: Address,
+    client: Client<HttpConnector<Resolved>, PayloadBody>,
+}
 
 /// A stream whose first event is there before the answer that goes on with it.
 struct Continued {
@@ -197,8 +201,8 @@ impl Breaks {
 // === impl Forwarder ===
 
 impl Forwarder {
-    pub(super) fn new() -> Self {
-        let mut connector = HttpConnector::new();
+    pub(super) fn new(to: Address) -> Self {
+        let mut connector = HttpConnector::new_with_resolver(Resolved(to.socket));
         connector.set_connect_timeout(Some(CONNECT_TIME_MAX));
         connector.set_nodelay(true);
         connector.set_keepalive(Some(KEEPALIVE_IDLE));
@@ -206,32 +210,33 @@ impl Forwarder {
         connector.set_keepalive_retries(Some(KEEPALIVE_RETRIES));
         // As long as the host has not confirmed what was sent, it is sent that again, and no probes.
         connector.set_tcp_user_timeout(Some(VANISHED_AFTER));
-        Self(Client::builder(TokioExecutor::new()).pool_idle_timeout(IDLE_MAX).build(connector))
+        let client = Client::builder(TokioExecutor::new()).pool_idle_timeout(IDLE_MAX).build(connector);
+        Self { to, client }
     }
 
     /// Asks an engine; the answer's head. Dropping the future, or the answer, hangs up.
-    async fn send(&self, to: &Address, asked: Asked) -> Result<Response<Incoming>, ForwardError> {
+    async fn send(&self, asked: Asked) -> Result<Response<Incoming>, ForwardError> {
         let mut request = Request::new(asked.body.body());
         let broken = |error: &dyn std::error::Error| ForwardError::Broken(error.to_string());
-        *request.uri_mut() = to.at(&asked.path).map_err(|error| broken(&error))?;
+        *request.uri_mut() = self.to.at(&asked.path).map_err(|error| broken(&error))?;
         *request.method_mut() = asked.method;
         *request.headers_mut() = asked.headers;
         clean(request.headers_mut());
-        let mut answer = self.0.request(request).await.map_err(|error| match error.is_connect() {
+        let mut answer = self.client.request(request).await.map_err(|error| match error.is_connect() {
             true => ForwardError::Unreachable(error),
             false => broken(&error),
         })?;
         // A client reaches no engine by its own address.
         let location = answer.headers().get(LOCATION).and_then(|location| location.to_str().ok());
-        if let Some(path) = location.and_then(|location| to.path_of(location)) {
+        if let Some(path) = location.and_then(|location| self.to.path_of(location)) {
             answer.headers_mut().insert(LOCATION, path);
         }
         Ok(answer)
     }
 
     /// Asks an engine, and waits until something of its answer can be passed.
-    pub(super) async fn open(&self, to: &Address, asked: Asked) -> Result<Opened, ForwardError> {
-        let mut answer = self.send(to, asked).await?;
+    pub(super) async fn open(&self, asked: Asked) -> Result<Opened, ForwardError> {
+        let mut answer = self.send(asked).await?;
         if answer.status() == StatusCode::INTERNAL_SERVER_ERROR {
             return Ok(Opened { answer, lead: VecDeque::new(), given_up: true });
         }
@@ -242,8 +247,8 @@ impl Forwarder {
     }
 
     /// Asks an engine, and reads all of its answer, whatever its status is.
-    pub(super) async fn hear(&self, to: &Address, asked: Asked) -> Result<Response<Bytes>, ForwardError> {
-        let (mut head, body) = self.send(to, asked).await?.into_parts();
+    pub(super) async fn hear(&self, asked: Asked) -> Result<Response<Bytes>, ForwardError> {
+        let (mut head, body) = self.send(asked).await?.into_parts();
         let body = Limited::new(body, ANSWER_BYTES_MAX).collect().await;
         let body = body.map_err(|error| ForwardError::Broken(error.to_string()))?.to_bytes();
         clean(&mut head.headers);
@@ -251,8 +256,8 @@ impl Forwarder {
     }
 
     /// Asks an engine, and reads all of its answer.
-    pub(super) async fn ask(&self, to: &Address, asked: Asked) -> Result<Response<Bytes>, ForwardError> {
-        let answer = self.hear(to, asked).await?;
+    pub(super) async fn ask(&self, asked: Asked) -> Result<Response<Bytes>, ForwardError> {
+        let answer = self.hear(asked).await?;
         if answer.status().is_success() { Ok(answer) } else { Err(ForwardError::Status(answer.status())) }
     }
 }

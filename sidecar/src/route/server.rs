@@ -22,6 +22,7 @@ use tokio::time::timeout;
 
 use super::counters::CONNECTIONS;
 use super::forward::{self, Answer};
+use super::refresh::Refresher;
 use super::{Options, Router};
 use crate::connections::{Admitted, Connections, first};
 use crate::listener;
@@ -71,7 +72,10 @@ pub fn serve(
     tracing::info!(%bound, order = ?router.options.order, "routing");
     listener::raise_descriptor_limit();
     let connections = Connections::new(clients_max(getrlimit(Resource::Nofile).current));
-    runtime.block_on(async move {
+    let served = runtime.block_on(async move {
+        let mut refresher = Refresher::new(Arc::clone(&router));
+        refresher.refresh().await;
+        tokio::spawn(refresher.run());
         let listener = tokio::net::TcpListener::from_std(listener)?;
         // Every connection has a receiver.
         let (ending, ended) = channel(());
@@ -97,7 +101,10 @@ pub fn serve(
         let _ = ending.send(());
         let _ = timeout(grace, ending.closed()).await;
         Ok(())
-    })
+    });
+    // A lookup of a name may still wait for a name server.
+    runtime.shutdown_background();
+    served
 }
 
 /// How many clients may be connected where the process may have so many descriptors: each may need two engines.

@@ -17,6 +17,7 @@ pub mod fuzzed;
 mod intake;
 mod lead;
 mod length;
+mod listed;
 mod memory;
 mod names;
 mod passing;
@@ -30,6 +31,7 @@ mod watch;
 use std::future::{pending, ready};
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::net::IpAddr;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -78,14 +80,19 @@ pub struct Options {
     ///
     /// Each address of a host's name is an engine of its own, as of a headless Service. Of a name with IPv4 and IPv6 addresses those of
     /// IPv4 count.
-    #[arg(long, env = "PILLION_PREFILL", value_delimiter = ',', required = true, value_name = "URL")]
+    #[arg(long, env = "PILLION_PREFILL", value_delimiter = ',', required_unless_present = "engines", conflicts_with = "engines", value_name = "URL")]
     pub prefill: Vec<EngineUrl>,
     /// An engine that answers; repeat it for each
-    #[arg(long, env = "PILLION_DECODE", value_delimiter = ',', required = true, value_name = "URL")]
+    #[arg(long, env = "PILLION_DECODE", value_delimiter = ',', required_unless_present = "engines", conflicts_with = "engines", value_name = "URL")]
     pub decode: Vec<EngineUrl>,
-    /// How often the names of engines' hosts are looked up again
+    /// A TOML file with both lists, prefill = ["URL"] and decode = ["URL"], instead of --prefill and --decode
     ///
-    /// A name whose lookup fails keeps its engines. An engine that left ends what it has.
+    /// It is read again at each --refresh-interval, and on SIGHUP. Where it is wrong, the log names the line, and the engines stay.
+    #[arg(long, env = "PILLION_ENGINES", value_name = "FILE")]
+    pub engines: Option<PathBuf>,
+    /// How often the names of engines' hosts are looked up again, and --engines is read; SIGHUP has it done at once
+    ///
+    /// 1s or more. A name whose lookup fails keeps its engines. An engine that left the list ends the requests that it has.
     #[arg(long, env = "PILLION_REFRESH_INTERVAL", default_value = "10s", value_name = "TIME")]
     pub refresh_interval: Time,
     /// Where clients ask

@@ -7,9 +7,11 @@ use std::str::FromStr;
 use hyper::Uri;
 use hyper::header::HeaderValue;
 use hyper::http::uri::{Authority, Scheme};
+use serde::Deserialize;
 
 /// The URL of an engine's OpenAI server, `http://HOST:PORT`. A host that is a name may stand for several engines.
-#[derive(Clone, Debug, Eq, Hash, PartialEq)]
+#[derive(Clone, Debug, Deserialize, Eq, Hash, PartialEq)]
+#[serde(try_from = "String")]
 pub struct EngineUrl {
     scheme: Scheme,
     authority: Authority,
@@ -40,6 +42,13 @@ impl FromStr for EngineUrl {
             }
             _ => Err(wrong()),
         }
+    }
+}
+
+impl TryFrom<String> for EngineUrl {
+    type Error = String;
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
     }
 }
 

@@ -17,6 +17,7 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use rustix::net::sockopt;
 use rustix::process::{Resource, getrlimit};
 use serde_json::json;
+use tokio::sync::Notify;
 use tokio::sync::watch::{Receiver, channel};
 use tokio::time::timeout;
 
@@ -35,6 +36,8 @@ const BUFFER_BYTES: usize = 64 << 10;
 const OWN_DESCRIPTORS: usize = 64;
 /// The most clients at once: each takes some 10 KiB.
 const CLIENTS_MAX: usize = 65_536;
+/// Name servers are asked no more often.
+const REFRESH_MS_MIN: u64 = 1000;
 /// A client that confirms nothing for so long, since its host vanished or it reads nothing, is hung up on. While a stream goes on there
 /// is always something to confirm, for which the kernel would wait 15 minutes.
 const SILENCE_MAX: Duration = Duration::from_secs(60);
@@ -55,12 +58,19 @@ struct Answered {
     _busy: Busy,
 }
 
-/// Runs until the process is told to end; then ends once the last answer has, or `grace` later.
+/// Runs until the process is told to end; then ends once the last answer has, or `grace` later. Each `reload` has the list of engines
+/// read again.
 pub fn serve(
     options: Options,
+    reload: Arc<Notify>,
     end: impl Future<Output = ()> + 'static,
     grace: Duration,
 ) -> anyhow::Result<()> {
+    let interval = options.refresh_interval;
+    anyhow::ensure!(
+        interval.as_millis() >= REFRESH_MS_MIN,
+        "--refresh-interval is {interval}; give 1s or more"
+    );
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
     let listener = TcpListener::bind(options.listen.0).map_err(|error| {
         anyhow::anyhow!("cannot listen on {}: {error}; give another --listen", options.listen.0)
@@ -72,10 +82,10 @@ pub fn serve(
     tracing::info!(%bound, order = ?router.options.order, "routing");
     listener::raise_descriptor_limit();
     let connections = Connections::new(clients_max(getrlimit(Resource::Nofile).current));
+    let mut refresher = Refresher::new(Arc::clone(&router)).map_err(anyhow::Error::msg)?;
     let served = runtime.block_on(async move {
-        let mut refresher = Refresher::new(Arc::clone(&router));
-        refresher.refresh().await;
-        tokio::spawn(refresher.run());
+        refresher.resolve().await;
+        tokio::spawn(refresher.run(reload));
         let listener = tokio::net::TcpListener::from_std(listener)?;
         // Every connection has a receiver.
         let (ending, ended) = channel(());

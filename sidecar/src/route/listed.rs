@@ -1,0 +1,95 @@
+//! The URLs of engines, in a file that is read again while the router runs.
+
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+
+use serde::de::Error;
+use serde::{Deserialize, Deserializer};
+
+use super::address::EngineUrl;
+
+/// Bytes of the longest file that is read: some 1,500 engines.
+const FILE_BYTES_MAX: u64 = 64 << 10;
+/// What every error of a file ends with.
+const FORM: &str = r#"the file has two lists, prefill = ["http://HOST:PORT"] and decode = ["http://HOST:PORT"]"#;
+
+/// The URLs of all engines.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Listed {
+    #[serde(deserialize_with = "urls")]
+    pub(super) prefill: Vec<EngineUrl>,
+    #[serde(deserialize_with = "urls")]
+    pub(super) decode: Vec<EngineUrl>,
+}
+
+/// The URLs of one role, of which there is one at least.
+fn urls<'de, D: Deserializer<'de>>(list: D) -> Result<Vec<EngineUrl>, D::Error> {
+    let urls = Vec::deserialize(list)?;
+    if urls.is_empty() { Err(D::Error::custom("the list is empty; name an engine")) } else { Ok(urls) }
+}
+
+// === impl Listed ===
+
+impl Listed {
+    /// The URLs that a TOML file has. An error names the line, and what to write there.
+    pub(super) fn read(path: &Path) -> Result<Self, String> {
+        let unreadable = |error| {
+            format!("cannot read {}: {error}; name a file of at most 64 KiB in --engines", path.display())
+        };
+        let mut text = String::new();
+        let file = File::open(path).map_err(unreadable)?;
+        let bytes = file.take(FILE_BYTES_MAX + 1).read_to_string(&mut text).map_err(unreadable)?;
+        if bytes as u64 > FILE_BYTES_MAX {
+            return Err(unreadable(std::io::ErrorKind::FileTooLarge.into()));
+        }
+        toml::from_str(&text).map_err(|error| {
+            let before = error.span().map_or(0, |span| span.start).min(text.len());
+            let line = 1 + text.as_bytes()[..before].iter().filter(|byte| **byte == b'\n').count();
+            format!("{}, line {line}: {}; {FORM}", path.display(), error.message())
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(text: &str) -> Result<Listed, String> {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), text).unwrap();
+        Listed::read(file.path())
+    }
+
+    #[test]
+    fn a_file_names_engines_of_both_roles() {
+        let read = read("# both\nprefill = [\"http://p:1\"]\ndecode = [\n  \"http://d:1\",\n  \"http://10.0.0.1:2\",\n]\n");
+        let urls = |urls: &[&str]| urls.iter().map(|url| url.parse().unwrap()).collect();
+        assert_eq!(
+            read,
+            Ok(Listed { prefill: urls(&["http://p:1"]), decode: urls(&["http://d:1", "http://10.0.0.1:2"]) })
+        );
+    }
+
+    #[test]
+    fn an_error_names_the_line_and_the_remedy() {
+        let prefill = "prefill = [\"http://p:1\"]\n";
+        for (text, line, why) in [
+            ("decode = [\n  \"http://d:1\",\n  \"d:1\",\n]\n", 4, "\"d:1\" is no engine's address; write http"),
+            ("decode = []\n", 2, "the list is empty; name an engine"),
+            ("decode = 7\n", 2, "invalid type"),
+            ("decode = [\"http://d:1\"]\ndecoder = []\n", 3, "unknown field `decoder`"),
+            ("decode = [\n", 2, ""),
+            ("", 1, "missing field `decode`"),
+        ] {
+            let error = read(&format!("{prefill}{text}")).unwrap_err();
+            assert!(error.contains(&format!(", line {line}: ")) && error.contains(why), "{text}{error}");
+            assert!(error.ends_with(FORM) && !error.contains('\n'), "{error}");
+        }
+        let long = read(&"#".repeat(FILE_BYTES_MAX as usize + 1)).unwrap_err();
+        assert!(long.contains("64 KiB"), "{long}");
+        let missing = Listed::read(Path::new("/no/such/file")).unwrap_err();
+        assert!(missing.contains("/no/such/file") && missing.contains("--engines"), "{missing}");
+    }
+}

@@ -32,6 +32,7 @@ use std::future::{pending, ready};
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::net::IpAddr;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -80,10 +81,24 @@ pub struct Options {
     ///
     /// Each address of a host's name is an engine of its own, as of a headless Service. Of a name with IPv4 and IPv6 addresses those of
     /// IPv4 count.
-    #[arg(long, env = "PILLION_PREFILL", value_delimiter = ',', required_unless_present = "engines", conflicts_with = "engines", value_name = "URL")]
+    #[arg(
+        long,
+        env = "PILLION_PREFILL",
+        value_delimiter = ',',
+        required_unless_present = "engines",
+        conflicts_with = "engines",
+        value_name = "URL"
+    )]
     pub prefill: Vec<EngineUrl>,
     /// An engine that answers; repeat it for each
-    #[arg(long, env = "PILLION_DECODE", value_delimiter = ',', required_unless_present = "engines", conflicts_with = "engines", value_name = "URL")]
+    #[arg(
+        long,
+        env = "PILLION_DECODE",
+        value_delimiter = ',',
+        required_unless_present = "engines",
+        conflicts_with = "engines",
+        value_name = "URL"
+    )]
     pub decode: Vec<EngineUrl>,
     /// A TOML file with both lists, prefill = ["URL"] and decode = ["URL"], instead of --prefill and --decode
     ///
@@ -119,6 +134,12 @@ pub struct Options {
     /// The engine that answers computes a prompt itself when the other one has not done so within this time
     #[arg(long, env = "PILLION_PREFILL_TIMEOUT", default_value = "60s", value_name = "TIME")]
     pub prefill_timeout: Time,
+    /// How long clients are accepted after SIGTERM, while /health answers with status 503
+    ///
+    /// A Service stops sending clients here within this time. Each answer then has Connection: close, and streams end, 20 s after it at
+    /// most: give terminationGracePeriodSeconds more than both.
+    #[arg(long, env = "PILLION_DRAIN_TIME", default_value = "5s", value_name = "TIME")]
+    pub drain_time: Time,
     /// Memory for bodies of requests that wait for their answer's begin
     ///
     /// What goes beyond it is refused with status 503. One client, by its address, has half of it: behind a proxy all are one.
@@ -158,6 +179,8 @@ struct Router {
     long_bodies: Semaphore,
     /// When the log last told of a body without room.
     refusal_told: Mutex<Option<Instant>>,
+    /// Whether the process was told to end.
+    is_draining: AtomicBool,
 }
 
 // === impl Router ===
@@ -178,6 +201,7 @@ impl Router {
             memory,
             long_bodies,
             refusal_told,
+            is_draining: AtomicBool::new(false),
         })
     }
 
@@ -259,11 +283,17 @@ impl Router {
         }
     }
 
-    /// Up while an engine that answers is.
+    fn is_draining(&self) -> bool {
+        self.is_draining.load(Ordering::Relaxed)
+    }
+
+    /// Up while an engine that answers is, until the process is told to end.
     fn health(&self) -> Response<Answer> {
-        let now = Instant::now();
-        let counts = json!({ "prefill_up": self.prefill.up(now), "decode_up": self.decode.up(now) });
-        let status = if self.decode.up(now) > 0 { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+        let (now, is_draining) = (Instant::now(), self.is_draining());
+        let (prefill, decode) = (self.prefill.up(now), self.decode.up(now));
+        let counts = json!({ "prefill_up": prefill, "decode_up": decode, "draining": is_draining });
+        let is_ready = decode > 0 && !is_draining;
+        let status = if is_ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
         plain(status, "application/json", counts.to_string())
     }
 

@@ -12,7 +12,8 @@ use super::address::EngineUrl;
 /// Bytes of the longest file that is read: some 1,500 engines.
 const FILE_BYTES_MAX: u64 = 64 << 10;
 /// What every error of a file ends with.
-const FORM: &str = r#"the file has two lists, prefill = ["http://HOST:PORT"] and decode = ["http://HOST:PORT"]"#;
+const FORM: &str =
+    r#"the file has two lists, prefill = ["http://HOST:PORT"] and decode = ["http://HOST:PORT"]"#;
 
 /// The URLs of all engines.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq)]
@@ -64,7 +65,9 @@ mod tests {
 
     #[test]
     fn a_file_names_engines_of_both_roles() {
-        let read = read("# both\nprefill = [\"http://p:1\"]\ndecode = [\n  \"http://d:1\",\n  \"http://10.0.0.1:2\",\n]\n");
+        let read = read(
+            "# both\nprefill = [\"http://p:1\"]\ndecode = [\n  \"http://d:1\",\n  \"http://10.0.0.1:2\",\n]\n",
+        );
         let urls = |urls: &[&str]| urls.iter().map(|url| url.parse().unwrap()).collect();
         assert_eq!(
             read,
@@ -76,7 +79,11 @@ mod tests {
     fn an_error_names_the_line_and_the_remedy() {
         let prefill = "prefill = [\"http://p:1\"]\n";
         for (text, line, why) in [
-            ("decode = [\n  \"http://d:1\",\n  \"d:1\",\n]\n", 4, "\"d:1\" is no engine's address; write http"),
+            (
+                "decode = [\n  \"http://d:1\",\n  \"d:1\",\n]\n",
+                4,
+                "\"d:1\" is no engine's address; write http",
+            ),
             ("decode = []\n", 2, "the list is empty; name an engine"),
             ("decode = 7\n", 2, "invalid type"),
             ("decode = [\"http://d:1\"]\ndecoder = []\n", 3, "unknown field `decoder`"),

@@ -1,15 +1,17 @@
 //! The router as an HTTP server: its clients' connections, the bodies they send, and answers that are the router's own.
 
 use std::convert::Infallible;
-use std::net::{IpAddr, TcpListener};
+use std::io::ErrorKind;
+use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::pin::{Pin, pin};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
 use http_body_util::{BodyExt, Full};
 use hyper::body::{Body, Bytes, Frame, SizeHint};
-use hyper::header::{CONTENT_TYPE, HeaderValue};
+use hyper::header::{CONNECTION, CONTENT_TYPE, HeaderValue};
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper::{Response, StatusCode};
@@ -30,6 +32,8 @@ use crate::listener;
 
 /// A request line and headers come in one packet; who takes longer is not served.
 const HEADER_TIME_MAX: Duration = Duration::from_secs(30);
+/// A client that was connected when the router ended has so long for a first request.
+const FIRST_REQUEST_TIME_MAX: Duration = Duration::from_secs(2);
 /// The most bytes of a request's head, and of a body that are read at once.
 const BUFFER_BYTES: usize = 64 << 10;
 /// Descriptors that are no connections: the runtime's, the log, signals, lookups of names.
@@ -41,6 +45,13 @@ const REFRESH_MS_MIN: u64 = 1000;
 /// A client that confirms nothing for so long, since its host vanished or it reads nothing, is hung up on. While a stream goes on there
 /// is always something to confirm, for which the kernel would wait 15 minutes.
 const SILENCE_MAX: Duration = Duration::from_secs(60);
+
+/// All that serves clients.
+struct Clients {
+    router: Arc<Router>,
+    connections: Arc<Connections>,
+    ended: Receiver<()>,
+}
 
 /// A client's connection, and its place among all.
 struct Client {
@@ -58,8 +69,8 @@ struct Answered {
     _busy: Busy,
 }
 
-/// Runs until the process is told to end; then ends once the last answer has, or `grace` later. Each `reload` has the list of engines
-/// read again.
+/// Runs until the process is told to end; goes on for `--drain-time`, and then ends once the last answer has, or `grace` later. Each
+/// `reload` has the list of engines read again.
 pub fn serve(
     options: Options,
     reload: Arc<Notify>,
@@ -87,27 +98,21 @@ pub fn serve(
         refresher.resolve().await;
         tokio::spawn(refresher.run(reload));
         let listener = tokio::net::TcpListener::from_std(listener)?;
+        let drain_time = Duration::from_millis(router.options.drain_time.as_millis());
         // Every connection has a receiver.
         let (ending, ended) = channel(());
-        let accepting = async {
-            loop {
-                match listener.accept().await {
-                    Ok((stream, client)) => match connections.admit() {
-                        Some(admitted) => {
-                            let client =
-                                Client { stream, address: client.ip(), admitted: Arc::new(admitted) };
-                            tokio::spawn(client.serve(Arc::clone(&router), ended.clone()));
-                        }
-                        None => router.counters.refused.with_label_values(&[CONNECTIONS]).inc(),
-                    },
-                    // Out of descriptors: the next attempt must not spin.
-                    Err(_) => tokio::time::sleep(Duration::from_millis(100)).await,
-                }
-            }
-        };
-        first(accepting, end).await;
-        // Who connects from now on is refused, and may ask another router.
-        drop((listener, ended));
+        let clients = Clients { router: Arc::clone(&router), connections, ended };
+        {
+            let mut accepting = pin!(clients.accept_all(&listener));
+            first(accepting.as_mut(), end).await;
+            router.is_draining.store(true, Ordering::Relaxed);
+            tracing::info!(
+                ?drain_time,
+                "draining: /health answers 503, and clients are accepted for a while"
+            );
+            first(accepting, tokio::time::sleep(drain_time)).await;
+        }
+        clients.close(listener)?;
         let _ = ending.send(());
         let _ = timeout(grace, ending.closed()).await;
         Ok(())
@@ -132,18 +137,67 @@ fn keep_alive(listener: &TcpListener) -> std::io::Result<()> {
     Ok(sockopt::set_tcp_user_timeout(listener, SILENCE_MAX.as_millis() as u32)?)
 }
 
+// === impl Clients ===
+
+impl Clients {
+    /// Serves all that connect, without an end.
+    async fn accept_all(&self, listener: &tokio::net::TcpListener) {
+        loop {
+            match listener.accept().await {
+                Ok((stream, client)) => self.serve(stream, client),
+                // Out of descriptors: the next attempt must not spin.
+                Err(_) => tokio::time::sleep(Duration::from_millis(100)).await,
+            }
+        }
+    }
+
+    /// Serves those that are connected and were not accepted, and has others refused: they may ask another router.
+    fn close(self, listener: tokio::net::TcpListener) -> std::io::Result<()> {
+        let listener = listener.into_std()?;
+        loop {
+            match listener.accept() {
+                Ok((stream, client)) => {
+                    stream.set_nonblocking(true)?;
+                    self.serve(tokio::net::TcpStream::from_std(stream)?, client);
+                }
+                Err(error) if error.kind() == ErrorKind::ConnectionAborted => {}
+                Err(_) => return Ok(()),
+            }
+        }
+    }
+
+    fn serve(&self, stream: tokio::net::TcpStream, client: SocketAddr) {
+        match self.connections.admit() {
+            Some(admitted) => {
+                let client = Client { stream, address: client.ip(), admitted: Arc::new(admitted) };
+                tokio::spawn(client.serve(Arc::clone(&self.router), self.ended.clone()));
+            }
+            None => self.router.counters.refused.with_label_values(&[CONNECTIONS]).inc(),
+        }
+    }
+}
+
 // === impl Client ===
 
 impl Client {
-    /// Serves it until it goes, or once the router is `ended` until the answer under way is over.
+    /// Serves it until it goes, or once the router is `ended` until the answer under way is over. A client that has asked nothing yet may
+    /// be about to: it has [`FIRST_REQUEST_TIME_MAX`].
     async fn serve(self, router: Arc<Router>, mut ended: Receiver<()>) {
         let _ = self.stream.set_nodelay(true);
-        let (admitted, address) = (Arc::clone(&self.admitted), self.address);
+        let (admitted, address, has_asked) =
+            (Arc::clone(&self.admitted), self.address, Arc::new(AtomicBool::new(false)));
+        let asked = Arc::clone(&has_asked);
         let service = service_fn(move |request| {
+            asked.store(true, Ordering::Relaxed);
             let (router, busy) = (Arc::clone(&router), Busy::begin(&admitted));
             async move {
-                let answer = router.respond(request, address).await;
-                Ok::<_, Infallible>(answer.map(|body| Answered { body, _busy: busy }))
+                let answer = Arc::clone(&router).respond(request, address).await;
+                let mut answer = answer.map(|body| Answered { body, _busy: busy });
+                if router.is_draining() {
+                    // The client's next request goes to another router, and this connection ends.
+                    answer.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+                }
+                Ok::<_, Infallible>(answer)
             }
         });
         // A client that goes away early is its own business: its request is dropped here, and with it those to the engines.
@@ -154,7 +208,12 @@ impl Client {
                 .max_buf_size(BUFFER_BYTES)
                 .serve_connection(TokioIo::new(self.stream), service)
         );
-        let ending = async { _ = ended.changed().await };
+        let ending = async {
+            _ = ended.changed().await;
+            if !has_asked.load(Ordering::Relaxed) {
+                tokio::time::sleep(FIRST_REQUEST_TIME_MAX).await;
+            }
+        };
         let serving_until = first(serving.as_mut(), ending);
         let served = first(serving_until, self.admitted.closing()).await;
         if let Some(None) = served {

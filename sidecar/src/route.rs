@@ -24,6 +24,7 @@ mod passing;
 mod prompt;
 mod refresh;
 mod server;
+mod tls;
 mod tokens;
 mod usage;
 mod watch;
@@ -58,6 +59,7 @@ use self::memory::Memory;
 use self::prompt::Whole;
 pub use self::server::serve;
 use self::server::{failure, plain};
+use self::tls::Sides;
 use self::tokens::TokenBytes;
 use crate::config::{IpPort, Level, LogFormat, Size, Time};
 use crate::connections::first;
@@ -77,7 +79,7 @@ const REFUSAL_PAUSE: Duration = Duration::from_secs(60);
 /// Options of `pillion route`.
 #[derive(Args, Clone, Debug)]
 pub struct Options {
-    /// An engine that computes prompts, http://HOST:PORT of its OpenAI server; repeat it for each
+    /// An engine that computes prompts, http://HOST:PORT or https://HOST:PORT of its OpenAI server; repeat it for each
     ///
     /// Each address of a host's name is an engine of its own, as of a headless Service. Of a name with IPv4 and IPv6 addresses those of
     /// IPv4 count.
@@ -145,6 +147,19 @@ pub struct Options {
     /// What goes beyond it is refused with status 503. One client, by its address, has half of it: behind a proxy all are one.
     #[arg(long, env = "PILLION_REQUEST_MEMORY", default_value = "128MiB", value_name = "SIZE")]
     pub request_memory: Size,
+    /// A PEM file of the authorities that signed the certificates of engines with https://HOST:PORT
+    ///
+    /// A certificate must carry the URL's host, and the engine speak TLS 1.3. The file is read again as --engines is.
+    #[arg(long, env = "PILLION_ENGINE_CA", value_name = "FILE")]
+    pub engine_ca: Option<PathBuf>,
+    /// The router's certificate and those that lead to its authority, in PEM: clients then speak TLS 1.3
+    ///
+    /// It and --tls-key are read again as --engines is. What is no pair changes nothing, and the log says so.
+    #[arg(long, env = "PILLION_TLS_CERT", requires = "tls_key", value_name = "FILE")]
+    pub tls_cert: Option<PathBuf>,
+    /// The private key of --tls-cert, in PEM
+    #[arg(long, env = "PILLION_TLS_KEY", requires = "tls_cert", value_name = "FILE")]
+    pub tls_key: Option<PathBuf>,
     /// Least severe messages: error, warn, info or debug
     #[arg(long, env = "PILLION_LOG_LEVEL", default_value = "info", value_name = "LEVEL")]
     pub log_level: Level,
@@ -171,6 +186,7 @@ struct Router {
     prefill: Engines,
     decode: Engines,
     options: Options,
+    tls: Sides,
     counters: Counters,
     lengths: Lengths,
     token_bytes: TokenBytes,
@@ -186,8 +202,10 @@ struct Router {
 // === impl Router ===
 
 impl Router {
-    fn new(options: Options) -> Result<Self, prometheus::Error> {
-        let (prefill, decode) = (Engines::new(Role::Prefill), Engines::new(Role::Decode));
+    fn new(options: Options) -> anyhow::Result<Self> {
+        let tls = Sides::read(&options).map_err(anyhow::Error::msg)?;
+        let engines = |role| Engines::new(role, tls.engines.clone());
+        let (prefill, decode) = (engines(Role::Prefill), engines(Role::Decode));
         let (lengths, token_bytes) = (Lengths::default(), TokenBytes::default());
         let (memory, long_bodies) = (Memory::new(options.request_memory.as_bytes()), Semaphore::new(1));
         let (counters, refusal_told) = (Counters::new()?, Mutex::default());
@@ -195,6 +213,7 @@ impl Router {
             prefill,
             decode,
             options,
+            tls,
             counters,
             lengths,
             token_bytes,

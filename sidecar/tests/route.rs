@@ -15,6 +15,8 @@ mod hostile;
 mod judged;
 #[path = "route/listed.rs"]
 mod listed;
+#[path = "route/tls.rs"]
+mod tls;
 
 use std::fs::File;
 use std::io::{BufReader, ErrorKind, Read, Write};

@@ -9,7 +9,7 @@ use hyper::header::HeaderValue;
 use hyper::http::uri::{Authority, Scheme};
 use serde::Deserialize;
 
-/// The URL of an engine's OpenAI server, `http://HOST:PORT`. A host that is a name may stand for several engines.
+/// The URL of an engine's OpenAI server, `http://HOST:PORT` or `https://HOST:PORT`. A host that is a name may stand for several engines.
 #[derive(Clone, Debug, Deserialize, Eq, Hash, PartialEq)]
 #[serde(try_from = "String")]
 pub struct EngineUrl {
@@ -29,14 +29,19 @@ pub(super) struct Address {
 impl FromStr for EngineUrl {
     type Err = String;
     fn from_str(text: &str) -> Result<Self, String> {
-        let wrong =
-            || format!("\"{text}\" is no engine's address; write http://HOST:PORT, of vLLM's own server");
+        let wrong = || {
+            format!(
+                "\"{text}\" is no engine's address; write http://HOST:PORT or https://HOST:PORT, of vLLM's own server"
+            )
+        };
         let uri: Uri = text.parse().map_err(|_| wrong())?;
         let parts = uri.into_parts();
         let bare = parts.path_and_query.is_none_or(|path| path.as_str() == "/");
         match (parts.scheme, parts.authority) {
             (Some(scheme), Some(authority))
-                if scheme == Scheme::HTTP && authority.port_u16().is_some() && bare =>
+                if (scheme == Scheme::HTTP || scheme == Scheme::HTTPS)
+                    && authority.port_u16().is_some()
+                    && bare =>
             {
                 Ok(Self { scheme, authority })
             }
@@ -60,6 +65,11 @@ impl EngineUrl {
 
     pub(super) fn port(&self) -> u16 {
         self.authority.port_u16().expect("it was parsed with a port")
+    }
+
+    /// Whether the engine is spoken to by TLS.
+    pub(super) fn is_https(&self) -> bool {
+        self.scheme == Scheme::HTTPS
     }
 
     /// The address of a host that is no name.
@@ -114,7 +124,7 @@ mod tests {
 
     #[test]
     fn a_url_has_a_scheme_a_host_and_a_port_alone() {
-        for right in ["http://a:1", "http://a:1/", "http://[::1]:80"] {
+        for right in ["http://a:1", "http://a:1/", "http://[::1]:80", "https://a:1"] {
             right.parse::<EngineUrl>().expect(right);
         }
         for wrong in ["a:1", "ftp://a:1", "http://a", "http://a:", "http://a:1/v1", ""] {

@@ -9,6 +9,7 @@ use tokio::time::Instant;
 use super::address::Address;
 use super::affinity::{Affinity, Trail};
 use super::forward::Forwarder;
+use super::tls::TowardsEngines;
 
 /// An engine that could not be reached, or did not answer, is tried again after this, by one request; after each trial in vain it is left
 /// alone for twice as long, up to the longest.
@@ -108,6 +109,8 @@ pub(super) struct Awaited(Arc<Engine>, Instant);
 #[derive(Debug)]
 pub(super) struct Engines {
     list: Mutex<List>,
+    /// How engines with https are spoken to.
+    tls: Option<Arc<TowardsEngines>>,
     role: Role,
     affinity: Affinity,
 }
@@ -125,9 +128,9 @@ struct List {
 // === impl Engine ===
 
 impl Engine {
-    fn new(address: Address, number: u32) -> Arc<Self> {
+    fn new(address: Address, tls: Option<Arc<TowardsEngines>>, number: u32) -> Arc<Self> {
         Arc::new(Self {
-            forwarder: Forwarder::new(address.clone()),
+            forwarder: Forwarder::new(address.clone(), tls),
             address,
             number,
             load: AtomicU64::new(0),
@@ -317,8 +320,9 @@ impl Drop for Seat {
 // === impl Engines ===
 
 impl Engines {
-    pub(super) fn new(role: Role) -> Self {
-        Self { list: Mutex::default(), role, affinity: Affinity::default() }
+    /// No engines so far. Those with https that come need `tls`.
+    pub(super) fn new(role: Role, tls: Option<Arc<TowardsEngines>>) -> Self {
+        Self { list: Mutex::default(), tls, role, affinity: Affinity::default() }
     }
 
     /// Makes these addresses those of all engines. An engine whose address stays keeps its state; one whose address is gone gets no more
@@ -331,7 +335,7 @@ impl Engines {
             Some(at) => known.remove(at),
             None => {
                 made += 1;
-                Engine::new(address, made)
+                Engine::new(address, self.tls.clone(), made)
             }
         };
         let all: Arc<[_]> = addresses.into_iter().map(engine).collect();
@@ -478,7 +482,7 @@ mod tests {
     }
 
     fn of_role(count: u16, role: Role) -> Engines {
-        let engines = Engines::new(role);
+        let engines = Engines::new(role, None);
         engines.update((0..count).map(address).collect());
         engines
     }

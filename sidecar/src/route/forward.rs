@@ -17,7 +17,6 @@ use hyper::header::{
 use hyper::http::response;
 use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::client::legacy::Client;
-use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
 use serde_json::value::RawValue;
 
@@ -25,19 +24,12 @@ use super::address::Address;
 use super::affinity::Trail;
 use super::api::{Api, Target};
 use super::body::{Fields, Payload, PayloadBody};
-use super::connector::Resolved;
+use super::connector::Connector;
 use super::lead::{self, Lead};
 use super::memory::Room;
 use super::prompt::{self, Prompt};
+use super::tls::TowardsEngines;
 
-/// An engine that takes no connection for so long is down.
-const CONNECT_TIME_MAX: Duration = Duration::from_secs(2);
-/// A host that vanishes says nothing: its connections end after 25 s.
-pub(super) const KEEPALIVE_IDLE: Duration = Duration::from_secs(10);
-pub(super) const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(5);
-const KEEPALIVE_RETRIES: u32 = 3;
-const VANISHED_AFTER: Duration =
-    Duration::from_secs(KEEPALIVE_IDLE.as_secs() + KEEPALIVE_RETRIES as u64 * KEEPALIVE_INTERVAL.as_secs());
 /// A connection without work is used again for so long: vLLM closes it after 5 s, and what is sent just then is lost.
 const IDLE_MAX: Duration = Duration::from_secs(3);
 /// The longest answer that is read whole: one token, and what it came with.
@@ -101,7 +93,7 @@ pub(super) type Answer = UnsyncBoxBody<Bytes, hyper::Error>;
 pub(super) enum ForwardError {
     /// Nothing of the request has reached it.
     #[error("it cannot be reached: {0}")]
-    Unreachable(#[source] hyper_util::client::legacy::Error),
+    Unreachable(String),
     #[error("the connection ended before the answer: {0}")]
     Broken(String),
     #[error("it answered {0}")]
@@ -116,7 +108,7 @@ pub(super) enum ForwardError {
 #[derive(Clone, Debug)]
 pub(super) struct Forwarder {
     to: Address,
-    client: Client<HttpConnector<Resolved>, PayloadBody>,
+    client: Client<Connector, PayloadBody>,
 }
 
 /// A stream whose first event is there before the answer that goes on with it.
@@ -201,15 +193,8 @@ impl Breaks {
 // === impl Forwarder ===
 
 impl Forwarder {
-    pub(super) fn new(to: Address) -> Self {
-        let mut connector = HttpConnector::new_with_resolver(Resolved(to.socket));
-        connector.set_connect_timeout(Some(CONNECT_TIME_MAX));
-        connector.set_nodelay(true);
-        connector.set_keepalive(Some(KEEPALIVE_IDLE));
-        connector.set_keepalive_interval(Some(KEEPALIVE_INTERVAL));
-        connector.set_keepalive_retries(Some(KEEPALIVE_RETRIES));
-        // As long as the host has not confirmed what was sent, it is sent that again, and no probes.
-        connector.set_tcp_user_timeout(Some(VANISHED_AFTER));
+    pub(super) fn new(to: Address, tls: Option<Arc<TowardsEngines>>) -> Self {
+        let connector = Connector::new(to.socket, tls);
         let client = Client::builder(TokioExecutor::new()).pool_idle_timeout(IDLE_MAX).build(connector);
         Self { to, client }
     }
@@ -223,7 +208,7 @@ impl Forwarder {
         *request.headers_mut() = asked.headers;
         clean(request.headers_mut());
         let mut answer = self.client.request(request).await.map_err(|error| match error.is_connect() {
-            true => ForwardError::Unreachable(error),
+            true => ForwardError::Unreachable(with_cause(&error)),
             false => broken(&error),
         })?;
         // A client reaches no engine by its own address.
@@ -260,6 +245,12 @@ impl Forwarder {
         let answer = self.hear(asked).await?;
         if answer.status().is_success() { Ok(answer) } else { Err(ForwardError::Status(answer.status())) }
     }
+}
+
+/// An error with the last of its causes, which is the network's or of TLS.
+fn with_cause(error: &dyn std::error::Error) -> String {
+    let cause = std::iter::successors(error.source(), |cause| cause.source()).last();
+    cause.map_or_else(|| error.to_string(), |cause| format!("{error}: {cause}"))
 }
 
 /// Whether an engine may read a body as JSON: `application/json`, or any type that ends so.

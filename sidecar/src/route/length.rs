@@ -98,7 +98,7 @@ mod tests {
                 lines.map_while(Result::ok).find(String::is_empty).unwrap();
                 stream.write_all(answer.as_bytes()).unwrap();
             });
-            let engines = Engines::new(Role::Decode);
+            let engines = Engines::new(Role::Decode, None);
             engines.update(vec![address]);
             let engine = Arc::clone(&engines.all()[0]);
             // Its pause is over: the question is its trial.

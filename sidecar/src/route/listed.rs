@@ -34,6 +34,16 @@ fn urls<'de, D: Deserializer<'de>>(list: D) -> Result<Vec<EngineUrl>, D::Error> 
 // === impl Listed ===
 
 impl Listed {
+    /// The same list, where engines with https can be checked.
+    pub(super) fn checkable(self, has_authorities: bool) -> Result<Self, String> {
+        match self.prefill.iter().chain(&self.decode).find(|url| url.is_https()) {
+            Some(url) if !has_authorities => {
+                Err(format!("{url} needs --engine-ca: name a PEM file with the authority of its certificate"))
+            }
+            _ => Ok(self),
+        }
+    }
+
     /// The URLs that a TOML file has. An error names the line, and what to write there.
     pub(super) fn read(path: &Path) -> Result<Self, String> {
         let unreadable = |error| {

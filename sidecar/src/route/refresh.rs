@@ -1,4 +1,4 @@
-//! What the router reads again while it runs: the list of engines, and the addresses of their names.
+//! What the router reads again while it runs: the list of engines, the addresses of their names, and certificates.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -20,8 +20,8 @@ pub(super) struct Refresher {
     file: Option<PathBuf>,
     listed: Listed,
     names: Names,
-    /// What the log has said of a file that is no use.
-    told: Option<String>,
+    /// What is wrong with files, which the log has said.
+    told: Vec<String>,
 }
 
 // === impl Refresher ===
@@ -32,7 +32,8 @@ impl Refresher {
         let Options { engines: file, prefill, decode, .. } = &router.options;
         let (file, named) = (file.clone(), Listed { prefill: prefill.clone(), decode: decode.clone() });
         let listed = file.as_deref().map_or(Ok(named), Listed::read)?;
-        Ok(Self { router, file, listed, names: Names::default(), told: None })
+        let listed = listed.checkable(router.tls.engines.is_some())?;
+        Ok(Self { router, file, listed, names: Names::default(), told: Vec::new() })
     }
 
     /// Looks all names up, and gives the router the engines that they stand for.
@@ -44,18 +45,23 @@ impl Refresher {
         self.router.decode.update(self.names.addresses(decode));
     }
 
-    /// Reads the list again. One that is no use changes nothing.
+    /// Reads all files again. One that is no use changes nothing.
     async fn read(&mut self) {
-        let Some(file) = self.file.clone() else { return };
-        let read = spawn_blocking(move || Listed::read(&file)).await.expect("no file lets it panic");
-        match read {
-            Ok(listed) => (self.listed, self.told) = (listed, None),
-            Err(error) if self.told.as_ref() == Some(&error) => {}
-            Err(error) => {
-                tracing::error!("{error}; the engines stay as they were");
-                self.told = Some(error);
-            }
+        let (router, file) = (Arc::clone(&self.router), self.file.clone());
+        let reading = spawn_blocking(move || {
+            let listed = file.map(|file| Listed::read(&file)?.checkable(router.tls.engines.is_some()));
+            (listed, router.tls.refresh())
+        });
+        let (listed, mut problems) = reading.await.expect("no file lets it panic");
+        match listed {
+            Some(Ok(listed)) => self.listed = listed,
+            Some(Err(error)) => problems.push(error),
+            None => {}
         }
+        for problem in problems.iter().filter(|problem| !self.told.contains(problem)) {
+            tracing::error!("{problem}; what was read before stays in use");
+        }
+        self.told = problems;
     }
 
     /// Does both at each interval, and at once when it is told to.
@@ -63,9 +69,9 @@ impl Refresher {
         let pause = Duration::from_millis(self.router.options.refresh_interval.as_millis());
         loop {
             if first(sleep(pause), reload.notified()).await.is_none() {
-                tracing::info!("SIGHUP: engines are read and resolved again");
+                tracing::info!("SIGHUP: files are read, and names are resolved");
                 // What is still wrong is said again.
-                self.told = None;
+                self.told.clear();
             }
             self.read().await;
             self.resolve().await;

@@ -19,14 +19,19 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use rustix::net::sockopt;
 use rustix::process::{Resource, getrlimit};
 use serde_json::json;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::TcpStream;
 use tokio::sync::Notify;
 use tokio::sync::watch::{Receiver, channel};
 use tokio::time::timeout;
+use tokio_rustls::TlsAcceptor;
+use tokio_rustls::server::TlsStream;
 
 use super::counters::CONNECTIONS;
-use super::forward::{self, Answer};
+use super::forward::Answer;
 use super::refresh::Refresher;
-use super::{Options, Router};
+use super::tls::TowardsClients;
+use super::{Options, Router, connector};
 use crate::connections::{Admitted, Connections, first};
 use crate::listener;
 
@@ -55,7 +60,7 @@ struct Clients {
 
 /// A client's connection, and its place among all.
 struct Client {
-    stream: tokio::net::TcpStream,
+    stream: TcpStream,
     address: IpAddr,
     admitted: Arc<Admitted>,
 }
@@ -131,8 +136,8 @@ fn clients_max(descriptors: Option<u64>) -> usize {
 /// A client whose host vanishes says nothing: the connections of this listener, which are as it is, end then.
 fn keep_alive(listener: &TcpListener) -> std::io::Result<()> {
     sockopt::set_socket_keepalive(listener, true)?;
-    sockopt::set_tcp_keepidle(listener, forward::KEEPALIVE_IDLE)?;
-    sockopt::set_tcp_keepintvl(listener, forward::KEEPALIVE_INTERVAL)?;
+    sockopt::set_tcp_keepidle(listener, connector::KEEPALIVE_IDLE)?;
+    sockopt::set_tcp_keepintvl(listener, connector::KEEPALIVE_INTERVAL)?;
     // How long nothing is confirmed, also of probes: their number does not count then.
     Ok(sockopt::set_tcp_user_timeout(listener, SILENCE_MAX.as_millis() as u32)?)
 }
@@ -158,7 +163,7 @@ impl Clients {
             match listener.accept() {
                 Ok((stream, client)) => {
                     stream.set_nonblocking(true)?;
-                    self.serve(tokio::net::TcpStream::from_std(stream)?, client);
+                    self.serve(TcpStream::from_std(stream)?, client);
                 }
                 Err(error) if error.kind() == ErrorKind::ConnectionAborted => {}
                 Err(_) => return Ok(()),
@@ -166,7 +171,7 @@ impl Clients {
         }
     }
 
-    fn serve(&self, stream: tokio::net::TcpStream, client: SocketAddr) {
+    fn serve(&self, stream: TcpStream, client: SocketAddr) {
         match self.connections.admit() {
             Some(admitted) => {
                 let client = Client { stream, address: client.ip(), admitted: Arc::new(admitted) };
@@ -180,46 +185,73 @@ impl Clients {
 // === impl Client ===
 
 impl Client {
-    /// Serves it until it goes, or once the router is `ended` until the answer under way is over. A client that has asked nothing yet may
-    /// be about to: it has [`FIRST_REQUEST_TIME_MAX`].
-    async fn serve(self, router: Arc<Router>, mut ended: Receiver<()>) {
-        let _ = self.stream.set_nodelay(true);
-        let (admitted, address, has_asked) =
-            (Arc::clone(&self.admitted), self.address, Arc::new(AtomicBool::new(false)));
-        let asked = Arc::clone(&has_asked);
-        let service = service_fn(move |request| {
-            asked.store(true, Ordering::Relaxed);
-            let (router, busy) = (Arc::clone(&router), Busy::begin(&admitted));
-            async move {
-                let answer = Arc::clone(&router).respond(request, address).await;
-                let mut answer = answer.map(|body| Answered { body, _busy: busy });
-                if router.is_draining() {
-                    // The client's next request goes to another router, and this connection ends.
-                    answer.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+    /// Serves it until it goes, or once the router is `ended` until the answer under way is over. A client that does not begin TLS, or makes
+    /// room for another one, is hung up on.
+    async fn serve(self, router: Arc<Router>, ended: Receiver<()>) {
+        let Self { stream, address, admitted } = self;
+        let _ = stream.set_nodelay(true);
+        let closing = admitted.closing();
+        let serving = async {
+            match router.tls.clients.clone() {
+                None => converse(stream, address, admitted, router, ended).await,
+                Some(tls) => {
+                    if let Some(stream) = greet(stream, &tls, ended.clone()).await {
+                        converse(stream, address, admitted, router, ended).await;
+                    }
                 }
-                Ok::<_, Infallible>(answer)
-            }
-        });
-        // A client that goes away early is its own business: its request is dropped here, and with it those to the engines.
-        let mut serving = pin!(
-            http1::Builder::new()
-                .timer(TokioTimer::new())
-                .header_read_timeout(HEADER_TIME_MAX)
-                .max_buf_size(BUFFER_BYTES)
-                .serve_connection(TokioIo::new(self.stream), service)
-        );
-        let ending = async {
-            _ = ended.changed().await;
-            if !has_asked.load(Ordering::Relaxed) {
-                tokio::time::sleep(FIRST_REQUEST_TIME_MAX).await;
             }
         };
-        let serving_until = first(serving.as_mut(), ending);
-        let served = first(serving_until, self.admitted.closing()).await;
-        if let Some(None) = served {
-            serving.as_mut().graceful_shutdown();
-            let _ = serving.await;
+        first(serving, closing).await;
+    }
+}
+
+/// The TLS session of a client; `None` where it has none in time.
+async fn greet(stream: TcpStream, tls: &TowardsClients, ended: Receiver<()>) -> Option<TlsStream<TcpStream>> {
+    let greeting = timeout(HEADER_TIME_MAX, TlsAcceptor::from(tls.current()).accept(stream));
+    first(greeting, ending(ended, &AtomicBool::new(false))).await?.ok()?.ok()
+}
+
+/// Answers what a client asks by one connection.
+async fn converse<S: AsyncRead + AsyncWrite + Unpin>(
+    stream: S,
+    address: IpAddr,
+    admitted: Arc<Admitted>,
+    router: Arc<Router>,
+    ended: Receiver<()>,
+) {
+    let has_asked = AtomicBool::new(false);
+    let service = service_fn(|request| {
+        has_asked.store(true, Ordering::Relaxed);
+        let (router, busy) = (Arc::clone(&router), Busy::begin(&admitted));
+        async move {
+            let answer = Arc::clone(&router).respond(request, address).await;
+            let mut answer = answer.map(|body| Answered { body, _busy: busy });
+            if router.is_draining() {
+                // The client's next request goes to another router, and this connection ends.
+                answer.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+            }
+            Ok::<_, Infallible>(answer)
         }
+    });
+    // A client that goes away early is its own business: its request is dropped here, and with it those to the engines.
+    let mut serving = pin!(
+        http1::Builder::new()
+            .timer(TokioTimer::new())
+            .header_read_timeout(HEADER_TIME_MAX)
+            .max_buf_size(BUFFER_BYTES)
+            .serve_connection(TokioIo::new(stream), service)
+    );
+    if first(serving.as_mut(), ending(ended, &has_asked)).await.is_none() {
+        serving.as_mut().graceful_shutdown();
+        let _ = serving.await;
+    }
+}
+
+/// Ends with the router. A client that has asked nothing yet may be about to: it has [`FIRST_REQUEST_TIME_MAX`].
+async fn ending(mut ended: Receiver<()>, has_asked: &AtomicBool) {
+    _ = ended.changed().await;
+    if !has_asked.load(Ordering::Relaxed) {
+        tokio::time::sleep(FIRST_REQUEST_TIME_MAX).await;
     }
 }
 
@@ -280,6 +312,7 @@ mod tests {
 
     use super::*;
     use crate::route::intake::Unread;
+    use crate::route::tls::tests::issued;
 
     #[test]
     fn what_is_refused_is_counted_by_its_reason() {
@@ -314,9 +347,26 @@ mod tests {
         let _client = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (stream, _) = listener.accept().unwrap();
         assert!(sockopt::socket_keepalive(&stream).unwrap());
-        assert_eq!(sockopt::tcp_keepidle(&stream).unwrap(), forward::KEEPALIVE_IDLE);
-        assert_eq!(sockopt::tcp_keepintvl(&stream).unwrap(), forward::KEEPALIVE_INTERVAL);
+        assert_eq!(sockopt::tcp_keepidle(&stream).unwrap(), connector::KEEPALIVE_IDLE);
+        assert_eq!(sockopt::tcp_keepintvl(&stream).unwrap(), connector::KEEPALIVE_INTERVAL);
         assert_eq!(sockopt::tcp_user_timeout(&stream).unwrap(), SILENCE_MAX.as_millis() as u32);
+    }
+
+    #[test]
+    fn a_client_that_does_not_begin_tls_is_hung_up_on() {
+        let folder = tempfile::tempdir().unwrap();
+        let tls = issued(folder.path());
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build();
+        runtime.unwrap().block_on(async {
+            let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+            let silent = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+            let (stream, _) = listener.accept().await.unwrap();
+            let (_ending, ended) = channel(());
+            let begun = tokio::time::Instant::now();
+            assert!(greet(stream, &tls, ended).await.is_none());
+            assert_eq!(begun.elapsed(), HEADER_TIME_MAX);
+            drop(silent);
+        });
     }
 
     #[test]

@@ -150,7 +150,7 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
                 match signals.read_signal() {
                     Ok(Some(told)) if told.ssi_signo == Signal::SIGHUP as u32 => reloads.notify_one(),
                     Ok(Some(_)) => break drop(tell.send(())),
-                    // An interruption is no signal of these.
+                    // The read was interrupted.
                     _ => {}
                 }
             };
@@ -235,7 +235,7 @@ fn serve(config: &Config, log: LogLevel) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Readable once one of these has come. Called before any thread starts, so that none of them takes the signal itself.
+/// Readable once one of these has come. Called before any thread starts, so no thread takes the signal itself.
 fn signals(watched: &[Signal]) -> anyhow::Result<SignalFd> {
     let signals: SigSet = watched.iter().copied().collect();
     signals.thread_block().context("cannot block signals")?;

@@ -59,7 +59,7 @@ use self::memory::Memory;
 use self::prompt::Whole;
 pub use self::server::serve;
 use self::server::{failure, plain};
-use self::tls::Sides;
+use self::tls::RouteTls;
 use self::tokens::TokenBytes;
 use crate::config::{IpPort, Level, LogFormat, Size, Time};
 use crate::connections::first;
@@ -81,8 +81,8 @@ const REFUSAL_PAUSE: Duration = Duration::from_secs(60);
 pub struct Options {
     /// An engine that computes prompts, http://HOST:PORT or https://HOST:PORT of its OpenAI server; repeat it for each
     ///
-    /// Each address of a host's name is an engine of its own, as of a headless Service. Of a name with IPv4 and IPv6 addresses those of
-    /// IPv4 count.
+    /// Each address of a host's name is an engine of its own, as of a headless Service. A name with IPv4 and IPv6 addresses stands for those of
+    /// IPv4 alone.
     #[arg(
         long,
         env = "PILLION_PREFILL",
@@ -104,12 +104,13 @@ pub struct Options {
     pub decode: Vec<EngineUrl>,
     /// A TOML file with both lists, prefill = ["URL"] and decode = ["URL"], instead of --prefill and --decode
     ///
-    /// It is read again at each --refresh-interval, and on SIGHUP. Where it is wrong, the log names the line, and the engines stay.
+    /// The router reads it again at each --refresh-interval, and on SIGHUP. If it is malformed, the log names the line, and the engines
+    /// stay as they were.
     #[arg(long, env = "PILLION_ENGINES", value_name = "FILE")]
     pub engines: Option<PathBuf>,
-    /// How often the names of engines' hosts are looked up again, and --engines is read; SIGHUP has it done at once
+    /// Time between two lookups of engines' names, and two reads of --engines and of TLS files; SIGHUP has both done at once
     ///
-    /// 1s or more. A name whose lookup fails keeps its engines. An engine that left the list ends the requests that it has.
+    /// 1s or more. A failed lookup keeps the engines of a name. An engine gets no more requests once it left the list, and ends its own.
     #[arg(long, env = "PILLION_REFRESH_INTERVAL", default_value = "10s", value_name = "TIME")]
     pub refresh_interval: Time,
     /// Where clients ask
@@ -136,10 +137,10 @@ pub struct Options {
     /// The engine that answers computes a prompt itself when the other one has not done so within this time
     #[arg(long, env = "PILLION_PREFILL_TIMEOUT", default_value = "60s", value_name = "TIME")]
     pub prefill_timeout: Time,
-    /// How long clients are accepted after SIGTERM, while /health answers with status 503
+    /// Time after SIGTERM with new clients still accepted, while /health answers with status 503
     ///
-    /// A Service stops sending clients here within this time. Each answer then has Connection: close, and streams end, 20 s after it at
-    /// most: give terminationGracePeriodSeconds more than both.
+    /// A Service stops sending clients here within this time, and each answer has Connection: close. Streams then have 20 s to end: give
+    /// terminationGracePeriodSeconds more than both.
     #[arg(long, env = "PILLION_DRAIN_TIME", default_value = "5s", value_name = "TIME")]
     pub drain_time: Time,
     /// Memory for bodies of requests that wait for their answer's begin
@@ -147,14 +148,14 @@ pub struct Options {
     /// What goes beyond it is refused with status 503. One client, by its address, has half of it: behind a proxy all are one.
     #[arg(long, env = "PILLION_REQUEST_MEMORY", default_value = "128MiB", value_name = "SIZE")]
     pub request_memory: Size,
-    /// A PEM file of the authorities that signed the certificates of engines with https://HOST:PORT
+    /// A PEM file of the authorities behind the certificates of engines with https://HOST:PORT
     ///
-    /// A certificate must carry the URL's host, and the engine speak TLS 1.3. The file is read again as --engines is.
+    /// A certificate must carry the URL's host, and the engine speak TLS 1.3. The router reads the file again as it does --engines.
     #[arg(long, env = "PILLION_ENGINE_CA", value_name = "FILE")]
     pub engine_ca: Option<PathBuf>,
-    /// The router's certificate and those that lead to its authority, in PEM: clients then speak TLS 1.3
+    /// The router's certificate and the chain to its authority, in PEM: clients then speak TLS 1.3
     ///
-    /// It and --tls-key are read again as --engines is. What is no pair changes nothing, and the log says so.
+    /// The router reads it and --tls-key again as it does --engines. Files without a pair change nothing, and the log says so.
     #[arg(long, env = "PILLION_TLS_CERT", requires = "tls_key", value_name = "FILE")]
     pub tls_cert: Option<PathBuf>,
     /// The private key of --tls-cert, in PEM
@@ -186,7 +187,7 @@ struct Router {
     prefill: Engines,
     decode: Engines,
     options: Options,
-    tls: Sides,
+    tls: RouteTls,
     counters: Counters,
     lengths: Lengths,
     token_bytes: TokenBytes,
@@ -195,7 +196,7 @@ struct Router {
     long_bodies: Semaphore,
     /// When the log last told of a body without room.
     refusal_told: Mutex<Option<Instant>>,
-    /// Whether the process was told to end.
+    /// Set after SIGTERM.
     is_draining: AtomicBool,
 }
 
@@ -203,7 +204,7 @@ struct Router {
 
 impl Router {
     fn new(options: Options) -> anyhow::Result<Self> {
-        let tls = Sides::read(&options).map_err(anyhow::Error::msg)?;
+        let tls = RouteTls::from_options(&options).map_err(anyhow::Error::msg)?;
         let engines = |role| Engines::new(role, tls.engines.clone());
         let (prefill, decode) = (engines(Role::Prefill), engines(Role::Decode));
         let (lengths, token_bytes) = (Lengths::default(), TokenBytes::default());
@@ -306,7 +307,7 @@ impl Router {
         self.is_draining.load(Ordering::Relaxed)
     }
 
-    /// Up while an engine that answers is, until the process is told to end.
+    /// Status 200 while an engine of --decode is up, until SIGTERM.
     fn health(&self) -> Response<Answer> {
         let (now, is_draining) = (Instant::now(), self.is_draining());
         let (prefill, decode) = (self.prefill.up(now), self.decode.up(now));

@@ -208,7 +208,7 @@ def missing(value: Document, document: Document, path: tuple[str | int, ...]) ->
 
 
 def seconds_to_end(container: Document) -> tuple[int, int]:
-    """How long a serving container takes requests at its end, and how long its answers may take after that."""
+    """How long a serving container takes requests at its end, and how long its answers may then take."""
     if container["name"] == "router":
         [drains] = [argument.partition("=")[2] for argument in container["args"] if argument.startswith("--drain-time=")]
         return int(drains.removesuffix("s")), ROUTER_ENDS_S

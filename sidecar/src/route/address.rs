@@ -1,4 +1,4 @@
-//! Where engines listen: URLs as they are given, and the addresses that their hosts have.
+//! URLs of engines as options and files name them, and the addresses of their hosts.
 
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
@@ -9,7 +9,7 @@ use hyper::header::HeaderValue;
 use hyper::http::uri::{Authority, Scheme};
 use serde::Deserialize;
 
-/// The URL of an engine's OpenAI server, `http://HOST:PORT` or `https://HOST:PORT`. A host that is a name may stand for several engines.
+/// The URL of an engine's OpenAI server, `http://HOST:PORT` or `https://HOST:PORT`. A name as a host may stand for several engines.
 #[derive(Clone, Debug, Deserialize, Eq, Hash, PartialEq)]
 #[serde(try_from = "String")]
 pub struct EngineUrl {
@@ -17,7 +17,7 @@ pub struct EngineUrl {
     authority: Authority,
 }
 
-/// The address of one engine: its URL, and an address that the URL's host has.
+/// The address of one engine: its URL, and an address of the URL's host.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct Address {
     url: EngineUrl,
@@ -72,7 +72,7 @@ impl EngineUrl {
         self.scheme == Scheme::HTTPS
     }
 
-    /// The address of a host that is no name.
+    /// The address of a host without a name.
     pub(super) fn literal(&self) -> Option<SocketAddr> {
         Some(SocketAddr::new(self.host().parse::<IpAddr>().ok()?, self.port()))
     }
@@ -91,7 +91,7 @@ impl Address {
         Self { url, socket }
     }
 
-    /// The URI of a path at this engine. It has the host as it was given, which the header `Host` then states.
+    /// The URI of a path at this engine. Its host, and so the header `Host`, is that of the URL.
     pub(super) fn at(&self, path: &str) -> Result<Uri, hyper::http::Error> {
         let (scheme, authority) = (self.url.scheme.clone(), self.url.authority.clone());
         Uri::builder().scheme(scheme).authority(authority).path_and_query(path).build()
@@ -109,7 +109,7 @@ impl Address {
 }
 
 impl fmt::Display for Address {
-    /// Writes the URL, and behind a name which of its addresses this is.
+    /// Writes the URL, and the address behind a name.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.url.literal() {
             Some(_) => self.url.fmt(f),

@@ -20,9 +20,9 @@ use tower_service::Service;
 
 use super::tls::TowardsEngines;
 
-/// An engine that takes no connection for so long, with its TLS session, is down.
+/// An engine is down if a connection to it, with its TLS session, takes longer.
 const CONNECT_TIME_MAX: Duration = Duration::from_secs(2);
-/// A host that vanishes says nothing: its connections end after 25 s.
+/// A vanished host says nothing: its connections end after 25 s.
 pub(super) const KEEPALIVE_IDLE: Duration = Duration::from_secs(10);
 pub(super) const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(5);
 const KEEPALIVE_RETRIES: u32 = 3;
@@ -32,7 +32,7 @@ const VANISHED_AFTER: Duration =
 type Stream = MaybeHttpsStream<TokioIo<TcpStream>>;
 type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
-/// Connects to one address, by TLS where the URI says so.
+/// Connects to one address, by TLS if the URI says so.
 #[derive(Clone, Debug)]
 pub(super) struct Connector {
     http: HttpConnector<Resolved>,
@@ -53,7 +53,7 @@ impl Connector {
         http.set_keepalive(Some(KEEPALIVE_IDLE));
         http.set_keepalive_interval(Some(KEEPALIVE_INTERVAL));
         http.set_keepalive_retries(Some(KEEPALIVE_RETRIES));
-        // As long as the host has not confirmed what was sent, it is sent that again, and no probes.
+        // The kernel sends unconfirmed data again, and no probes beside it.
         http.set_tcp_user_timeout(Some(VANISHED_AFTER));
         Self { http, tls }
     }

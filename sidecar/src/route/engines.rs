@@ -31,7 +31,7 @@ const RECENT_HALF: Duration = Duration::from_secs(60);
 /// An engine may be replaced between two requests, and nobody sees it down: a length is asked for again after this.
 const LENGTH_AGE_MAX: Duration = Duration::from_secs(60);
 
-/// So many engines that left the list are remembered with what is known of them: a pod that is unready for a moment comes back.
+/// The router remembers the state of so many engines behind their end: an unready pod may soon be ready again.
 const GONE_MAX: usize = 64;
 
 #[derive(Debug)]
@@ -108,8 +108,8 @@ pub(super) struct Awaited(Arc<Engine>, Instant);
 /// All engines of one role.
 #[derive(Debug)]
 pub(super) struct Engines {
-    list: Mutex<List>,
-    /// How engines with https are spoken to.
+    list: Mutex<RoleEngines>,
+    /// TLS towards engines with https.
     tls: Option<Arc<TowardsEngines>>,
     role: Role,
     affinity: Affinity,
@@ -117,11 +117,11 @@ pub(super) struct Engines {
 
 /// The engines of a role at one time.
 #[derive(Debug, Default)]
-struct List {
+struct RoleEngines {
     all: Arc<[Arc<Engine>]>,
-    /// Those that left, the last first.
+    /// Former engines, the last first.
     gone: Vec<Arc<Engine>>,
-    /// How many there were; the last one has this number.
+    /// The number of the last one.
     made: u32,
 }
 
@@ -320,13 +320,13 @@ impl Drop for Seat {
 // === impl Engines ===
 
 impl Engines {
-    /// No engines so far. Those with https that come need `tls`.
+    /// No engines so far. Later ones with https need `tls`.
     pub(super) fn new(role: Role, tls: Option<Arc<TowardsEngines>>) -> Self {
         Self { list: Mutex::default(), tls, role, affinity: Affinity::default() }
     }
 
-    /// Makes these addresses those of all engines. An engine whose address stays keeps its state; one whose address is gone gets no more
-    /// requests, and ends those that it has.
+    /// Makes these addresses those of all engines. An engine with one of them keeps its state. An engine without gets no more
+    /// requests, and goes on with those under way.
     pub(super) fn update(&self, addresses: Vec<Address>) {
         let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
         let (before, mut made) = (Arc::clone(&list.all), list.made);
@@ -340,7 +340,7 @@ impl Engines {
         };
         let all: Arc<[_]> = addresses.into_iter().map(engine).collect();
         known.truncate(GONE_MAX);
-        *list = List { all: Arc::clone(&all), gone: known, made };
+        *list = RoleEngines { all: Arc::clone(&all), gone: known, made };
         drop(list);
         let (joined, left) = (missing(&all, &before), missing(&before, &all));
         if !(joined.is_empty() && left.is_empty()) {
@@ -435,7 +435,7 @@ impl Engines {
     }
 }
 
-/// The addresses of `engines` that are not among `others`.
+/// The addresses of those `engines` beyond `others`.
 fn missing(engines: &[Arc<Engine>], others: &[Arc<Engine>]) -> String {
     let is_other = |engine: &&Arc<Engine>| others.iter().any(|other| Arc::ptr_eq(other, engine));
     let missing = engines.iter().filter(|engine| !is_other(engine)).map(|engine| engine.address.to_string());
@@ -638,7 +638,7 @@ mod tests {
         assert!(Arc::ptr_eq(&all[0], &second) && Arc::ptr_eq(&all[2], &third));
         assert!((all[1].number, &all[1].address) == (4, &address(3)));
         assert!(!all[0].is_up(now) && Load::of(&all[0], now).under_way == 3.0);
-        // What it has goes on, and it gets no more.
+        // The second engine left.
         engines.update(vec![address(0), address(2)]);
         assert!(Arc::ptr_eq(&engines.all()[0], &first));
         let ranked = engines.ranked(&trail(7, true), 1, None, now);
@@ -660,7 +660,7 @@ mod tests {
     }
 
     #[test]
-    fn what_an_engine_stored_that_is_gone_is_looked_for_at_all_others() {
+    fn a_response_of_an_engine_that_left_is_looked_for_at_all_others() {
         let (engines, now) = (engines(3), Instant::now());
         engines.bind(9, &engines.all()[1]);
         assert_eq!(engines.ranked(&Trail::bound(9), 1, None, now).len(), 1);

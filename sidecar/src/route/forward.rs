@@ -247,7 +247,7 @@ impl Forwarder {
     }
 }
 
-/// An error with the last of its causes, which is the network's or of TLS.
+/// An error with the last of its causes: of the network, or of TLS.
 fn with_cause(error: &dyn std::error::Error) -> String {
     let cause = std::iter::successors(error.source(), |cause| cause.source()).last();
     cause.map_or_else(|| error.to_string(), |cause| format!("{error}: {cause}"))

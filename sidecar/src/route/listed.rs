@@ -1,4 +1,4 @@
-//! The URLs of engines, in a file that is read again while the router runs.
+//! The URLs of engines, as a file lists them.
 
 use std::fs::File;
 use std::io::Read;
@@ -9,32 +9,32 @@ use serde::{Deserialize, Deserializer};
 
 use super::address::EngineUrl;
 
-/// Bytes of the longest file that is read: some 1,500 engines.
+/// The most bytes of a file: some 1,500 engines.
 const FILE_BYTES_MAX: u64 = 64 << 10;
-/// What every error of a file ends with.
+/// The form of a file, at the end of every error.
 const FORM: &str =
     r#"the file has two lists, prefill = ["http://HOST:PORT"] and decode = ["http://HOST:PORT"]"#;
 
 /// The URLs of all engines.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq)]
 #[serde(deny_unknown_fields)]
-pub(super) struct Listed {
+pub(super) struct EngineList {
     #[serde(deserialize_with = "urls")]
     pub(super) prefill: Vec<EngineUrl>,
     #[serde(deserialize_with = "urls")]
     pub(super) decode: Vec<EngineUrl>,
 }
 
-/// The URLs of one role, of which there is one at least.
+/// The URLs of one role, one at least.
 fn urls<'de, D: Deserializer<'de>>(list: D) -> Result<Vec<EngineUrl>, D::Error> {
     let urls = Vec::deserialize(list)?;
     if urls.is_empty() { Err(D::Error::custom("the list is empty; name an engine")) } else { Ok(urls) }
 }
 
-// === impl Listed ===
+// === impl EngineList ===
 
-impl Listed {
-    /// The same list, where engines with https can be checked.
+impl EngineList {
+    /// The same list. Fails if an engine has https, and no authority is there to check its certificate.
     pub(super) fn checkable(self, has_authorities: bool) -> Result<Self, String> {
         match self.prefill.iter().chain(&self.decode).find(|url| url.is_https()) {
             Some(url) if !has_authorities => {
@@ -44,8 +44,8 @@ impl Listed {
         }
     }
 
-    /// The URLs that a TOML file has. An error names the line, and what to write there.
-    pub(super) fn read(path: &Path) -> Result<Self, String> {
+    /// The URLs of a TOML file. An error names the line, and the form to write there.
+    pub(super) fn read_file(path: &Path) -> Result<Self, String> {
         let unreadable = |error| {
             format!("cannot read {}: {error}; name a file of at most 64 KiB in --engines", path.display())
         };
@@ -67,10 +67,10 @@ impl Listed {
 mod tests {
     use super::*;
 
-    fn read(text: &str) -> Result<Listed, String> {
+    fn read(text: &str) -> Result<EngineList, String> {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), text).unwrap();
-        Listed::read(file.path())
+        EngineList::read_file(file.path())
     }
 
     #[test]
@@ -81,7 +81,10 @@ mod tests {
         let urls = |urls: &[&str]| urls.iter().map(|url| url.parse().unwrap()).collect();
         assert_eq!(
             read,
-            Ok(Listed { prefill: urls(&["http://p:1"]), decode: urls(&["http://d:1", "http://10.0.0.1:2"]) })
+            Ok(EngineList {
+                prefill: urls(&["http://p:1"]),
+                decode: urls(&["http://d:1", "http://10.0.0.1:2"])
+            })
         );
     }
 
@@ -106,7 +109,7 @@ mod tests {
         }
         let long = read(&"#".repeat(FILE_BYTES_MAX as usize + 1)).unwrap_err();
         assert!(long.contains("64 KiB"), "{long}");
-        let missing = Listed::read(Path::new("/no/such/file")).unwrap_err();
+        let missing = EngineList::read_file(Path::new("/no/such/file")).unwrap_err();
         assert!(missing.contains("/no/such/file") && missing.contains("--engines"), "{missing}");
     }
 }

@@ -1,4 +1,4 @@
-//! The addresses of engines whose URLs have a name for a host, looked up again while the router runs.
+//! The addresses of engines with a name for a host, looked up again while the router runs.
 
 use std::collections::{HashMap, HashSet};
 use std::io::{Error, ErrorKind, Result};
@@ -13,11 +13,11 @@ use super::address::{Address, EngineUrl};
 /// Name servers have so long to answer. The names of one list are looked up at once.
 const LOOKUP_TIME_MAX: Duration = Duration::from_secs(5);
 
-/// What is known of the names of one list of engines.
+/// The known addresses of one list of engines.
 #[derive(Debug, Default)]
 pub(super) struct Names {
     known: HashMap<EngineUrl, Vec<SocketAddr>>,
-    /// Names whose last lookup failed, which the log has said.
+    /// Names with a failed last lookup, each of them named in the log.
     failing: HashSet<EngineUrl>,
 }
 
@@ -39,7 +39,7 @@ fn of_one_family(mut found: Vec<SocketAddr>) -> Vec<SocketAddr> {
 // === impl Names ===
 
 impl Names {
-    /// Looks up the names of a list by `look_up`. A name whose lookup fails keeps the addresses that are known of it.
+    /// Looks up the names of a list by `look_up`. A failed lookup keeps the addresses of the last one.
     pub(super) async fn refresh<F>(&mut self, urls: &[&EngineUrl], look_up: impl Fn(EngineUrl) -> F)
     where
         F: Future<Output = Result<Vec<SocketAddr>>> + Send + 'static,
@@ -55,12 +55,12 @@ impl Names {
         }
         while let Some(looked_up) = lookups.join_next().await {
             let (url, found) = looked_up.expect("no lookup panics");
-            self.note(url, found.map(of_one_family));
+            self.note_lookup(url, found.map(of_one_family));
         }
     }
 
-    /// Notes what a lookup found.
-    fn note(&mut self, url: EngineUrl, found: Result<Vec<SocketAddr>>) {
+    /// Notes the result of a lookup.
+    fn note_lookup(&mut self, url: EngineUrl, found: Result<Vec<SocketAddr>>) {
         let found = found.and_then(|found| match found.is_empty() {
             true => Err(Error::other("it has no address")),
             false => Ok(found),
@@ -99,7 +99,7 @@ mod tests {
 
     const LISTED: [&str; 3] = ["http://10.9.9.9:1", "http://p:8000", "http://gone:8000"];
 
-    /// The addresses after a refresh in which `p` has these; without any its lookup fails.
+    /// The addresses after a refresh, if the lookup of `p` finds these. It fails without any.
     fn refreshed(names: &mut Names, found: &[&str]) -> Vec<String> {
         let urls = LISTED.map(|url| url.parse::<EngineUrl>().unwrap());
         let found: Vec<SocketAddr> = found.iter().map(|socket| socket.parse().unwrap()).collect();

@@ -37,7 +37,7 @@ use crate::listener;
 
 /// A request line and headers come in one packet; who takes longer is not served.
 const HEADER_TIME_MAX: Duration = Duration::from_secs(30);
-/// A client that was connected when the router ended has so long for a first request.
+/// The time of a new connection for its first request, once the router ends.
 const FIRST_REQUEST_TIME_MAX: Duration = Duration::from_secs(2);
 /// The most bytes of a request's head, and of a body that are read at once.
 const BUFFER_BYTES: usize = 64 << 10;
@@ -45,13 +45,13 @@ const BUFFER_BYTES: usize = 64 << 10;
 const OWN_DESCRIPTORS: usize = 64;
 /// The most clients at once: each takes some 10 KiB.
 const CLIENTS_MAX: usize = 65_536;
-/// Name servers are asked no more often.
+/// The shortest interval of lookups, for the sake of name servers.
 const REFRESH_MS_MIN: u64 = 1000;
 /// A client that confirms nothing for so long, since its host vanished or it reads nothing, is hung up on. While a stream goes on there
 /// is always something to confirm, for which the kernel would wait 15 minutes.
 const SILENCE_MAX: Duration = Duration::from_secs(60);
 
-/// All that serves clients.
+/// Accepts clients.
 struct Clients {
     router: Arc<Router>,
     connections: Arc<Connections>,
@@ -74,8 +74,8 @@ struct Answered {
     _busy: Busy,
 }
 
-/// Runs until the process is told to end; goes on for `--drain-time`, and then ends once the last answer has, or `grace` later. Each
-/// `reload` has the list of engines read again.
+/// Runs until `end` and for `--drain-time` after it, then until the last answer has ended, for `grace` at most. Each `reload` has files read
+/// and names looked up again.
 pub fn serve(
     options: Options,
     reload: Arc<Notify>,
@@ -101,7 +101,7 @@ pub fn serve(
     let mut refresher = Refresher::new(Arc::clone(&router)).map_err(anyhow::Error::msg)?;
     let served = runtime.block_on(async move {
         refresher.resolve().await;
-        tokio::spawn(refresher.run(reload));
+        tokio::spawn(refresher.refresh_forever(reload));
         let listener = tokio::net::TcpListener::from_std(listener)?;
         let drain_time = Duration::from_millis(router.options.drain_time.as_millis());
         // Every connection has a receiver.
@@ -117,7 +117,7 @@ pub fn serve(
             );
             first(accepting, tokio::time::sleep(drain_time)).await;
         }
-        clients.close(listener)?;
+        clients.accept_rest(listener)?;
         let _ = ending.send(());
         let _ = timeout(grace, ending.closed()).await;
         Ok(())
@@ -145,25 +145,25 @@ fn keep_alive(listener: &TcpListener) -> std::io::Result<()> {
 // === impl Clients ===
 
 impl Clients {
-    /// Serves all that connect, without an end.
+    /// Accepts all clients, without an end.
     async fn accept_all(&self, listener: &tokio::net::TcpListener) {
         loop {
             match listener.accept().await {
-                Ok((stream, client)) => self.serve(stream, client),
+                Ok((stream, client)) => self.admit_client(stream, client),
                 // Out of descriptors: the next attempt must not spin.
                 Err(_) => tokio::time::sleep(Duration::from_millis(100)).await,
             }
         }
     }
 
-    /// Serves those that are connected and were not accepted, and has others refused: they may ask another router.
-    fn close(self, listener: tokio::net::TcpListener) -> std::io::Result<()> {
+    /// Accepts the clients in the queue, and closes it: the kernel refuses later ones, and they may ask another router.
+    fn accept_rest(self, listener: tokio::net::TcpListener) -> std::io::Result<()> {
         let listener = listener.into_std()?;
         loop {
             match listener.accept() {
                 Ok((stream, client)) => {
                     stream.set_nonblocking(true)?;
-                    self.serve(TcpStream::from_std(stream)?, client);
+                    self.admit_client(TcpStream::from_std(stream)?, client);
                 }
                 Err(error) if error.kind() == ErrorKind::ConnectionAborted => {}
                 Err(_) => return Ok(()),
@@ -171,7 +171,7 @@ impl Clients {
         }
     }
 
-    fn serve(&self, stream: TcpStream, client: SocketAddr) {
+    fn admit_client(&self, stream: TcpStream, client: SocketAddr) {
         match self.connections.admit() {
             Some(admitted) => {
                 let client = Client { stream, address: client.ip(), admitted: Arc::new(admitted) };
@@ -185,8 +185,8 @@ impl Clients {
 // === impl Client ===
 
 impl Client {
-    /// Serves it until it goes, or once the router is `ended` until the answer under way is over. A client that does not begin TLS, or makes
-    /// room for another one, is hung up on.
+    /// Serves the client until it leaves, or after the router has `ended` until its answer is over. It hangs up on a client without a TLS
+    /// session in time, and on one to make room for another.
     async fn serve(self, router: Arc<Router>, ended: Receiver<()>) {
         let Self { stream, address, admitted } = self;
         let _ = stream.set_nodelay(true);
@@ -205,13 +205,13 @@ impl Client {
     }
 }
 
-/// The TLS session of a client; `None` where it has none in time.
+/// The TLS session of a client; `None` if there is none in time.
 async fn greet(stream: TcpStream, tls: &TowardsClients, ended: Receiver<()>) -> Option<TlsStream<TcpStream>> {
     let greeting = timeout(HEADER_TIME_MAX, TlsAcceptor::from(tls.current()).accept(stream));
     first(greeting, ending(ended, &AtomicBool::new(false))).await?.ok()?.ok()
 }
 
-/// Answers what a client asks by one connection.
+/// Answers the requests of one connection.
 async fn converse<S: AsyncRead + AsyncWrite + Unpin>(
     stream: S,
     address: IpAddr,
@@ -247,7 +247,7 @@ async fn converse<S: AsyncRead + AsyncWrite + Unpin>(
     }
 }
 
-/// Ends with the router. A client that has asked nothing yet may be about to: it has [`FIRST_REQUEST_TIME_MAX`].
+/// Ends with the router. A client without a request yet may be about to send one, and has [`FIRST_REQUEST_TIME_MAX`] for it.
 async fn ending(mut ended: Receiver<()>, has_asked: &AtomicBool) {
     _ = ended.changed().await;
     if !has_asked.load(Ordering::Relaxed) {
@@ -353,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_that_does_not_begin_tls_is_hung_up_on() {
+    fn a_client_without_a_tls_session_is_hung_up_on() {
         let folder = tempfile::tempdir().unwrap();
         let tls = issued(folder.path());
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build();

@@ -1,4 +1,4 @@
-//! TLS towards engines and clients, of PEM files that are read again while the router runs.
+//! TLS towards engines and clients, by PEM files.
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,17 +13,17 @@ use super::Options;
 /// The protocol inside of TLS, at both sides.
 const HTTP_1: &[u8] = b"http/1.1";
 
-/// One side of TLS, and the files that it was made of.
+/// One side of TLS, and its files.
 #[derive(Debug)]
 pub(super) struct Side<T> {
     files: Vec<PathBuf>,
     make: fn(&[Vec<u8>]) -> Result<T, String>,
-    last: Mutex<Last<T>>,
+    last: Mutex<SideRead<T>>,
 }
 
-/// What was read last.
+/// The last contents of a side's files, and the configuration made of them.
 #[derive(Debug)]
-struct Last<T> {
+struct SideRead<T> {
     contents: Vec<Vec<u8>>,
     made: Arc<T>,
 }
@@ -33,24 +33,24 @@ pub(super) type TowardsClients = Side<ServerConfig>;
 /// The router as a client.
 pub(super) type TowardsEngines = Side<ClientConfig>;
 
-/// Both sides, of which each may be without TLS.
+/// Both sides. Each may be without TLS.
 #[derive(Clone, Debug)]
-pub(super) struct Sides {
+pub(super) struct RouteTls {
     pub(super) clients: Option<Arc<TowardsClients>>,
     pub(super) engines: Option<Arc<TowardsEngines>>,
 }
 
-// === impl Sides ===
+// === impl RouteTls ===
 
-impl Sides {
-    /// The sides for which the options name files.
-    pub(super) fn read(options: &Options) -> Result<Self, String> {
+impl RouteTls {
+    /// The sides with files in the options.
+    pub(super) fn from_options(options: &Options) -> Result<Self, String> {
         let pair = options.tls_cert.iter().chain(&options.tls_key).cloned().collect();
         let ca = options.engine_ca.iter().cloned().collect();
-        Ok(Self { clients: Side::read(pair, server)?, engines: Side::read(ca, client)? })
+        Ok(Self { clients: Side::read_files(pair, server)?, engines: Side::read_files(ca, client)? })
     }
 
-    /// Reads all files again; what is wrong with them. What has changed is for connections from now on.
+    /// Reads all files again, for connections from now on. Returns their errors.
     pub(super) fn refresh(&self) -> Vec<String> {
         let clients = self.clients.as_ref().map_or(Ok(()), |side| side.refresh());
         let engines = self.engines.as_ref().map_or(Ok(()), |side| side.refresh());
@@ -61,8 +61,8 @@ impl Sides {
 // === impl Side ===
 
 impl<T> Side<T> {
-    /// The side that `make` makes of these files; `None` without files.
-    fn read(
+    /// The side made by `make` of these files; `None` without files.
+    fn read_files(
         files: Vec<PathBuf>,
         make: fn(&[Vec<u8>]) -> Result<T, String>,
     ) -> Result<Option<Arc<Self>>, String> {
@@ -71,22 +71,22 @@ impl<T> Side<T> {
         }
         let contents = contents(&files)?;
         let made = Arc::new(make(&contents).map_err(|error| named(&files, &error))?);
-        Ok(Some(Arc::new(Self { files, make, last: Mutex::new(Last { contents, made }) })))
+        Ok(Some(Arc::new(Self { files, make, last: Mutex::new(SideRead { contents, made }) })))
     }
 
-    /// What new connections use.
+    /// The configuration of new connections.
     pub(super) fn current(&self) -> Arc<T> {
         Arc::clone(&self.last.lock().unwrap_or_else(PoisonError::into_inner).made)
     }
 
-    /// Reads the files again. What cannot be used changes nothing.
+    /// Reads the files again. Malformed files change nothing.
     fn refresh(&self) -> Result<(), String> {
         let contents = contents(&self.files)?;
         if self.last.lock().unwrap_or_else(PoisonError::into_inner).contents == contents {
             return Ok(());
         }
         let made = Arc::new((self.make)(&contents).map_err(|error| named(&self.files, &error))?);
-        *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Last { contents, made };
+        *self.last.lock().unwrap_or_else(PoisonError::into_inner) = SideRead { contents, made };
         tracing::info!(files = ?self.files, "new connections have the certificates that are in their files now");
         Ok(())
     }
@@ -101,7 +101,7 @@ fn contents(files: &[PathBuf]) -> Result<Vec<Vec<u8>>, String> {
     files.iter().map(read).collect()
 }
 
-/// An error with the files that it is about.
+/// An error behind the names of its files.
 fn named(files: &[PathBuf], error: &str) -> String {
     let files: Vec<_> = files.iter().map(|file| file.display().to_string()).collect();
     format!("{}: {error}", files.join(", "))
@@ -154,11 +154,11 @@ pub(in crate::route) mod tests {
 
     use super::*;
 
-    /// The side of a server with a new certificate, whose files are in this folder.
+    /// The side of a server with a new certificate, in files of this folder.
     pub(in crate::route) fn issued(folder: &Path) -> Arc<TowardsClients> {
         issue(folder);
         let files = ["tls.crt", "tls.key"].map(|name| folder.join(name));
-        Side::read(files.into(), server).unwrap().unwrap()
+        Side::read_files(files.into(), server).unwrap().unwrap()
     }
 
     fn issue(folder: &Path) {
@@ -169,7 +169,7 @@ pub(in crate::route) mod tests {
     }
 
     #[test]
-    fn files_that_changed_are_for_new_connections_and_those_that_are_no_use_for_none() {
+    fn changed_files_are_for_new_connections_and_malformed_ones_for_none() {
         let folder = tempfile::tempdir().unwrap();
         let side = issued(folder.path());
         let first = side.current();

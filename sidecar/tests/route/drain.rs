@@ -1,4 +1,4 @@
-//! The router's end behind a Service: clients with connections that they use again lose no request.
+//! The router's end behind a Service: clients with long-lived connections lose no request.
 
 use std::io::{BufReader, ErrorKind, Write};
 use std::net::TcpStream;
@@ -14,18 +14,18 @@ use super::{Router, answers, computes, engine};
 
 const CLIENTS: usize = 6;
 
-/// What one client saw until nobody could connect any more.
+/// The requests of one client, until the listener closed.
 #[derive(Debug, Default)]
 struct Seen {
     answered: usize,
-    /// Answers after which the connection ends.
+    /// Answers with the end of their connection.
     closing: usize,
-    /// Requests without an answer, on a connection that was used before; and on a new one.
+    /// Requests without an answer on a connection with earlier ones, and on a new connection.
     lost: usize,
     lost_new: usize,
 }
 
-/// Asks again and again, by one connection as long as that lasts.
+/// Asks again and again, by one connection as long as it lasts.
 fn hammer(port: u16, all_answered: &AtomicUsize) -> Seen {
     let body = json!({ "prompt": vec![1; 20] }).to_string();
     let head = "POST /v1/completions HTTP/1.1\r\nhost: router\r\ncontent-length";

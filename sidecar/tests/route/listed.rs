@@ -1,4 +1,4 @@
-//! The list of engines changes while the router runs, and nothing that runs is cut.
+//! The list of engines changes while the router runs, and no stream is cut.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -41,7 +41,7 @@ fn engines_join_and_leave_by_the_file_while_a_stream_goes_on() {
     write(&file, &[&prefill], &[&first, &second]);
     router.signal(Signal::SIGHUP);
     watch("the new engines", || decode_up(&router, 2));
-    // A prompt of its own for each: all would go to the engine that has it.
+    // Each prompt is a new one: equal ones would all go to one engine.
     for start in 0..20 {
         assert_eq!(router.ask(&json!({ "prompt": vec![start; 20] })).body, "{\"answer\":  1}");
     }
@@ -65,7 +65,7 @@ fn engines_join_and_leave_by_the_file_while_a_stream_goes_on() {
 }
 
 #[test]
-fn the_file_is_read_at_each_interval_and_one_that_is_wrong_is_told_once() {
+fn the_file_is_read_at_each_interval_and_a_malformed_one_is_told_once() {
     let (prefill, first, second) = (computes(), answers(), answers());
     let folder = tempfile::tempdir().unwrap();
     let (file, log) = (folder.path().join("engines.toml"), folder.path().join("log"));
@@ -99,7 +99,7 @@ fn a_host_without_an_address_is_no_engine_and_sighup_ends_nothing() {
 }
 
 #[test]
-fn the_router_does_not_start_with_a_file_that_is_wrong() {
+fn the_router_does_not_start_with_a_malformed_file() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("engines.toml");
     File::create(&file).unwrap().write_all(b"prefill = [\"http://p:1\"]\n\ndecode = 1\n").unwrap();

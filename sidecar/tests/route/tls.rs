@@ -1,4 +1,4 @@
-//! TLS on both sides of the router. A second router is the first one's engine, and so a server of TLS that is asked by it.
+//! TLS on both sides of the router. A second router stands for the engine of the first one, as a server of TLS.
 
 use std::io::{ErrorKind, Read};
 use std::net::TcpStream;
@@ -38,7 +38,7 @@ fn engines_and_clients_speak_tls_and_certificates_are_replaced_while_it_runs() {
     // Files are read again on SIGHUP alone.
     let arguments = [&seen.each_ref().map(String::as_str)[..], &["--refresh-interval", "1000s"]].concat();
     let behind = Router::start(&[&prefill.url()], &[&decode.url()], &arguments);
-    // A connection that says nothing has its time, and nobody waits for it.
+    // A silent connection has its time, and no other client waits for it.
     let mut silent = TcpStream::connect(("127.0.0.1", behind.port)).unwrap();
     let ca = folder.path().join("ca.crt");
     let arguments = ["--engine-ca", ca.to_str().unwrap(), "--refresh-interval", "1000s"];
@@ -61,7 +61,7 @@ fn engines_and_clients_speak_tls_and_certificates_are_replaced_while_it_runs() {
     assert!(told.body.contains("UnknownIssuer"), "{told:?}");
     router.signal(Signal::SIGHUP);
     watch("an answer", || (router.ask(&prompt(20)).body == "{\"answer\":  1}").then_some(()));
-    // What is no pair changes nothing.
+    // A key of another certificate changes nothing.
     std::fs::write(folder.path().join("tls.key"), KeyPair::generate().unwrap().serialize_pem()).unwrap();
     behind.signal(Signal::SIGHUP);
     assert_eq!(ask("localhost").0.body, "{\"answer\":  1}");

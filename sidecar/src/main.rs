@@ -149,7 +149,10 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
             let watch = move || loop {
                 match signals.read_signal() {
                     Ok(Some(told)) if told.ssi_signo == Signal::SIGHUP as u32 => reloads.notify_one(),
-                    Ok(Some(_)) => break drop(tell.send(())),
+                    Ok(Some(_)) => {
+                        let _ = tell.send(());
+                        break;
+                    }
                     // The read was interrupted.
                     _ => {}
                 }

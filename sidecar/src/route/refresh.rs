@@ -65,7 +65,7 @@ impl Refresher {
         self.told = problems;
     }
 
-    /// Does both at each interval, and at once when it is told to.
+    /// Reads files and resolves names at each interval, and at once after each `reload`.
     pub(super) async fn refresh_forever(mut self, reload: Arc<Notify>) {
         let pause = Duration::from_millis(self.router.options.refresh_interval.as_millis());
         loop {

@@ -7,11 +7,9 @@ use std::str::FromStr;
 use hyper::Uri;
 use hyper::header::HeaderValue;
 use hyper::http::uri::{Authority, Scheme};
-use serde::Deserialize;
 
 /// The URL of an engine's OpenAI server, `http://HOST:PORT` or `https://HOST:PORT`. A name as a host may stand for several engines.
-#[derive(Clone, Debug, Deserialize, Eq, Hash, PartialEq)]
-#[serde(try_from = "String")]
+#[derive(Clone, Debug, Eq, Hash, PartialEq)]
 pub struct EngineUrl {
     scheme: Scheme,
     authority: Authority,
@@ -47,13 +45,6 @@ impl FromStr for EngineUrl {
             }
             _ => Err(wrong()),
         }
-    }
-}
-
-impl TryFrom<String> for EngineUrl {
-    type Error = String;
-    fn try_from(text: String) -> Result<Self, String> {
-        text.parse()
     }
 }
 

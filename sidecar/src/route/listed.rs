@@ -4,8 +4,8 @@ use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
-use serde::de::Error;
-use serde::{Deserialize, Deserializer};
+use serde::Deserialize;
+use toml::Spanned;
 
 use super::address::EngineUrl;
 
@@ -16,19 +16,27 @@ const FORM: &str =
     r#"the file has two lists, prefill = ["http://HOST:PORT"] and decode = ["http://HOST:PORT"]"#;
 
 /// The URLs of all engines.
-#[derive(Clone, Debug, Deserialize, Eq, PartialEq)]
-#[serde(deny_unknown_fields)]
+#[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct EngineList {
-    #[serde(deserialize_with = "urls")]
     pub(super) prefill: Vec<EngineUrl>,
-    #[serde(deserialize_with = "urls")]
     pub(super) decode: Vec<EngineUrl>,
 }
 
-/// The URLs of one role, one at least.
-fn urls<'de, D: Deserializer<'de>>(list: D) -> Result<Vec<EngineUrl>, D::Error> {
-    let urls = Vec::deserialize(list)?;
-    if urls.is_empty() { Err(D::Error::custom("the list is empty; name an engine")) } else { Ok(urls) }
+/// The texts of a file, with their places.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct EngineFile {
+    prefill: Spanned<Vec<Spanned<String>>>,
+    decode: Spanned<Vec<Spanned<String>>>,
+}
+
+/// The URLs of one role, one at least; or an error and its place.
+fn parse_urls(list: Spanned<Vec<Spanned<String>>>) -> Result<Vec<EngineUrl>, (usize, String)> {
+    if list.get_ref().is_empty() {
+        return Err((list.span().start, "the list is empty; name an engine".into()));
+    }
+    let parse = |text: Spanned<String>| text.get_ref().parse().map_err(|error| (text.span().start, error));
+    list.into_inner().into_iter().map(parse).collect()
 }
 
 // === impl EngineList ===
@@ -55,11 +63,17 @@ impl EngineList {
         if bytes as u64 > FILE_BYTES_MAX {
             return Err(unreadable(std::io::ErrorKind::FileTooLarge.into()));
         }
-        toml::from_str(&text).map_err(|error| {
-            let before = error.span().map_or(0, |span| span.start).min(text.len());
-            let line = 1 + text.as_bytes()[..before].iter().filter(|byte| **byte == b'\n').count();
-            format!("{}, line {line}: {}; {FORM}", path.display(), error.message())
+        Self::parse(&text).map_err(|(place, error)| {
+            let line = 1 + text.bytes().take(place).filter(|byte| *byte == b'\n').count();
+            format!("{}, line {line}: {error}; {FORM}", path.display())
         })
+    }
+
+    fn parse(text: &str) -> Result<Self, (usize, String)> {
+        let place =
+            |error: toml::de::Error| (error.span().map_or(0, |span| span.start), error.message().to_owned());
+        let EngineFile { prefill, decode } = toml::from_str(text).map_err(place)?;
+        Ok(Self { prefill: parse_urls(prefill)?, decode: parse_urls(decode)? })
     }
 }
 

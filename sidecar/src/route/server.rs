@@ -206,9 +206,13 @@ impl Client {
 }
 
 /// The TLS session of a client; `None` if there is none in time.
-async fn greet(stream: TcpStream, tls: &TowardsClients, ended: Receiver<()>) -> Option<TlsStream<TcpStream>> {
+async fn greet(
+    stream: TcpStream,
+    tls: &TowardsClients,
+    mut ended: Receiver<()>,
+) -> Option<TlsStream<TcpStream>> {
     let greeting = timeout(HEADER_TIME_MAX, TlsAcceptor::from(tls.current()).accept(stream));
-    first(greeting, ending(ended, &AtomicBool::new(false))).await?.ok()?.ok()
+    first(greeting, ending(&mut ended, &AtomicBool::new(false))).await?.ok()?.ok()
 }
 
 /// Answers the requests of one connection.
@@ -217,7 +221,7 @@ async fn converse<S: AsyncRead + AsyncWrite + Unpin>(
     address: IpAddr,
     admitted: Arc<Admitted>,
     router: Arc<Router>,
-    ended: Receiver<()>,
+    mut ended: Receiver<()>,
 ) {
     let has_asked = AtomicBool::new(false);
     let service = service_fn(|request| {
@@ -241,14 +245,14 @@ async fn converse<S: AsyncRead + AsyncWrite + Unpin>(
             .max_buf_size(BUFFER_BYTES)
             .serve_connection(TokioIo::new(stream), service)
     );
-    if first(serving.as_mut(), ending(ended, &has_asked)).await.is_none() {
+    if first(serving.as_mut(), ending(&mut ended, &has_asked)).await.is_none() {
         serving.as_mut().graceful_shutdown();
         let _ = serving.await;
     }
 }
 
-/// Ends with the router. A client without a request yet may be about to send one, and has [`FIRST_REQUEST_TIME_MAX`] for it.
-async fn ending(mut ended: Receiver<()>, has_asked: &AtomicBool) {
+/// Ends with the router, which waits for every receiver to be dropped. A client without a request yet may be about to send one, and has [`FIRST_REQUEST_TIME_MAX`] for it.
+async fn ending(ended: &mut Receiver<()>, has_asked: &AtomicBool) {
     _ = ended.changed().await;
     if !has_asked.load(Ordering::Relaxed) {
         tokio::time::sleep(FIRST_REQUEST_TIME_MAX).await;

@@ -43,7 +43,9 @@ fn hammer(port: u16, all_answered: &AtomicUsize) -> Seen {
             let sent = write!(&stream, "{head}: {}\r\n\r\n{body}", body.len());
             let Some(answer) = sent.ok().and_then(|()| engine::read(&mut reader)) else {
                 *(if count == 0 { &mut seen.lost_new } else { &mut seen.lost }) += 1;
-                break;
+                // The kernel may drop a connection halfway as the listener closes, and at no other time.
+                assert!(TcpStream::connect(("127.0.0.1", port)).is_err(), "{seen:?}");
+                return seen;
             };
             assert!(answer.line.contains("200"), "{answer:?}");
             seen.answered += 1;
@@ -76,8 +78,6 @@ fn no_request_is_lost_while_clients_are_sent_elsewhere() {
         clients.into_iter().map(|client| client.join().unwrap()).collect()
     });
     assert!(all.iter().all(|seen| seen.lost == 0 && seen.closing > 0), "{all:?}");
-    // One may have connected just when the listener closed.
-    assert!(all.iter().map(|seen| seen.lost_new).sum::<usize>() <= 1, "{all:?}");
     assert!(router.process.wait().unwrap().success());
 }
 

@@ -72,6 +72,7 @@ fn the_file_is_read_at_each_interval_and_a_malformed_one_is_told_once() {
     write(&file, &[&prefill], &[&first]);
     let arguments = ["--engines", file.to_str().unwrap(), "--refresh-interval", "1s"];
     let router = Router::logging(&[], &[], &arguments, File::create(&log).unwrap());
+    watch("the first list", || decode_up(&router, 1));
     std::fs::write(&file, "prefill = []\n").unwrap();
     let errors = || std::fs::read_to_string(&log).unwrap().matches("engines.toml, line 1: ").count();
     watch("the error", || (errors() == 1).then_some(()));

@@ -11,14 +11,17 @@ use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 use super::client::watch;
 use super::{Router, answers, computes, prompt};
 
-/// Writes a new authority, and a certificate of it with its key, for the hosts of the tests.
-fn issue(folder: &Path) {
+const HOSTS: [&str; 2] = ["localhost", "127.0.0.1"];
+
+/// Writes a new authority, and a certificate of it with its key, for these hosts.
+fn issue(folder: &Path, hosts: &[&str]) {
     let mut params = CertificateParams::default();
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
     let key = KeyPair::generate().unwrap();
     std::fs::write(folder.join("ca.crt"), params.self_signed(&key).unwrap().pem()).unwrap();
     let (issuer, key) = (Issuer::new(params, key), KeyPair::generate().unwrap());
-    let params = CertificateParams::new(["localhost".to_owned(), "127.0.0.1".to_owned()]).unwrap();
+    let params =
+        CertificateParams::new(hosts.iter().map(|host| (*host).to_owned()).collect::<Vec<_>>()).unwrap();
     std::fs::write(folder.join("tls.crt"), params.signed_by(&key, &issuer).unwrap().pem()).unwrap();
     std::fs::write(folder.join("tls.key"), key.serialize_pem()).unwrap();
 }
@@ -32,7 +35,7 @@ fn served(folder: &Path) -> [String; 4] {
 #[test]
 fn engines_and_clients_speak_tls_and_certificates_are_replaced_while_it_runs() {
     let folder = tempfile::tempdir().unwrap();
-    issue(folder.path());
+    issue(folder.path(), &HOSTS);
     let (prefill, decode) = (computes(), answers());
     let seen = served(folder.path());
     // Files are read again on SIGHUP alone.
@@ -52,13 +55,15 @@ fn engines_and_clients_speak_tls_and_certificates_are_replaced_while_it_runs() {
         assert_eq!(ask(host).0.body, "{\"answer\":  1}", "{host}");
     }
     assert_eq!(decode.asked().len(), 2);
-    let (_, router) = ask("localhost");
-    // Another authority, first for the server alone.
-    issue(folder.path());
+    // This one has no connection yet, and knows the first authority.
+    let url = format!("https://localhost:{}", behind.port);
+    let router = Router::start(&[&url], &[&url], &arguments);
+    watch("its start", || router.raw("GET", "/health", "").contains("\"decode_up\":1").then_some(()));
+    issue(folder.path(), &HOSTS);
     behind.signal(Signal::SIGHUP);
-    // A connection without work is used for 3 s.
-    let told = watch("a refusal", || Some(router.ask(&prompt(20))).filter(|told| told.line.contains("502")));
-    assert!(told.body.contains("UnknownIssuer"), "{told:?}");
+    watch("the new certificate", || (ask("localhost").0.body == "{\"answer\":  1}").then_some(()));
+    let told = router.ask(&prompt(20));
+    assert!(told.line.contains("502") && told.body.contains("UnknownIssuer"), "{told:?}");
     router.signal(Signal::SIGHUP);
     watch("an answer", || (router.ask(&prompt(20)).body == "{\"answer\":  1}").then_some(()));
     // A key of another certificate changes nothing.
@@ -73,12 +78,12 @@ fn engines_and_clients_speak_tls_and_certificates_are_replaced_while_it_runs() {
 #[test]
 fn an_engine_with_a_certificate_of_another_host_is_not_asked() {
     let folder = tempfile::tempdir().unwrap();
-    issue(folder.path());
+    issue(folder.path(), &HOSTS[..1]);
     let (prefill, decode) = (computes(), answers());
     let seen = served(folder.path());
     let behind = Router::start(&[&prefill.url()], &[&decode.url()], &seen.each_ref().map(String::as_str));
     let ca = folder.path().join("ca.crt");
-    let other = format!("https://127.0.0.2:{}", behind.port);
+    let other = format!("https://127.0.0.1:{}", behind.port);
     let router = Router::start(&[&other], &[&other], &["--engine-ca", ca.to_str().unwrap()]);
     let told = router.ask(&prompt(20));
     assert!(told.line.contains("502") && told.body.contains("not valid for name"), "{told:?}");

@@ -6,6 +6,7 @@ mod init;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
@@ -19,7 +20,7 @@ use sidecar::error::StartError;
 use sidecar::logging::{self, LogLevel};
 use sidecar::server::Server;
 use sidecar::{bench, ctl, facts, inject, reference, route, top};
-use tokio::sync::oneshot;
+use tokio::sync::{Notify, oneshot};
 
 /// Copies in flight may take this long after SIGTERM: 30 GiB/s move any engine's step in a fraction of it, and
 /// Kubernetes waits for 30 s.
@@ -144,15 +145,23 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         }
         Command::Route(options) => {
             logging::start(options.log_level, options.log_format);
-            let signals = signals()?;
+            let signals = signals(&[Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP])?;
             let (tell, told) = oneshot::channel();
-            let watch = move || {
-                let mut watched = [PollFd::new(&signals, PollFlags::IN)];
-                while rustix::event::poll(&mut watched, None).is_err() {}
-                let _ = tell.send(());
+            let reload = Arc::new(Notify::new());
+            let reloads = Arc::clone(&reload);
+            let watch = move || loop {
+                match signals.read_signal() {
+                    Ok(Some(told)) if told.ssi_signo == Signal::SIGHUP as u32 => reloads.notify_one(),
+                    Ok(Some(_)) => {
+                        let _ = tell.send(());
+                        break;
+                    }
+                    // The read was interrupted.
+                    _ => {}
+                }
             };
             std::thread::Builder::new().name("pillion-signals".into()).spawn(watch)?;
-            route::serve(*options, async { drop(told.await) }, GRACE_WITH_DISKS)?;
+            route::serve(*options, reload, async { drop(told.await) }, GRACE_WITH_DISKS)?;
             Ok(ExitCode::SUCCESS)
         }
         Command::Doctor(options) => Ok(examine(&options)),
@@ -214,7 +223,7 @@ fn examine(options: &doctor::Options) -> ExitCode {
 }
 
 fn serve(config: &Config, log: LogLevel) -> anyhow::Result<()> {
-    let signals = signals()?;
+    let signals = signals(&[Signal::SIGTERM, Signal::SIGINT])?;
     for name in config::mistyped(&reference::variables(&Arguments::command())) {
         tracing::warn!("the environment variable {name} belongs to no option: correct its name, or unset it");
     }
@@ -232,9 +241,9 @@ fn serve(config: &Config, log: LogLevel) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Readable once SIGTERM or SIGINT has come. Called before any thread starts, so that none of them takes the signal itself.
-fn signals() -> anyhow::Result<SignalFd> {
-    let signals: SigSet = [Signal::SIGTERM, Signal::SIGINT].into_iter().collect();
+/// Readable once one of these has come. Called before any thread starts, so no thread takes the signal itself.
+fn signals(watched: &[Signal]) -> anyhow::Result<SignalFd> {
+    let signals: SigSet = watched.iter().copied().collect();
     signals.thread_block().context("cannot block signals")?;
     SignalFd::new(&signals).context("cannot watch signals")
 }

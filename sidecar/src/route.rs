@@ -2,10 +2,12 @@
 //! other through their sidecars, by key: the router moves none, and knows no engine but by its address.
 
 mod access;
+mod address;
 mod affinity;
 mod api;
 mod body;
 mod computing;
+mod connector;
 mod counted;
 mod counters;
 mod engines;
@@ -18,16 +20,22 @@ mod handed_over;
 mod intake;
 mod lead;
 mod length;
+mod listed;
 mod memory;
+mod names;
 mod passing;
 mod prompt;
+mod refresh;
 mod server;
+mod tls;
 mod tokens;
 mod usage;
 mod watch;
 
 use std::future::{pending, ready};
 use std::net::IpAddr;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -40,20 +48,21 @@ use tokio::sync::Semaphore;
 use tokio::time::{Instant, sleep};
 
 use self::access::{AccessLog, Noted, Writer};
+pub use self::address::EngineUrl;
 use self::affinity::Trail;
 use self::api::{Api, Target, without_slash};
 use self::body::{Fields, Payload};
 use self::computing::{Computing, Outcome};
 use self::counters::{Counters, EVERYWHERE, Failure, OTHER, PAIR, REFUSED};
-pub use self::engines::Address;
 use self::engines::{Engine, Engines, Role, Seat};
-use self::forward::{Answer, Asked, ForwardError, Forwarder, Opened, PromptAsked, code_of, continued};
+use self::forward::{Answer, Asked, ForwardError, Opened, PromptAsked, code_of, continued};
 use self::intake::Unread;
 use self::length::Lengths;
 use self::memory::Memory;
 use self::prompt::Whole;
 pub use self::server::serve;
 use self::server::{failure, plain};
+use self::tls::RouteTls;
 use self::tokens::TokenBytes;
 use crate::config::{IpPort, Level, LogFormat, Size, Time};
 use crate::connections::first;
@@ -73,12 +82,40 @@ const REFUSAL_PAUSE: Duration = Duration::from_secs(60);
 /// Options of `pillion route`.
 #[derive(Args, Clone, Debug)]
 pub struct Options {
-    /// An engine that computes prompts, http://HOST:PORT of its OpenAI server; repeat it for each
-    #[arg(long, env = "PILLION_PREFILL", value_delimiter = ',', required = true, value_name = "URL")]
-    pub prefill: Vec<Address>,
+    /// An engine that computes prompts, http://HOST:PORT or https://HOST:PORT of its OpenAI server; repeat it for each
+    ///
+    /// Each address of a host's name is an engine of its own, as of a headless Service. A name with IPv4 and IPv6 addresses stands for those of
+    /// IPv4 alone.
+    #[arg(
+        long,
+        env = "PILLION_PREFILL",
+        value_delimiter = ',',
+        required_unless_present = "engines",
+        conflicts_with = "engines",
+        value_name = "URL"
+    )]
+    pub prefill: Vec<EngineUrl>,
     /// An engine that answers; repeat it for each
-    #[arg(long, env = "PILLION_DECODE", value_delimiter = ',', required = true, value_name = "URL")]
-    pub decode: Vec<Address>,
+    #[arg(
+        long,
+        env = "PILLION_DECODE",
+        value_delimiter = ',',
+        required_unless_present = "engines",
+        conflicts_with = "engines",
+        value_name = "URL"
+    )]
+    pub decode: Vec<EngineUrl>,
+    /// A TOML file with both lists, prefill = ["URL"] and decode = ["URL"], instead of --prefill and --decode
+    ///
+    /// The router reads it again at each --refresh-interval, and on SIGHUP. If it is malformed, the log names the line, and the engines
+    /// stay as they were.
+    #[arg(long, env = "PILLION_ENGINES", value_name = "FILE")]
+    pub engines: Option<PathBuf>,
+    /// Time between two lookups of engines' names, and two reads of --engines and of TLS files; SIGHUP has both done at once
+    ///
+    /// 1s or more. A failed lookup keeps the engines of a name. An engine gets no more requests once it left the list, and ends its own.
+    #[arg(long, env = "PILLION_REFRESH_INTERVAL", default_value = "10s", value_name = "TIME")]
+    pub refresh_interval: Time,
     /// Where clients ask
     #[arg(long, env = "PILLION_ROUTE_LISTEN", default_value = "0.0.0.0:8000", value_name = "IP:PORT")]
     pub listen: IpPort,
@@ -103,6 +140,12 @@ pub struct Options {
     /// The engine that answers computes a prompt itself when the other one has not done so within this time
     #[arg(long, env = "PILLION_PREFILL_TIMEOUT", default_value = "60s", value_name = "TIME")]
     pub prefill_timeout: Time,
+    /// Time after SIGTERM with new clients still accepted, while /health answers with status 503
+    ///
+    /// A Service stops sending clients here within this time, and each answer has Connection: close. Streams then have 20 s to end: give
+    /// terminationGracePeriodSeconds more than both.
+    #[arg(long, env = "PILLION_DRAIN_TIME", default_value = "5s", value_name = "TIME")]
+    pub drain_time: Time,
     /// Memory for bodies of requests that wait for their answer's begin
     ///
     /// What goes beyond it is refused with status 503. One client, by its address, has half of it: behind a proxy all are one.
@@ -113,6 +156,19 @@ pub struct Options {
     /// A line has no query or body. Unread lines are dropped.
     #[arg(long, env = "PILLION_ACCESS_LOG", num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value_t = false, value_name = "true|false")]
     pub access_log: bool,
+    /// A PEM file of the authorities behind the certificates of engines with https://HOST:PORT
+    ///
+    /// A certificate must carry the URL's host, and the engine speak TLS 1.3. The router reads the file again as it does --engines.
+    #[arg(long, env = "PILLION_ENGINE_CA", value_name = "FILE")]
+    pub engine_ca: Option<PathBuf>,
+    /// The router's certificate and the chain to its authority, in PEM: clients then speak TLS 1.3
+    ///
+    /// The router reads it and --tls-key again as it does --engines. Files without a pair change nothing, and the log says so.
+    #[arg(long, env = "PILLION_TLS_CERT", requires = "tls_key", value_name = "FILE")]
+    pub tls_cert: Option<PathBuf>,
+    /// The private key of --tls-cert, in PEM
+    #[arg(long, env = "PILLION_TLS_KEY", requires = "tls_cert", value_name = "FILE")]
+    pub tls_key: Option<PathBuf>,
     /// Least severe messages: error, warn, info or debug
     #[arg(long, env = "PILLION_LOG_LEVEL", default_value = "info", value_name = "LEVEL")]
     pub log_level: Level,
@@ -139,7 +195,7 @@ struct Router {
     prefill: Engines,
     decode: Engines,
     options: Options,
-    forwarder: Forwarder,
+    tls: RouteTls,
     counters: Counters,
     access: Option<AccessLog>,
     lengths: Lengths,
@@ -149,15 +205,18 @@ struct Router {
     long_bodies: Semaphore,
     /// When the log last told of a body without room.
     refusal_told: Mutex<Option<Instant>>,
+    /// Set after SIGTERM.
+    is_draining: AtomicBool,
 }
 
 // === impl Router ===
 
 impl Router {
     fn new(options: Options) -> anyhow::Result<(Self, Option<Writer>)> {
-        let (prefill, decode) =
-            (Engines::new(&options.prefill, Role::Prefill), Engines::new(&options.decode, Role::Decode));
-        let (forwarder, lengths, token_bytes) = (Forwarder::new(), Lengths::default(), TokenBytes::default());
+        let tls = RouteTls::from_options(&options).map_err(anyhow::Error::msg)?;
+        let engines = |role| Engines::new(role, tls.engines.clone());
+        let (prefill, decode) = (engines(Role::Prefill), engines(Role::Decode));
+        let (lengths, token_bytes) = (Lengths::default(), TokenBytes::default());
         let (memory, long_bodies) = (Memory::new(options.request_memory.as_bytes()), Semaphore::new(1));
         let (counters, refusal_told) = (Counters::new()?, Mutex::default());
         let started = options
@@ -168,7 +227,7 @@ impl Router {
             prefill,
             decode,
             options,
-            forwarder,
+            tls,
             counters,
             access,
             lengths,
@@ -176,6 +235,7 @@ impl Router {
             memory,
             long_bodies,
             refusal_told,
+            is_draining: AtomicBool::new(false),
         };
         Ok((router, writer))
     }
@@ -296,11 +356,17 @@ impl Router {
         self.counters.page(engines.concat())
     }
 
-    /// Up while an engine that answers is.
+    fn is_draining(&self) -> bool {
+        self.is_draining.load(Ordering::Relaxed)
+    }
+
+    /// Status 200 while an engine of --decode is up, until SIGTERM.
     fn health(&self) -> Response<Answer> {
-        let now = Instant::now();
-        let counts = json!({ "prefill_up": self.prefill.up(now), "decode_up": self.decode.up(now) });
-        let status = if self.decode.up(now) > 0 { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+        let (now, is_draining) = (Instant::now(), self.is_draining());
+        let (prefill, decode) = (self.prefill.up(now), self.decode.up(now));
+        let counts = json!({ "prefill_up": prefill, "decode_up": decode, "draining": is_draining });
+        let is_ready = decode > 0 && !is_draining;
+        let status = if is_ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
         plain(status, "application/json", counts.to_string())
     }
 
@@ -501,7 +567,7 @@ impl Router {
         fields: &Fields,
         prefill: &Fields,
     ) -> Result<Response<Answer>, (Response<Answer>, Option<Arc<Engine>>)> {
-        self.lengths.ask(&self.decode, &self.forwarder, &asked.headers);
+        self.lengths.ask(&self.decode, &asked.headers);
         let engine = Arc::clone(&seat.engine);
         let computing = Computing::start(Arc::clone(&self), seat, asked.with(prefill), None);
         let waiting = || asked.with(&prompt::decode(fields, prompt::computed(None)));
@@ -544,6 +610,11 @@ impl Router {
         let (mut problems, mut status) = (Vec::new(), StatusCode::BAD_GATEWAY);
         let breaks_max = u32::from(asked.api().is_some());
         let mut ranked = self.decode.ranked(&asked.trail, 1, spared, Instant::now()).into_iter().peekable();
+        if ranked.peek().is_none() {
+            problems.push(
+                "no name of an engine has an address; the log names those that were not resolved".into(),
+            );
+        }
         while let Some(engine) = ranked.next() {
             if asked.breaks.count() > breaks_max {
                 problems.push("engines broke off on it, so no other one is asked".into());
@@ -554,10 +625,10 @@ impl Router {
             if !asked.trail.is_bound {
                 self.decode.note(&asked.trail, &engine, Instant::now());
             }
-            let opened = self.forwarder.open(&engine.address, asked.clone());
+            let opened = engine.forwarder.open(asked.clone());
             // There is none after the last: it is waited for, since an engine that was stopped may go on.
             let answer = match ranked.peek() {
-                Some(_) => watch::living(&self.forwarder, &engine, opened).await,
+                Some(_) => watch::living(&engine, opened).await,
                 None => opened.await,
             };
             asked.breaks.note(&answer);

@@ -5,14 +5,20 @@ mod affinity;
 #[path = "route/apis.rs"]
 mod apis;
 mod client;
+#[path = "route/drain.rs"]
+mod drain;
 #[path = "route/engine.rs"]
 mod engine;
 #[path = "route/hostile.rs"]
 mod hostile;
 #[path = "route/judged.rs"]
 mod judged;
+#[path = "route/listed.rs"]
+mod listed;
 #[path = "route/observed.rs"]
 mod observed;
+#[path = "route/tls.rs"]
+mod tls;
 
 use std::fs::File;
 use std::io::{BufReader, ErrorKind, Read, Write};
@@ -97,6 +103,10 @@ impl Router {
 
     fn ask(&self, request: &Value) -> Asked {
         engine::read(&mut BufReader::new(self.send("POST", "/v1/completions", &request.to_string()))).unwrap()
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill(Pid::from_raw(self.process.id() as i32), signal).unwrap();
     }
 
     fn counter(&self, line: &str) -> u64 {
@@ -649,13 +659,13 @@ fn it_ends_once_the_last_answer_has() {
     let events: Vec<String> = (0..40).map(|at| format!("data: {at}\n\n")).collect();
     let released = Arc::new(AtomicBool::new(false));
     let (prefill, decode) = (computes(), Engine::start(Manner::Held(events, Arc::clone(&released))));
-    let mut router = Router::start(&[&prefill.url()], &[&decode.url()], &[]);
+    let mut router = Router::start(&[&prefill.url()], &[&decode.url()], &["--drain-time", "0s"]);
     let mut idle = TcpStream::connect(("127.0.0.1", router.port)).unwrap();
     let mut stream = router.send("POST", "/v1/completions", &prompt(9).to_string());
     watch("the request", || (decode.asked().len() == 1).then_some(()));
-    kill(Pid::from_raw(router.process.id() as i32), Signal::SIGTERM).unwrap();
+    router.signal(Signal::SIGTERM);
     watch("a refusal", || TcpStream::connect(("127.0.0.1", router.port)).err());
-    assert_eq!(idle.read(&mut [0]).unwrap(), 0, "who asks nothing is let go at once");
+    assert_eq!(idle.read(&mut [0]).unwrap(), 0, "a client that asks nothing is let go");
     assert!(router.process.try_wait().unwrap().is_none());
     released.store(true, Ordering::Relaxed);
     let mut text = String::new();

@@ -208,17 +208,18 @@ def missing(value: Document, document: Document, path: tuple[str | int, ...]) ->
 
 
 def seconds_to_end(container: Document) -> tuple[int, int]:
-    """How long a serving container goes on before SIGTERM, and how long its answers may take after it."""
-    waits = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    """How long a serving container takes requests at its end, and how long its answers may then take."""
     if container["name"] == "router":
-        return waits, ROUTER_ENDS_S
+        [drains] = [argument.partition("=")[2] for argument in container["args"] if argument.startswith("--drain-time=")]
+        return int(drains.removesuffix("s")), ROUTER_ENDS_S
+    waits = container["lifecycle"]["preStop"]["sleep"]["seconds"]
     [ends] = [argument.partition("=")[2] for argument in container["args"] if argument.startswith("--shutdown-timeout=")]
     return waits, int(ends)
 
 
 @pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.stem)
 def test_answers_end_before_their_containers(path: Path) -> None:
-    """No request comes after SIGTERM; the router ends before its engines, and the sidecar behind them, within the grace."""
+    """No request comes after the last one is taken; the router ends before its engines, and the sidecar behind them, within the grace."""
     description = next(pod(document) for document in of(path) if pod(document))
     ends = {container["name"]: seconds_to_end(container) for container in description["containers"]}
     assert all(waits >= ENDPOINTS_GO_S and answers > 0 for waits, answers in ends.values())

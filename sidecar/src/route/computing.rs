@@ -189,7 +189,7 @@ impl Router {
         let (engine, begin) = (Arc::clone(&seat.engine), Instant::now());
         let limit = Duration::from_millis(self.options.prefill_timeout.as_millis());
         let breaks = Arc::clone(&asked.breaks);
-        let ask = watch::ask(&self.forwarder, &engine, asked, limit);
+        let ask = watch::ask(&engine, asked, limit);
         let answer = first(ask, left_behind(&engine, begin, began)).await;
         let answer = answer.unwrap_or(Err(ForwardError::Silent(watch::SILENCE_MAX)));
         breaks.note(&answer);
@@ -199,7 +199,7 @@ impl Router {
             Ok(_) | Err(ForwardError::Status(_)) => engine.was_in_time(Instant::now()),
             // The prompt may be a long one. No request waits for what the engine's server says of that.
             Err(ForwardError::Late(_)) if engine.is_late_once() => {
-                tokio::spawn(watch::judge(self.forwarder.clone(), Arc::clone(&engine)));
+                tokio::spawn(watch::judge(Arc::clone(&engine)));
             }
             Err(_) => engine.set_down(Instant::now()),
         }

@@ -1,19 +1,18 @@
 //! The engines of one role, what each has to do, and which of them is next.
 
-use std::fmt;
-use std::str::FromStr;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use hyper::header::HeaderValue;
-use hyper::http::uri::{Authority, Scheme};
-use hyper::{StatusCode, Uri};
+use hyper::StatusCode;
 use prometheus::proto::MetricFamily;
 use tokio::time::Instant;
 
+use super::address::Address;
 use super::affinity::{Affinity, Trail};
 use super::figures::{DROPPED, EngineFigures};
+use super::forward::Forwarder;
+use super::tls::TowardsEngines;
 
 /// An engine that could not be reached, or did not answer, is tried again after this, by one request; after each trial in vain it is left
 /// alone for twice as long, up to the longest.
@@ -35,13 +34,13 @@ const RECENT_HALF: Duration = Duration::from_secs(60);
 /// An engine may be replaced between two requests, and nobody sees it down: a length is asked for again after this.
 const LENGTH_AGE_MAX: Duration = Duration::from_secs(60);
 
-/// Where an engine's OpenAI server listens: `http://HOST:PORT`.
-#[derive(Clone, Debug, Eq, PartialEq)]
-pub struct Address(Authority);
+/// The router remembers the state of so many engines behind their end: an unready pod may soon be ready again.
+const GONE_MAX: usize = 64;
 
 #[derive(Debug)]
 pub(super) struct Engine {
     pub(super) address: Address,
+    pub(super) forwarder: Forwarder,
     /// What it was given and has not ended: tokens of prompts, or requests.
     load: AtomicU64,
     /// Conversations that it was given lately, also those that have ended.
@@ -116,60 +115,30 @@ pub(super) struct Awaited(Arc<Engine>, Instant);
 /// All engines of one role.
 #[derive(Debug)]
 pub(super) struct Engines {
-    all: Vec<Arc<Engine>>,
+    list: Mutex<RoleEngines>,
+    /// TLS towards engines with https.
+    tls: Option<Arc<TowardsEngines>>,
     role: Role,
     affinity: Affinity,
 }
 
-// === impl Address ===
-
-impl FromStr for Address {
-    type Err = String;
-    fn from_str(text: &str) -> Result<Self, String> {
-        let wrong =
-            || format!("\"{text}\" is no engine's address; write http://HOST:PORT, of vLLM's own server");
-        let uri: Uri = text.parse().map_err(|_| wrong())?;
-        let parts = uri.into_parts();
-        let bare = parts.path_and_query.is_none_or(|path| path.as_str() == "/");
-        match (parts.scheme, parts.authority) {
-            (Some(scheme), Some(authority))
-                if scheme == Scheme::HTTP && authority.port().is_some() && bare =>
-            {
-                Ok(Self(authority))
-            }
-            _ => Err(wrong()),
-        }
-    }
-}
-
-impl Address {
-    /// The same request at this engine.
-    pub(super) fn at(&self, path: &str) -> Result<Uri, hyper::http::Error> {
-        Uri::builder().scheme(Scheme::HTTP).authority(self.0.clone()).path_and_query(path).build()
-    }
-}
-
-impl Address {
-    /// The path of a URL at this engine; `None` for any other URL.
-    pub(super) fn path_of(&self, url: &str) -> Option<HeaderValue> {
-        let url: Uri = url.parse().ok()?;
-        let is_here = url.authority().is_some_and(|authority| *authority == self.0);
-        is_here.then(|| url.path_and_query()?.as_str().parse().ok()).flatten()
-    }
-}
-
-impl fmt::Display for Address {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "http://{}", self.0)
-    }
+/// The engines of a role at one time.
+#[derive(Debug, Default)]
+struct RoleEngines {
+    all: Arc<[Arc<Engine>]>,
+    /// Former engines, the last first.
+    gone: Vec<Arc<Engine>>,
+    /// The number of the last one.
+    made: u32,
 }
 
 // === impl Engine ===
 
 impl Engine {
-    fn new(address: Address, role: Role, number: u32) -> Arc<Self> {
+    fn new(address: Address, role: Role, tls: Option<Arc<TowardsEngines>>, number: u32) -> Arc<Self> {
         Arc::new(Self {
             figures: EngineFigures::new(role.role_label(), address.to_string()),
+            forwarder: Forwarder::new(address.clone(), tls),
             address,
             number,
             load: AtomicU64::new(0),
@@ -395,26 +364,54 @@ impl Drop for Seat {
 // === impl Engines ===
 
 impl Engines {
-    pub(super) fn new(addresses: &[Address], role: Role) -> Self {
-        let all =
-            addresses.iter().cloned().zip(1..).map(|(address, number)| Engine::new(address, role, number));
-        Self { all: all.collect(), role, affinity: Affinity::default() }
+    /// No engines so far. Later ones with https need `tls`.
+    pub(super) fn new(role: Role, tls: Option<Arc<TowardsEngines>>) -> Self {
+        Self { list: Mutex::default(), tls, role, affinity: Affinity::default() }
+    }
+
+    /// Makes these addresses those of all engines. An engine with one of them keeps its state. An engine without gets no more
+    /// requests, and goes on with those under way.
+    pub(super) fn update(&self, addresses: Vec<Address>) {
+        let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
+        let (before, mut made) = (Arc::clone(&list.all), list.made);
+        let mut known: Vec<_> = before.iter().chain(&list.gone).cloned().collect();
+        let engine = |address| match known.iter().position(|engine| engine.address == address) {
+            Some(at) => known.remove(at),
+            None => {
+                made += 1;
+                Engine::new(address, self.role, self.tls.clone(), made)
+            }
+        };
+        let all: Arc<[_]> = addresses.into_iter().map(engine).collect();
+        known.truncate(GONE_MAX);
+        *list = RoleEngines { all: Arc::clone(&all), gone: known, made };
+        drop(list);
+        let (joined, left) = (missing(&all, &before), missing(&before, &all));
+        if !(joined.is_empty() && left.is_empty()) {
+            tracing::info!(role = ?self.role, joined, left, engines = all.len(), "the engines have changed");
+        }
+    }
+
+    /// All engines of the role.
+    pub(super) fn all(&self) -> Arc<[Arc<Engine>]> {
+        Arc::clone(&self.list.lock().unwrap_or_else(PoisonError::into_inner).all)
     }
 
     pub(super) fn up(&self, now: Instant) -> usize {
-        self.all.iter().filter(|engine| engine.is_up(now)).count()
+        self.all().iter().filter(|engine| engine.is_up(now)).count()
     }
 
     /// How many tokens a prompt and its answer may have at each of those that are up; `None` while one of them has not said it.
     pub(super) fn length_max(&self, now: Instant) -> Option<u64> {
-        let up = self.all.iter().filter(|engine| engine.is_up(now));
+        let all = self.all();
+        let up = all.iter().filter(|engine| engine.is_up(now));
         up.map(|engine| engine.length()).collect::<Option<Vec<_>>>()?.into_iter().min()
     }
 
     /// Those that are up and have not said their length lately.
     pub(super) fn lengths_due(&self, now: Instant) -> Vec<Arc<Engine>> {
         let due = |engine: &&Arc<Engine>| engine.is_up(now) && engine.is_length_due(now);
-        self.all.iter().filter(due).map(Arc::clone).collect()
+        self.all().iter().filter(due).map(Arc::clone).collect()
     }
 
     /// The best engine for a prompt of `weight` tokens, if one is up, with what it has to do of it. One that is `spared` is taken where
@@ -456,11 +453,6 @@ impl Engines {
         firsts.flat_map(|(_, engine)| gather(engine)).collect()
     }
 
-    /// All engines of the role.
-    pub(super) fn all(&self) -> &[Arc<Engine>] {
-        &self.all
-    }
-
     /// All engines, the best for a prompt of `weight` first: those that are up; of these that which has its beginning, unless it has too
     /// much to do; then those with the least to do, and that they were given lately. What one engine stores is known to that alone. One that is `spared` is behind every other that is as much up.
     pub(super) fn ranked(
@@ -470,16 +462,17 @@ impl Engines {
         spared: Option<&Engine>,
         now: Instant,
     ) -> Vec<Arc<Engine>> {
-        let known = self.affinity.known(trail);
-        let owner = self.all.iter().filter(|engine| trail.is_bound && known.rank(engine.number) == Some(0));
+        let (all, known) = (self.all(), self.affinity.known(trail));
+        let owner = all.iter().filter(|engine| trail.is_bound && known.rank(engine.number) == Some(0));
         if let [owner] = owner.collect::<Vec<_>>()[..] {
             return vec![Arc::clone(owner)];
         }
-        let loads: Vec<_> = self.all.iter().map(|engine| Load::of(engine, now)).collect();
-        let most = Load::most(&loads, self.up(now), weight, self.role);
-        let up = self.all.iter().zip(&loads).filter(|(engine, _)| engine.is_up(now));
+        let loads: Vec<_> = all.iter().map(|engine| Load::of(engine, now)).collect();
+        let most =
+            Load::most(&loads, all.iter().filter(|engine| engine.is_up(now)).count(), weight, self.role);
+        let up = all.iter().zip(&loads).filter(|(engine, _)| engine.is_up(now));
         let soonest = up.map(|(_, load)| load.under_way + weight as f64).fold(f64::INFINITY, f64::min);
-        let mut ranked: Vec<_> = self.all.iter().zip(&loads).collect();
+        let mut ranked: Vec<_> = all.iter().zip(&loads).collect();
         ranked.sort_by_cached_key(|(engine, load)| {
             let is_spared = spared.is_some_and(|spared| spared.address == engine.address);
             let rest = known.rest(engine.number, weight, trail) as f64;
@@ -494,6 +487,13 @@ impl Engines {
         });
         ranked.into_iter().map(|(engine, _)| Arc::clone(engine)).collect()
     }
+}
+
+/// The addresses of those `engines` beyond `others`.
+fn missing(engines: &[Arc<Engine>], others: &[Arc<Engine>]) -> String {
+    let is_other = |engine: &&Arc<Engine>| others.iter().any(|other| Arc::ptr_eq(other, engine));
+    let missing = engines.iter().filter(|engine| !is_other(engine)).map(|engine| engine.address.to_string());
+    missing.collect::<Vec<_>>().join(", ")
 }
 
 /// What an engine has to do, and what it was given lately.
@@ -530,11 +530,15 @@ mod tests {
     use super::*;
     use crate::route::affinity::Mark;
 
+    fn address(port: u16) -> Address {
+        let url = format!("http://engine:{}", 8000 + port).parse().expect("a URL");
+        Address::new(url, ([127, 0, 0, 1], 8000 + port).into())
+    }
+
     fn of_role(count: u16, role: Role) -> Engines {
-        let addresses: Vec<Address> = (0..count)
-            .map(|port| format!("http://engine:{}", 8000 + port).parse().expect("an address"))
-            .collect();
-        Engines::new(&addresses, role)
+        let engines = Engines::new(role, None);
+        engines.update((0..count).map(address).collect());
+        engines
     }
 
     fn engines(count: u16) -> Engines {
@@ -547,31 +551,21 @@ mod tests {
     }
 
     #[test]
-    fn addresses() {
-        for right in ["http://a:1", "http://a:1/", "http://[::1]:80"] {
-            right.parse::<Address>().expect(right);
-        }
-        for wrong in ["a:1", "https://a:1", "http://a", "http://a:1/v1", ""] {
-            wrong.parse::<Address>().expect_err(wrong);
-        }
-    }
-
-    #[test]
     fn prompts_go_to_who_has_and_was_given_least() {
         let (engines, now, other) = (of_role(2, Role::Prefill), Instant::now(), Trail::default());
         let take = |at| engines.take(&other, 10, None, at);
         let first = take(now).expect("one");
         let second = take(now).expect("one");
         assert_ne!(first.engine.address, second.engine.address);
-        engines.note(&other, &engines.all[0], now);
+        engines.note(&other, &engines.all()[0], now);
         assert_eq!(
             take(now).expect("one").engine.address,
-            engines.all[1].address,
+            engines.all()[1].address,
             "also where that has ended"
         );
-        engines.all[1].set_down(now);
-        assert_eq!(take(now).expect("one").engine.address, engines.all[0].address);
-        engines.all[0].set_down(now);
+        engines.all()[1].set_down(now);
+        assert_eq!(take(now).expect("one").engine.address, engines.all()[0].address);
+        engines.all()[0].set_down(now);
         assert!(take(now).is_none());
         assert!(take(now + DOWN).is_some(), "both are asked again");
     }
@@ -579,31 +573,31 @@ mod tests {
     #[test]
     fn of_a_known_prompt_only_the_rest_is_load() {
         let (engines, now) = (of_role(2, Role::Prefill), Instant::now());
-        engines.note(&trail(1, true), &engines.all[1], now);
+        engines.note(&trail(1, true), &engines.all()[1], now);
         let mut longer = trail(1, true);
         longer.bytes = 400;
         let seat = engines.take(&longer, 1000, None, now).expect("one");
-        assert_eq!((&seat.engine.address, seat.weight), (&engines.all[1].address, 750));
+        assert_eq!((&seat.engine.address, seat.weight), (&engines.all()[1].address, 750));
     }
 
     #[test]
     fn a_seat_is_alone_at_an_engine_that_is_up_and_has_nothing_else_to_do() {
         let (engines, now) = (engines(1), Instant::now());
-        let first = engines.all[0].seat(10, now);
+        let first = engines.all()[0].seat(10, now);
         assert!(first.is_alone(now));
-        let second = engines.all[0].seat(5, now);
+        let second = engines.all()[0].seat(5, now);
         assert!(!first.is_alone(now) && !second.is_alone(now));
         drop(first);
         assert!(second.is_alone(now));
-        engines.all[0].set_down(now);
+        engines.all()[0].set_down(now);
         drop(second);
-        assert!(!engines.all[0].seat(5, now + DOWN).is_alone(now + DOWN), "a trial");
+        assert!(!engines.all()[0].seat(5, now + DOWN).is_alone(now + DOWN), "a trial");
     }
 
     #[test]
     fn one_request_tries_an_engine_that_was_down_and_less_often_each_time() {
         let (engines, mut now) = (engines(2), Instant::now());
-        let engine = engines.all[0].clone();
+        let engine = engines.all()[0].clone();
         // All that were under way there fail at once.
         (0..9).for_each(|_| engine.set_down(now));
         for pause in [5, 10, 20, 30, 30] {
@@ -630,26 +624,26 @@ mod tests {
     #[test]
     fn a_length_is_that_of_each_engine_that_is_up_and_said_anew_after_it_was_down() {
         let (engines, now) = (engines(2), Instant::now());
-        engines.all[0].set_length(10, now);
+        engines.all()[0].set_length(10, now);
         assert_eq!(engines.length_max(now), None, "the other one has not said its own");
-        engines.all[1].set_length(20, now);
+        engines.all()[1].set_length(20, now);
         assert_eq!(engines.length_max(now), Some(10));
-        engines.all[0].set_down(now);
+        engines.all()[0].set_down(now);
         assert_eq!(engines.length_max(now), Some(20), "who is down is not waited for");
-        engines.all[0].set_up();
+        engines.all()[0].set_up();
         assert_eq!(engines.length_max(now), None, "it may have come back with another one");
-        assert!(engines.all[0].is_length_missed_first() && !engines.all[0].is_length_missed_first());
-        engines.all[0].set_length(5, now);
+        assert!(engines.all()[0].is_length_missed_first() && !engines.all()[0].is_length_missed_first());
+        engines.all()[0].set_length(5, now);
         assert_eq!(engines.length_max(now), Some(5));
         let later = now + LENGTH_AGE_MAX;
         assert!(engines.lengths_due(later - Duration::from_millis(1)).is_empty());
         assert_eq!(engines.lengths_due(later).len(), 2);
         assert_eq!(engines.length_max(later), Some(5), "it holds while the engine is asked again");
-        assert!(!engines.all[0].is_length_missed_first(), "a client's token may be wrong");
+        assert!(!engines.all()[0].is_length_missed_first(), "a client's token may be wrong");
         assert_eq!(engines.length_max(now), Some(5));
-        engines.all[0].set_down(now);
-        engines.all[0].set_up();
-        assert!(engines.all[0].is_length_missed_first(), "it is named once more after it was down");
+        engines.all()[0].set_down(now);
+        engines.all()[0].set_up();
+        assert!(engines.all()[0].is_length_missed_first(), "it is named once more after it was down");
     }
 
     #[test]
@@ -657,13 +651,13 @@ mod tests {
         let (engines, now) = (engines(4), Instant::now());
         let first = |trail: &Trail| engines.ranked(trail, 1, None, now)[0].clone();
         let own = trail(7, true);
-        let favourite = engines.all[2].clone();
+        let favourite = engines.all()[2].clone();
         (0..50).for_each(|_| engines.note(&own, &favourite, now));
         assert_eq!(first(&own).address, favourite.address, "however much it was given lately");
         let seats: Vec<_> = (0..8).map(|_| favourite.seat(1, now)).collect();
         assert_ne!(first(&own).address, favourite.address, "it has all that there is to do");
         let others: Vec<_> =
-            engines.all.iter().flat_map(|engine| (0..8).map(|_| engine.seat(1, now))).collect();
+            engines.all().iter().flat_map(|engine| (0..8).map(|_| engine.seat(1, now))).collect();
         assert_ne!(first(&own).address, favourite.address);
         drop(seats);
         assert_eq!(first(&own).address, favourite.address);
@@ -683,7 +677,57 @@ mod tests {
             let best = engines.ranked(&trail(7, false), 1, None, now)[0].clone();
             engines.note(&trail(7, false), &best, now);
         }
-        let lately = engines.all.iter().map(|engine| Load::of(engine, now).lately).collect::<Vec<_>>();
+        let lately = engines.all().iter().map(|engine| Load::of(engine, now).lately).collect::<Vec<_>>();
         assert!(lately.iter().all(|given| (20.0..=32.0).contains(given)), "{lately:?}");
+    }
+
+    #[test]
+    fn an_engine_that_stays_or_comes_back_keeps_its_state() {
+        let (engines, now) = (engines(3), Instant::now());
+        let [first, second, third] = [0, 1, 2].map(|at| engines.all()[at].clone());
+        (engines.note(&trail(7, true), &second, now), second.set_down(now));
+        let _seat = second.seat(3, now);
+        engines.update(vec![address(1), address(3), address(2)]);
+        let all = engines.all();
+        assert!(Arc::ptr_eq(&all[0], &second) && Arc::ptr_eq(&all[2], &third));
+        assert!((all[1].number, &all[1].address) == (4, &address(3)));
+        assert!(!all[0].is_up(now) && Load::of(&all[0], now).under_way == 3.0);
+        // The second engine left.
+        engines.update(vec![address(0), address(2)]);
+        assert!(Arc::ptr_eq(&engines.all()[0], &first));
+        let ranked = engines.ranked(&trail(7, true), 1, None, now);
+        assert!(ranked.len() == 2 && ranked.iter().all(|engine| engine.number != second.number));
+        second.set_up();
+        engines.update(vec![address(0), address(1), address(2)]);
+        assert!(Arc::ptr_eq(&engines.ranked(&trail(7, true), 1, None, now)[0], &second), "its conversations");
+    }
+
+    #[test]
+    fn a_url_that_is_given_twice_is_two_engines() {
+        let engines = engines(0);
+        assert!(engines.ranked(&Trail::default(), 1, None, Instant::now()).is_empty());
+        engines.update(vec![address(0), address(0)]);
+        let before = engines.all();
+        assert!(!Arc::ptr_eq(&before[0], &before[1]));
+        engines.update(vec![address(0), address(0)]);
+        assert!(Arc::ptr_eq(&before[0], &engines.all()[0]) && Arc::ptr_eq(&before[1], &engines.all()[1]));
+    }
+
+    #[test]
+    fn a_response_of_an_engine_that_left_is_looked_for_at_all_others() {
+        let (engines, now) = (engines(3), Instant::now());
+        engines.bind(9, &engines.all()[1]);
+        assert_eq!(engines.ranked(&Trail::bound(9), 1, None, now).len(), 1);
+        engines.update(vec![address(0), address(2)]);
+        assert_eq!(engines.ranked(&Trail::bound(9), 1, None, now).len(), 2);
+    }
+
+    #[test]
+    fn engines_that_are_gone_are_remembered_in_bounds() {
+        let engines = engines(0);
+        (0..GONE_MAX as u16 + 9).for_each(|port| engines.update(vec![address(port)]));
+        assert_eq!(engines.list.lock().unwrap().gone.len(), GONE_MAX);
+        let last = engines.list.lock().unwrap().gone[0].address.clone();
+        assert_eq!(last, address(GONE_MAX as u16 + 7), "the last ones");
     }
 }

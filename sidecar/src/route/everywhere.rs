@@ -17,18 +17,17 @@ impl Router {
     /// Tells a request to all engines at once. The answer is that of one of them, or names those that did not take it.
     pub(super) async fn tell_everywhere(&self, asked: &Asked) -> Response<Answer> {
         let mut engines: Vec<Arc<Engine>> = Vec::new();
-        for engine in self.decode.all().iter().chain(self.prefill.all()) {
-            if engines.iter().all(|known| known.address != engine.address) {
+        for engine in self.decode.all().iter().chain(&*self.prefill.all()) {
+            if engines.iter().all(|known| known.address.socket != engine.address.socket) {
                 engines.push(Arc::clone(engine));
             }
         }
         let telling: Vec<_> = engines
             .iter()
             .map(|engine| {
-                let (forwarder, engine, asked) = (self.forwarder.clone(), Arc::clone(engine), asked.clone());
+                let (engine, asked) = (Arc::clone(engine), asked.clone());
                 tokio::spawn(async move {
-                    let heard = forwarder.hear(&engine.address, asked);
-                    let heard = watch::living(&forwarder, &engine, heard).await;
+                    let heard = watch::living(&engine, engine.forwarder.hear(asked)).await;
                     engine.figures.count_answer(code_of(heard.as_ref().map(Response::status)));
                     heard
                 })

@@ -17,27 +17,20 @@ use hyper::header::{
 use hyper::http::response;
 use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::client::legacy::Client;
-use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
 use serde_json::value::RawValue;
 
 use super::access::Noted;
+use super::address::Address;
 use super::affinity::Trail;
 use super::api::{Api, Target};
 use super::body::{Fields, Payload, PayloadBody};
-use super::engines::Address;
+use super::connector::Connector;
 use super::lead::{self, Lead};
 use super::memory::Room;
 use super::prompt::{self, Prompt};
+use super::tls::TowardsEngines;
 
-/// An engine that takes no connection for so long is down.
-const CONNECT_TIME_MAX: Duration = Duration::from_secs(2);
-/// A host that vanishes says nothing: its connections end after 25 s.
-pub(super) const KEEPALIVE_IDLE: Duration = Duration::from_secs(10);
-pub(super) const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(5);
-const KEEPALIVE_RETRIES: u32 = 3;
-const VANISHED_AFTER: Duration =
-    Duration::from_secs(KEEPALIVE_IDLE.as_secs() + KEEPALIVE_RETRIES as u64 * KEEPALIVE_INTERVAL.as_secs());
 /// A connection without work is used again for so long: vLLM closes it after 5 s, and what is sent just then is lost.
 const IDLE_MAX: Duration = Duration::from_secs(3);
 /// The longest answer that is read whole: one token, and what it came with.
@@ -102,7 +95,7 @@ pub(super) type Answer = UnsyncBoxBody<Bytes, hyper::Error>;
 pub(super) enum ForwardError {
     /// Nothing of the request has reached it.
     #[error("it cannot be reached: {0}")]
-    Unreachable(#[source] hyper_util::client::legacy::Error),
+    Unreachable(String),
     #[error("the connection ended before the answer: {0}")]
     Broken(String),
     #[error("it answered {0}")]
@@ -113,9 +106,12 @@ pub(super) enum ForwardError {
     Late(Duration),
 }
 
-/// Keeps connections to all engines.
+/// Keeps connections to one engine.
 #[derive(Clone, Debug)]
-pub(super) struct Forwarder(Client<HttpConnector, PayloadBody>);
+pub(super) struct Forwarder {
+    to: Address,
+    client: Client<Connector, PayloadBody>,
+}
 
 /// A stream whose first event is there before the answer that goes on with it.
 struct Continued {
@@ -200,41 +196,35 @@ impl Breaks {
 // === impl Forwarder ===
 
 impl Forwarder {
-    pub(super) fn new() -> Self {
-        let mut connector = HttpConnector::new();
-        connector.set_connect_timeout(Some(CONNECT_TIME_MAX));
-        connector.set_nodelay(true);
-        connector.set_keepalive(Some(KEEPALIVE_IDLE));
-        connector.set_keepalive_interval(Some(KEEPALIVE_INTERVAL));
-        connector.set_keepalive_retries(Some(KEEPALIVE_RETRIES));
-        // As long as the host has not confirmed what was sent, it is sent that again, and no probes.
-        connector.set_tcp_user_timeout(Some(VANISHED_AFTER));
-        Self(Client::builder(TokioExecutor::new()).pool_idle_timeout(IDLE_MAX).build(connector))
+    pub(super) fn new(to: Address, tls: Option<Arc<TowardsEngines>>) -> Self {
+        let connector = Connector::new(to.socket, tls);
+        let client = Client::builder(TokioExecutor::new()).pool_idle_timeout(IDLE_MAX).build(connector);
+        Self { to, client }
     }
 
     /// Asks an engine; the answer's head. Dropping the future, or the answer, hangs up.
-    async fn send(&self, to: &Address, asked: Asked) -> Result<Response<Incoming>, ForwardError> {
+    async fn send(&self, asked: Asked) -> Result<Response<Incoming>, ForwardError> {
         let mut request = Request::new(asked.body.body());
         let broken = |error: &dyn std::error::Error| ForwardError::Broken(error.to_string());
-        *request.uri_mut() = to.at(&asked.path).map_err(|error| broken(&error))?;
+        *request.uri_mut() = self.to.at(&asked.path).map_err(|error| broken(&error))?;
         *request.method_mut() = asked.method;
         *request.headers_mut() = asked.headers;
         clean(request.headers_mut());
-        let mut answer = self.0.request(request).await.map_err(|error| match error.is_connect() {
-            true => ForwardError::Unreachable(error),
+        let mut answer = self.client.request(request).await.map_err(|error| match error.is_connect() {
+            true => ForwardError::Unreachable(with_cause(&error)),
             false => broken(&error),
         })?;
         // A client reaches no engine by its own address.
         let location = answer.headers().get(LOCATION).and_then(|location| location.to_str().ok());
-        if let Some(path) = location.and_then(|location| to.path_of(location)) {
+        if let Some(path) = location.and_then(|location| self.to.path_of(location)) {
             answer.headers_mut().insert(LOCATION, path);
         }
         Ok(answer)
     }
 
     /// Asks an engine, and waits until something of its answer can be passed.
-    pub(super) async fn open(&self, to: &Address, asked: Asked) -> Result<Opened, ForwardError> {
-        let mut answer = self.send(to, asked).await?;
+    pub(super) async fn open(&self, asked: Asked) -> Result<Opened, ForwardError> {
+        let mut answer = self.send(asked).await?;
         if answer.status() == StatusCode::INTERNAL_SERVER_ERROR {
             return Ok(Opened { answer, lead: VecDeque::new(), given_up: true });
         }
@@ -245,8 +235,8 @@ impl Forwarder {
     }
 
     /// Asks an engine, and reads all of its answer, whatever its status is.
-    pub(super) async fn hear(&self, to: &Address, asked: Asked) -> Result<Response<Bytes>, ForwardError> {
-        let (mut head, body) = self.send(to, asked).await?.into_parts();
+    pub(super) async fn hear(&self, asked: Asked) -> Result<Response<Bytes>, ForwardError> {
+        let (mut head, body) = self.send(asked).await?.into_parts();
         let body = Limited::new(body, ANSWER_BYTES_MAX).collect().await;
         let body = body.map_err(|error| ForwardError::Broken(error.to_string()))?.to_bytes();
         clean(&mut head.headers);
@@ -254,8 +244,8 @@ impl Forwarder {
     }
 
     /// Asks an engine, and reads all of its answer.
-    pub(super) async fn ask(&self, to: &Address, asked: Asked) -> Result<Response<Bytes>, ForwardError> {
-        let answer = self.hear(to, asked).await?;
+    pub(super) async fn ask(&self, asked: Asked) -> Result<Response<Bytes>, ForwardError> {
+        let answer = self.hear(asked).await?;
         if answer.status().is_success() { Ok(answer) } else { Err(ForwardError::Status(answer.status())) }
     }
 }
@@ -269,6 +259,12 @@ pub(super) fn code_of(answer: Result<StatusCode, &ForwardError>) -> Result<Statu
         ForwardError::Silent(_) => Err("silent"),
         ForwardError::Late(_) => Err("late"),
     })
+}
+
+/// An error with the last of its causes: of the network, or of TLS.
+fn with_cause(error: &dyn std::error::Error) -> String {
+    let cause = std::iter::successors(error.source(), |cause| cause.source()).last();
+    cause.map_or_else(|| error.to_string(), |cause| format!("{error}: {cause}"))
 }
 
 /// Whether an engine may read a body as JSON: `application/json`, or any type that ends so.

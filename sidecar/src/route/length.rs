@@ -9,7 +9,7 @@ use serde_json::Value;
 use tokio::time::Instant;
 
 use super::engines::{Engine, Engines};
-use super::forward::{Asked, ForwardError, Forwarder};
+use super::forward::{Asked, ForwardError};
 use super::watch;
 
 /// How long an engine that lives has to say it, and how long none is asked again.
@@ -26,7 +26,7 @@ pub(super) struct Lengths {
 
 impl Lengths {
     /// Has those engines asked that are up and have not said their length lately. No request waits for an answer.
-    pub(super) fn ask(&self, engines: &Engines, forwarder: &Forwarder, headers: &HeaderMap) {
+    pub(super) fn ask(&self, engines: &Engines, headers: &HeaderMap) {
         let now = Instant::now();
         let due = engines.lengths_due(now);
         let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
@@ -36,15 +36,15 @@ impl Lengths {
         *next = Some(now + PAUSE);
         for engine in due {
             let headers = headers.get(AUTHORIZATION).map(|token| (AUTHORIZATION, token.clone()));
-            tokio::spawn(hear(forwarder.clone(), engine, headers.into_iter().collect()));
+            tokio::spawn(hear(engine, headers.into_iter().collect()));
         }
     }
 }
 
 /// Asks one engine. Where it was down, this is the request that tries it.
-async fn hear(forwarder: Forwarder, engine: Arc<Engine>, headers: HeaderMap) {
+async fn hear(engine: Arc<Engine>, headers: HeaderMap) {
     let _trial = engine.seat(0, Instant::now());
-    let answer = watch::ask(&forwarder, &engine, Asked::page("/v1/models", headers), PAUSE).await;
+    let answer = watch::ask(&engine, Asked::page("/v1/models", headers), PAUSE).await;
     match answer {
         // First tokens do not wait for an engine that is down.
         Err(ForwardError::Unreachable(_) | ForwardError::Broken(_) | ForwardError::Silent(_)) => {
@@ -78,7 +78,7 @@ mod tests {
     use std::net::TcpListener;
 
     use super::*;
-    use crate::route::affinity::Trail;
+    use crate::route::address::Address;
     use crate::route::engines::Role;
 
     #[test]
@@ -90,22 +90,21 @@ mod tests {
             ("", false),
         ] {
             let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-            let address = format!("http://{}", listener.local_addr().unwrap()).parse().unwrap();
+            let socket = listener.local_addr().unwrap();
+            let address = Address::new(format!("http://{socket}").parse().unwrap(), socket);
             let serving = std::thread::spawn(move || {
                 let (mut stream, _) = listener.accept().unwrap();
                 let lines = BufReader::new(stream.try_clone().unwrap()).lines();
                 lines.map_while(Result::ok).find(String::is_empty).unwrap();
                 stream.write_all(answer.as_bytes()).unwrap();
             });
-            let engine = Engines::new(&[address], Role::Decode)
-                .take(&Trail::default(), 0, None, Instant::now())
-                .unwrap()
-                .engine
-                .clone();
+            let engines = Engines::new(Role::Decode, None);
+            engines.update(vec![address]);
+            let engine = Arc::clone(&engines.all()[0]);
             // Its pause is over: the question is its trial.
             engine.set_down(Instant::now() - Duration::from_secs(5));
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-            runtime.block_on(hear(Forwarder::new(), Arc::clone(&engine), HeaderMap::new()));
+            runtime.block_on(hear(Arc::clone(&engine), HeaderMap::new()));
             serving.join().unwrap();
             assert_eq!(engine.is_up(Instant::now()), is_up, "{answer}");
         }

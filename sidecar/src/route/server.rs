@@ -2,15 +2,17 @@
 
 use std::convert::Infallible;
 use std::hash::{BuildHasher, Hasher, RandomState};
-use std::net::{IpAddr, TcpListener};
+use std::io::ErrorKind;
+use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::pin::{Pin, pin};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
 use http_body_util::{BodyExt, Full};
 use hyper::body::{Body, Bytes, Frame, SizeHint};
-use hyper::header::{CONTENT_TYPE, HeaderValue};
+use hyper::header::{CONNECTION, CONTENT_TYPE, HeaderValue};
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper::{HeaderMap, Response, StatusCode};
@@ -18,31 +20,49 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use rustix::net::sockopt;
 use rustix::process::{Resource, getrlimit};
 use serde_json::json;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::TcpStream;
+use tokio::sync::Notify;
 use tokio::sync::watch::{Receiver, channel};
 use tokio::time::timeout;
+use tokio_rustls::TlsAcceptor;
+use tokio_rustls::server::TlsStream;
 
 use super::access::{AccessEntry, Writer};
 use super::counters::CONNECTIONS;
-use super::forward::{self, Answer};
-use super::{Options, REQUEST_ID, Router};
+use super::forward::Answer;
+use super::refresh::Refresher;
+use super::tls::TowardsClients;
+use super::{Options, REQUEST_ID, Router, connector};
 use crate::connections::{Admitted, Connections, first};
 use crate::listener;
 
 /// A request line and headers come in one packet; who takes longer is not served.
 const HEADER_TIME_MAX: Duration = Duration::from_secs(30);
+/// The time of a new connection for its first request, once the router ends.
+const FIRST_REQUEST_TIME_MAX: Duration = Duration::from_secs(2);
 /// The most bytes of a request's head, and of a body that are read at once.
 const BUFFER_BYTES: usize = 64 << 10;
 /// Descriptors that are no connections: the runtime's, the log, signals, lookups of names.
 const OWN_DESCRIPTORS: usize = 64;
 /// The most clients at once: each takes some 10 KiB.
 const CLIENTS_MAX: usize = 65_536;
+/// The shortest interval of lookups, for the sake of name servers.
+const REFRESH_MS_MIN: u64 = 1000;
 /// A client that confirms nothing for so long, since its host vanished or it reads nothing, is hung up on. While a stream goes on there
 /// is always something to confirm, for which the kernel would wait 15 minutes.
 const SILENCE_MAX: Duration = Duration::from_secs(60);
 
+/// Accepts clients.
+struct Clients {
+    router: Arc<Router>,
+    connections: Arc<Connections>,
+    ended: Receiver<()>,
+}
+
 /// A client's connection, and its place among all.
 struct Client {
-    stream: tokio::net::TcpStream,
+    stream: TcpStream,
     address: IpAddr,
     admitted: Arc<Admitted>,
 }
@@ -57,12 +77,19 @@ struct Answered {
     entry: Option<AccessEntry>,
 }
 
-/// Runs until the process is told to end; then ends once the last answer has, or `grace` later.
+/// Runs until `end` and for `--drain-time` after it, then until the last answer has ended, for `grace` at most. Each `reload` has files read
+/// and names looked up again.
 pub fn serve(
     options: Options,
+    reload: Arc<Notify>,
     end: impl Future<Output = ()> + 'static,
     grace: Duration,
 ) -> anyhow::Result<()> {
+    let interval = options.refresh_interval;
+    anyhow::ensure!(
+        interval.as_millis() >= REFRESH_MS_MIN,
+        "--refresh-interval is {interval}; give 1s or more"
+    );
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
     let listener = TcpListener::bind(options.listen.0).map_err(|error| {
         anyhow::anyhow!("cannot listen on {}: {error}; give another --listen", options.listen.0)
@@ -75,35 +102,32 @@ pub fn serve(
     tracing::info!(%bound, order = ?router.options.order, "routing");
     listener::raise_descriptor_limit();
     let connections = Connections::new(clients_max(getrlimit(Resource::Nofile).current));
+    let mut refresher = Refresher::new(Arc::clone(&router)).map_err(anyhow::Error::msg)?;
     let served = runtime.block_on(async move {
+        refresher.resolve().await;
+        tokio::spawn(refresher.refresh_forever(reload));
         let listener = tokio::net::TcpListener::from_std(listener)?;
+        let drain_time = Duration::from_millis(router.options.drain_time.as_millis());
         // Every connection has a receiver.
         let (ending, ended) = channel(());
-        let accepting = async {
-            loop {
-                match listener.accept().await {
-                    Ok((stream, client)) => match connections.admit() {
-                        Some(admitted) => {
-                            let client =
-                                Client { stream, address: client.ip(), admitted: Arc::new(admitted) };
-                            tokio::spawn(client.serve(Arc::clone(&router), ended.clone()));
-                        }
-                        None => router.counters.refused.with_label_values(&[CONNECTIONS]).inc(),
-                    },
-                    // Out of descriptors: the next attempt must not spin.
-                    Err(_) => tokio::time::sleep(Duration::from_millis(100)).await,
-                }
-            }
-        };
-        first(accepting, end).await;
-        // Who connects from now on is refused, and may ask another router.
-        drop((listener, ended));
+        let clients = Clients { router: Arc::clone(&router), connections, ended };
+        {
+            let mut accepting = pin!(clients.accept_all(&listener));
+            first(accepting.as_mut(), end).await;
+            router.is_draining.store(true, Ordering::Relaxed);
+            tracing::info!(
+                ?drain_time,
+                "draining: /health answers 503, and clients are accepted for a while"
+            );
+            first(accepting, tokio::time::sleep(drain_time)).await;
+        }
+        clients.accept_rest(listener)?;
         let _ = ending.send(());
         let _ = timeout(grace, ending.closed()).await;
         Ok(())
     });
-    // Requests under way end here, and leave their lines.
-    drop(runtime);
+    // Requests under way end here, and leave their lines. A lookup of a name may still wait for a name server.
+    runtime.shutdown_background();
     writer.into_iter().for_each(Writer::wait_written);
     served
 }
@@ -125,49 +149,133 @@ fn clients_max(descriptors: Option<u64>) -> usize {
 /// A client whose host vanishes says nothing: the connections of this listener, which are as it is, end then.
 fn keep_alive(listener: &TcpListener) -> std::io::Result<()> {
     sockopt::set_socket_keepalive(listener, true)?;
-    sockopt::set_tcp_keepidle(listener, forward::KEEPALIVE_IDLE)?;
-    sockopt::set_tcp_keepintvl(listener, forward::KEEPALIVE_INTERVAL)?;
+    sockopt::set_tcp_keepidle(listener, connector::KEEPALIVE_IDLE)?;
+    sockopt::set_tcp_keepintvl(listener, connector::KEEPALIVE_INTERVAL)?;
     // How long nothing is confirmed, also of probes: their number does not count then.
     Ok(sockopt::set_tcp_user_timeout(listener, SILENCE_MAX.as_millis() as u32)?)
+}
+
+// === impl Clients ===
+
+impl Clients {
+    /// Accepts all clients, without an end.
+    async fn accept_all(&self, listener: &tokio::net::TcpListener) {
+        loop {
+            match listener.accept().await {
+                Ok((stream, client)) => self.admit_client(stream, client),
+                // Out of descriptors: the next attempt must not spin.
+                Err(_) => tokio::time::sleep(Duration::from_millis(100)).await,
+            }
+        }
+    }
+
+    /// Accepts the clients in the queue, and closes it: the kernel refuses later ones, and they may ask another router.
+    fn accept_rest(self, listener: tokio::net::TcpListener) -> std::io::Result<()> {
+        let listener = listener.into_std()?;
+        loop {
+            match listener.accept() {
+                Ok((stream, client)) => {
+                    stream.set_nonblocking(true)?;
+                    self.admit_client(TcpStream::from_std(stream)?, client);
+                }
+                Err(error) if error.kind() == ErrorKind::ConnectionAborted => {}
+                Err(_) => return Ok(()),
+            }
+        }
+    }
+
+    fn admit_client(&self, stream: TcpStream, client: SocketAddr) {
+        match self.connections.admit() {
+            Some(admitted) => {
+                let client = Client { stream, address: client.ip(), admitted: Arc::new(admitted) };
+                tokio::spawn(client.serve(Arc::clone(&self.router), self.ended.clone()));
+            }
+            None => self.router.counters.refused.with_label_values(&[CONNECTIONS]).inc(),
+        }
+    }
 }
 
 // === impl Client ===
 
 impl Client {
-    /// Serves it until it goes, or once the router is `ended` until the answer under way is over.
-    async fn serve(self, router: Arc<Router>, mut ended: Receiver<()>) {
-        let _ = self.stream.set_nodelay(true);
-        let (admitted, address) = (Arc::clone(&self.admitted), self.address);
-        let service = service_fn(move |mut request| {
-            let (router, busy) = (Arc::clone(&router), Busy::begin(&admitted));
-            give_id(request.headers_mut());
-            let (own, noted) = (router.own_page(&request), Arc::default());
-            let log = router.access.as_ref().filter(|_| own.is_none());
-            let mut entry = log.map(|log| log.begin_line(&request, address, &noted));
-            async move {
-                let answer = match own {
-                    Some(own) => own.await,
-                    None => router.respond(request, address, noted).await,
-                };
-                entry.iter_mut().for_each(|entry| entry.answered(&answer));
-                Ok::<_, Infallible>(answer.map(|body| Answered { body, _busy: busy, entry }))
+    /// Serves the client until it leaves, or after the router has `ended` until its answer is over. It hangs up on a client without a TLS
+    /// session in time, and on one to make room for another.
+    async fn serve(self, router: Arc<Router>, ended: Receiver<()>) {
+        let Self { stream, address, admitted } = self;
+        let _ = stream.set_nodelay(true);
+        let closing = admitted.closing();
+        let serving = async {
+            match router.tls.clients.clone() {
+                None => converse(stream, address, admitted, router, ended).await,
+                Some(tls) => {
+                    if let Some(stream) = greet(stream, &tls, ended.clone()).await {
+                        converse(stream, address, admitted, router, ended).await;
+                    }
+                }
             }
-        });
-        // A client that goes away early is its own business: its request is dropped here, and with it those to the engines.
-        let mut serving = pin!(
-            http1::Builder::new()
-                .timer(TokioTimer::new())
-                .header_read_timeout(HEADER_TIME_MAX)
-                .max_buf_size(BUFFER_BYTES)
-                .serve_connection(TokioIo::new(self.stream), service)
-        );
-        let ending = async { _ = ended.changed().await };
-        let serving_until = first(serving.as_mut(), ending);
-        let served = first(serving_until, self.admitted.closing()).await;
-        if let Some(None) = served {
-            serving.as_mut().graceful_shutdown();
-            let _ = serving.await;
+        };
+        first(serving, closing).await;
+    }
+}
+
+/// The TLS session of a client; `None` if there is none in time.
+async fn greet(
+    stream: TcpStream,
+    tls: &TowardsClients,
+    mut ended: Receiver<()>,
+) -> Option<TlsStream<TcpStream>> {
+    let greeting = timeout(HEADER_TIME_MAX, TlsAcceptor::from(tls.current()).accept(stream));
+    first(greeting, ending(&mut ended, &AtomicBool::new(false))).await?.ok()?.ok()
+}
+
+/// Answers the requests of one connection.
+async fn converse<S: AsyncRead + AsyncWrite + Unpin>(
+    stream: S,
+    address: IpAddr,
+    admitted: Arc<Admitted>,
+    router: Arc<Router>,
+    mut ended: Receiver<()>,
+) {
+    let has_asked = AtomicBool::new(false);
+    let service = service_fn(|mut request| {
+        has_asked.store(true, Ordering::Relaxed);
+        let (router, busy) = (Arc::clone(&router), Busy::begin(&admitted));
+        give_id(request.headers_mut());
+        let (own, noted) = (router.own_page(&request), Arc::default());
+        let log = router.access.as_ref().filter(|_| own.is_none());
+        let mut entry = log.map(|log| log.begin_line(&request, address, &noted));
+        async move {
+            let mut answer = match own {
+                Some(own) => own.await,
+                None => Arc::clone(&router).respond(request, address, noted).await,
+            };
+            if router.is_draining() {
+                // The client's next request goes to another router, and this connection ends.
+                answer.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+            }
+            entry.iter_mut().for_each(|entry| entry.answered(&answer));
+            Ok::<_, Infallible>(answer.map(|body| Answered { body, _busy: busy, entry }))
         }
+    });
+    // A client that goes away early is its own business: its request is dropped here, and with it those to the engines.
+    let mut serving = pin!(
+        http1::Builder::new()
+            .timer(TokioTimer::new())
+            .header_read_timeout(HEADER_TIME_MAX)
+            .max_buf_size(BUFFER_BYTES)
+            .serve_connection(TokioIo::new(stream), service)
+    );
+    if first(serving.as_mut(), ending(&mut ended, &has_asked)).await.is_none() {
+        serving.as_mut().graceful_shutdown();
+        let _ = serving.await;
+    }
+}
+
+/// Ends with the router, which waits for every receiver to be dropped. A client without a request yet may be about to send one, and has [`FIRST_REQUEST_TIME_MAX`] for it.
+async fn ending(ended: &mut Receiver<()>, has_asked: &AtomicBool) {
+    _ = ended.changed().await;
+    if !has_asked.load(Ordering::Relaxed) {
+        tokio::time::sleep(FIRST_REQUEST_TIME_MAX).await;
     }
 }
 
@@ -240,6 +348,7 @@ mod tests {
 
     use super::*;
     use crate::route::intake::Unread;
+    use crate::route::tls::tests::issued;
 
     #[test]
     fn what_is_refused_is_counted_by_its_reason() {
@@ -274,9 +383,26 @@ mod tests {
         let _client = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (stream, _) = listener.accept().unwrap();
         assert!(sockopt::socket_keepalive(&stream).unwrap());
-        assert_eq!(sockopt::tcp_keepidle(&stream).unwrap(), forward::KEEPALIVE_IDLE);
-        assert_eq!(sockopt::tcp_keepintvl(&stream).unwrap(), forward::KEEPALIVE_INTERVAL);
+        assert_eq!(sockopt::tcp_keepidle(&stream).unwrap(), connector::KEEPALIVE_IDLE);
+        assert_eq!(sockopt::tcp_keepintvl(&stream).unwrap(), connector::KEEPALIVE_INTERVAL);
         assert_eq!(sockopt::tcp_user_timeout(&stream).unwrap(), SILENCE_MAX.as_millis() as u32);
+    }
+
+    #[test]
+    fn a_client_without_a_tls_session_is_hung_up_on() {
+        let folder = tempfile::tempdir().unwrap();
+        let tls = issued(folder.path());
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build();
+        runtime.unwrap().block_on(async {
+            let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+            let silent = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+            let (stream, _) = listener.accept().await.unwrap();
+            let (_ending, ended) = channel(());
+            let begun = tokio::time::Instant::now();
+            assert!(greet(stream, &tls, ended).await.is_none());
+            assert_eq!(begun.elapsed(), HEADER_TIME_MAX);
+            drop(silent);
+        });
     }
 
     #[test]

@@ -85,8 +85,6 @@ pub(super) struct Scheduler {
     pub(super) barred: Option<Binding>,
     /// Why what it saves is kept where it is bound; `None`: it is not.
     pub(super) proof: Option<Proof>,
-    /// Tokens of a root block that it named before it was bound.
-    pub(super) golden: Option<Vec<u32>>,
     /// What the blocks of this run are: the first rank that joins says it, for as long as the run lasts.
     form: Option<Form>,
     /// Digest of its table of cache groups.
@@ -330,7 +328,6 @@ impl Engines {
             binding: None,
             barred: None,
             proof: None,
-            golden: None,
             form: None,
             groups,
             weights: 0,

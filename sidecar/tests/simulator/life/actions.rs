@@ -94,7 +94,7 @@ impl Life {
                 }
             }
             Action::Warn(text) if text.contains("begins anew") => ctx.hit("namespace began anew"),
-            Action::Warn(_) | Action::Golden { .. } => {}
+            Action::Warn(_) => {}
             Action::Close { session, .. } => self.closing.push(session),
             Action::Fetch(_)
             | Action::CancelFetch { .. }

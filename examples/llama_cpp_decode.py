@@ -19,7 +19,6 @@ class Decoder:
         self.llama = Llama(Path(directory) / "model.gguf")
         found = engine.find(socket, weights=directory, dtype="torch.float32", **where)
         self.kv = engine.Engine(socket, "llama.cpp", joining.only(found), blocks)
-        self.kv.prove(self.compute, where.get("control"))
 
     def compute(self, tokens):
         """K and V of these tokens: what is kept is compared with them, before anything of this engine is."""
@@ -44,6 +43,7 @@ class Decoder:
         start = len(loaded) * self.kv.namespace.tokens
         own = self.kv.take(len(tokens) // self.kv.namespace.tokens - len(loaded))
         self.kv.write(own, *(content[:, :, start:] for content in self.llama.kv()))
+        self.kv.prove(tokens, self.compute)  # saves before the first proof are dropped
         self.kv.save(tokens, own, first=len(loaded))
         self.kv.free(loaded + own)
 

@@ -20,7 +20,6 @@ class Decoder:
         stated = {"dtype": str(dtype), "config": identity.configuration(self.model.config)}
         found = engine.find(socket, weights=directory, **stated, **where)
         self.kv = engine.Engine(socket, name, joining.only(found), blocks, torch)
-        self.kv.prove(self.compute, where.get("control"))
 
     @torch.inference_mode()
     def compute(self, tokens):
@@ -50,6 +49,7 @@ class Decoder:
         start = len(loaded) * self.kv.namespace.tokens
         own = self.kv.take(len(tokens) // self.kv.namespace.tokens - len(loaded))
         self.kv.write(own, *(content[:, :, start:] for content in contents(cache)))
+        self.kv.prove(tokens, self.compute)  # saves before the first proof are dropped
         self.kv.save(tokens, own, first=len(loaded))
         self.kv.free(loaded + own)
 

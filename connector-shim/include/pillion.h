@@ -761,7 +761,7 @@ enum PillionStatus pillion_scheduler_save(const struct PillionScheduler *schedul
  * Has blocks compared that this engine computed itself, and that are kept already: the log's from `start` on, in the engine's
  * blocks named by `blocks`, once every worker said that step `step` is done. PillionSchedulerState counts what came of it. An
  * engine that has its facts from others (PillionWorkerOptions) may load, but nothing that it saves is kept until blocks of its have passed, unless it is the
- * first of its namespace: it computes one of the root blocks that `pillion ctl namespaces` shows as `golden`. One whose blocks
+ * first of its namespace: it computes the first block of a request whose first block is kept. One whose blocks
  * differ is served nothing any more. `posted` as of pillion_scheduler_save.
  */
 enum PillionStatus pillion_scheduler_check(const struct PillionScheduler *scheduler,
@@ -778,13 +778,6 @@ enum PillionStatus pillion_scheduler_check(const struct PillionScheduler *schedu
  */
 enum PillionStatus pillion_scheduler_accept(const struct PillionScheduler *scheduler,
                                             uint64_t step);
-
-/**
- * Names the tokens of the first block, just saved, of a request that is nothing but tokens: by them other engines can show
- * that they compute the same. Once in a minute is often enough. More than 4,096 tokens, or none, name no block.
- */
-enum PillionStatus pillion_scheduler_golden(const struct PillionScheduler *scheduler,
-                                            struct PillionItemsU32 tokens);
 
 /**
  * Gives up every unfinished save of these blocks. To be called before a load into them, and, in the step that may

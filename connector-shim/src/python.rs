@@ -229,10 +229,6 @@ impl SchedulerSession {
         self.0.with(|session| session.accept(step))
     }
 
-    fn golden(&self, tokens: Vec<u32>) -> PyResult<bool> {
-        self.0.with(|session| session.golden(&tokens))
-    }
-
     fn overwrite(&self, block_ids: &Bound<'_, PyList>) -> PyResult<usize> {
         if self.saving()? == 0 {
             return Ok(0);

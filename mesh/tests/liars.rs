@@ -193,15 +193,7 @@ fn after_a_gap_all_is_asked_for_anew() {
 fn told(model: &str) -> NamespaceTold {
     let facts = Facts::from([("model".to_owned(), model.to_owned())]);
     let digest = namespace::digest(&facts).0.to_vec();
-    NamespaceTold {
-        digest,
-        facts,
-        block_bytes: 64,
-        shards: 2,
-        memory_blocks: 3,
-        disk_blocks: 0,
-        golden: Vec::new(),
-    }
+    NamespaceTold { digest, facts, block_bytes: 64, shards: 2, memory_blocks: 3, disk_blocks: 0 }
 }
 
 /// Asks about namespaces a node that is of the mesh, and gets this reply; how many it takes, and what it says of the rest.

@@ -104,8 +104,6 @@ class SchedulerSession:
     def accept(self, step: int) -> None:
         """The engine went on with the output of `step`, which every rank returned: saves of that step may be kept. Those of
         earlier steps that were not accepted are void; `stats` counts their blocks as `blocks_unaccepted`."""
-    def golden(self, tokens: Sequence[int]) -> bool:
-        """Names the tokens of a root block that was saved or found kept; False: not told."""
     def overwrite(self, block_ids: list[int]) -> int:
         """Gives up the unfinished saves of these blocks; returns how many there were."""
     def unsaved(self, block_ids: list[int]) -> list[int]:

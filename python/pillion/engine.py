@@ -203,10 +203,11 @@ class Engine:
         """`name`: another one for each engine of a sidecar. `arrays`: the library of K and V, numpy or torch; numpy where it is
         not given. `miss_wait_ms`: how long a load waits for blocks that another pod is computing."""
         self.namespace = namespace
-        self._socket = socket
         self._arrays = arrays
         self._run = secrets.token_bytes(16)
         self._step = 0
+        # The connection of its proof.
+        self._proven_in = -1
         # Block 0 is never saved: vLLM's is no request's.
         self._free = list(range(1, blocks + 1))
         shards, row = namespace.shards, namespace.block_bytes
@@ -345,34 +346,35 @@ class Engine:
         self._offer(tokens, ids, first, handover=handover)
         return self._counted("blocks_committed", "blocks_present") - before
 
-    def prove(self, compute: Callable[[list[int]], tuple[Any, Any]], control: Control | None = None) -> bool:
-        """Shows that this engine computes what its namespace keeps, and so may save for as long as the sidecar and it live.
+    def prove(self, tokens: Sequence[int], compute: Callable[[list[int]], tuple[Any, Any]]) -> bool:
+        """Proves this engine's KV by the kept blocks of its namespace. After that it may save, as long as the sidecar lives.
 
-        `compute` gives K and V, [layers, heads, tokens, dim], of the first tokens of a request. They are compared with a golden
-        block: one whose tokens another engine has named. False: none can be had, so only a first engine's blocks are kept.
-        Raises `EngineError` where they differ: the namespace is closed to this engine then. `control` as of `find`.
+        `tokens` are a request's: their first block is compared with the kept one. `compute` gives K and V of its tokens,
+        [layers, heads, tokens, dim]. False: the block is not kept, so nothing was shown; the next request may have another one.
+        True without computing once a request of this connection has shown it. Raises `EngineError` where the blocks differ: the
+        namespace is closed to this engine then.
         """
-        size, facts = self.namespace.tokens, dict(self.namespace.facts)
-        entries = [entry for entry in _listed(control or _control_of(self._socket)) if entry["facts"] == facts]
-        for golden in [tokens[:size] for entry in entries for tokens in entry.get("golden", ())]:
-            if not self.kept(golden):
-                continue
-            ids = self.take(1)
-            try:
-                self.write(ids, *compute(golden))
-                checked, differing = self._counted("blocks_checked"), self._counted("blocks_differing")
-                self._offer(golden, ids, checked=True)
-            finally:
-                self.free(ids)
-            if self._counted("blocks_differing") > differing:
-                raise EngineError(
-                    f"the KV of this engine differs from the KV that namespace {self.namespace.digest} keeps, so the namespace "
-                    "is closed to it: load the same weights, apply the same rope, and write pages as page_form says. The log "
-                    "shows the difference"
-                )
-            if self._counted("blocks_checked") > checked:
-                return True
-        return False
+        root = list(tokens[: self.namespace.tokens])
+        if self._proven_in == self._scheduler.generation:
+            return True
+        if not self.kept(root):
+            return False
+        ids = self.take(1)
+        try:
+            self.write(ids, *compute(root))
+            checked, differing = self._counted("blocks_checked"), self._counted("blocks_differing")
+            self._offer(root, ids, checked=True)
+        finally:
+            self.free(ids)
+        if self._counted("blocks_differing") > differing:
+            raise EngineError(
+                f"the KV of this engine differs from the KV that namespace {self.namespace.digest} keeps, so the namespace "
+                "is closed to it: load the same weights, apply the same rope, and write pages as page_form says. The log "
+                "shows the difference"
+            )
+        if self._counted("blocks_checked") > checked:
+            self._proven_in = self._scheduler.generation
+        return self._proven_in == self._scheduler.generation
 
     def _offer(
         self, tokens: Sequence[int], ids: Sequence[int], first: int = 0, checked: bool = False, handover: bool = False
@@ -383,8 +385,6 @@ class Engine:
             blocks = list(ids)[: max(0, count - first)]
             self._step += 1
             self._scheduler.save(log, first, blocks, self._step, checked)
-            if blocks and not first and not checked:
-                self._scheduler.golden(list(tokens[: self.namespace.tokens]))
             self._do_step([])
             until = time.monotonic() + SAVE_PATIENCE_S
             while self._scheduler.saving and time.monotonic() < until:

@@ -6,7 +6,6 @@ only in the step that may fill its next block (`_due`).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -18,8 +17,6 @@ from pillion.proof import Passed, Proof
 from pillion.resuming import Resuming
 from pillion.tracked import Requests, Tracked
 
-# How often the tokens of a root block are named: a block that was just used is kept for longer than that.
-GOLDEN_EVERY_S = 60.0
 logger = vllm_compat.init_logger("vllm.pillion")
 
 
@@ -46,9 +43,6 @@ class Saving:
     _posted_in: int = 0
     # To which namespace belongs what vLLM holds; 0: not known yet.
     _namespace: int = 0
-    # When to name the tokens of a root block again, and in which connection that was done.
-    _golden_due: float = 0.0
-    _golden_in: int = -1
 
     # --- blocks that are full ---
 
@@ -113,8 +107,6 @@ class Saving:
         tracked.saved = end
         if again:
             tracked.found_in = 0
-        if posted:
-            self._name_golden(tracked)
         return posted
 
     def _needed(self, tracked: Tracked, first: int, end: int, hands_over: bool) -> Iterator[tuple[int, int]]:
@@ -122,16 +114,6 @@ class Saving:
         prompt = (tracked.request.num_prompt_tokens - 1) // self._block_tokens
         for begin, stop in self._resuming.needed(first, end, prompt, (tracked.found, tracked.parted)):
             yield from handover.parts(begin, stop, self._part_blocks if hands_over else stop - begin)
-
-    def _name_golden(self, tracked: Tracked) -> None:
-        """Other engines compute the root block of these tokens, to show that they compute the same as this one."""
-        now, generation = time.monotonic(), self._session.generation
-        # A key is of these tokens alone where a block has one hash.
-        is_due = (now >= self._golden_due or generation != self._golden_in) and tracked.hashes_each == 1
-        if is_due and not vllm_compat.has_extra_keys(tracked.request):
-            tokens = tracked.request.all_token_ids[: self._block_tokens]
-            if len(tokens) == self._block_tokens and self._session.golden(tokens):
-                self._golden_due, self._golden_in = now + GOLDEN_EVERY_S, generation
 
     def _checked(self, tracked: Tracked) -> tuple[int, int] | None:
         """Blocks of the request that are to be saved by themselves because they are compared, if they still can be."""
@@ -203,6 +185,6 @@ class Saving:
                     "kept. Reset vLLM's prefix cache whenever you change weights"
                 )
                 self.disown()
-            self._namespace, self._golden_due = namespace, 0.0
+            self._namespace = namespace
         if self._check.goes_on:
             self._check.learn(self._session.stats(), step)

@@ -65,6 +65,9 @@ pub struct Hello {
     pub role: Role,
 }
 
+/// The run of a probe, such as `pillion bench ring`: no rank joins it, and it counts as no engine.
+pub const PROBE_RUN: [u8; 16] = [0; 16];
+
 /// The part of an engine that a session serves.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]

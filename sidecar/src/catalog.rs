@@ -3,11 +3,11 @@
 //! A worker is compared with them when it connects, and enters where its namespace is known then; else with its whole engine,
 //! once that is bound. The data thread writes, at connects, bindings, hang-ups and ticks; the control thread reads copies.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use mesh::control::FACTS_BYTES_MAX;
-use mesh::control::wire::namespaces::{GOLDEN_MAX, Stated};
+use mesh::control::wire::namespaces::Stated;
 use serde::Serialize;
 use shm_protocol::handshake::WorkerHello;
 use shm_protocol::key::NamespaceDigest;
@@ -42,8 +42,6 @@ struct Known {
     stated: NamespaceDigest,
     block_bytes: u64,
     shards: u32,
-    /// Tokens of root blocks that it keeps, or kept: what was named last first.
-    golden: VecDeque<Vec<u32>>,
     /// The engine of each connected worker.
     engines: BTreeMap<SessionId, String>,
     /// The last connect, counted in connects.
@@ -72,9 +70,6 @@ pub struct Entry {
     /// Distinct parts of it.
     #[serde(skip)]
     pub shards: u32,
-    /// Tokens of root blocks that it keeps, by which an engine can show that it computes the same.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub golden: Vec<Vec<u32>>,
     /// Its engines that are served, and why what they save is kept: null where it is not.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub proofs: BTreeMap<String, Option<Proof>>,
@@ -202,7 +197,6 @@ impl Catalog {
                 stated,
                 block_bytes: *block_bytes,
                 shards: *shards,
-                golden: VecDeque::new(),
                 engines: BTreeMap::new(),
                 seen,
             }
@@ -228,14 +222,6 @@ impl Catalog {
         (self.barred, self.standings) = (barred, standings);
     }
 
-    /// An engine that may save has named a root block.
-    pub fn name_golden(&mut self, digest: NamespaceDigest, tokens: Vec<u32>) {
-        let Some(known) = self.known.get_mut(&digest) else { return };
-        known.golden.retain(|other| *other != tokens);
-        known.golden.push_front(tokens);
-        known.golden.truncate(GOLDEN_MAX);
-    }
-
     pub fn entries(&self, quotas: &Levels) -> Vec<(NamespaceDigest, Entry)> {
         let entry = |(digest, known): (&NamespaceDigest, &Known)| {
             let barred = self.barred.iter().filter(|barred| barred.base == *digest);
@@ -245,7 +231,6 @@ impl Catalog {
                 engines: known.engines.values().collect::<std::collections::BTreeSet<_>>().len(),
                 block_bytes: known.block_bytes,
                 shards: known.shards,
-                golden: known.golden.iter().cloned().collect(),
                 proofs: standings.map(|standing| (standing.engine.clone(), standing.proof)).collect(),
                 barred: barred.map(Closed::from).collect(),
                 quota: quotas.of(*digest),
@@ -261,7 +246,6 @@ impl Catalog {
             facts: Arc::clone(&known.facts),
             block_bytes: known.block_bytes,
             shards: known.shards,
-            golden: known.golden.iter().cloned().collect(),
         };
         self.known.iter().map(|(digest, known)| (*digest, stated(known))).collect()
     }
@@ -283,16 +267,9 @@ impl Catalog {
 impl Entry {
     /// That of a namespace that peers alone know.
     pub fn of_peers(stated: &Stated, quota: Option<Level>) -> Self {
-        let Stated { facts, block_bytes, shards, golden } = stated;
+        let Stated { facts, block_bytes, shards } = stated;
         let (facts, block_bytes, shards) = (Arc::clone(facts), *block_bytes, *shards);
-        let (golden, proofs, barred) = (golden.clone(), BTreeMap::new(), Vec::new());
-        Self { facts, engines: 0, block_bytes, shards, golden, proofs, barred, quota }
-    }
-
-    /// Takes in what peers keep, behind what is kept here.
-    pub fn add_golden(&mut self, golden: &[Vec<u32>]) {
-        let new = golden.iter().filter(|tokens| !self.golden.contains(tokens));
-        self.golden.extend(new.cloned().collect::<Vec<_>>());
+        Self { facts, engines: 0, block_bytes, shards, proofs: BTreeMap::new(), barred: Vec::new(), quota }
     }
 }
 

@@ -9,7 +9,7 @@ use shm_protocol::key::BlockHash;
 use shm_protocol::layout::{BLOCK_IDS, CHUNK_KEYS, header};
 use shm_protocol::message::{Outcome, Saved, Slot};
 use shm_protocol::pool::SlotRef;
-use shm_protocol::request::{Append, Golden, Load, RequestError, Save, SchedulerRequest, WorkerRequest};
+use shm_protocol::request::{Append, Load, RequestError, Save, SchedulerRequest, WorkerRequest};
 use shm_protocol::ring::{Consumer, Producer};
 use shm_protocol::session::{Bound, RegionRing, Ring, SessionMemory};
 use shm_protocol::source::Source;
@@ -127,9 +127,6 @@ impl Session {
             SchedulerRequest::Load(Load { keys, position, .. })
             | SchedulerRequest::Save(Save { keys, position, .. }) => {
                 blocks = self.read_blocks(*position, keys.count)?;
-            }
-            SchedulerRequest::Golden(Golden { count, position }) => {
-                blocks = self.read_blocks(*position, *count)?
             }
             _ => {}
         }

@@ -74,6 +74,32 @@ fn a_running_sidecar_answers_through_the_ring() {
     expect_positive(&line, &["word_us", "query_us", "query_p99_us", "query_asleep_us"]);
 }
 
+/// Figures of the process and of ended connections.
+const MOVING: [&str; 4] = ["process_", "pillion_last_turn_", "pillion_sessions_closed_total", "pillion_turn"];
+
+#[test]
+fn questions_of_a_bench_count_as_nobody_s() {
+    let folder = tempfile::tempdir().unwrap();
+    let sidecar = Sidecar::start(folder.path(), &[&"--dram", &"64MiB"]);
+    let socket = folder.path().join("p.sock");
+    let figures = || -> Vec<String> {
+        let (_, page) = sidecar.get("/metrics").unwrap();
+        let samples = page.lines().filter(|line| !MOVING.iter().any(|moving| line.contains(moving)));
+        samples.map(str::to_owned).collect()
+    };
+    sidecar.wait_started();
+    let before = figures();
+    let ring = || line(&["ring", "--socket", socket.to_str().unwrap(), "--count", "100"]);
+    std::thread::scope(|scope| {
+        let beside = scope.spawn(ring);
+        ring();
+        beside.join().unwrap();
+    });
+    sidecar.wait_metric("pillion_sessions_closed_total", |closed| closed == 2);
+    assert_eq!(figures(), before);
+    assert_eq!(sidecar.ask("GET", "/namespaces", &Value::Null).unwrap()["namespaces"], serde_json::json!([]));
+}
+
 /// A process that ends with its test.
 struct Ended(Child);
 

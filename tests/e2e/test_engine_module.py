@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -194,7 +195,7 @@ def test_namespaces_are_found_with_what_differs_and_what_they_keep(tmp_path: Pat
 def test_who_joins_others_loads_and_saves_once_it_has_proven_what_it_computes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By the golden block of the engine before. Rounding passes; 3 %, or pages in another order, do not."""
+    """By the first block of a prompt of its own. Rounding passes; 3 %, or pages in another order, do not."""
     longer = [*PROMPT, *range(300, 300 + 2 * TOKENS)]
 
     def joined(name: str) -> Engine:
@@ -216,23 +217,22 @@ def test_who_joins_others_loads_and_saves_once_it_has_proven_what_it_computes(
     with sidecar.serving(tmp_path) as keeper:
         with Engine(keeper.socket, "first", namespace(), 16) as first:
             assert saved(first, seed=1) == BLOCKS
-            [known] = keeper.namespaces()
-            assert known["golden"] == [PROMPT[:TOKENS]]
         ours, theirs = joined("ours"), joined("theirs")
         assert len(ours.load(PROMPT)) == BLOCKS and saves(ours) == 0
-        assert "Engine.prove(compute)" in caplog.text
+        assert "Engine.prove(tokens, compute)" in caplog.text
         # The engine is answered before the metrics have it.
         keeper.wait_for(lambda: keeper.sample('pillion_saves_dropped_total{reason="unproven"}') == 2, "count of both blocks")
         off = 5e-7
-        assert ours.prove(compute) and saves(ours) == 2
+        assert not ours.prove([7, *PROMPT], compute), "its first block is not kept"
+        assert ours.prove(PROMPT, compute) and saves(ours) == 2
         off = 3e-2
         with pytest.raises(EngineError, match="differs from the KV that namespace"):
-            theirs.prove(compute)
+            theirs.prove(PROMPT, compute)
         assert saves(theirs) == 0 and theirs.load(PROMPT) == []
         misread = joined("misread")
         off = 0.0
         with pytest.raises(EngineError, match="differs from the KV that namespace"):
-            misread.prove(lambda tokens: tuple(content[..., ::-1] for content in compute(tokens)))
+            misread.prove(PROMPT, lambda tokens: tuple(content[..., ::-1] for content in compute(tokens)))
         keeper.wait_for(lambda: keeper.namespaces()[0].get("proofs") == {"ours": "compared"}, "it is shown who may save")
         # The log line of the second comes before the list has it.
         keeper.wait_for(lambda: len(keeper.namespaces()[0]["barred"]) == 2, "and who may not")
@@ -241,24 +241,43 @@ def test_who_joins_others_loads_and_saves_once_it_has_proven_what_it_computes(
 
 
 def test_who_joins_a_namespace_of_which_nothing_is_kept_is_the_first(tmp_path: Path) -> None:
-    """And its block is the golden one. In the next sidecar's life it is none until it is named again."""
+    """In the next sidecar's life it proves by its own kept block."""
     with sidecar.serving(tmp_path) as keeper:
         with Engine(keeper.socket, "knows", namespace(), 1):
             [found] = engine.find(keeper.socket)
         ours = Engine(keeper.socket, "ours", found, 16)
-        assert not ours.prove(lambda _: kv(1)) and saved(ours, seed=1) == BLOCKS
-        assert keeper.namespaces()[0]["golden"] == [PROMPT[:TOKENS]]
+        assert not ours.prove(PROMPT, lambda _: kv(1)) and saved(ours, seed=1) == BLOCKS
         keeper.wait_summed()
         keeper.kill()
         with sidecar.serving(tmp_path, pool=keeper.pool) as again:
             again.wait_for(lambda: ours.kept(PROMPT) == BLOCKS, "the engine follows")
-            assert not ours.prove(lambda _: kv(1)), "nobody has named a block in this life"
             ids = ours.take(1)
-            assert ours.save(range(TOKENS), ids) == 0, "so it can load alone"
-            with Engine(again.socket, "knows", namespace(), 16) as knows:
-                saved(knows, seed=1)
-            assert ours.prove(lambda _: kv(1)) and ours.save(range(TOKENS), ids) == 1
+            assert ours.save(range(TOKENS), ids) == 0, "it can load alone"
+            assert ours.prove(PROMPT, lambda _: kv(1)) and ours.save(range(TOKENS), ids) == 1
             ours.close()
+
+
+def test_nothing_of_a_prompt_outlives_the_eviction_of_its_namespace(tmp_path: Path) -> None:
+    """A joining engine misses, and its saves are dropped until another engine has saved again."""
+    unusual = [4_000_000_000 + token for token in PROMPT]
+    with sidecar.serving(tmp_path) as keeper, Engine(keeper.socket, "first", namespace(), 16) as first:
+        ids = first.take(BLOCKS)
+        first.write(ids, *kv(seed=1))
+        assert first.save(unusual, ids) == BLOCKS
+        [found] = engine.find(keeper.socket)
+        assert str(unusual[0]) not in json.dumps(keeper.namespaces())
+        evicted = keeper.ctl("evict", found.digest)
+        assert evicted["memory_blocks"] == BLOCKS
+        assert keeper.namespaces()[0]["memory_blocks"] == 0
+        with Engine(keeper.socket, "joins", found, 16) as joins:
+            assert joins.load(unusual) == [] and not joins.prove(unusual, lambda _: kv(1))
+            own = joins.take(1)
+            joins.write(own, *kv(seed=9, blocks=1))
+            assert joins.save(unusual, own) == 0 and first.load(unusual) == [], "a miss, and nothing wrong"
+            assert first.save(unusual, ids) == BLOCKS
+            joined = joins.load(unusual)
+            assert numpy.array_equal(joins.read(joined)[0], kv(1)[0])
+            assert joins.prove(unusual, lambda _: kv(1))
 
 
 def test_a_sidecar_that_is_started_anew_costs_misses(tmp_path: Path) -> None:

@@ -167,18 +167,18 @@ class Carrier:
         self.facts: dict[str, str] = known["facts"]
 
     def attempt(
-        self, tokens: list[int], copy: str, fault: str = "none", golden: list[int] | None = None, **facts: str | None
+        self, tokens: list[int], copy: str, fault: str = "none", proof: list[int] | None = None, **facts: str | None
     ) -> subprocess.CompletedProcess[str]:
-        """A run that may fail; `facts` replace those of the namespace, None leaves one out. `golden`: what it proves by."""
-        prompt, stated, proof = (self._directory / name for name in ("tokens", "facts", "golden"))
+        """A run that may fail; `facts` replace those of the namespace, None leaves one out. It proves by the prompt `proof`."""
+        prompt, stated, proven = (self._directory / name for name in ("tokens", "facts", "proof"))
         told = {name: value for name, value in (self.facts | facts).items() if value is not None}
         stated.write_text("".join(f"{name}={value}\n" for name, value in told.items()))
         prompt.write_text(" ".join(map(str, tokens)))
         files = (stated, self.namespace, prompt)
         more = []
-        if golden is not None:
-            proof.write_text(" ".join(map(str, golden)))
-            more.append(proof)
+        if proof is not None:
+            proven.write_text(" ".join(map(str, proof)))
+            more.append(proven)
         return self._foreign.attempt("carry", *files, *self._sockets, self._directory / "dump", copy, fault, *more)
 
     def refused(self, fault: str = "none", **facts: str | None) -> str:
@@ -188,9 +188,9 @@ class Carrier:
         assert "refuses this engine" in done.stderr
         return done.stderr
 
-    def carry(self, tokens: list[int], copy: str, fault: str = "none", golden: list[int] | None = None) -> Carried:
+    def carry(self, tokens: list[int], copy: str, fault: str = "none", proof: list[int] | None = None) -> Carried:
         """Carries the full blocks of a prompt, which must all be there."""
-        done = self.attempt(tokens, copy, fault, golden)
+        done = self.attempt(tokens, copy, fault, proof)
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
         lines = done.stdout.splitlines()
         count = len(tokens) // engine.BLOCK_TOKENS
@@ -246,17 +246,14 @@ def test_blocks_cross_both_ways(options: engine.Options, foreign: ForeignEngine,
         carrier = Carrier(foreign, tmp_path, source, target)
         saved = _kept(source)
         by_engine = carrier.carry(BY_ENGINE, "engine")
-        # It was the first there. Those that follow prove by its first block.
-        [known] = target.namespaces()
-        [golden] = known["golden"]
-        assert golden == BY_ENGINE[: engine.BLOCK_TOKENS]
+        # It was the first there. Those that follow prove by the first block of its prompt.
         kept = _kept(target)
         unproven = carrier.attempt(BY_SIDECAR, "sidecar")
         assert unproven.returncode == 1 and "pillion_scheduler_check" in unproven.stderr
-        spoiled = carrier.attempt(SPOILED, "engine", "spoil", golden)
+        spoiled = carrier.attempt(SPOILED, "engine", "spoil", BY_ENGINE)
         assert spoiled.returncode == 1 and "PILLION STAYS OUT" in spoiled.stderr
         assert _kept(target) == kept
-        by_sidecar = carrier.carry(BY_SIDECAR, "sidecar", golden=golden)
+        by_sidecar = carrier.carry(BY_SIDECAR, "sidecar", proof=BY_ENGINE)
         for carried in (by_engine, by_sidecar):
             assert carried.namespaces == [carrier.namespace] * 2
             assert carried.blocks == [saved[carrier.namespace, block_hash] for block_hash in carried.hashes]
@@ -285,11 +282,11 @@ def test_prompts_are_handed_over_both_ways(
         with_target = dataclasses.replace(options, socket=target.socket)
         second = stack.enter_context(engine.running(with_target, tmp_path / "engine.log"))
         second.generate([SPOILED], max_tokens=1)
-        target.wait_for(lambda: bool(target.namespaces()[0].get("golden")), "a golden block")
+        target.wait_metric("pillion_blocks", prompts.stored_blocks(len(SPOILED), 1))
         carrier = Carrier(foreign, tmp_path, source, target)
         before = source.metrics()["pillion_handover_queries_total"]
         second.ask(1, BY_ENGINE, OUTPUT_TOKENS, transfer={"do_remote_prefill": True})
-        carrier.carry(BY_ENGINE, "engine", "handover", golden=SPOILED[: engine.BLOCK_TOKENS])
+        carrier.carry(BY_ENGINE, "engine", "handover", proof=SPOILED)
         [answer] = second.answered(WATCHDOG_S)
         assert answer["tokens"] == right["tokens"]
         assert source.metrics()["pillion_handover_queries_total"] > before

@@ -9,7 +9,7 @@ import re
 import signal
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +60,61 @@ class Stream:
         return ("".join(self.texts), self.end) == ("".join(other.texts), other.end) and len(forms) <= 1
 
 
+# Fields of a request with a text as its prompt, by API; `generate` takes the text's bytes as tokens.
+APIS: dict[str, Callable[[str], dict[str, object]]] = {
+    "/v1/completions": lambda text: {"prompt": text, "max_tokens": OUTPUT_TOKENS, "return_token_ids": True, "temperature": 0},
+    "/v1/chat/completions": lambda text: {
+        "messages": _user(text),
+        "max_tokens": OUTPUT_TOKENS,
+        "return_token_ids": True,
+        "temperature": 0,
+    },
+    "/v1/responses": lambda text: {"input": text, "max_output_tokens": OUTPUT_TOKENS, "temperature": 0},
+    "/v1/messages": lambda text: {"messages": _user(text), "max_tokens": OUTPUT_TOKENS, "temperature": 0},
+    "/inference/v1/generate": lambda text: {
+        "token_ids": list(text.encode()),
+        "sampling_params": {"max_tokens": OUTPUT_TOKENS, "temperature": 0},
+    },
+}
+PROMPTS = "pillion_route_prompts_total"
+ORDERS = ("at-once", "prefill-first")
+SAID = {"text", "content", "delta", "token_ids"}
+CACHED = {"cached_tokens", "cache_read_input_tokens"}
+
+
+def _user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def _leaves(value: object, names: set[str], name: str = "") -> Iterator[object]:
+    """Values of these names, in order."""
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from _leaves(part, names, key)
+    elif isinstance(value, list):
+        for part in value:
+            yield from _leaves(part, names, name)
+    elif name in names and value is not None:
+        yield value
+
+
+@dataclass
+class Answered:
+    """An answer of an API: its texts or tokens, and its number of cached tokens."""
+
+    said: str
+    cached: int | None
+
+    @classmethod
+    def of(cls, raw: str) -> Answered:
+        """The answer in these bytes, or in a stream of events of any number of tokens."""
+        lines = [line.removeprefix("data: ") for line in raw.split("\n") if line.startswith("data: {")]
+        values = [json.loads(line) for line in lines or [raw]]
+        said = [leaf if isinstance(leaf, str) else f"{leaf} " for leaf in _leaves(values, SAID)]
+        cached = [int(str(leaf)) for leaf in _leaves(values, CACHED)]
+        return cls("".join(said), cached[-1] if cached else None)
+
+
 # As /v1/completions takes one.
 Prompt = list[int] | str | list[list[int] | str]
 
@@ -76,6 +131,8 @@ class Servers:
     first_token_url: str
     answers: Server
     model: Path
+    # Routers with one order alone.
+    order_urls: dict[str, str]
 
     def open(self, url: str, prompt: Prompt, **fields: object) -> http.client.HTTPResponse:
         """A stream of an answer."""
@@ -109,6 +166,14 @@ class Servers:
         text = "".join(choice["delta" if stream else "message"]["content"] or "" for choice in choices)
         return text, [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
 
+    def answer(self, url: str, path: str, text: str, stream: bool) -> Answered:
+        """An answer of any API."""
+        asked = {"model": str(self.model), "stream": stream} | APIS[path](text)
+        if stream and path not in ("/v1/responses", "/v1/messages"):
+            asked["stream_options"] = {"include_usage": True}
+        with self.post(url, path, asked) as answer:
+            return Answered.of(answer.read().decode())
+
     def found(self) -> float:
         """Tokens that the engine that answers loaded."""
         return metrics.totals(fetch(f"{self.answers_url}/metrics") or "").get(FOUND, 0)
@@ -122,9 +187,9 @@ class Servers:
         """Requests that either engine runs, or has waiting."""
         return self.total(*HELD)
 
-    def routed(self, name: str) -> dict[str, float]:
-        """The router's counters of a name, by their label."""
-        page = fetch(f"{self.route_url}/metrics") or ""
+    def routed(self, name: str, url: str | None = None) -> dict[str, float]:
+        """A router's counters of a name, by their label."""
+        page = fetch(f"{url or self.route_url}/metrics") or ""
         lines = [line for line in page.split("\n") if line.startswith(f"{name}{{")]
         return {line.split('"')[1]: float(line.rpartition(" ")[2]) for line in lines}
 
@@ -133,7 +198,7 @@ class Servers:
 def _engine(shape: Path, socket: Path, log: Path) -> Iterator[tuple[Server, str]]:
     """A server, and its address."""
     url = f"http://127.0.0.1:{free_port()}"
-    server = vllm_server.start(shape, socket, url, log)
+    server = vllm_server.start(shape, socket, url, log, ("--enable-prompt-tokens-details", "--enable-scale-out"))
     try:
         yield server, url
     finally:
@@ -155,14 +220,15 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         second.wait_ready(vllm_server.START_WATCHDOG_S)
         command: list[object] = [sidecar.find_binary(), "route", "--prefill", computes, "--decode", answers]
         urls: list[str] = []
-        for options in ([], ["--first-token"]):
+        for options in ([], ["--first-token"], *(["--order", order] for order in ORDERS)):
             url = f"http://127.0.0.1:{free_port()}"
             arguments = [*command, *options, "--listen", url.removeprefix("http://")]
             router = Server(arguments, folder / f"route{len(urls)}.log", f"{url}/health")
             stack.callback(router.finish)
             router.wait_ready()
             urls.append(url)
-        yield Servers(first, computes, answers, urls[0], urls[1], second, shape)
+        orders = dict(zip(ORDERS, urls[2:], strict=True))
+        yield Servers(first, computes, answers, urls[0], urls[1], second, shape, orders)
 
 
 @pytest.mark.supports("handover")
@@ -173,7 +239,7 @@ def test_streams_are_those_of_one_server(servers: Servers) -> None:
     with ThreadPoolExecutor(STREAMS) as pool:
         streams = list(pool.map(lambda tokens: servers.ask(servers.route_url, tokens), asked))
     far = [tokens for tokens in asked if len(tokens) >= 256]
-    assert servers.routed("pillion_route_prompts_total")["pair"] == len(far)
+    assert servers.routed(PROMPTS)["pair"] == len(far)
     # The last token is computed, a check keeps a block back, and what a busy machine saves after a second is not waited for.
     whole = sum((len(tokens) - 1) // BLOCK_TOKENS * BLOCK_TOKENS for tokens in far)
     assert servers.found() - before >= whole * 3 // 4
@@ -185,11 +251,27 @@ def test_streams_are_those_of_one_server(servers: Servers) -> None:
 def test_a_chat_is_that_of_one_server(servers: Servers, stream: bool) -> None:
     """Its text is long enough for two engines."""
     text = "".join(chr(97 + token % 26) for token in prompts.prompt(1500, 96_000 + stream))
-    before = servers.routed("pillion_route_prompts_total")["pair"]
+    before = servers.routed(PROMPTS)["pair"]
     routed = servers.chat(servers.route_url, text, stream)
-    assert servers.routed("pillion_route_prompts_total")["pair"] == before + 1
+    assert servers.routed(PROMPTS)["pair"] == before + 1
     assert all(routed)
     assert routed == servers.chat(servers.computes_url, text, stream)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("path", APIS)
+def test_an_answer_of_every_api_is_that_of_one_server(servers: Servers, path: str, stream: bool) -> None:
+    """In each order. Usage states the cached tokens of the prefill engine: the decode engine has the whole prompt from it."""
+    for at, (order, url) in enumerate(servers.order_urls.items()):
+        seed = 97_000 + 100 * list(APIS).index(path) + 10 * stream + at
+        text = "".join(chr(97 + token % 26) for token in prompts.prompt(1000, seed))
+        before = servers.routed(PROMPTS, url)["pair"]
+        first, again = (servers.answer(url, path, text, stream) for _ in range(2))
+        right = servers.answer(servers.computes_url, path, text, stream)
+        assert servers.routed(PROMPTS, url)["pair"] == before + 2
+        assert right.said and first.said == again.said == right.said, order
+        assert (first.cached, again.cached) == (0, right.cached), order
+        assert right.cached == (len(text) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 def _prompt(at: int) -> Prompt:

@@ -4,13 +4,13 @@
  *
  *   engine keys HASH_ALGORITHM NONE_HASH EXTRA_KEYS BLOCK_TOKENS < REQUEST
  *     prints the hash of every full block of a request; see print_keys().
- *   engine carry FACTS NAMESPACE TOKENS FROM TO DUMP engine|sidecar FAULT [GOLDEN]
+ *   engine carry FACTS NAMESPACE TOKENS FROM TO DUMP engine|sidecar FAULT [PROOF]
  *     loads the blocks of TOKENS (a file of numbers) from the sidecar at FROM into memory of its own, writes their bytes
  *     to DUMP, and saves them to the sidecar at TO. With FAULT `spoil` every value of their first layer has the other sign
  *     then, with `short` its own blocks have that layer alone, whatever FACTS say, a file of name=value lines, which must
  *     make NAMESPACE; `none` is no fault. Prints their hashes first. `engine` or `sidecar` writes loaded blocks into the
  *     engine's memory. With `handover` it awaits what it loads, and hands over what it saves, which it promises first.
- *     The first block of GOLDEN (numbers, too) is compared with what TO keeps, before anything is saved.
+ *     The first block of PROOF (TOKENS of another prompt) is compared with what TO keeps, before anything is saved.
  *   engine gather PAGE_FORM SHARDS < BLOCKS > KV
  *     reads blocks as the cache keeps them, whose pages all have the same sizes, and writes K and then V: [layers, shards and
  *     their heads, blocks and their tokens, dim].
@@ -49,11 +49,10 @@ typedef struct {
     uint64_t page_bytes;
 } Memory;
 
-/* A prompt: the tokens of its first block, and the hashes of all. */
+/* A prompt, by the hashes of its blocks. */
 typedef struct {
     PillionKeys *keys;
     PillionItemsHash hashes;
-    PillionItemsU32 root;
 } Request;
 
 /* A connected engine of one rank. */
@@ -257,22 +256,21 @@ static PillionSchedulerState end_save(Engine *engine, uint64_t step) {
     return state;
 }
 
-/* Saves the first `count` blocks of a request, and names the tokens of the first one. */
+/* Saves the first `count` blocks of a request. */
 static void save(Engine *engine, const Request *request, uint32_t count, Handover handover) {
     bool posted;
     int64_t log = open_log(engine, request->hashes, handover);
     uint64_t step = ++engine->step;
     check(pillion_scheduler_save(engine->scheduler, log, 0, block_ids(0, count), step, &posted), "save");
     if (!posted) die("save", "dropped");
-    check(pillion_scheduler_golden(engine->scheduler, request->root), "golden");
     PillionSchedulerState state = end_save(engine, step);
     if (state.blocks_unproven) die("save", state.notice ? state.notice : "not kept");
 }
 
 /* Shows that `block` of the memory is what is kept of a request's first block: before that, nothing that is saved is kept. */
-static void prove(Engine *engine, const Request *golden, uint32_t block) {
-    int64_t log = open_log(engine, golden->hashes, ALONE);
-    if (query(engine, log, 0, 1) != 1) die("prove", "the golden block is not kept");
+static void prove(Engine *engine, const Request *kept, uint32_t block) {
+    int64_t log = open_log(engine, kept->hashes, ALONE);
+    if (query(engine, log, 0, 1) != 1) die("prove", "its first block is not kept");
     uint64_t step = ++engine->step;
     check(pillion_scheduler_check(engine->scheduler, log, 0, (PillionItemsU32){&block, 1}, step, NULL), "check");
     PillionSchedulerState state = end_save(engine, step);
@@ -310,21 +308,19 @@ static Request new_request(const Facts *facts, const char *path) {
     check(pillion_keys_append(request.keys, tokens, (PillionItemsExtraKey){0}, &request.hashes), "keys");
     fclose(prompt);
     if (!request.hashes.count) die("tokens", "less than a block");
-    uint32_t *root = calloc(block_tokens, sizeof *root);
-    request.root = (PillionItemsU32){memcpy(root, tokens.items, block_tokens * sizeof *root), block_tokens};
     return request;
 }
 
-static void carry(char **arguments, const char *golden_path) {
+static void carry(char **arguments, const char *proof_path) {
     static Facts facts;
     const char *fault = arguments[7];
     read_facts(arguments[0], &facts);
     facts.name_space = arguments[1];
-    Request request = new_request(&facts, arguments[2]), golden = {0};
+    Request request = new_request(&facts, arguments[2]), proof = {0};
     PillionItemsHash hashes = request.hashes;
     print_hashes(hashes);
     uint32_t count = (uint32_t)hashes.count, half = count / 2;
-    /* The last block is the golden one. */
+    /* The last block proves. */
     Memory memory = new_memory(&facts, 2 + count, !strcmp(fault, "short"));
     bool sidecar = !strcmp(arguments[6], "sidecar"), hands_over = !strcmp(fault, "handover");
 
@@ -333,9 +329,9 @@ static void carry(char **arguments, const char *golden_path) {
     load(&from, log, 0, block_ids(0, half), true);
     load(&from, log, half, block_ids(half, count - half), false);
     check(pillion_scheduler_close(from.scheduler, log), "close");
-    if (golden_path) {
-        golden = new_request(&facts, golden_path);
-        load(&from, open_log(&from, golden.hashes, ALONE), 0, block_ids(count, 1), true);
+    if (proof_path) {
+        proof = new_request(&facts, proof_path);
+        load(&from, open_log(&from, proof.hashes, ALONE), 0, block_ids(count, 1), true);
     }
     disconnect(&from);
     dump(&memory, count, arguments[5]);
@@ -343,11 +339,11 @@ static void carry(char **arguments, const char *golden_path) {
         for (uint64_t at = 1; at < memory.page_bytes; at += 2) memory.bytes[page_offset(&memory, 0, block) + at] ^= SIGN_BIT;
 
     Engine to = connect_engine(arguments[4], "foreign-to", &facts, &memory, sidecar);
-    if (golden_path) prove(&to, &golden, 1 + count);
+    if (proof_path) prove(&to, &proof, 1 + count);
     save(&to, &request, count, hands_over ? PROMISES : ALONE);
     disconnect(&to);
     pillion_keys_free(request.keys);
-    pillion_keys_free(golden.keys);
+    pillion_keys_free(proof.keys);
 }
 
 static PillionItemsU8 bytes_of(const char *hex) {

@@ -48,8 +48,6 @@ class Session:
         self.queries: list[int] = []
         # Logs for whose blocks a step waited.
         self.lingered: list[int] = []
-        # Tokens that were named.
-        self.named: list[list[int]] = []
 
     def open(self, fold: bytes | None) -> int:
         """A log."""
@@ -95,11 +93,6 @@ class Session:
         """Written down."""
         assert log not in self.closed
         (self.checked if checked else self.saves).append((log, start, blocks))
-        return True
-
-    def golden(self, tokens: list[int]) -> bool:
-        """Written down."""
-        self.named.append(tokens)
         return True
 
     def stats(self) -> dict[str, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 from played import BLOCK_TOKENS, ELSEWHERE, HERE, Engine
 from specs import full_attention, kv_cache_config
 
-from pillion import saving, tracked, vllm_compat
+from pillion import tracked, vllm_compat
 from pillion.adapters import NO_CACHE
 from pillion.checking import TOKENS
 from pillion.config import Config
@@ -69,33 +68,6 @@ def test_a_request_whose_load_failed_lets_others_pass_it(engine: Engine) -> None
     engine.ask(request)
     engine.role.requests_failed({request.request_id})
     assert [engine.role.match(request, 0) for _ in range(4)] == [(0, False), (None, False)] * 2
-
-
-# --- golden blocks ---
-
-
-def test_a_root_block_is_named_once_a_connection_and_namespace_and_then_from_time_to_time(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a prompt that is nothing but tokens: others cannot compute what else a block hangs on."""
-    root = list(range(BLOCK_TOKENS))
-    salted = engine.arrive(2 * BLOCK_TOKENS + 1)
-    salted.cache_salt = "tenant"
-    engine.compute(salted)
-    assert engine.session.named == []
-    for _ in range(3):
-        engine.compute(engine.arrive(2 * BLOCK_TOKENS + 1))
-    assert engine.session.named == [root]
-    engine.session.reconnect(HERE)
-    engine.compute(engine.arrive(2 * BLOCK_TOKENS + 1))
-    assert engine.session.named == [root] * 2
-    engine.session.namespace = ELSEWHERE
-    engine.compute(engine.arrive(2 * BLOCK_TOKENS + 1))
-    assert engine.session.named == [root] * 3
-    later = time.monotonic() + saving.GOLDEN_EVERY_S
-    monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: later))
-    engine.compute(engine.arrive(2 * BLOCK_TOKENS + 1))
-    assert engine.session.named == [root] * 4
 
 
 def test_who_is_not_followed_overwrites_all_the_same(engine: Engine) -> None:

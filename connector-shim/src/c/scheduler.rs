@@ -236,7 +236,7 @@ pub extern "C" fn pillion_scheduler_save(
 /// Has blocks compared that this engine computed itself, and that are kept already: the log's from `start` on, in the engine's
 /// blocks named by `blocks`, once every worker said that step `step` is done. PillionSchedulerState counts what came of it. An
 /// engine that has its facts from others (PillionWorkerOptions) may load, but nothing that it saves is kept until blocks of its have passed, unless it is the
-/// first of its namespace: it computes one of the root blocks that `pillion ctl namespaces` shows as `golden`. One whose blocks
+/// first of its namespace: it computes the first block of a request whose first block is kept. One whose blocks
 /// differ is served nothing any more. `posted` as of pillion_scheduler_save.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_scheduler_check(
@@ -256,16 +256,6 @@ pub extern "C" fn pillion_scheduler_check(
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_scheduler_accept(scheduler: Option<&Scheduler>, step: u64) -> Status {
     tell(scheduler, |session| session.accept(step))
-}
-
-/// Names the tokens of the first block, just saved, of a request that is nothing but tokens: by them other engines can show
-/// that they compute the same. Once in a minute is often enough. More than 4,096 tokens, or none, name no block.
-#[unsafe(no_mangle)]
-pub extern "C" fn pillion_scheduler_golden(scheduler: Option<&Scheduler>, tokens: Items<u32>) -> Status {
-    call(scheduler, |state| {
-        state.session.golden(tokens.get("tokens")?);
-        Ok(())
-    })
 }
 
 /// Gives up every unfinished save of these blocks. To be called before a load into them, and, in the step that may

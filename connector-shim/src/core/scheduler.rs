@@ -13,9 +13,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use shm_protocol::key::BlockHash;
-use shm_protocol::layout::{GOLDEN_TOKENS, OPERATIONS};
+use shm_protocol::layout::OPERATIONS;
 use shm_protocol::message::Saved;
-use shm_protocol::request::{self, Golden, Keys, SchedulerRequest};
+use shm_protocol::request::{self, Keys, SchedulerRequest};
 
 use self::announced::Announced;
 pub use self::announced::Change;
@@ -288,17 +288,6 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
         }
     }
 
-    /// Names the tokens of a root block that was saved or found kept: an engine that has its facts from others computes them to
-    /// show that it computes the same. False: not told.
-    pub fn golden(&mut self, tokens: &[u32]) -> bool {
-        let Some(link) = &mut self.link else { return false };
-        let count = u32::try_from(tokens.len()).unwrap_or(u32::MAX);
-        let told = (1..=GOLDEN_TOKENS).contains(&tokens.len())
-            && link.post_with_blocks(tokens, |position| SchedulerRequest::Golden(Golden { count, position }));
-        link.flush();
-        told
-    }
-
     /// Gives up every unfinished save of these blocks, and returns how many there were. The sidecar can see it at once: another
     /// session of this engine may post a load into one of them next.
     pub fn overwrite(&mut self, blocks: impl Iterator<Item = u32>) -> usize {
@@ -469,9 +458,9 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
 
 /// The notice for an engine whose saves are dropped because it has shown nothing of what it computes.
 const UNPROVEN: &str = "blocks of this engine are not kept, because it took over the facts of its namespace and has not \
-     passed a KV check there yet. It can load. To save, it must compute a golden block of the namespace and have it \
-     compared: Engine.prove(compute) in Python, pillion_scheduler_check in C. If the namespace has no golden block, \
-     let vLLM answer a prompt first";
+     passed a KV check there yet. It can load. To save, it must compute the first block of a kept prompt and have it \
+     compared: Engine.prove(tokens, compute) in Python, pillion_scheduler_check in C. If the namespace keeps no prompt, \
+     let vLLM answer one first";
 
 /// The notice for an engine whose sidecar would keep what the engine never accepted.
 const OLD_SIDECAR: &str = "blocks of this engine are not kept, because the sidecar's release would also keep blocks of \

@@ -119,7 +119,6 @@ impl Merged {
             if (entry.block_bytes, entry.shards) != (stated.block_bytes, stated.shards) {
                 return false;
             }
-            entry.add_golden(&stated.golden);
         }
         let (memory_blocks, disk_blocks) = (*memory_blocks, *disk_blocks);
         shown.peers.push(AtPeer { peer: peer.to_owned(), memory_blocks, disk_blocks });
@@ -138,8 +137,7 @@ mod tests {
 
     fn answer(peer: &str, block_bytes: u64, memory_blocks: u64) -> Answer {
         let facts = Arc::new([("model".to_owned(), "tiny".to_owned())].into());
-        let golden = vec![vec![7, 8]];
-        let stated = Some(Stated { facts, block_bytes, shards: 1, golden });
+        let stated = Some(Stated { facts, block_bytes, shards: 1 });
         let namespace = Namespace { digest: NamespaceDigest([1; 16]), stated, memory_blocks, disk_blocks: 0 };
         Answer { peer: NodeId::new(peer.to_owned()).unwrap(), namespaces: vec![namespace], missing: None }
     }
@@ -160,7 +158,7 @@ mod tests {
         let peer = |peer: &str, blocks: u64| json!({"peer": peer, "memory_blocks": blocks, "disk_blocks": 0});
         let entry = json!({
             "namespace": "01".repeat(16), "facts": {"model": "tiny"}, "engines": 0, "block_bytes": 64,
-            "golden": [[7, 8]], "memory_blocks": 0, "peers": [peer("a", 7), peer("b", 0)]
+            "memory_blocks": 0, "peers": [peer("a", 7), peer("b", 0)]
         });
         assert_eq!(shown, [entry]);
     }

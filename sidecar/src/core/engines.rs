@@ -11,7 +11,7 @@ use std::ops::Index;
 use std::sync::Arc;
 
 use shm_protocol::ACCEPT_SINCE;
-use shm_protocol::handshake::{self, Copier, Hello, RANKS_MAX, Role, WorkerHello};
+use shm_protocol::handshake::{self, Copier, Hello, PROBE_RUN, RANKS_MAX, Role, WorkerHello};
 use shm_protocol::key::NamespaceDigest;
 use shm_protocol::layout::{AWAIT_MS, PROMISED_WAIT_MS_MAX};
 use shm_protocol::namespace::{self, Facts};
@@ -85,8 +85,6 @@ pub(super) struct Scheduler {
     pub(super) barred: Option<Binding>,
     /// Why what it saves is kept where it is bound; `None`: it is not.
     pub(super) proof: Option<Proof>,
-    /// Tokens of a root block that it named before it was bound.
-    pub(super) golden: Option<Vec<u32>>,
     /// What the blocks of this run are: the first rank that joins says it, for as long as the run lasts.
     form: Option<Form>,
     /// Digest of its table of cache groups.
@@ -163,6 +161,11 @@ impl Scheduler {
         }
     }
 
+    /// True for `pillion bench` and `pillion doctor`, which count as no engine.
+    pub(super) fn is_probe(&self) -> bool {
+        self.run == PROBE_RUN
+    }
+
     /// Whether it serves one cache group of several.
     fn is_group(&self) -> bool {
         whole(&self.engine).is_some()
@@ -233,10 +236,11 @@ impl Engines {
         self.workers.contains_key(&session)
     }
 
-    /// Sessions of both roles, and engines that a namespace is closed to.
+    /// Sessions of both roles but probes, and engines that a namespace is closed to.
     pub(super) fn counts(&self) -> (usize, usize) {
         let barred = self.schedulers.values().filter(|scheduler| scheduler.barred.is_some());
-        (self.schedulers.len() + self.workers.len(), barred.count())
+        let engines = self.schedulers.values().filter(|scheduler| !scheduler.is_probe());
+        (engines.count() + self.workers.len(), barred.count())
     }
 
     /// Number of the namespace that is served to a scheduler's session, if one is.
@@ -263,7 +267,7 @@ impl Engines {
                 holdings: if is_new { dram.holdings(scheduler.holder) } else { Holdings::default() },
             }
         };
-        self.schedulers.values().map(holder)
+        self.schedulers.values().filter(|scheduler| !scheduler.is_probe()).map(holder)
     }
 
     /// The ranks that have joined a scheduler's run, each with its session; none where the scheduler is gone.
@@ -311,7 +315,7 @@ impl Engines {
             Role::Scheduler { run } => run,
         };
         // The ranks of a run follow one scheduler: were they handed on, the first would keep sessions that end unseen.
-        if self.schedulers.values().any(|other| other.run == run) {
+        if run != PROBE_RUN && self.schedulers.values().any(|other| other.run == run) {
             return Err(
                 "another scheduler serves this run: give each run of an engine an id of its own".into()
             );
@@ -330,7 +334,6 @@ impl Engines {
             binding: None,
             barred: None,
             proof: None,
-            golden: None,
             form: None,
             groups,
             weights: 0,
@@ -355,6 +358,9 @@ impl Engines {
         run: [u8; 16],
         since: u64,
     ) -> Result<Option<SessionId>, Violation> {
+        if run == PROBE_RUN {
+            return Err("a worker joins the run of 16 zero bytes, which is a probe's; draw 16 random bytes for the run".into());
+        }
         let worker = self.workers.get_mut(&session).expect("the caller looked");
         if worker.run.is_some_and(|joined| joined != run) {
             return Err("the worker has joined another run before: open a new session for each run".into());

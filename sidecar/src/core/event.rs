@@ -99,7 +99,7 @@ pub enum Request {
         request: SchedulerRequest,
         /// Keys of an APPEND.
         keys: Vec<BlockHash>,
-        /// Block ids of a LOAD or SAVE, tokens of a GOLDEN.
+        /// Block ids of a LOAD or SAVE.
         blocks: Vec<u32>,
     },
     Worker(WorkerRequest),
@@ -197,8 +197,6 @@ pub enum Action {
         /// The ranks' sessions and the words for each, then the scheduler's.
         words: Vec<(SessionId, Bound)>,
     },
-    /// Remember, with a namespace, the tokens of a root block that it keeps.
-    Golden { namespace: NamespaceDigest, tokens: Vec<u32> },
     /// Say this in the log.
     Warn(String),
     Close {

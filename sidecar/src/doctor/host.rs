@@ -9,7 +9,7 @@ use io_uring::IoUring;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
-use shm_protocol::handshake::{self, Hello, Reply, Role};
+use shm_protocol::handshake::{self, Hello, PROBE_RUN, Reply, Role};
 use shm_protocol::transport;
 
 use super::mesh::NICS;
@@ -208,10 +208,10 @@ pub(crate) fn unreached(path: &Path, errno: Errno) -> Finding {
     }
 }
 
-/// Says hello as an engine does, and waits for the answer: the kernel takes connections for a data thread that stands still. `None`
+/// Says hello as a probe, and waits for the answer: the kernel takes connections for a data thread that stands still. `None`
 /// where nothing comes; a reply that this release does not know is none.
 pub(crate) fn hello(socket: &OwnedFd, engine: &str) -> Option<(Option<Reply>, Vec<OwnedFd>)> {
-    let hello = Hello::new(engine.into(), 1, Role::Scheduler { run: [0; 16] });
+    let hello = Hello::new(engine.into(), 1, Role::Scheduler { run: PROBE_RUN });
     let hello = handshake::encode_hello(&hello, 0).expect("a hello within its rules");
     let sent = transport::send(socket, &hello, &[]);
     let mut ready = [PollFd::new(socket, PollFlags::IN)];

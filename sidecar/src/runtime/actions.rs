@@ -64,7 +64,6 @@ impl Runtime {
             Action::Bind { engine, facts, block_bytes, shards, words } => {
                 self.show_bound(&engine, &Blocks { facts, block_bytes, shards }, words);
             }
-            Action::Golden { namespace, tokens } => self.catalog.lock().name_golden(namespace, tokens),
             Action::Warn(text) => tracing::warn!("{text}"),
             Action::Close { session, reason } => self.closing.push((session, CloseReason::Rejected, reason)),
             headers => {

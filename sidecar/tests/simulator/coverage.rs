@@ -57,7 +57,6 @@ pub(crate) const POINTS: &[&str] = &[
     "action Promise",
     "action Resync",
     "action Bind",
-    "action Golden",
     "action Warn",
     "action Close",
     "message OPEN",
@@ -73,7 +72,6 @@ pub(crate) const POINTS: &[&str] = &[
     "message SALT",
     "message HINT",
     "message WEIGHTS",
-    "message GOLDEN",
     "message ACCEPT",
     "fault engine crash",
     "fault rank dies first",
@@ -251,7 +249,6 @@ pub(crate) fn action(action: &Action) -> &'static str {
         Action::Promise(_) => "action Promise",
         Action::Resync { .. } => "action Resync",
         Action::Bind { .. } => "action Bind",
-        Action::Golden { .. } => "action Golden",
         Action::Warn(_) => "action Warn",
         Action::Close { .. } => "action Close",
     }

@@ -10,14 +10,11 @@ use std::sync::Arc;
 use prost::Message as _;
 use shm_protocol::handshake::{FACTS_MAX, RANKS_MAX};
 use shm_protocol::key::NamespaceDigest;
-use shm_protocol::layout::GOLDEN_TOKENS;
 use shm_protocol::namespace::{self, Facts};
 
 use super::{Config, Malformed, REPLY_BYTES_MAX, VERSION, decode, greeter};
 use crate::transport::{BootId, NodeId};
 
-/// Root blocks of a namespace whose tokens are remembered: more than one, since each may be evicted.
-pub const GOLDEN_MAX: usize = 4;
 /// Room for all of a reply but its namespaces: two names and a few numbers.
 const FRAME_BYTES: usize = 1024;
 /// The tag and the length before a namespace.
@@ -72,16 +69,7 @@ pub struct NamespaceTold {
     pub memory_blocks: u64,
     #[prost(uint64, tag = "6")]
     pub disk_blocks: u64,
-    /// As many as [`GOLDEN_MAX`].
-    #[prost(message, repeated, tag = "7")]
-    pub golden: Vec<GoldenTold>,
-}
-
-/// The tokens of a root block that is kept, at most [`GOLDEN_TOKENS`].
-#[derive(Clone, PartialEq, prost::Message)]
-pub struct GoldenTold {
-    #[prost(uint32, repeated, tag = "1")]
-    pub tokens: Vec<u32>,
+    // Tag 7 had tokens of prompts until 0.2.
 }
 
 /// What a node knows of a namespace.
@@ -103,8 +91,6 @@ pub struct Stated {
     /// Of a block, all shards.
     pub block_bytes: u64,
     pub shards: u32,
-    /// Tokens of root blocks that are kept, at most [`GOLDEN_MAX`].
-    pub golden: Vec<Vec<u32>>,
 }
 
 /// A reply, looked at.
@@ -172,7 +158,7 @@ impl NamespacesReply {
 
 impl NamespaceTold {
     fn hear(self) -> Option<Namespace> {
-        let Self { digest, facts, block_bytes, shards, memory_blocks, disk_blocks, golden } = self;
+        let Self { digest, facts, block_bytes, shards, memory_blocks, disk_blocks } = self;
         let digest = NamespaceDigest(digest.try_into().ok()?);
         let stated = if facts.is_empty() {
             (block_bytes == 0 && shards == 0).then_some(None)?
@@ -180,10 +166,7 @@ impl NamespaceTold {
             let divided = (1..=RANKS_MAX).contains(&shards) && block_bytes.is_multiple_of(shards.into());
             let sound = divided && block_bytes > 0 && facts.len() <= FACTS_MAX;
             (sound && namespace::digest(&facts) == digest).then_some(())?;
-            let golden = golden.into_iter().map(|told| told.tokens);
-            let golden = golden.filter(|tokens| (1..=GOLDEN_TOKENS).contains(&tokens.len()));
-            let golden = golden.take(GOLDEN_MAX).collect();
-            Some(Stated { facts: Arc::new(facts), block_bytes, shards, golden })
+            Some(Stated { facts: Arc::new(facts), block_bytes, shards })
         };
         Some(Namespace { digest, stated, memory_blocks, disk_blocks })
     }
@@ -192,10 +175,9 @@ impl NamespaceTold {
 impl From<Namespace> for NamespaceTold {
     fn from(namespace: Namespace) -> Self {
         let Namespace { digest, stated, memory_blocks, disk_blocks } = namespace;
-        let (facts, block_bytes, shards, golden) = stated.map_or_else(Default::default, |stated| {
-            (Arc::unwrap_or_clone(stated.facts), stated.block_bytes, stated.shards, stated.golden)
+        let (facts, block_bytes, shards) = stated.map_or_else(Default::default, |stated| {
+            (Arc::unwrap_or_clone(stated.facts), stated.block_bytes, stated.shards)
         });
-        let golden = golden.into_iter().map(|tokens| GoldenTold { tokens }).collect();
-        Self { digest: digest.0.to_vec(), facts, block_bytes, shards, memory_blocks, disk_blocks, golden }
+        Self { digest: digest.0.to_vec(), facts, block_bytes, shards, memory_blocks, disk_blocks }
     }
 }

@@ -13,7 +13,6 @@ use serde::Serialize;
 use shm_protocol::key::NamespaceDigest;
 
 use super::{Engines, Scheduler, SessionId, Space};
-use crate::core::Action;
 
 /// Proofs that are remembered, of runs past and present: four of every engine process that may be connected.
 const PROOFS_MAX: usize = 1024;
@@ -77,20 +76,6 @@ impl Engines {
         let run = self[session].run;
         let found = self.proofs.0.iter().find(|(of, at, _)| (*of, *at) == (run, space));
         found.map(|(_, _, proof)| *proof)
-    }
-
-    /// An engine names the tokens of a root block that it saves. Those of one that may not save are none that is kept.
-    pub(crate) fn name_golden(&mut self, session: SessionId, tokens: Vec<u32>, actions: &mut Vec<Action>) {
-        self.scheduler(session).golden = Some(tokens);
-        self.tell_golden(session, actions);
-    }
-
-    /// Passes on what an engine has named, once it is bound.
-    pub(crate) fn tell_golden(&mut self, session: SessionId, actions: &mut Vec<Action>) {
-        let scheduler = self.scheduler(session);
-        let Some(bound) = scheduler.binding else { return };
-        let told = scheduler.golden.take().filter(|_| scheduler.proof.is_some() && !bound.is_private());
-        actions.extend(told.map(|tokens| Action::Golden { namespace: bound.base, tokens }));
     }
 
     /// Engines that are served, each with what it has shown.

@@ -1,5 +1,6 @@
 //! What binds an engine, and what unbinds it.
 
+use shm_protocol::handshake::PROBE_RUN;
 use shm_protocol::namespace;
 
 use super::*;
@@ -240,4 +241,23 @@ fn the_ranks_of_a_scheduler_that_connects_anew_connect_anew_too() {
     engine.join_from(RANKS[0], 0);
     assert_eq!(engine.closed(), None);
     assert_eq!(engine.query(0, 2, 0, 2).value, 2);
+}
+
+#[test]
+fn probes_count_as_no_engine_and_no_rank_joins_one() {
+    let mut engine = Harness::engine(1);
+    let before = (engine.core.stats(), engine.core.holders().count());
+    for probe in [40, 41] {
+        let role = Role::Scheduler { run: PROBE_RUN };
+        engine.connect(probe, Hello::new("pillion bench".into(), 1, role));
+        engine.speaker = probe;
+        engine.open(0, 0..1);
+        assert_eq!(engine.query(0, 1, 0, 1).status, Status::NotReady);
+        assert_eq!(engine.took(), []);
+    }
+    assert_eq!(engine.closed(), None);
+    assert_eq!((engine.core.stats(), engine.core.holders().count()), before);
+    engine.connect(42, Hello { engine: "pillion bench".into(), ..rank_hello(1, 0) });
+    engine.report(42, WorkerRequest::Join { run: PROBE_RUN, step: 0 });
+    assert!(engine.closed().is_some_and(|reason| reason.contains("a probe's")));
 }

@@ -11,7 +11,6 @@ use super::*;
 use crate::config::SsdAdmission;
 
 const LIVE: [u8; 16] = [0xa; 16];
-const TOKENS: [u32; 3] = [5, 6, 7];
 
 impl Harness {
     /// Lets an engine of one rank begin that has its facts from others, and whose messages follow.
@@ -49,21 +48,6 @@ impl Harness {
         let standings = self.core.standings();
         standings.into_iter().find(|standing| standing.engine == engine).expect("it is served").proof
     }
-
-    fn name_golden(&mut self) -> Vec<Vec<u32>> {
-        let golden = request::Golden { count: TOKENS.len() as u32, position: 0 };
-        self.post(SchedulerRequest::Golden(golden), Vec::new(), TOKENS.to_vec());
-        self.golden()
-    }
-
-    fn golden(&mut self) -> Vec<Vec<u32>> {
-        let out = std::mem::take(&mut self.out);
-        let golden = out.into_iter().filter_map(|action| match action {
-            Action::Golden { namespace: NAMESPACE, tokens } => Some(tokens),
-            _ => None,
-        });
-        golden.collect()
-    }
 }
 
 #[test]
@@ -81,7 +65,6 @@ fn an_engine_that_has_shown_nothing_loads_and_nothing_of_it_is_kept() {
     assert_eq!((saved.checked, saved.dropped, saved.unproven), (0, 4, 4), "there is nothing to compare with");
     let stats = engine.core.stats();
     assert_eq!((stats.blocks, stats.saves_unproven, stats.saves_dropped), (4, 8, 8));
-    assert_eq!(engine.name_golden(), Vec::<Vec<u32>>::new(), "it keeps none");
 }
 
 #[test]
@@ -93,7 +76,6 @@ fn an_engine_whose_blocks_are_those_kept_may_save_for_the_rest_of_its_run() {
     assert_eq!((saved.checked, saved.differing), (1, 0));
     assert_eq!(engine.proof("e1"), Some(Proof::Compared));
     assert_eq!(engine.save_new(1, 2).committed, 4);
-    assert_eq!(engine.name_golden(), [TOKENS.to_vec()]);
     engine.event(Event::Disconnected { session: scheduler(1) });
     engine.event(Event::Disconnected { session: rank(1) });
     engine.connect_unproven(1, 77, 78);
@@ -134,8 +116,6 @@ fn the_first_of_a_namespace_may_save_and_one_alone_is_the_first() {
     engine.post_save(0, 1, 0..4, false);
     assert_eq!((engine.proof("e1"), engine.proof("e2")), (None, Some(Proof::First)));
     assert_eq!(engine.saved().unwrap().unproven, 4);
-    engine.speaker = scheduler(2);
-    assert_eq!(engine.name_golden(), [TOKENS.to_vec()]);
     // It goes before anything was kept.
     engine.event(Event::Disconnected { session: scheduler(2) });
     engine.speaker = scheduler(1);
@@ -231,11 +211,30 @@ fn a_copied_sample_is_none_and_an_own_one_is() {
 }
 
 #[test]
-fn tokens_named_before_the_binding_are_told_with_it_and_those_of_a_salt_never() {
-    let mut engine = Harness::unjoined(1);
-    assert_eq!(engine.name_golden(), Vec::<Vec<u32>>::new());
-    engine.join();
-    assert_eq!(engine.golden(), [TOKENS.to_vec()]);
-    engine.ask(SchedulerRequest::Salt { salt: [5; 16] });
-    assert_eq!(engine.name_golden(), Vec::<Vec<u32>>::new(), "nobody else can have its blocks");
+fn tokens_that_an_engine_of_0_2_names_are_remembered_nowhere() {
+    let mut engine = Harness::engine(1);
+    engine.keep(4);
+    engine.out.clear();
+    let named = request::Golden { count: 3, position: 0 };
+    engine.post(SchedulerRequest::Golden(named), Vec::new(), Vec::new());
+    assert_eq!(engine.out, []);
+}
+
+#[test]
+fn an_engine_that_joins_an_evicted_namespace_proves_by_what_was_saved_since() {
+    let mut engine = Harness::engine(1);
+    engine.keep(4);
+    engine.begin_unproven(1);
+    let mut eviction = engine.core.begin_eviction(NAMESPACE).expect("it keeps blocks");
+    while engine.core.evict(&mut eviction, &mut engine.out) {}
+    assert_eq!(eviction.removed().memory, 4);
+    assert_eq!(engine.status(0, 1, 4), (Status::Ok, 0), "a miss");
+    let saved = engine.end_save(1, 2, true);
+    assert_eq!((saved.checked, saved.unproven), (0, 4), "nothing is left to compare with");
+    assert_eq!((engine.proof("e1"), engine.save_new(1, 3).unproven), (None, 4));
+    engine.speaker = SCHEDULER;
+    engine.keep(4);
+    engine.speaker = scheduler(1);
+    assert_eq!(engine.check(1, 0, 4, 0..1, 0).checked, 1);
+    assert_eq!((engine.proof("e1"), engine.save_new(1, 5).committed), (Some(Proof::Compared), 4));
 }

@@ -96,7 +96,7 @@ impl Life {
             Action::Warn(text) if text.contains("starts again without blocks") => {
                 ctx.hit("namespace began anew")
             }
-            Action::Warn(_) | Action::Golden { .. } => {}
+            Action::Warn(_) => {}
             Action::Close { session, .. } => self.closing.push(session),
             Action::Fetch(_)
             | Action::CancelFetch { .. }

@@ -63,13 +63,13 @@ impl EngineList {
         if bytes as u64 > FILE_BYTES_MAX {
             return Err(unreadable(std::io::ErrorKind::FileTooLarge.into()));
         }
-        Self::parse(&text).map_err(|(place, error)| {
+        Self::parse_lists(&text).map_err(|(place, error)| {
             let line = 1 + text.bytes().take(place).filter(|byte| *byte == b'\n').count();
             format!("{}, line {line}: {error}; {FORM}", path.display())
         })
     }
 
-    fn parse(text: &str) -> Result<Self, (usize, String)> {
+    fn parse_lists(text: &str) -> Result<Self, (usize, String)> {
         let place =
             |error: toml::de::Error| (error.span().map_or(0, |span| span.start), error.message().to_owned());
         let EngineFile { prefill, decode } = toml::from_str(text).map_err(place)?;

@@ -219,7 +219,7 @@ def seconds_to_end(container: Document) -> tuple[int, int]:
 
 @pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.stem)
 def test_answers_end_before_their_containers(path: Path) -> None:
-    """No request comes after the last one is taken; the router ends before its engines, and the sidecar behind them, within the grace."""
+    """No request comes after the last one is taken. The router ends before its engines, the sidecar after them."""
     description = next(pod(document) for document in of(path) if pod(document))
     ends = {container["name"]: seconds_to_end(container) for container in description["containers"]}
     assert all(waits >= ENDPOINTS_GO_S and answers > 0 for waits, answers in ends.values())

@@ -168,9 +168,11 @@ const BREACHES: &[Breach] = &[
         // They answer what its scheduler has not said, which unbinds the engine and no more.
         [7, 6].map(|op| Message { op, step: 5, ..of(Kind::Weights) }.encode()).to_vec()
     })),
-    by_rank(at_odds("an answer to older WEIGHTS", "answered WEIGHTS 2 of its scheduler after WEIGHTS 3", || {
-        [3, 2].map(|step| Message { op: 10 - step, step, ..of(Kind::Weights) }.encode()).to_vec()
-    })),
+    by_rank(at_odds(
+        "an answer to older WEIGHTS",
+        "answered WEIGHTS 2 of its scheduler after WEIGHTS 3",
+        || [3, 2].map(|step| Message { op: 10 - step, step, ..of(Kind::Weights) }.encode()).to_vec(),
+    )),
     breach("a scheduler that joins", "may not send JOIN", || one(of(Kind::Join))),
     breach("a scheduler that loaded", "may not send LOADED", || {
         one(Message { flags: Status::Ok as u8, ..of(Kind::Loaded) })

@@ -278,7 +278,7 @@ fn a_follower_that_does_not_read_is_cut_off_and_harms_no_other() {
     let well = Plan::listing("three", all[2], &all[1..2]).start();
     let of_two = well.joined("two", 1);
     well.keeps(of_two, 0..500_000, 2_000_000..2_001_000);
-    two.noted("takes nothing for 500 ms");
+    two.noted("has read nothing for 500 ms");
     two.publish(added(3_000_000..3_000_010));
     well.keeps(of_two, 3_000_000..3_000_010, 2_000_000..2_001_000);
     stuck.seen(|seen| assert!(seen.members[&number].filter.is_none()));
@@ -290,7 +290,7 @@ fn nodes_of_another_mesh_or_of_one_name_are_told_the_remedy() {
     let limits = Limits { gone: Duration::from_millis(500), ..patient() };
     let one = Plan { limits, ..Plan::listing("one", all[0], &all) }.start();
     let other = Plan { mesh: "other", ..Plan::listing("two", all[1], &all) }.start();
-    one.noted("of the mesh 'other': give both the same --mesh-name");
+    one.noted("belongs to the mesh 'other': give both the same --mesh-name");
     other.noted("of the mesh 'test': give both the same --mesh-name");
     drop(other);
     let twin = Plan { life: 2, limits, ..Plan::listing("one", all[1], &all) }.start();
@@ -307,7 +307,7 @@ fn a_peer_that_keeps_more_than_fits_is_followed_in_part() {
     let two = Plan::listing("two", all[1], &all).start();
     two.publish(added(0..50_000));
     let number = one.joined("two", 1);
-    one.noted("where 16384 fit");
+    one.noted("of which 16384 fit");
     let (thinning, keys) = one.wait("a part", |seen| {
         let filter = seen.members[&number].filter.as_ref()?;
         let part = filter.thinning().power() > 0;
@@ -435,7 +435,7 @@ fn what_cannot_be_is_refused_at_start_with_the_remedy() {
     };
     let good = Plan::listing("one", address(), &[]);
     said(Plan { listen: "0.0.0.0:17311".parse().unwrap(), ..good.clone() }, "such as the pod's IP");
-    said(Plan { mesh: "a/b", ..good.clone() }, "not 'a/b'");
+    said(Plan { mesh: "a/b", ..good.clone() }, "'a/b' cannot be");
     for wrong in ["", "host", ":1", "host:0", "http://host:1", "host:65536"] {
         said(Plan { members: Members::Static(vec![wrong.into()]), ..good.clone() }, "pass host:port");
     }

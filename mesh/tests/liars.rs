@@ -143,7 +143,7 @@ fn a_server_that_lies_is_told_of_and_harms_no_other() {
         (greeted(vec![begin(1, 0), chunk(1, vec![], true), promises(keys(8_193))]), "of 8192 at most"),
         (greeted(vec![begin(1, 10), chunk(1, keys(50_000), true)]), "decoded message length too large"),
         (greeted(vec![begin(1, 10), chunk(1, keys(30_000), true)]), "outgrew its filter"),
-        (greeted(vec![begin(1, 0), chunk(1, vec![], true), delta(7, 8, keys(1))]), "follow sequence 7"),
+        (greeted(vec![begin(1, 0), chunk(1, vec![], true), delta(7, 8, keys(1))]), "from sequence 7"),
     ];
     let (mut addresses, words): (Vec<_>, Vec<_>) =
         lies.map(|(script, word)| (liar(script).0, word)).into_iter().unzip();

@@ -56,7 +56,7 @@ def test_an_engine_of_the_release_before_loads_and_nothing_of_it_is_kept(
     with serving(tmp_path / "serving", new, pool) as keeper:
         with connected(old, keeper) as engine:
             told = engine.state().notice.decode()
-            assert "of release 0.2.0" in told and remedy in told
+            assert "runs release 0.2.0" in told and remedy in told
             assert compute_and_save(engine, keeper)
         assert keeper.metrics()["pillion_saves_unaccepted_total"] == BLOCKS
         assert_kept(old, keeper, 0)

@@ -77,7 +77,7 @@ fn a_rank_of_another_form_never_copies_into_slots_taken_before() {
     let hello = large(&larger_kv, "twins");
     let (_, refused, _) = greet(&scene.pillion.socket, &hello, &larger_kv.fds.each_ref());
     assert!(
-        matches!(&refused, Reply::Refused { reason, .. } if reason.contains("have 1048576 bytes in 1")),
+        matches!(&refused, Reply::Refused { reason, .. } if reason.contains("with blocks of 1048576 bytes in 1")),
         "{refused:?}"
     );
     let larger = rank_of(&scene, &larger_kv, &large(&larger_kv, "large twins"), run);
@@ -131,7 +131,7 @@ fn a_rank_joins_no_run_of_another_engine() {
     // The good engine's run id, known by whatever means.
     let stranger = rank_of(&scene, &kv, &one_rank(&kv), run_id(7));
     stranger.closed_after("a foreign run");
-    scene.assert_said(stranger.welcome.session, "another engine");
+    scene.assert_said(stranger.welcome.session, "name different engines");
     let mut impostor = hello("good", 1, kv.worker_of("other facts", 0, 1, Copier::Sidecar));
     let rank = rank_of(&scene, &kv, &impostor, run_id(7));
     rank.closed_after("other facts");

@@ -159,18 +159,20 @@ const BREACHES: &[Breach] = &[
         one(Message { count: 4097, ..of(Kind::Golden) })
     }),
     breach("WEIGHTS without a number", "WEIGHTS with op 0", || one(of(Kind::Weights))),
-    at_odds("WEIGHTS that were said before", "WEIGHTS 7 follows 7", || {
+    at_odds("WEIGHTS that were said before", "WEIGHTS 7 follows WEIGHTS 7", || {
         let weights = Message { op: 7, ..of(Kind::Weights) };
         [one(weights), one(weights)].concat()
     }),
     by_rank(breach("a rank's WEIGHTS without a number", "WEIGHTS with op 0", || one(of(Kind::Weights)))),
-    by_rank(at_odds("a rank's WEIGHTS that go back", "WEIGHTS 6 follows 7", || {
+    by_rank(at_odds("a rank's WEIGHTS that go back", "WEIGHTS 6 follows WEIGHTS 7", || {
         // They answer what its scheduler has not said, which unbinds the engine and no more.
         [7, 6].map(|op| Message { op, step: 5, ..of(Kind::Weights) }.encode()).to_vec()
     })),
-    by_rank(at_odds("an answer to older WEIGHTS", "answered WEIGHTS 2 of its scheduler after 3", || {
-        [3, 2].map(|step| Message { op: 10 - step, step, ..of(Kind::Weights) }.encode()).to_vec()
-    })),
+    by_rank(at_odds(
+        "an answer to older WEIGHTS",
+        "answered WEIGHTS 2 of its scheduler after WEIGHTS 3",
+        || [3, 2].map(|step| Message { op: 10 - step, step, ..of(Kind::Weights) }.encode()).to_vec(),
+    )),
     breach("a scheduler that joins", "may not send JOIN", || one(of(Kind::Join))),
     breach("a scheduler that loaded", "may not send LOADED", || {
         one(Message { flags: Status::Ok as u8, ..of(Kind::Loaded) })

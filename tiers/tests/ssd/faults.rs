@@ -241,7 +241,7 @@ fn a_block_device_is_a_log_and_its_failure_a_miss() {
     let text = tiers::ssd::Opened::open(Path::new(&device), LOG_BYTES + 4096, tiers::ssd::Missing::Refuse)
         .unwrap_err()
         .to_string();
-    assert!(text.contains(&format!("has {LOG_BYTES} bytes")), "{text}");
+    assert!(text.contains(&format!("has only {LOG_BYTES} bytes")), "{text}");
     let plan = Plan::new(Path::new(&device), LOG_BYTES);
     drop(filled(&plan));
     let mut rig = Rig::new(&plan);

@@ -236,6 +236,16 @@ fn by_reason(
     Ok(reasons.iter().map(of).collect())
 }
 
+// HELP texts of counters with the label `reason`.
+const DROPPED_HELP: &str = "Blocks not saved, by reason. no_room: every slot is leased or being filled, raise --dram or the \
+     quota; too_large: the block exceeds a pool segment, raise --dram; not_copied: the engine left, too many \
+     saves waited, or the step or copy failed; unproven: the engine has not passed its KV check yet.";
+const RELEASED_HELP: &str = "Blocks no longer kept for another engine, by reason. loaded: that engine has them; expired: \
+     --handover-ttl ended first; full: half of the pool, or all of a quota, was kept for engines, raise --dram \
+     or --quota.";
+const LOST_HELP: &str = "Blocks for another engine that were not kept, by reason. reuse: their engine reused the memory \
+     before they were copied; dropped: there was no room, the copy failed, or their step was not accepted.";
+
 // === impl Metrics ===
 
 impl Metrics {
@@ -243,17 +253,9 @@ impl Metrics {
     pub fn new(registry: &Registry, pool_bytes: u64) -> Result<Self, prometheus::Error> {
         process::register(registry)?;
         let figures = Figures::new(registry, COUNTERS, GAUGES)?;
-        let dropped = "Blocks not saved, by reason. no_room: every slot is leased or being filled, raise --dram or the \
-             quota; too_large: the block exceeds a pool segment, raise --dram; not_copied: the engine left, too many \
-             saves waited, or the step or copy failed; unproven: the engine has not passed its KV check yet.";
-        let released = "Blocks no longer kept for another engine, by reason. loaded: that engine has them; expired: \
-             --handover-ttl ended first; full: half of the pool, or all of a quota, was kept for engines, raise --dram \
-             or --quota.";
-        let lost = "Blocks for another engine that were not kept, by reason. reuse: their engine reused the memory \
-             before they were copied; dropped: there was no room, the copy failed, or their step was not accepted.";
-        let mut reasons = by_reason(registry, "saves_dropped_total", dropped, SAVES_DROPPED)?;
-        reasons.extend(by_reason(registry, "handover_released_total", released, RELEASED)?);
-        reasons.extend(by_reason(registry, "handover_lost_total", lost, LOST)?);
+        let mut reasons = by_reason(registry, "saves_dropped_total", DROPPED_HELP, SAVES_DROPPED)?;
+        reasons.extend(by_reason(registry, "handover_released_total", RELEASED_HELP, RELEASED)?);
+        reasons.extend(by_reason(registry, "handover_lost_total", LOST_HELP, LOST)?);
         let waited = "Seconds that queries waited for blocks from a disk or a peer, or for the verification of blocks.";
         let wait_seconds = Counter::new("pillion_query_wait_seconds_total", waited)?;
         registry.register(Box::new(wait_seconds.clone()))?;

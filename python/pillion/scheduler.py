@@ -114,8 +114,8 @@ class Scheduler:
         self._loaded: list[int] = []
         # The loads of steps whose output vLLM has not taken.
         self._open_loads: list[StepLoads] = []
-        # Steps that vLLM has passed over, each with the first step that says so, until vLLM has taken the output of a step that
-        # says so: ranks may never begin a step, or tell nothing with it.
+        # Passed-over steps, each with the first step to name it to the ranks. A rank may never begin that step, or tell nothing
+        # with it: later steps name the passed-over one, too, until vLLM has taken the output of one of them.
         self._passed: dict[int, int] = {}
         # Requests that begin in that step, with their computed tokens.
         self._begun: list[tuple[Tracked, int]] = []
@@ -269,7 +269,7 @@ class Scheduler:
         return self.post_step(output)
 
     def open_step(self, output: SchedulerOutput) -> None:
-        """A step waits for vLLM to take its output; one that computes nothing, too, since ends of loads are told with it. Once
+        """A step waits for vLLM to take its output. A step without tokens does so, too: its output may tell ends of loads. Once
         for all groups, before `follow_step`."""
         begun = output.scheduled_cached_reqs.resumed_req_ids
         if output.scheduled_new_reqs:

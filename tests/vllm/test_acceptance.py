@@ -58,8 +58,8 @@ def test_a_step_that_is_passed_over_is_counted(engine: Engine) -> None:
     assert not engine.role._proof.doubts(engine.role._requests.by_id[other.request_id])
 
 
-def test_a_step_that_computes_nothing_may_be_passed_over(engine: Engine) -> None:
-    """The end of a load was told with it, perhaps. Ranks are told of the step until vLLM has taken an output behind that."""
+def test_a_step_without_tokens_may_be_passed_over(engine: Engine) -> None:
+    """Its output may have told the end of a load. Later steps name it to the ranks until vLLM has taken the output of one."""
     idle = engine.decode()
     assert idle.asks
     step = _step_of(engine.compute(engine.arrive(PROMPT)))
@@ -74,7 +74,7 @@ def test_a_step_that_computes_nothing_may_be_passed_over(engine: Engine) -> None
 
 
 def test_the_end_of_a_load_is_told_until_vllm_has_learned_of_it() -> None:
-    """Once with each step that tells anything: one that raised may tell nothing."""
+    """A step may raise before it tells anything. The next step tells the end then."""
     reports = Reports()
     reports.begin_step(1, ())
     assert (reports.ended({"one"}), reports.failed({"one"}), reports.blocks({7})) == ({"one"}, {"one"}, {7})

@@ -119,8 +119,8 @@ def test_the_oracle_sees_wrong_bytes(stage: Stage) -> None:
 
 
 def test_a_block_whose_load_failed_counts_as_not_loaded(stage: Stage) -> None:
-    """vLLM lists the block when it schedules the step that computes it again. That step is skipped, and the next request reads
-    what no step and no load has written."""
+    """vLLM schedules a step to compute the block again, and lists the block. The step is skipped, and the next request reads a
+    block without any writer."""
     prompt = prompt_of(200, 43)
     skip = {"do": "fail_step", "with": {"fault": "skip"}}
     with sidecar.serving(stage.directory) as keeper:

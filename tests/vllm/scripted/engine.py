@@ -423,7 +423,7 @@ class ScriptedEngine:
         self.steps += 1
 
     def fail_step(self, fault: str) -> None:
-        """The next step that computes something fails: see `ScriptedWorker.execute`."""
+        """The next step with tokens fails: see `ScriptedWorker.execute`."""
         self._fault = fault
 
     def _recover(self) -> None:

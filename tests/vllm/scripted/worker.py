@@ -253,7 +253,7 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
         self._loaded[block] = (group, self.weights, hash(tuple(tokens)))
 
     def fail_load(self, blocks: Iterable[int]) -> None:
-        """These blocks were not loaded. vLLM still lists them once it schedules a step that computes them and is skipped."""
+        """These blocks were not loaded. vLLM lists them once it schedules a step to compute them, even a skipped one."""
         for block in blocks:
             self._loaded.pop(block, None)
 

@@ -39,7 +39,7 @@ class PillionMetadata(KVConnectorMetadata):
     loads: list[Load] = field(default_factory=list)
     # The loads of earlier steps whose output vLLM has not taken yet: a rank that such a step never reached begins them.
     open_loads: Sequence[StepLoads] = ()
-    # Steps that vLLM has passed over: what ranks reported with them is lost.
+    # Steps that vLLM has passed over: what ranks reported with them is lost. A rank may be told of a step several times.
     passed: Sequence[int] = ()
     # Whether the last block of a synchronous load is partly full: the step itself writes behind what is loaded of it.
     fills_tail: bool = False

@@ -32,36 +32,34 @@ class Reports:
 
     def __init__(self) -> None:
         self._step = 0
-        # By step, what was told with its output; and what is told again with that of the current step.
+        # By step, what was told with its output; and what is to be told again. A step that raises may tell nothing.
         self._told: dict[int, Report] = {}
-        self._again: Report | None = None
+        self._again = Report()
 
     def begin_step(self, step: int, passed: Sequence[int]) -> None:
         """A step begins; vLLM has passed over those others."""
-        self._step, self._again = step, None
-        if not passed:
-            return
-        for lost in [self._told.pop(each) for each in passed if each in self._told]:
-            self._again = self._again or Report()
-            self._again.take(lost)
+        self._step = step
+        for each in passed:
+            if lost := self._told.pop(each, None):
+                self._again.take(lost)
 
     def ended(self, req_ids: set[str] | None) -> set[str] | None:
         """Requests whose load has ended, with those that vLLM has not learned of."""
-        told = (req_ids or set()) | self._again.ended if self._again else req_ids
+        told, self._again.ended = (req_ids or set()) | self._again.ended, set()
         if told:
             self._now.ended |= told
         return told or None
 
     def failed(self, req_ids: set[str]) -> set[str]:
         """Requests whose load failed as a whole."""
-        told = req_ids | self._again.failed if self._again else req_ids
+        told, self._again.failed = req_ids | self._again.failed, set()
         if told:
             self._now.failed |= told
         return told
 
     def blocks(self, block_ids: set[int]) -> set[int]:
         """Blocks of such requests that were not loaded."""
-        told = block_ids | self._again.blocks if self._again else block_ids
+        told, self._again.blocks = block_ids | self._again.blocks, set()
         if told:
             self._now.blocks |= told
         return told

@@ -114,6 +114,9 @@ class Scheduler:
         self._loaded: list[int] = []
         # The loads of steps whose output vLLM has not taken.
         self._open_loads: list[StepLoads] = []
+        # Passed-over steps, each with the first step to name it to the ranks. A rank may never begin that step, or tell nothing
+        # with it: later steps name the passed-over one, too, until vLLM has taken the output of one of them.
+        self._passed: dict[int, int] = {}
         # Requests that begin in that step, with their computed tokens.
         self._begun: list[tuple[Tracked, int]] = []
         self._say_notices()
@@ -266,12 +269,12 @@ class Scheduler:
         return self.post_step(output)
 
     def open_step(self, output: SchedulerOutput) -> None:
-        """A step that computes something waits for vLLM to take its output. Once for all groups, before `follow_step`."""
-        if output.num_scheduled_tokens:
-            begun = output.scheduled_cached_reqs.resumed_req_ids
-            if output.scheduled_new_reqs:
-                begun = {*begun, *(new.req_id for new in output.scheduled_new_reqs)}
-            self._proof.schedule(self._next.step, output.num_scheduled_tokens, begun)
+        """A step waits for vLLM to take its output. A step without tokens does so, too: its output may tell ends of loads. Once
+        for all groups, before `follow_step`."""
+        begun = output.scheduled_cached_reqs.resumed_req_ids
+        if output.scheduled_new_reqs:
+            begun = {*begun, *(new.req_id for new in output.scheduled_new_reqs)}
+        self._proof.schedule(self._next.step, output.num_scheduled_tokens, begun)
 
     def follow_step(self, output: SchedulerOutput) -> None:
         """Follows the block tables, and gives up what the step may overwrite."""
@@ -310,6 +313,8 @@ class Scheduler:
         metadata.urgent = bool(metadata.loads)
         if self._open_loads:
             metadata.open_loads = self._open_loads
+        if self._passed:
+            metadata.passed = list(self._passed)
         if metadata.loads or metadata.lost:
             self._open_loads = [*self._open_loads, StepLoads(step, list(metadata.loads), list(metadata.lost))]
         if self._config.saves:
@@ -345,8 +350,9 @@ class Scheduler:
         """vLLM has taken the output of `step`, and has `passed` over others before it."""
         if self._open_loads:
             self._open_loads = [loads for loads in self._open_loads if loads.step > step]
-        if passed.steps:
-            self._next.passed = [*self._next.passed, *passed.steps]
+        if self._passed:
+            self._passed = {lost: told for lost, told in self._passed.items() if told > step}
+        self._passed |= dict.fromkeys(passed.steps, self._next.step)
         self._saving.accept(step, passed)
 
     def take_unkept(self) -> dict[str, int]:

@@ -9,6 +9,7 @@ from played import BLOCK_TOKENS, Engine
 
 from pillion.metadata import StepOutput
 from pillion.proof import OPEN_STEPS_MAX
+from pillion.reports import Reports
 
 PROMPT = 9 * BLOCK_TOKENS
 TO_DECODE = {"do_remote_decode": True}
@@ -55,6 +56,35 @@ def test_a_step_that_is_passed_over_is_counted(engine: Engine) -> None:
     assert engine.role.take_unkept() == {"unaccepted_steps": 1}
     assert engine.role.take_unkept() == {}
     assert not engine.role._proof.doubts(engine.role._requests.by_id[other.request_id])
+
+
+def test_a_step_without_tokens_may_be_passed_over(engine: Engine) -> None:
+    """Its output may have told the end of a load. Later steps name it to the ranks until vLLM has taken the output of one."""
+    idle = engine.decode()
+    assert idle.asks
+    step = _step_of(engine.compute(engine.arrive(PROMPT)))
+    engine.take(step)
+    told, again = engine.decode(), engine.decode()
+    assert told.passed == again.passed == [_step_of(idle)]
+    engine.take(_step_of(again))
+    last = engine.decode()
+    assert last.passed == [_step_of(told)]
+    engine.take(_step_of(last))
+    assert engine.decode().passed == ()
+
+
+def test_the_end_of_a_load_is_told_until_vllm_has_learned_of_it() -> None:
+    """A step may raise before it tells anything. The next step tells the end then."""
+    reports = Reports()
+    reports.begin_step(1, ())
+    assert (reports.ended({"one"}), reports.failed({"one"}), reports.blocks({7})) == ({"one"}, {"one"}, {7})
+    reports.begin_step(2, [1])
+    reports.begin_step(3, [1])
+    assert (reports.ended(None), reports.failed(set()), reports.blocks(set())) == ({"one"}, {"one"}, {7})
+    reports.begin_step(4, [1])
+    assert (reports.ended(None), reports.failed(set()), reports.blocks(set())) == (None, set(), set())
+    reports.begin_step(5, [3, 4])
+    assert reports.ended({"two"}) == {"one", "two"}
 
 
 def test_a_request_of_a_step_that_is_passed_over_is_in_doubt(engine: Engine) -> None:

@@ -118,6 +118,21 @@ def test_the_oracle_sees_wrong_bytes(stage: Stage) -> None:
             assert all(answer != wanted for answer, wanted in zip(damaged["value"], right, strict=True))
 
 
+def test_a_block_whose_load_failed_counts_as_not_loaded(stage: Stage) -> None:
+    """vLLM schedules a step to compute the block again, and lists the block. The step is skipped, and the next request reads a
+    block without any writer."""
+    prompt = prompt_of(200, 43)
+    skip = {"do": "fail_step", "with": {"fault": "skip"}}
+    with sidecar.serving(stage.directory) as keeper:
+        acts = [generate([prompt], 1), SETTLE, RESET, spoil(1, 1), skip, generate([prompt], 1), generate([prompt], 1)]
+        (results,) = stage.play(acts, *by_load(keeper, "async"), metrics=metrics(keeper))
+        *_, failed, last = results
+        assert (failed["failed_steps"], failed["value"]) == (1, [[]])
+        assert failed["failed_blocks"] > 0
+        assert last["wrong"] > 0
+        assert last["wrong_loaded"] == 0
+
+
 def test_few_blocks_and_aborts(stage: Stage) -> None:
     """Blocks are reused at once, by preemption and by aborts: a save or load that came late would show."""
     prompts = [prompt_of(200, seed) for seed in range(21, 29)]

@@ -124,6 +124,8 @@ class ScriptedEngine:
         self._events: dict[tuple[int, str], list[dict[str, Any]]] = {}
         # Asynchronous loads of each request, told to the worker less reported as ended.
         self._loading: collections.Counter[str] = collections.Counter()
+        # The blocks of these loads.
+        self._load_blocks: collections.defaultdict[str, set[int]] = collections.defaultdict(set)
         # In which step the last of each began.
         self._loads_begun: dict[str, int] = {}
         self._began = 0
@@ -401,7 +403,9 @@ class ScriptedEngine:
             self._spoil(scheduled.kv_connector_metadata)
             self._begin_loads(scheduled.kv_connector_metadata)
             self._happen("scheduled")
-            fault, self._fault = self._fault, ""
+            fault = ""
+            if scheduled.total_num_scheduled_tokens:
+                fault, self._fault = self._fault, ""
             try:
                 output = self.worker.execute(scheduled, fault)
             except StepFailed:
@@ -411,7 +415,7 @@ class ScriptedEngine:
             self._end_loads(output.kv_connector_output)
             self.preemptions += len(scheduled.preempted_req_ids or ())
             self._in_flight.append((scheduled, output, scheduled_at))
-            if fault == "refuse" and scheduled.total_num_scheduled_tokens:
+            if fault == "refuse":
                 self._recover()
         if self._in_flight and (len(self._in_flight) >= self._depth or not self.scheduler.has_requests()):
             self._happen("executed")
@@ -419,7 +423,7 @@ class ScriptedEngine:
         self.steps += 1
 
     def fail_step(self, fault: str) -> None:
-        """The next step fails: see `ScriptedWorker.execute`."""
+        """The next step with tokens fails: see `ScriptedWorker.execute`."""
         self._fault = fault
 
     def _recover(self) -> None:
@@ -456,8 +460,11 @@ class ScriptedEngine:
         # The loads of a set's groups are one.
         planned = [load for group in _groups(metadata) for load in group.loads + group.lost]
         for group, its in enumerate(_groups(metadata)):
-            for name, load, _ in its.loads:
-                self._note_load(group, name, _shim.plan_blocks(load))
+            for name, load, sync in its.loads:
+                blocks = _shim.plan_blocks(load)
+                self._note_load(group, name, blocks)
+                if not sync:
+                    self._load_blocks[name].update(blocks)
         begun = {name for name, _, sync in planned if not sync}
         self._loading.update(begun)
         self._loads_begun |= dict.fromkeys(begun, self.steps)
@@ -465,15 +472,19 @@ class ScriptedEngine:
     def _note_load(self, group: int, name: str, blocks: list[int]) -> None:
         tokens, table = self.scheduler.requests[name].all_token_ids, self.scheduler.kv_cache_manager.get_block_ids(name)[group]
         for block in blocks:
-            self.worker.take_load(block, list(tokens[: (table.index(block) + 1) * self.worker.block_tokens[group]]))
+            self.worker.take_load(group, block, list(tokens[: (table.index(block) + 1) * self.worker.block_tokens[group]]))
 
     def _end_loads(self, output: Any) -> None:
         if output is None:
             return
         self.failed_blocks += len(output.invalid_block_ids)
         self.failed_requests += len(output.failed_recving)
+        self.worker.fail_load(output.invalid_block_ids)
         for name in output.finished_recving or ():
             self._loading[name] -= 1
+            blocks = self._load_blocks.pop(name, set())
+            if name in output.failed_recving:
+                self.worker.fail_load(blocks)
             self.late_loads += self.steps - self._loads_begun.pop(name, self.steps) >= LATE_STEPS
             assert self._loading[name] >= 0, f"the load of {name} was reported as ended twice"
 

@@ -120,7 +120,7 @@ class Storm:
         self._engine.spoil_plans(1, self._random.randrange(4))
 
     def _fail(self) -> None:
-        """The next step fails, and with it every request."""
+        """The next step with tokens fails, and with it every request."""
         self._engine.fail_step(self._random.choice(FAULTS))
 
     def _check_answers(self) -> None:

@@ -145,8 +145,8 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
         # Positions that were read and were not right, by request; and those of them in blocks that were loaded.
         self.wrong: collections.Counter[str] = collections.Counter()
         self.wrong_loaded = 0
-        # Blocks that were loaded since they were written last, each with the weights and the tokens that it was loaded for.
-        self._loaded: dict[int, tuple[int, int]] = {}
+        # Blocks that were loaded since they were written last, each with the group, the weights and the tokens of its load.
+        self._loaded: dict[int, tuple[int, int, int]] = {}
         # The group that had each block last, blocks that went from one group to another, and null blocks in block tables.
         self._owners: dict[int, int] = {}
         self.crossings = self.null_blocks = 0
@@ -248,14 +248,19 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
             self.crossings += sum(self._owners.get(block, group) != group for block in owned)
             self._owners.update(dict.fromkeys(owned, group))
 
-    def take_load(self, block: int, tokens: list[int]) -> None:
+    def take_load(self, group: int, block: int, tokens: list[int]) -> None:
         """A block is about to be loaded, which ends with these tokens."""
-        self._loaded[block] = (self.weights, hash(tuple(tokens)))
+        self._loaded[block] = (group, self.weights, hash(tuple(tokens)))
+
+    def fail_load(self, blocks: Iterable[int]) -> None:
+        """These blocks were not loaded. vLLM lists them once it schedules a step to compute them, even a skipped one."""
+        for block in blocks:
+            self._loaded.pop(block, None)
 
     def _is_loaded(self, name: str, group: int, place: int, block: int) -> bool:
         """Whether a block was loaded for what the request reads there; what else vLLM finds there is vLLM's affair."""
         tokens = self._prefixes[name].tokens[: (place + 1) * self.block_tokens[group]]
-        return self._loaded.get(block) == (self.weights, hash(tuple(tokens)))
+        return self._loaded.get(block) == (group, self.weights, hash(tuple(tokens)))
 
     def _forward(self, step: Any, starts: dict[str, int], fault: str = "") -> dict[str, list[int]]:
         ends = {name: starts[name] + count for name, count in step.num_scheduled_tokens.items()}

@@ -291,7 +291,7 @@ fn nodes_of_another_mesh_or_of_one_name_are_told_the_remedy() {
     let one = Plan { limits, ..Plan::listing("one", all[0], &all) }.start();
     let other = Plan { mesh: "other", ..Plan::listing("two", all[1], &all) }.start();
     one.noted("belongs to the mesh 'other': give both the same --mesh-name");
-    other.noted("of the mesh 'test': give both the same --mesh-name");
+    other.noted("this node belongs to the mesh 'test': give both the same --mesh-name");
     drop(other);
     let twin = Plan { life: 2, limits, ..Plan::listing("one", all[1], &all) }.start();
     for node in [&one, &twin] {

@@ -134,7 +134,7 @@ fn files_that_cannot_be_used_are_named_with_the_remedy() {
         };
         let text = error.to_string();
         assert!(
-            text.contains(file.to_str().unwrap()) && text.contains(what) && text.contains("give"),
+            text.contains(file.to_str().unwrap()) && text.contains(what) && text.contains("pass"),
             "{text}"
         );
     };

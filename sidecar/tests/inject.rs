@@ -156,7 +156,7 @@ fn what_is_left_to_add_is_told_of_once() {
         notes.contains(image) && notes.contains("docs/deploy.md") && notes.contains("--engine-image"),
         "{notes}"
     );
-    assert!(noted(&engine(""), &["--engine-image=mine"]).1.contains("container e runs mine, which must"));
+    assert!(noted(&engine(""), &["--engine-image=mine"]).1.contains("container e runs mine, in which"));
     assert_eq!(noted(&once, &[]).1, "", "nothing was written");
     let (_, notes) = noted(&engine(""), &["--peer=mesh:9441", "--mesh-plaintext"]);
     assert!(notes.contains("9441 and 9442") && notes.contains("headless Service"), "{notes}");

@@ -33,6 +33,8 @@ class OpenStep:
     # Blocks that the step fills: cache group, block, and the request that computes the block; None for a load, whose content
     # depends on no block before it.
     fills: list[tuple[int, int, Tracked | None]]
+    # The blocks under each request at its begin in the step. A request with a window forgets them before vLLM takes the output.
+    begins: list[tuple[Tracked, list[int]]]
 
 
 class Passed(NamedTuple):
@@ -94,7 +96,7 @@ class Proof:
         if self.stalled:
             # One of them is enough to tell that vLLM has passed steps over.
             return
-        self._open.append(OpenStep(step, req_ids, []))
+        self._open.append(OpenStep(step, req_ids, [], []))
         if len(self._open) > OPEN_STEPS_MAX:
             self.void()
             self.stalled = True
@@ -127,6 +129,8 @@ class Proof:
             self._doubt(tracked, tracked.filled * tracked.block_tokens)
         elif tokens and not self._is_partly_proven(tracked, found):
             self._doubt(tracked, found * tracked.block_tokens)
+        if computed_tokens and self._open:
+            self._open[-1].begins.append((tracked, tracked.blocks[: found + 1]))
 
     def _count_unproven(self, tracked: Tracked, blocks: int) -> None:
         self.counts["unproven_blocks"] += blocks
@@ -230,13 +234,17 @@ class Proof:
         """What the open steps have computed of the `affected` requests, or upon the `lost` blocks, is not proven, nor what they
         have computed upon that. Returns whether they have computed any of it."""
         # Requests that ended in the meantime have filled blocks, too.
-        left = set(requests) | {owner for step in self._open for _, _, owner in step.fills if owner is not None}
+        owners = {owner for step in self._open for _, _, owner in step.fills if owner is not None}
+        left = {tracked: set(tracked.blocks) for tracked in owners.union(requests)}
+        for step in self._open:
+            for tracked, blocks in step.begins:
+                left.setdefault(tracked, set()).update(blocks)
         voids = False
-        while affected := affected or {tracked for tracked in left if not lost.isdisjoint(tracked.blocks)}:
+        while affected := affected or {tracked for tracked, blocks in left.items() if not lost.isdisjoint(blocks)}:
             # A request is in doubt in all of its cache groups.
             req_ids = {tracked.request.request_id for tracked in affected}
             affected |= {tracked for tracked in left if tracked.request.request_id in req_ids}
-            left -= affected
+            left = {tracked: blocks for tracked, blocks in left.items() if tracked not in affected}
             for step in self._open:
                 gone = [fill for fill in step.fills if fill[2] in affected]
                 step.fills = [fill for fill in step.fills if fill[2] not in affected]

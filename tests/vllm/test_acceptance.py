@@ -108,6 +108,22 @@ def test_what_began_upon_a_step_in_flight_is_void_with_it(engine: Engine) -> Non
     assert engine.session.saves == [], "it goes on upon what nobody stood behind"
 
 
+def test_what_began_upon_blocks_that_left_its_window_is_void_too(engine: Engine) -> None:
+    """A request with a window begins on blocks of a step in flight, and slides past them. vLLM then passes over the step."""
+    request = engine.arrive(PROMPT)
+    engine.compute(request)
+    blocks = engine.role._requests.by_id[request.request_id].blocks
+    other = engine.arrive(PROMPT + 4 * BLOCK_TOKENS)
+    step = _step_of(engine.compute(other, found=PROMPT, most=2 * BLOCK_TOKENS, blocks=[*blocks, 60, 61, 62, 63]))
+    tracked = engine.role._requests.by_id[other.request_id]
+    tracked.window = BLOCK_TOKENS + 1
+    engine.go_on(other)
+    assert set(tracked.blocks).isdisjoint(blocks)
+    engine.take(step)
+    assert engine.session.voided == 1
+    assert engine.role._proof.doubts(tracked)
+
+
 def test_a_block_that_no_step_filled_is_not_kept(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     """As one of a request that was preempted in the schedule() that listed its blocks."""
     for _ in range(2):

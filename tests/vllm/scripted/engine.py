@@ -398,7 +398,7 @@ class ScriptedEngine:
     def step(self) -> None:
         """One turn of vLLM's loop: schedules and executes a step, looks at the output of the oldest in flight."""
         self._happen("")
-        assert self.steps < STEPS_MAX, f"no end after {STEPS_MAX} steps"
+        assert self.steps - self._began < STEPS_MAX, f"no end after {STEPS_MAX} steps"
         if self.scheduler.has_requests():
             scheduled = self.scheduler.schedule()
             scheduled_at = time.monotonic()

@@ -32,7 +32,7 @@ pub(super) struct Request {
     pub(super) state: State,
     /// Goes up whenever what was computed is void.
     pub(super) attempt: u32,
-    /// The first of the steps that were in flight when a failed load began this attempt: it keeps blocks that they compute.
+    /// The first step in flight when a failed load began this attempt. The attempt keeps blocks of these steps.
     pub(super) kept_from: u64,
     pub(super) blocks: Vec<u32>,
     /// Blocks computed or loaded, steps in flight included.
@@ -166,7 +166,7 @@ impl Request {
         self.spec.keys.len()
     }
 
-    /// Begins the next attempt. It keeps what steps from `kept_from` on compute.
+    /// Begins the next attempt, upon blocks of steps from `kept_from` on.
     pub(super) fn begin_attempt(&mut self, kept_from: u64) {
         (self.attempt, self.kept_from) = (self.attempt + 1, kept_from);
     }

@@ -143,27 +143,7 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
             )?;
             Ok(ExitCode::SUCCESS)
         }
-        Command::Route(options) => {
-            logging::start(options.log_level, options.log_format);
-            let signals = signals(&[Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP])?;
-            let (tell, told) = oneshot::channel();
-            let reload = Arc::new(Notify::new());
-            let reloads = Arc::clone(&reload);
-            let watch = move || loop {
-                match signals.read_signal() {
-                    Ok(Some(told)) if told.ssi_signo == Signal::SIGHUP as u32 => reloads.notify_one(),
-                    Ok(Some(_)) => {
-                        let _ = tell.send(());
-                        break;
-                    }
-                    // The read was interrupted.
-                    _ => {}
-                }
-            };
-            std::thread::Builder::new().name("pillion-signals".into()).spawn(watch)?;
-            route::serve(*options, reload, async { drop(told.await) }, GRACE_WITH_DISKS)?;
-            Ok(ExitCode::SUCCESS)
-        }
+        Command::Route(options) => run_router(*options),
         Command::Doctor(options) => Ok(examine(&options)),
         Command::Top(options) => {
             top::show(&options, print_answer)?;
@@ -183,6 +163,29 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
             Ok(ExitCode::SUCCESS)
         }
     }
+}
+
+/// Runs the router until a signal ends it. SIGHUP has its files read again.
+fn run_router(options: route::Options) -> anyhow::Result<ExitCode> {
+    logging::start(options.log_level, options.log_format);
+    let signals = signals(&[Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP])?;
+    let (tell, told) = oneshot::channel();
+    let reload = Arc::new(Notify::new());
+    let reloads = Arc::clone(&reload);
+    let watch = move || loop {
+        match signals.read_signal() {
+            Ok(Some(told)) if told.ssi_signo == Signal::SIGHUP as u32 => reloads.notify_one(),
+            Ok(Some(_)) => {
+                let _ = tell.send(());
+                break;
+            }
+            // The read was interrupted.
+            _ => {}
+        }
+    };
+    std::thread::Builder::new().name("pillion-signals".into()).spawn(watch)?;
+    route::serve(options, reload, async { drop(told.await) }, GRACE_WITH_DISKS)?;
+    Ok(ExitCode::SUCCESS)
 }
 
 #[expect(clippy::print_stdout, reason = "this is what the user asked for")]

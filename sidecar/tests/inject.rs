@@ -151,7 +151,8 @@ fn what_is_left_to_add_is_told_of_once() {
     };
     let (once, notes) = noted(&engine(""), &[]);
     assert!(notes.contains("no NetworkPolicy was written") && notes.contains("port 9440"), "{notes}");
-    let image = "Deployment a: container e runs vllm/vllm-openai, in which vLLM starts only with Pillion's wheel";
+    let image =
+        "Deployment a: container e runs vllm/vllm-openai, in which vLLM starts only with Pillion's wheel";
     assert!(
         notes.contains(image) && notes.contains("docs/deploy.md") && notes.contains("--engine-image"),
         "{notes}"

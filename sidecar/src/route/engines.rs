@@ -685,7 +685,8 @@ mod tests {
     fn an_engine_that_stays_or_comes_back_keeps_its_state() {
         let (engines, now) = (engines(3), Instant::now());
         let [first, second, third] = [0, 1, 2].map(|at| engines.all()[at].clone());
-        (engines.note(&trail(7, true), &second, now), second.set_down(now));
+        engines.note(&trail(7, true), &second, now);
+        second.set_down(now);
         let _seat = second.seat(3, now);
         engines.update(vec![address(1), address(3), address(2)]);
         let all = engines.all();

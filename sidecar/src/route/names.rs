@@ -122,7 +122,7 @@ mod tests {
     fn each_address_of_a_name_is_an_engine_and_a_failed_lookup_changes_nothing() {
         let mut names = Names::default();
         let literal = "http://10.9.9.9:1".to_owned();
-        assert_eq!(refreshed(&mut names, &[]), [literal.clone()]);
+        assert_eq!(refreshed(&mut names, &[]), std::slice::from_ref(&literal));
         assert_eq!(names.failing.len(), 2);
         let two = refreshed(&mut names, &["10.0.0.2:8000", "10.0.0.1:8000", "10.0.0.2:8000"]);
         assert_eq!(two, [&literal, "http://p:8000 (10.0.0.1)", "http://p:8000 (10.0.0.2)"]);

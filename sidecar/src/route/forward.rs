@@ -26,6 +26,7 @@ use super::affinity::Trail;
 use super::api::{Api, Target};
 use super::body::{Fields, Payload, PayloadBody};
 use super::connector::Connector;
+use super::counters::Failure;
 use super::lead::{self, Lead};
 use super::memory::Room;
 use super::prompt::{self, Prompt};
@@ -254,10 +255,7 @@ impl Forwarder {
 pub(super) fn code_of(answer: Result<StatusCode, &ForwardError>) -> Result<StatusCode, &'static str> {
     answer.or_else(|error| match error {
         ForwardError::Status(status) => Ok(*status),
-        ForwardError::Unreachable(_) => Err("unreachable"),
-        ForwardError::Broken(_) => Err("broken"),
-        ForwardError::Silent(_) => Err("silent"),
-        ForwardError::Late(_) => Err("late"),
+        error => Err(Failure::from(error).label()),
     })
 }
 

@@ -11,9 +11,9 @@ use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, sleep_until};
 
 use super::body::entry;
-use super::counters::Failure;
+use super::counters::{Failure, code_of};
 use super::engines::{Engine, Seat};
-use super::forward::{Asked, ForwardError, code_of};
+use super::forward::{Asked, ForwardError};
 use super::handed_over::HandedOver;
 use super::prompt::PARAMS;
 use super::tokens::Sizes;

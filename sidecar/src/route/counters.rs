@@ -1,5 +1,6 @@
 //! The router's counters, and the values of their labels.
 
+use hyper::StatusCode;
 use prometheus::proto::MetricFamily;
 use prometheus::{IntCounter, IntCounterVec, Registry, TextEncoder};
 
@@ -143,6 +144,14 @@ impl From<&ForwardError> for Failure {
             ForwardError::Late(_) => Self::Late,
         }
     }
+}
+
+/// The status of an answer, or the code of why there was none, as metrics have it.
+pub(super) fn code_of(answer: Result<StatusCode, &ForwardError>) -> Result<StatusCode, &'static str> {
+    answer.or_else(|error| match error {
+        ForwardError::Status(status) => Ok(*status),
+        error => Err(Failure::from(error).label()),
+    })
 }
 
 #[cfg(test)]

@@ -6,8 +6,9 @@ use http_body_util::{BodyExt, Full};
 use hyper::body::Bytes;
 use hyper::{Response, StatusCode};
 
+use super::counters::code_of;
 use super::engines::Engine;
-use super::forward::{Answer, Asked, ForwardError, code_of};
+use super::forward::{Answer, Asked, ForwardError};
 use super::server::failure;
 use super::{Router, watch};
 

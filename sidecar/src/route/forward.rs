@@ -26,7 +26,6 @@ use super::affinity::Trail;
 use super::api::{Api, Target};
 use super::body::{Fields, Payload, PayloadBody};
 use super::connector::Connector;
-use super::counters::Failure;
 use super::lead::{self, Lead};
 use super::memory::Room;
 use super::prompt::{self, Prompt};
@@ -249,14 +248,6 @@ impl Forwarder {
         let answer = self.hear(asked).await?;
         if answer.status().is_success() { Ok(answer) } else { Err(ForwardError::Status(answer.status())) }
     }
-}
-
-/// The status of an answer, or the code of why there was none, as metrics have it.
-pub(super) fn code_of(answer: Result<StatusCode, &ForwardError>) -> Result<StatusCode, &'static str> {
-    answer.or_else(|error| match error {
-        ForwardError::Status(status) => Ok(*status),
-        error => Err(Failure::from(error).label()),
-    })
 }
 
 /// An error with the last of its causes: of the network, or of TLS.

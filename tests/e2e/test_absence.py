@@ -21,7 +21,7 @@ ASKED = [prompts.prompt(700, seed=301), prompts.prompt(333, seed=302)]
 STORED_BYTES = sum(prompts.stored_blocks(len(tokens), OUTPUT_TOKENS) for tokens in ASKED) * prompts.BLOCK_BYTES
 HIT_TOKENS = sum(prompts.hit_tokens(len(tokens)) for tokens in ASKED)
 MIB = 1 << 20
-NO_ROOM = re.compile(r"PILLION STAYS OUT: the KV cache of (\d+) MiB .* has (\d+) MiB free; .*--shm-size=(\d+)m")
+NO_ROOM = re.compile(r"PILLION STAYS OUT: the KV cache of (\d+) MiB .* has (\d+) MiB free: .*--shm-size=(\d+)m")
 
 
 def _right_answers(plain: engine.Engine) -> list[list[int]]:

@@ -18,7 +18,7 @@ PLAYS = int(os.environ.get("PLAYS", "4"))
 SEEDS = 1_000
 STEPS = 60
 # Steps of several cache groups, of all tests together, and those after which another engine goes on.
-SET_STEPS, SET_STEPS_OF_ENGINE = int(os.environ.get("SET_STEPS", "30000")), 4_000
+SET_STEPS, SET_STEPS_OF_ENGINE = int(os.environ.get("SET_STEPS", "15000")), 4_000
 CHANCES = {"arrive": 0.4, "abort": 0.06, "reset": 0.03, "replace_weights": 0.02}
 # Of plays in which steps fail too: a step that fails ends every request.
 FAIL = 0.06

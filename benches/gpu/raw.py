@@ -13,6 +13,7 @@ import hashlib
 import json
 import random
 import subprocess
+import sys
 import tempfile
 import time
 import uuid
@@ -240,10 +241,11 @@ def ratios(name: str, rates: dict[str, list[float]], reference: dict[str, list[f
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """The whole matrix."""
     count, blocks, samples, gib, huge_gib = SCALES[options.scale]
-    reference = plain(count, samples)
-    result: dict[str, Any] = {"plain_gb_s": {way: rig.spread(rates) for way, rates in reference.items()}}
-    rig.say(f"plain copies: {result['plain_gb_s']}")
+    result: dict[str, Any] = {}
     with served(options, gib) as socket:
+        reference = plain(count, samples)
+        result["plain_gb_s"] = {way: rig.spread(rates) for way, rates in reference.items()}
+        rig.say(f"plain copies: {result['plain_gb_s']}")
         for form in FORMS:
             engine = Engine(socket, form, blocks)
             bench = Bench(engine, count, blocks, samples)
@@ -280,8 +282,14 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.scale = "tiny" if options.tiny else "quick" if options.quick else "full"
-    line: dict[str, Any] = {"bench": "gpu/raw", "scale": options.scale, "device": torch.cuda.get_device_name()}
-    print(json.dumps(line | measure(options) | {"ok": True}), flush=True)
+    line: dict[str, Any] = {"bench": "gpu/raw", "scale": options.scale}
+    try:
+        line |= measure(options) | {"device": torch.cuda.get_device_name(), "ok": True}
+    except (Failed, RuntimeError) as error:
+        # RuntimeError: torch finds no GPU.
+        line |= rig.failure("raw", error)
+    print(json.dumps(line), flush=True)
+    sys.exit(0 if line["ok"] else 1)
 
 
 if __name__ == "__main__":

@@ -236,18 +236,9 @@ class EngineProcess(Child):
 
 def environment(options: argparse.Namespace, mode: str) -> dict[str, str]:
     """What a mode's engine is started with."""
-    settings = {
-        "PYTHONHASHSEED": "0",
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    }
+    settings = plain_environment(options.tiny)
     if options.invariant:
         settings["VLLM_BATCH_INVARIANT"] = "1"
-    if options.tiny:
-        settings |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     settings |= {variable: str(options.sizes[size]) for size, variable in VARIABLES.items() if size in options.sizes}
     if mode.startswith("lmcache"):
         settings |= LMCACHE
@@ -260,6 +251,19 @@ def environment(options: argparse.Namespace, mode: str) -> dict[str, str]:
         # It counts in 10^9 bytes, and has no option for this in `kv_transfer_config`.
         settings["DYN_KVBM_CPU_CACHE_GB"] = str(options.sizes["host_gib"] * GIB / 1e9)
     return settings
+
+
+def plain_environment(tiny: bool) -> dict[str, str]:
+    """The environment of every engine; `tiny`: on a CPU."""
+    settings = {
+        "PYTHONHASHSEED": "0",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    }
+    return settings | ({"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"} if tiny else {})
 
 
 def shape(options: argparse.Namespace) -> dict[str, int]:
@@ -319,7 +323,7 @@ def server(mode: str, options: argparse.Namespace, folder: Path, logs: Path) -> 
         # Without Dynamo's runtime: leader and worker are the engine's, and its size is in the engine's environment.
         yield transfer_config("DynamoConnector", "kvbm.vllm_integration.connector", {})
     else:
-        with sidecar(folder, options, gib, logs / "pillion-serve.log") as keeper:
+        with sidecar(folder, options, gib, logs / "pillion-serve.log", kills=options.kills) as keeper:
             yield pillion_transfer(keeper, options)
             if not options.kills:
                 (logs / "pillion-metrics.txt").write_text(keeper.get("/metrics") or "")
@@ -356,11 +360,14 @@ def measured(server: Server, start_s: float = READY_WATCHDOG_S, kills: bool = Fa
 
 
 @contextlib.contextmanager
-def sidecar(folder: Path, options: argparse.Namespace, gib: int, log: Path, *more: str) -> Iterator[Sidecar]:
-    """A ready sidecar, with its socket in a folder and a pool of anonymous memory unless `more` names one."""
+def sidecar(
+    folder: Path, options: argparse.Namespace, gib: int, log: Path, *more: str, kills: bool = False
+) -> Iterator[Sidecar]:
+    """A ready sidecar, with its socket in a folder and a pool of anonymous memory unless `more` names one. It
+    reads `--binary` and `--serve` of the command line."""
     given = (*more, *options.serve)
     keeper = Sidecar(folder, f"{gib}GiB", anonymous=True, more=given, binary=find_binary(options.binary), log=log)
-    with measured(keeper, kills=options.kills):
+    with measured(keeper, kills=kills):
         yield keeper
 
 

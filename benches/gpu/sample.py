@@ -77,7 +77,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a small model, on vLLM's CPU build too")
     options = parser.parse_args()
-    os.environ |= rig.environment(argparse.Namespace(invariant=False, tiny=options.tiny), "none")
+    os.environ |= rig.plain_environment(options.tiny)
     shape = models.tiny("llama-8b") if options.tiny else models.SHAPES["llama-8b"]
     settings = {"enforce_eager": True, "max_model_len": 4096, "kv_cache_memory_bytes": 64 << 20 if options.tiny else rig.GIB}
     settings["block_size"] = rig.BLOCK_TOKENS_TINY if options.tiny else rig.BLOCK_TOKENS

@@ -434,6 +434,10 @@ impl WorkerSession {
         self.0.with(|session| session.take_notices())
     }
 
+    fn end_session(&self, py: Python<'_>, within_us: u64) -> PyResult<bool> {
+        py.detach(|| self.0.with(|session| session.end_session(Duration::from_micros(within_us))))
+    }
+
     fn disconnect(&self) -> PyResult<()> {
         self.0.with(|session| session.disconnect())
     }

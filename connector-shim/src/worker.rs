@@ -17,6 +17,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::Sender;
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use copy_engine::cuda::{CudaError, Event};
@@ -107,6 +108,8 @@ pub struct Worker {
     copier: Option<Sender<Order>>,
     /// Where saves are staged: who is given every connection.
     stager: Option<Sender<Arc<Link>>>,
+    /// The threads of both. They read and write the rank's memory.
+    threads: Vec<JoinHandle<()>>,
     facts: Facts,
     /// Digest of the weights that it loaded.
     live: Option<[u8; 16]>,
@@ -141,11 +144,12 @@ impl Worker {
         let copies = Arc::new(Copies::new(memory, gpu, cuts, part, Arc::clone(&notices)));
         // A wait may be enqueued only where somebody can end it.
         let copier = device.is_some().then(|| copies.spawn()).transpose();
-        let copier = copier.map_err(|error| ShimError::no_thread(&error))?;
+        let (copier, mut threads) = split(copier.map_err(|error| ShimError::no_thread(&error))?);
         let client = Client::start(address, Arc::clone(&notices), true)?;
         // Not before the sidecar took the rank: on a GPU the segment stays until the process ends.
         let stager = staging.map(|staging| stager::spawn(&copies, staging, &notices)).transpose();
-        let stager = stager.map_err(|error| ShimError::no_thread(&error))?;
+        let (stager, stages) = split(stager.map_err(|error| ShimError::no_thread(&error))?);
+        threads.extend(stages);
         let mut worker = Self {
             client,
             session: Session::new(by_engine, block_bytes, notices),
@@ -153,6 +157,7 @@ impl Worker {
             copies,
             copier,
             stager,
+            threads,
             facts,
             live,
             named: None,
@@ -382,7 +387,9 @@ impl Worker {
     /// Hands an order to the thread, which on host memory starts with the first one.
     fn submit(&mut self, order: Order) {
         if self.copier.is_none() {
-            self.copier = self.copies.spawn().ok();
+            let (copier, thread) = split(self.copies.spawn().ok());
+            self.copier = copier;
+            self.threads.extend(thread);
         }
         let unsent = match &self.copier {
             Some(copier) => copier.send(order).err().map(|unsent| unsent.0),
@@ -482,11 +489,32 @@ impl Worker {
         self.client.notices().take()
     }
 
+    /// Ends the session permanently, and returns once nothing of it reads or writes the rank's memory. Returns `false` after
+    /// `within`: then the memory may not go. On a GPU the engine's streams must be idle.
+    pub fn end_session(&mut self, within: Duration) -> bool {
+        let began = clock::now();
+        self.copies.free_at_end();
+        self.disconnect();
+        (self.copier, self.stager) = (None, None);
+        while self.threads.iter().any(|thread| !thread.is_finished()) {
+            if clock::now() - began >= within {
+                return false;
+            }
+            std::thread::sleep(FINISHED_LOOK);
+        }
+        true
+    }
+
     /// Ends the session for good. Loads in progress end by themselves.
     pub fn disconnect(&mut self) {
         self.client.stop();
         self.part();
     }
+}
+
+/// The sender of a thread's work, and the thread, if one was started.
+fn split<T>(spawned: Option<(Sender<T>, JoinHandle<()>)>) -> (Option<Sender<T>>, Vec<JoinHandle<()>>) {
+    spawned.map_or_else(Default::default, |(sender, thread)| (Some(sender), vec![thread]))
 }
 
 impl Drop for Worker {
@@ -496,7 +524,8 @@ impl Drop for Worker {
             let nothing = Session::new(false, 0, Arc::default());
             std::mem::forget(std::mem::replace(&mut self.session, nothing));
         }
-        if let Some(device) = self.device.take() {
+        let is_idle = self.copies.frees() && self.threads.iter().all(JoinHandle::is_finished);
+        if let Some(device) = self.device.take().filter(|_| !is_idle) {
             // Streams may still reach its words and its staging memory, or the driver be gone already.
             std::mem::forget((device, self.session.detach(), Arc::clone(&self.copies)));
         }

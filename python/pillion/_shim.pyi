@@ -206,6 +206,9 @@ class WorkerSession:
     def stats(self) -> dict[str, int]: ...
     def take_notices(self) -> list[str]:
         """Messages for the log, each handed over once."""
+    def end_session(self, within_us: int) -> bool:
+        """Ends the session permanently, and returns once nothing of it reads or writes the rank's memory. Returns False after
+        `within_us`: then the memory may not go."""
     def disconnect(self) -> None:
         """Ends the session for good."""
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 PREFIX = "pillion."
+# With this share of common letters a key counts as misspelt; `lmcache.mode` and `pillion.mode` have 0.5.
+NEARLY = 0.8
 # vLLM's own names; `auto` leaves the choice to Pillion, `none` to vLLM.
 LAYOUTS = ("auto", "none", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 # The longest that a query may be pending: `QUERY_WAIT_MS_MAX` of the protocol.
@@ -240,14 +243,21 @@ def default_socket() -> str:
     return "/run/pillion/pillion.sock"
 
 
+def _is_nearly_ours(key: str, known: Iterable[str]) -> bool:
+    """Whether a key without Pillion's prefix can only be a misspelt one: `pilion.mode`, `Pillion.mode`, `pillion_mode`."""
+    options = [PREFIX + name for name in known]
+    return bool(difflib.get_close_matches(key.lower(), options, n=1, cutoff=NEARLY))
+
+
 def parse(extra: Mapping[str, Any]) -> Config:
-    """Reads the options; anything unknown stops the start."""
+    """Reads the options; an unknown or nearly right key of Pillion stops the start."""
     ours = {key.removeprefix(PREFIX): value for key, value in extra.items() if key.startswith(PREFIX)}
     known: dict[str, Values] = {option.name: option.metadata["values"] for option in fields(Config)}
+    misspelt = [key for key in extra if not key.startswith(PREFIX) and _is_nearly_ours(key, known)]
+    for key in [*misspelt, *(PREFIX + name for name in ours if name not in known)]:
+        valid = ", ".join(PREFIX + name for name in known)
+        raise ConfigError(f"unknown option {key} in kv_connector_extra_config: use one of {valid}")
     for key, value in ours.items():
-        if key not in known:
-            valid = ", ".join(PREFIX + name for name in known)
-            raise ConfigError(f"unknown option {PREFIX}{key} in kv_connector_extra_config: use one of {valid}")
         if not known[key].admit(value):
             raise ConfigError(f"{PREFIX}{key} is {value!r}; it must be {known[key].rule}")
     ours.setdefault("socket", default_socket())

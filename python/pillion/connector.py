@@ -49,6 +49,11 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 logger = vllm_compat.init_logger("vllm.pillion")
 
 
+def __getattr__(name: str) -> Any:
+    """vLLM's own connector, where `--kv-offloading-size` has put its name beside this module's path."""
+    return vllm_compat.offloading_connector(name)
+
+
 @dataclass(frozen=True)
 class StaysOut(KVConnectorHandshakeMetadata):
     """What a rank that cannot be served tells the scheduler role before the first request."""
@@ -91,19 +96,19 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         self._out = ""
         extra = self._kv_transfer_config.kv_connector_extra_config or {}
         config = options.parse(extra)
-        self._is_one_of_several = vllm_compat.is_one_of_several()
+        beside = self._is_one_of_several = vllm_compat.is_one_of_several(vllm_config)
         reason = "this vLLM gives connectors no KV cache configuration: install vLLM 0.29 or later"
-        if self._is_one_of_several:
-            reason = "another connector loads into the same blocks (MultiConnector): let PillionConnector be the only one"
-        elif kv_cache_config is not None:
+        if kv_cache_config is not None:
             reason = vllm_compat.unsupported(vllm_config, kv_cache_config) or ""
         if reason:
             self._stay_out(reason)
             return
         assert kv_cache_config is not None
         if role == KVConnectorRole.SCHEDULER:
+            if warning := vllm_compat.release_warning():
+                logger.warning("pillion: %s", warning)
             role_of = SetScheduler if len(kv_cache_config.kv_cache_groups) > 1 else Scheduler
-            self._scheduler = role_of(config, vllm_config, kv_cache_config)
+            self._scheduler = role_of(config, vllm_config, kv_cache_config, beside_others=beside)
             if config.loads:
                 engine_id = str(self._kv_transfer_config.engine_id)
                 self._records = Records(config, engine_id, vllm_compat.steps_in_flight(vllm_config))
@@ -114,7 +119,7 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
                 hasher.install(vllm_config.cache_config.prefix_caching_hash_algo)
         else:
             worker = SetWorker if len(kv_cache_config.kv_cache_groups) > 1 else Worker
-            self._worker = worker(config, vllm_config, kv_cache_config)
+            self._worker = worker(config, vllm_config, kv_cache_config, beside_others=beside)
 
     def _stay_out(self, reason: str) -> None:
         self._out = reason
@@ -125,11 +130,11 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """The layout named by `pillion.layout`; with `auto` the one that makes a block one run, where that is known to work."""
-        # MultiConnector ends the start where two connectors name different ones.
-        if vllm_compat.is_one_of_several():
-            return None
         transfer = vllm_config.kv_transfer_config
         config = options.parse((transfer and transfer.kv_connector_extra_config) or {})
+        # MultiConnector ends the start where two connectors name different ones.
+        if config.layout == "auto" and vllm_compat.is_one_of_several(vllm_config):
+            return None
         return vllm_compat.fitting_layout(vllm_config) if config.layout == "auto" else config.required_layout
 
     @classmethod
@@ -165,11 +170,22 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker:
             self._worker.register(kv_caches)
 
+    def unregister_kv_caches(self) -> None:
+        """Ends all use of the KV memory before sleep mode takes the memory away."""
+        if self._worker:
+            self._worker.unregister()
+
+    def restore_kv_caches(self) -> None:
+        """Exports the KV memory again, once the engine is awake."""
+        if self._worker:
+            self._worker.restore()
+
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Where this rank runs or why it stays out, for the scheduler role."""
-        reason = self._worker.out_reason if self._worker else self._out
-        # MultiConnector hands on what its first connector says, to all of them.
-        if reason and not self._is_one_of_several:
+        # MultiConnector hands the metadata of one connector to all. The sidecar binds no engine without all ranks.
+        if self._is_one_of_several:
+            return None
+        if reason := self._worker.out_reason if self._worker else self._out:
             return StaysOut(reason)
         return Served(this_host(), self._worker.copies) if self._worker else None
 
@@ -336,8 +352,9 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """What is reported to vLLM's metrics; None if nothing has changed since the last report."""
-        # MultiConnector looks for the class of each report by a name that vLLM does not know.
-        if self.role != KVConnectorRole.SCHEDULER or self._is_one_of_several:
+        # MultiConnector looks for the class of each report by its name. The wheel's plugin registers the name.
+        untold = self._is_one_of_several and not vllm_compat.is_registered(type(self).__name__)
+        if self.role != KVConnectorRole.SCHEDULER or untold:
             return None
         told: tuple[State, str] = (self._scheduler.state, "") if self._scheduler else ("out", self._out)
         found = self._scheduler.take_hit_tokens() if self._scheduler else {}

@@ -34,6 +34,8 @@ class Matching:
     _block_tokens: int
     # Whether a load that fails must fail as a whole: vLLM frees blocks before windows, and would compute upon what is left.
     _whole: bool
+    # Whether vLLM takes each hit of its own cache to be a block shorter than it is, for a drafter.
+    _drops_last: bool = False
     _strict_tokens: int | None = None
     _group: int = 0
     # Tokens of hits that were loaded, by where they were found.
@@ -65,11 +67,15 @@ class Matching:
         if tracked.refused:
             return None if tracked.steps_aside() else 0, False
         hits = self.look(tracked, first, count)
-        if hits is not None and self._is_too_much(request, request.num_tokens - self._reach(first + hits, end)):
+        if hits is not None and self._is_too_much(tracked, request.num_tokens - self._reach(first + hits, end)):
             # vLLM ends a request whose load fails, and knows no other way for a connector to end one.
             self.release(tracked)
             tracked.hit, tracked.given_up = (first, count, False), True
             return end - first * self._block_tokens, True
+        if hits == 1 and self._drops_last and not tracked.awaited:
+            # Most likely vLLM has dropped this block of its own hit: each request would load it again.
+            self.release(tracked)
+            return 0, False
         if not hits:
             return hits, False
         # No step waits for blocks on their way, nor for what must be told to have failed before a token is computed upon it.
@@ -94,7 +100,7 @@ class Matching:
         computes, before that one token."""
         request, size = tracked.request, self._block_tokens
         most: int = request.num_tokens - 1
-        if most % size and handover.awaits(request) and handover.tokens(request) >= most and self._requests.append(tracked):
+        if most % size and tracked.awaits and handover.tokens(request) >= most and self._requests.append(tracked):
             # Of the block in which that token lies there is a key: that of a tail, or, if the token fills it, its own.
             newest = tracked.tail_at if tracked.tailed else tracked.appended - 1
             if newest == most // size:
@@ -111,10 +117,10 @@ class Matching:
         kept = self._check.trim(tracked, first, whole, subject, step) if whole > 0 else whole
         return hits if kept == whole else kept
 
-    def _is_too_much(self, request: Request, tokens: int) -> bool:
+    def _is_too_much(self, tracked: Tracked, tokens: int) -> bool:
         """Whether a request ends rather than have this engine compute so many of its tokens."""
         strict = self._strict_tokens
-        return strict is not None and tokens > strict and handover.awaits(request) and not request.num_preemptions
+        return strict is not None and tokens > strict and tracked.awaits and not tracked.request.num_preemptions
 
     def look_ahead(self, tracked: Tracked, first: int, count: int) -> None:
         """Has the cache look for what the next `look` is likely to ask for."""

@@ -51,7 +51,8 @@ NOTHING_PASSED = Passed([], False)
 class Proof:
     """The proven blocks of one engine, of all its cache groups."""
 
-    def __init__(self, groups: int = 1) -> None:
+    def __init__(self, groups: int = 1, beside_others: bool = False) -> None:
+        """`beside_others`: another connector loads blocks, too. They are unproven here."""
         # By cache group: the key under which this run saw each block filled, by an accepted step, a load or an open step.
         self._keys: list[dict[int, bytes]] = [{} for _ in range(groups)]
         self._open: deque[OpenStep] = deque()
@@ -67,6 +68,7 @@ class Proof:
         # Since they were taken last: steps that vLLM has passed over, and unproven blocks on which requests began.
         self.counts: Counter[str] = Counter()
         self._warned = False
+        self._beside_others = beside_others
 
     @property
     def waits(self) -> bool:
@@ -122,7 +124,7 @@ class Proof:
         found, tokens = divmod(computed_tokens, tracked.block_tokens)
         tracked.filled = self._leading(tracked, found)
         if tracked.filled < found:
-            if self._encoded is None:
+            if self._encoded is None and not self._beside_others:
                 self._count_unproven(tracked, found - tracked.filled)
             self._doubt(tracked, tracked.filled * tracked.block_tokens)
         elif tokens and not self._is_partly_proven(tracked, found):

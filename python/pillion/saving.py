@@ -81,7 +81,7 @@ class Saving:
             self._requests.break_promise(tracked)
         checked = self._checked(tracked)
         # A request that another engine goes on with may have no step after: blocks that this engine alone has go over at once.
-        hands_over = handover.hands_over(tracked.request)
+        hands_over = tracked.hands_over
         again = 0 < tracked.found_in < step + hands_over and checked is None
         tail = is_right and hands_over and full == tracked.tail_at < len(tracked.blocks)
         tail &= computed >= tracked.request.num_prompt_tokens

@@ -19,6 +19,7 @@ from pillion.groups import ALONE, Group
 from pillion.held import Held
 from pillion.matching import Matching
 from pillion.metadata import PillionMetadata, StepLoads, StepOutput
+from pillion.others import Others
 from pillion.pacing import Pacing
 from pillion.proof import Passed, Proof
 from pillion.saving import Saving
@@ -47,9 +48,10 @@ class Scheduler:
         kv_cache_config: KVCacheConfig,
         group: Group = ALONE,
         proof: Proof | None = None,
+        beside_others: bool = False,
     ) -> None:
         """Of an engine with one cache group, or of one `group` of several, which `kv_cache_config` then describes alone. The
-        groups share a `proof`."""
+        groups share a `proof`. `beside_others`: another connector is beside this one."""
         self._recomputes = vllm_compat.recomputes_failed_loads(vllm_config)
         if config.strict_tokens is not None and (group.several or self._recomputes):
             raise ConfigError(
@@ -87,17 +89,27 @@ class Scheduler:
         self._adapters = Adapters(self._run, vllm_compat.lora_form(vllm_config), lambda: self._saving.disown())
         window = vllm_compat.window(kv_cache_config)
         algorithm = vllm_config.cache_config.prefix_caching_hash_algo
-        self._proof = proof = proof or Proof()
+        self._proof = proof = proof or Proof(beside_others=beside_others)
+        self._beside_others = beside_others
+        self._others = Others([block_tokens]) if beside_others and not group.several else None
         self._ranks = vllm_compat.world_size(vllm_config)
         self._requests = requests = Requests(
-            session, self._adapters, block_tokens, config.saves, proof.may_keep, window, group, algorithm
+            session, self._adapters, block_tokens, config.saves, proof.may_keep, window, group, algorithm, not beside_others
         )
         # A block fewer of one group would be another hit than that of the others. A drafter's KV may differ under one key.
         comparable = not group.several and not vllm_compat.drafts_from_hidden_states(vllm_config)
         checks = config.loads and config.saves and comparable
         self._check = check = Check(block_tokens, config.check_every if checks else 0)
         self._matching = Matching(
-            session, requests, self._pacing, check, block_tokens, bool(window), config.strict_tokens, group.number
+            session,
+            requests,
+            self._pacing,
+            check,
+            block_tokens,
+            bool(window),
+            vllm_compat.drops_last_block(vllm_config),
+            config.strict_tokens,
+            group.number,
         )
         tokens_per_step = vllm_compat.tokens_per_step(vllm_config)
         events = self._events = None
@@ -139,9 +151,10 @@ class Scheduler:
     def announced(self, request: Request, blocks: range | None = None) -> None:
         """A request has arrived, and waits for its turn. It will need its whole prompt, or these `blocks` of it."""
         self._requests.look(request)
-        fetches = self._config.loads and not request.skip_reading_prefix_cache
+        brought = self._others is not None and self._others.brings(request)
+        fetches = self._config.loads and not request.skip_reading_prefix_cache and not brought
         # A promise is made as soon as the request's keys are told.
-        if fetches or (self._config.saves and handover.hands_over(request)):
+        if fetches or (self._config.saves and self._requests.hands_over(request)):
             self._matching.announce(request, blocks, fetches)
 
     def follow(self, request: Request) -> Tracked:
@@ -152,6 +165,10 @@ class Scheduler:
     def match(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond `computed_tokens` that the cache holds, and whether they come asynchronously; None: ask again."""
         tracked = self.follow(request)
+        if self._others:
+            self._others.asked(request, computed_tokens)
+            if self._others.brings(request):
+                return 0, False
         if not self._config.loads or request.skip_reading_prefix_cache or self.updating:
             return 0, False
         return self._matching.match(tracked, computed_tokens, self._next.step)
@@ -162,6 +179,8 @@ class Scheduler:
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         """vLLM has allocated blocks and says how many external tokens it wants."""
+        if self._others:
+            self.overwrite(self._others.allocated(request, blocks, external_tokens))
         self._loaded += self._matching.load(request, blocks, external_tokens, self._next)
 
     def sources(self, request: Request, tokens: int) -> dict[Source, int]:
@@ -179,13 +198,15 @@ class Scheduler:
     def finished(self, request: Request) -> dict[str, Any] | None:
         """The request is over; what its router is told, if another engine goes on with it."""
         self._pacing.forget(request)
+        if self._others:
+            self._others.forget(request)
         tracked = self._requests.end(request)
         if tracked is None:
             # It was aborted before it was scheduled.
             return None
         self._check.give_up(tracked)
         self._proof.forget(tracked)
-        if not handover.hands_over(request):
+        if not tracked.hands_over:
             return None
         self._held.hold(tracked.blocks[tracked.freed :])
         saved = tracked.saved if self._config.saves and self.state == "serving" else 0
@@ -205,6 +226,9 @@ class Scheduler:
     def requests_failed(self, req_ids: set[str]) -> None:
         """vLLM computes these requests from their beginning: the loads of all their blocks count as failed."""
         failed = [tracked for req_id in req_ids if (tracked := self._requests.by_id.get(req_id))]
+        if self._beside_others:
+            # Without a load here, another connector's load has failed.
+            failed = [tracked for tracked in failed if tracked.loaded]
         for tracked in failed:
             tracked.refused, tracked.loading = True, []
         if failed:

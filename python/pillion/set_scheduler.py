@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pillion import groups
 from pillion.config import Config
 from pillion.metadata import PillionMetadata, StepOutput
+from pillion.others import Others
 from pillion.proof import Proof
 from pillion.scheduler import Scheduler
 from pillion.state import Source, State
@@ -36,12 +37,15 @@ WORST_FIRST: tuple[State, ...] = ("away", "unaccepted", "unbound")
 class SetScheduler:
     """The schedulers of all groups, as one."""
 
-    def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, beside_others: bool = False
+    ) -> None:
         self._config = config
         parts = groups.parts(kv_cache_config)
-        self._proof = proof = Proof(len(parts))
-        self._all = [Scheduler(config, vllm_config, view, group, proof) for group, view in parts]
+        self._proof = proof = Proof(len(parts), beside_others)
+        self._all = [Scheduler(config, vllm_config, view, group, proof, beside_others) for group, view in parts]
         self._sizes = parts[0][0].sizes
+        self._others = Others(self._sizes) if beside_others else None
         # Tokens from one boundary to the next.
         self._boundary = parts[0][0].boundary
         self._checkpoint = parts[0][0].checkpoint(config.checkpoint_tokens)
@@ -91,6 +95,10 @@ class SetScheduler:
         """Tokens beyond `computed_tokens` that all groups hold; None: ask again."""
         for part in self._all:
             part.follow(request)
+        if self._others:
+            self._others.asked(request, computed_tokens)
+            if self._others.brings(request):
+                return 0, False
         if not self._config.loads or request.skip_reading_prefix_cache or self._updating:
             return 0, False
         if self.is_refused(request):
@@ -173,13 +181,20 @@ class SetScheduler:
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         """vLLM has allocated blocks and says how many external tokens it wants: all of the hit, or none."""
+        if self._others:
+            foreign = self._others.allocated(request, blocks, external_tokens)
+            for part in self._all:
+                part.overwrite(foreign)
         hit = self._hits.pop(request.request_id, None)
         if hit is None:
             return
         if not external_tokens:
             self._release(request)
             return
-        first, end = hit
+        first, found = hit
+        end = first + external_tokens
+        # vLLM may allocate less than the answer: then windows end elsewhere, and their blocks are asked for again.
+        whole = end == found or (end < found and self._reaches(request, first, end))
         loaded = [self._blocks(group, first, end) for group in range(len(self._all))]
         ids = blocks.get_block_ids()
         # Null blocks stand for those before a window.
@@ -191,12 +206,21 @@ class SetScheduler:
             part.overwrite([block for each in fresh for block in each])
         wanted = [each[its.start : its.stop] for each, its in zip(ids, loaded, strict=True)]
         # A block that vLLM has not zeroed, because it is to be loaded, must be one that a group loads.
-        whole = external_tokens == end - first and all(set(each) <= set(its) for each, its in zip(fresh, wanted, strict=True))
+        whole = whole and all(set(each) <= set(its) for each, its in zip(fresh, wanted, strict=True))
         for group, part in enumerate(self._all):
             if whole:
                 part.plan(request, loaded[group].start, wanted[group])
             else:
                 part.lose(request, fresh[group])
+
+    def _reaches(self, request: Request, first: int, end: int) -> bool:
+        """True if the hit may end earlier, at `end`: the groups with windows have leased all blocks of their windows there."""
+        if end % self._boundary:
+            return False
+        asked = [(group, self._blocks(group, first, end)) for group in self._windows]
+        return all(
+            self._all[group].look(request, blocks.start, len(blocks)) == len(blocks) for group, blocks in asked if blocks
+        )
 
     def sources(self, request: Request, tokens: int) -> dict[Source, int]:
         """Where the tokens of a hit were found, by the group that loads most of them."""
@@ -211,6 +235,8 @@ class SetScheduler:
         """The request is over; what its router is told, by the group whose loads are told as the set's."""
         self._hits.pop(request.request_id, None)
         self._tried.pop(request.request_id, None)
+        if self._others:
+            self._others.forget(request)
         told = [part.finished(request) for part in self._all]
         return told[self._all.index(self._lead)]
 

@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 class SetWorker:
     """The workers of all groups, as one."""
 
-    def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, beside_others: bool = False
+    ) -> None:
         self._all: list[Worker] = []
         for group, view in groups.parts(kv_cache_config):
-            self._all.append(Worker(config, vllm_config, view, group, next(iter(self._all), None)))
+            self._all.append(Worker(config, vllm_config, view, group, next(iter(self._all), None), beside_others))
         # Requests of which a group's load has ended and another one's has not, and those of which one has failed.
         self._ended: set[str] = set()
         self._failing: set[str] = set()
@@ -44,6 +46,19 @@ class SetWorker:
         """Shows every group's memory to the sidecar, or none."""
         for part in self._all:
             part.register(kv_caches)
+            if part.out_reason:
+                return self.shutdown()
+        return None
+
+    def unregister(self) -> None:
+        """The memory of every group goes."""
+        for part in self._all:
+            part.unregister()
+
+    def restore(self) -> None:
+        """The memory of every group is there again, or is shown for none."""
+        for part in self._all:
+            part.restore()
             if part.out_reason:
                 return self.shutdown()
         return None

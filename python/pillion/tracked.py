@@ -34,6 +34,8 @@ class Tracked:
     # The cache group of the blocks, and hashes of the request for each of them.
     group: int = 0
     hashes_each: int = 1
+    # Whether routers' words about prompts of other engines are for this connector.
+    routed: bool = True
     log: int = -1
     # The connection that the log was opened in; -1: the next append opens one.
     generation: int = -1
@@ -91,6 +93,16 @@ class Tracked:
         """The key of each whole block: a hash hangs on all before it, so that of the block's last part."""
         hashes: list[bytes] = self.request.block_hashes
         return hashes if self.hashes_each == 1 else self.hashes_of(0, len(hashes) // self.hashes_each)
+
+    @property
+    def awaits(self) -> bool:
+        """Whether another engine has computed the request's prompt for this one, or is about to."""
+        return self.routed and handover.awaits(self.request)
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether another engine goes on with the request, by this connector."""
+        return self.routed and handover.hands_over(self.request)
 
     @property
     def tail_at(self) -> int:
@@ -152,18 +164,24 @@ class Requests:
     _group: Group = ALONE
     # Of vLLM's block hashes.
     _algorithm: str = ""
+    # Whether routers' words are for this connector, and not for another one beside it.
+    _routed: bool = True
     by_id: dict[str, Tracked] = field(default_factory=dict)
     # Those of the last step.
     running: set[str] = field(default_factory=set)
+
+    def hands_over(self, request: Request) -> bool:
+        """Whether another engine goes on with a request, by this connector."""
+        return self._routed and handover.hands_over(request)
 
     def follow(self, request: Request) -> Tracked:
         """What is known of a request, from now on if not before."""
         known = self.by_id.get(request.request_id)
         if known is not None:
             return known
-        tracked = Tracked(request, self._block_tokens, self._window, self._group.number, self._group.hashes)
+        tracked = Tracked(request, self._block_tokens, self._window, self._group.number, self._group.hashes, self._routed)
         self.by_id[request.request_id] = tracked
-        if not self._group.several and (handover.awaits(request) or handover.hands_over(request)):
+        if not self._group.several and (tracked.awaits or tracked.hands_over):
             tracked.tail = handover.tail(request, self._block_tokens, self._algorithm)
         return tracked
 
@@ -244,10 +262,10 @@ class Requests:
         if tracked.generation != session.generation:
             tracked.log = session.open(tracked.fold)
             # Nobody else computes the blocks of this engine's own answer.
-            tracked.awaited = handover.awaits(tracked.request) and not preempted
+            tracked.awaited = tracked.awaits and not preempted
             if tracked.awaited:
                 session.await_producer(tracked.log)
-            tracked.promised = self._saves and self._may_keep(tracked) and handover.hands_over(tracked.request)
+            tracked.promised = self._saves and self._may_keep(tracked) and tracked.hands_over
             if tracked.promised:
                 session.promise(tracked.log)
             tracked.generation = session.generation

@@ -1,10 +1,11 @@
 """Everything Pillion takes from vLLM beyond the connector's base class. The only file with private vLLM imports.
 
-First class: 0.29 and later. What a version lacks is met with `getattr` and the default that version had.
+Names missing in a version are met with `getattr` and the default of that version. docs/versions.md lists the tested ones.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
     from vllm.v1.request import Request
 
+# The newest and the oldest release of vLLM with all tests (also in sidecar/src/doctor/engines.rs).
+# The oldest release with support of one cache group, and of several.
+NEWEST_TESTED, OLDEST_TESTED = (0, 33), (0, 30)
+OLDEST_SERVED, OLDEST_OF_SETS = (0, 29), (0, 32)
 # Every layer of a block side by side: a block is one run. Measured with these attention backends: same tokens, no slower.
 BLOCK_LAYOUT = "BLNHC"
 BLOCK_LAYOUT_BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
@@ -48,22 +53,69 @@ def version() -> tuple[int, int]:
     return int(major), int("".join(ch for ch in minor if ch.isdigit()))
 
 
-def is_one_of_several() -> bool:
-    """Whether vLLM's MultiConnector makes a connector beside others, or asks its class: the configuration does not say so."""
+def is_one_of_several(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM's MultiConnector makes a connector beside others, or asks its class: the configuration does not say so. Then
+    `vllm_config` is of this connector alone. It gets the failure policy of the outer configuration: vLLM reads no other."""
     several: Any = sys.modules.get("vllm.distributed.kv_transfer.kv_connector.v1.multi_connector")
     frame = sys._getframe(1) if several else None
     while frame:
-        kind = frame.f_locals.get("cls", type(frame.f_locals.get("self")))
-        if isinstance(kind, type) and issubclass(kind, several.MultiConnector):
+        owner: Any = frame.f_locals.get("cls", frame.f_locals.get("self"))
+        kind = owner if isinstance(owner, type) else type(owner)
+        if issubclass(kind, several.MultiConnector):
+            whole, own = getattr(owner, "_kv_transfer_config", None), vllm_config.kv_transfer_config
+            if whole is not None and own is not None:
+                own.kv_load_failure_policy = whole.kv_load_failure_policy
             return True
         frame = frame.f_back
     return False
+
+
+def register_connector(name: str, module: str) -> None:
+    """Makes the connector known to vLLM by its name, unless it is."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if name not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(name, module, name)
+
+
+def is_registered(name: str) -> bool:
+    """Whether vLLM knows the connector by its name."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    return name in KVConnectorFactory._registry
+
+
+# vLLM renames the connector to one of these for `--kv-offloading-size`, and keeps the path of Pillion's module.
+OFFLOADING = ("OffloadingConnector", "SimpleCPUOffloadConnector", "LMCacheMPConnector")
+
+
+@functools.cache
+def offloading_connector(name: str) -> Any:
+    """Returns vLLM's own connector for an engine with `--kv-offloading-size`. AttributeError for any other name."""
+    if name not in OFFLOADING:
+        raise AttributeError(f"module 'pillion.connector' has no attribute {name!r}")
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    connector = KVConnectorFactory.get_connector_class_by_name(name)
+    logger.error(
+        "PILLION STAYS OUT: --kv-offloading-size has vLLM use its own %s instead: start vLLM without --kv-offloading-size to "
+        "use Pillion, or without --kv-transfer-config to leave Pillion out",
+        name,
+    )
+    return connector
 
 
 def drafts_from_hidden_states(vllm_config: VllmConfig) -> bool:
     """Whether the last position of a drafter's block is made with the next block's first token, which is not in its key."""
     uses = getattr(getattr(vllm_config, "speculative_config", None), "use_eagle", None)
     return bool(uses and uses())
+
+
+def drops_last_block(vllm_config: VllmConfig) -> bool:
+    """True if vLLM shortens each hit of its own cache by a block. The drafter's KV of that block depends on the next token."""
+    speculative = getattr(vllm_config, "speculative_config", None)
+    drops = getattr(speculative, "use_eagle_block_drop", None) or getattr(speculative, "use_eagle", None)
+    return bool(drops and drops())
 
 
 def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
@@ -110,6 +162,23 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str 
     return None
 
 
+def release_warning() -> str | None:
+    """Returns a warning for an untested release of vLLM; None for a tested one."""
+    named, oldest, newest = vllm.__version__, _written(OLDEST_TESTED), _written(NEWEST_TESTED)
+    if version() > NEWEST_TESTED:
+        return f"vLLM {named} is newer than {newest}, the newest release that this one of Pillion is tested with"
+    if version() < OLDEST_TESTED:
+        return (
+            f"vLLM {named} is older than {oldest}, the oldest release that is tested as a whole; {_written(OLDEST_SERVED)} is "
+            f"the oldest that works: use {oldest} to {newest}"
+        )
+    return None
+
+
+def _written(release: tuple[int, int]) -> str:
+    return ".".join(map(str, release))
+
+
 # By vLLM's names of their classes. A class derived from one of them may free or share blocks by rules of its own.
 SERVED_SPECS = ("FullAttentionSpec", "MLAAttentionSpec")
 # One whose blocks vLLM frees once the window has passed them; all layers of a group have the same window.
@@ -125,6 +194,8 @@ LEAVE_OUT = "leave --kv-transfer-config out for this model"
 def _unserved_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
     """Why blocks of these groups cannot be kept; None if they can."""
     groups = kv_cache_config.kv_cache_groups
+    if replayed := max(getattr(group.kv_cache_spec, "prefix_replay_tokens", 0) for group in groups):
+        return f"vLLM computes the last {replayed} tokens of each hit again (DeepSeek V4.1), which is not served: {LEAVE_OUT}"
     kinds = {type(spec).__name__ for group in groups for spec in _layer_specs(group).values()}
     named = ", ".join(sorted(kinds))
     if len(groups) != 1:
@@ -144,11 +215,13 @@ def _unserved_set(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kinds
     groups = kv_cache_config.kv_cache_groups
     if kinds != SET_SPECS:
         return f" ({', '.join(sorted(kinds))}), which are not served together: {remedy}"
+    if version() < OLDEST_OF_SETS:
+        return f", which are served from vLLM {_written(OLDEST_OF_SETS)} on: upgrade vLLM, or {remedy}"
     offered = all(getattr(group, "enable_kv_transfer", False) and group.kv_cache_spec.prefix_cacheable for group in groups)
     # A block's key is the hash of its last part.
     hashed = hash_tokens(kv_cache_config)
     whole = hashed and all(group.kv_cache_spec.block_size % hashed == 0 for group in groups)
-    if not offered or not whole or not hasattr(KVConnectorBase_V1, "get_transfer_results"):
+    if not offered or not whole:
         return f", and this vLLM divides or hashes their blocks in ways that are not served: {remedy}"
     if getattr(vllm_config, "speculative_config", None) is not None:
         return ", which are not served with speculation: start vLLM without --speculative-config"
@@ -216,6 +289,11 @@ def keeps_kv_memory(vllm_config: VllmConfig) -> bool:
     """Whether KV memory stays where it is until the process ends: an allocator that can sleep unmaps it between two steps."""
     model = vllm_config.model_config
     return not getattr(model, "enable_sleep_mode", False) and not getattr(model, "enable_cumem_allocator", False)
+
+
+def tells_of_sleep() -> bool:
+    """True for vLLM 0.33 and later, with hooks before KV memory goes to sleep and after its return."""
+    return hasattr(KVConnectorBase_V1, "unregister_kv_caches")
 
 
 def keeps_weights(vllm_config: VllmConfig) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pillion import _shim, vllm_compat
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 SHARED_MEMORY = "/dev/shm"
 MIB = 1 << 20
+# A sleep waits so long for copies of the KV memory. A load of an engine takes at most some hundred milliseconds.
+REST_S = 10.0
 # A step that begins after a pause of so many seconds looks whether the weights are still the same. A look takes milliseconds
 # on a GPU; on a CPU its kernels must be asked, which takes as long as a decoding step.
 LOOK_AFTER_S_GPU = 1.0
@@ -44,6 +47,7 @@ class Worker:
         kv_cache_config: KVCacheConfig,
         group: Group = ALONE,
         first: Worker | None = None,
+        beside_others: bool = False,
     ) -> None:
         """Of an engine with one cache group, or of one `group` of several, which `kv_cache_config` then describes alone.
         `first`: the worker of the engine's first group, whose samples of the weights this one shares."""
@@ -51,6 +55,7 @@ class Worker:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._group = group
+        self._beside_others = beside_others
         # Whether a load that fails must fail as a whole: vLLM frees blocks before windows, and tells no groups apart.
         self._whole = group.several or bool(vllm_compat.window(kv_cache_config))
         self._session: _shim.WorkerSession | None = None
@@ -73,8 +78,10 @@ class Worker:
         # On a GPU only: the device, by whose stream everything is ordered, and the waits between its layers.
         self._device: torch.device | None = None
         self._waits: LayerWaits | None = None
-        # Asynchronous loads in progress: operation to request id. A request may have several.
-        self._loading: dict[int, str] = {}
+        # Asynchronous loads in progress, by operation. A request may have several.
+        self._loading: dict[int, Load] = {}
+        # Shows the memory to the sidecar again in the form of the first time.
+        self._reconnect: Callable[[], None] | None = None
         # Blocks that ended loads of such requests did not bring.
         self._lacking: dict[str, list[int]] = {}
         # Plans of this step's loads that are waited for between its layers.
@@ -110,7 +117,8 @@ class Worker:
             ranks = vllm_compat.world_size(self._vllm_config)
             descriptors = [_share(storage, ranks) for storage in geometry.storages]
             self._identify(geometry)
-            self._connect(geometry, descriptors, [], [], self._config.copier(on_gpu=False))
+            self._reconnect = lambda: self._connect(geometry, descriptors, [], [], self._config.copier(on_gpu=False))
+            self._reconnect()
         except (GeometryError, OSError, _shim.ShimError) as error:
             # The last: memory that cannot be exported, such as sleep mode's, or a sidecar that refuses this engine.
             self._stay_out(str(error))
@@ -118,6 +126,36 @@ class Worker:
             # Torch's, such as its OutOfMemoryError: the engine's own KV fills the device.
             text = str(error).partition("\n")[0]
             self._stay_out(f"torch: {text} (if memory is short, lower --gpu-memory-utilization)")
+
+    def unregister(self) -> None:
+        """Ends all use of the KV memory. RuntimeError if copies go on for too long."""
+        session, self._session = self._session, None
+        if session is None:
+            return
+        if self._device is not None:
+            import torch
+
+            torch.cuda.synchronize(self._device)
+        if not session.end_session(int(REST_S * 1e6)):
+            self._session = session
+            raise RuntimeError(
+                f"pillion: copies of the KV memory have not ended within {REST_S:.0f} s, so the engine does not sleep. Its cache is "
+                "off until it restarts"
+            )
+        loading, self._loading, self._lacking = self._loading, {}, {}
+        for req_id, plan, _ in loading.values():
+            self._end_load(req_id, _shim.plan_blocks(plan))
+
+    def restore(self) -> None:
+        """The KV memory is there again at its address, with other content."""
+        if self._session is not None or self.out_reason or self._reconnect is None:
+            return
+        try:
+            self._reconnect()
+        except (GeometryError, _shim.ShimError) as error:
+            self._stay_out(str(error))
+        # The new session has not stated its weights yet.
+        self._weights = -1
 
     def _stay_out(self, reason: str) -> None:
         self.out_reason = reason
@@ -127,7 +165,8 @@ class Worker:
         pointers = [int(storage.data_ptr()) for storage in geometry.storages]
         self._device = layers[0][1].device
         self._identify(geometry)
-        self._connect_gpu(geometry, pointers)
+        self._reconnect = lambda: self._connect_gpu(geometry, pointers)
+        self._reconnect()
         logger.info(
             "pillion: KV cache layout %s: a block of %d bytes in %d runs, delivered in cuts of %s layers",
             vllm_compat.granted_layout(self._vllm_config),
@@ -145,16 +184,20 @@ class Worker:
     def _connect_gpu(self, geometry: Geometry, pointers: list[int]) -> None:
         """Shows the memory to the sidecar; where that cannot be and the user left it open, this process copies."""
         copier = self._config.copier(on_gpu=True)
-        alone = vllm_compat.keeps_kv_memory(self._vllm_config)
+        # A sleeping allocator takes the memory away under the engine's own copies, unless vLLM calls a hook before.
+        alone = vllm_compat.keeps_kv_memory(self._vllm_config) or vllm_compat.tells_of_sleep()
         if copier == "engine" and not alone:
             raise GeometryError(
-                "pillion.copy=engine does not work with sleep mode, which frees the KV memory under the engine's own copies: "
-                "run without --enable-sleep-mode"
+                "pillion.copy=engine does not work with sleep mode before vLLM 0.33, which frees the KV memory under the engine's "
+                "own copies: upgrade vLLM, or run without --enable-sleep-mode"
             )
         try:
             self._connect(geometry, [], pointers, geometry.cuts, copier)
         except _shim.ShimError as refused:
             # Most of all memory that cannot be exported, and a sidecar that does not see the GPU.
+            if self._beside_others and self._config.copy == "auto":
+                # The scheduler role would not learn of it, and its steps may wait for loads of the sidecar alone.
+                raise GeometryError(f"{refused} (beside another connector set pillion.copy to engine)") from refused
             if self._config.copy != "auto" or not alone:
                 raise GeometryError(str(refused)) from refused
             try:
@@ -278,7 +321,7 @@ class Worker:
         for req_id, plan, sync in loads:
             failed = session.load(plan, self._stream(), by_cuts and sync)
             if failed is None:
-                self._loading[_shim.plan_op(plan)] = req_id
+                self._loading[_shim.plan_op(plan)] = (req_id, plan, sync)
             else:
                 self._fail(failed)
 
@@ -344,7 +387,7 @@ class Worker:
 
     def is_loading(self, req_id: str) -> bool:
         """Whether an asynchronous load of the request goes on."""
-        return req_id in self._loading.values()
+        return any(loading == req_id for loading, _, _ in self._loading.values())
 
     def finished(self) -> set[str] | None:
         """Requests whose asynchronous load ended since the last call, well or not, each once."""
@@ -360,7 +403,7 @@ class Worker:
         while True:
             left_us = max(0, int((until - time.monotonic()) * 1e6)) if idle and not self._ended else 0
             for op, failed in session.finished(left_us):
-                req_id = self._loading.pop(op)
+                req_id, _, _ = self._loading.pop(op)
                 self._lacking.setdefault(req_id, []).extend(failed)
                 if not self.is_loading(req_id):
                     self._end_load(req_id, self._lacking.pop(req_id))

@@ -74,10 +74,11 @@ class Options:
         }
         arguments |= {name: value for name, value in optional.items() if value is not None}
         if self.socket is not None:
-            arguments["kv_transfer_config"] = self._kv_transfer_config()
+            arguments["kv_transfer_config"] = self.transfer_config()
         return arguments | self.arguments
 
-    def _kv_transfer_config(self) -> dict[str, Any]:
+    def transfer_config(self) -> dict[str, Any]:
+        """vLLM's `kv_transfer_config` of Pillion alone."""
         return {
             "kv_connector": "PillionConnector",
             "kv_connector_module_path": self.connector,
@@ -210,6 +211,15 @@ class Engine:
             return condition()
 
         wait_for(holds, what, COMMAND_WATCHDOG_S, failed=self.failed)
+
+    def sleep(self, level: int) -> None:
+        """vLLM's sleep. It aborts all requests."""
+        self.command("sleep", level=level)
+
+    def wake_up(self) -> None:
+        """Ends a sleep, and waits for service by the sidecar."""
+        self.command("wake_up")
+        self.wait_served()
 
     def alter(self, function: Callable[[Any], None]) -> None:
         """Change the model of an engine of one process with a function of a module, without vLLM's seeing it."""

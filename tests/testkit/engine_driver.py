@@ -183,6 +183,14 @@ class Driver:
         """vLLM's own prefix cache reset, with or without the connector's reset_cache."""
         return bool(self._engine.reset_prefix_cache(reset_connector=reset_connector))
 
+    def sleep(self, level: int) -> None:
+        """vLLM's sleep mode."""
+        self._llm.sleep(level=level)
+
+    def wake_up(self) -> None:
+        """Ends a sleep."""
+        self._llm.wake_up()
+
     def rpc(self, method: str, arguments: dict[str, Any]) -> None:
         """A method of every rank, called through vLLM's collective_rpc."""
         self._llm.collective_rpc(method, kwargs=arguments)

@@ -30,12 +30,19 @@ def stored_blocks(prompt_tokens: int, output_tokens: int) -> int:
     return (prompt_tokens + output_tokens - 1) // BLOCK_TOKENS
 
 
-def different_blocks(asked: Iterable[tuple[list[int], list[int]]]) -> int:
+def different_blocks(asked: Iterable[tuple[list[int], list[int]]], block_tokens: int = BLOCK_TOKENS) -> int:
     """Different full blocks of prompts and their answers: where the first answer to a prompt was computed and the second began
     with a hit, rounding may make their tokens differ."""
-    return len({tuple(tokens[:end]) for prompt, answer in asked for tokens in [prompt + answer[:-1]] for end in ends(tokens)})
+    return len(
+        {
+            tuple(tokens[:end])
+            for prompt, answer in asked
+            for tokens in [prompt + answer[:-1]]
+            for end in ends(tokens, block_tokens)
+        }
+    )
 
 
-def ends(tokens: list[int]) -> range:
+def ends(tokens: list[int], block_tokens: int = BLOCK_TOKENS) -> range:
     """Where blocks end."""
-    return range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS)
+    return range(block_tokens, len(tokens) + 1, block_tokens)

@@ -36,8 +36,39 @@ GEMMA4 = {
     "vocab_size_per_layer_input": model.TINY.vocab,
 }
 GPT_OSS = {"model_type": "gpt_oss", **_TINY, "num_local_experts": 4, "num_experts_per_tok": 2}
+# Latents in the size of DeepSeek V3, for MLA's kernels; a dense MLP in every layer.
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 512,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "first_k_dense_replace": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": 256,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "vocab_size": 512,
+    "max_position_embeddings": model.TINY.max_position,
+    "rope_scaling": None,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 # How much larger than usual the normals are: sharp attention, whose output counts.
 GAIN = 3.0
+
+
+def latent_bytes_per_token(config: dict[str, Any]) -> int:
+    """Bytes of a token's latents over all layers, in bfloat16."""
+    return 2 * int(config["num_hidden_layers"]) * int(config["kv_lora_rank"] + config["qk_rope_head_dim"])
 
 
 def write(directory: Path, config: dict[str, Any], seed: int = 1234) -> Path:

@@ -43,13 +43,18 @@ def test_records_go_where_they_are_told_to() -> None:
 
 
 def test_other_connectors_keys_are_left_alone() -> None:
-    assert parse({"pillion.socket": "/s", "lmcache.host": "x"}).socket == "/s"
+    others = ("lmcache.host", "lmcache.mode", "mode", "load", "connectors", "bench.namespace")
+    assert parse({"pillion.socket": "/s"} | dict.fromkeys(others, "x")).socket == "/s"
 
 
 @pytest.mark.parametrize(
     ("extra", "named"),
     [
         ({"pillion.sockett": "/s"}, "pillion.query_timeout_us"),
+        ({"pilion.mode": "save_only"}, "unknown option pilion.mode"),
+        ({"Pillion.load": "sync"}, "unknown option Pillion.load"),
+        ({"pillion_mode": "save_only"}, "unknown option pillion_mode"),
+        ({"pillon.check_every": 0}, "unknown option pillon.check_every"),
         ({"pillion.mode": "write"}, "save_only"),
         ({"pillion.load": "lazy"}, "async"),
         ({"pillion.layout": "NHD"}, "BLNHC"),

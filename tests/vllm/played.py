@@ -48,6 +48,8 @@ class Session:
         self.queries: list[int] = []
         # Logs for whose blocks a step waited.
         self.lingered: list[int] = []
+        # Logs with a released lease.
+        self.released: list[int] = []
 
     def open(self, fold: bytes | None) -> int:
         """A log."""
@@ -142,7 +144,8 @@ class Session:
         """Not looked at."""
 
     def release(self, log: int) -> None:
-        """Not looked at."""
+        """Written down."""
+        self.released.append(log)
 
     def end_step(self) -> None:
         """Not looked at."""
@@ -165,7 +168,14 @@ class Engine:
     """One request after another on the scheduler role, in the order of vLLM's calls."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, check_every: int = 0, steps: int = 1, on_gpu: bool = False, **options: Any
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        check_every: int = 0,
+        steps: int = 1,
+        on_gpu: bool = False,
+        beside_others: bool = False,
+        speculative: Any = None,
+        **options: Any,
     ) -> None:
         monkeypatch.setattr("pillion.scheduler._shim.SchedulerSession", Session)
         monkeypatch.setattr(vllm_compat, "on_gpu", lambda: on_gpu)
@@ -178,9 +188,10 @@ class Engine:
             kv_transfer_config=SimpleNamespace(engine_id="engine", kv_role="kv_both"),
             parallel_config=SimpleNamespace(tensor_parallel_size=1),
             cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256_cbor"),
+            speculative_config=speculative,
         )
         config: Any = Config("/nowhere", check_every=check_every, **options)
-        self.role = Scheduler(config, engine, cache)
+        self.role = Scheduler(config, engine, cache, beside_others=beside_others)
         self.session: Any = self.role._session
         self._free = 1
         self._requests = 0
@@ -213,17 +224,24 @@ class Engine:
         return self.role.match(request, 0)[0]
 
     def compute(
-        self, request: Any, found: int = 0, most: int | None = None, proven: bool = True, blocks: list[int] | None = None
+        self,
+        request: Any,
+        found: int = 0,
+        most: int | None = None,
+        proven: bool = True,
+        blocks: list[int] | None = None,
+        loaded: bool = True,
     ) -> Any:
         """A step that computes the prompt, or `most` tokens of it, without the first `found` ones, which the cache holds. Their
-        blocks were loaded, or, where they are not `proven` or named as `blocks`, vLLM lists them alone."""
+        blocks were loaded, or, where they are not `proven` or named as `blocks`, vLLM lists them alone. Another
+        connector brings the `found` tokens unless this one has `loaded` them."""
         if blocks is None:
             count = -(-request.num_tokens // BLOCK_TOKENS)
             blocks = list(range(self._free, self._free + count))
             self._free += count
         else:
             proven = False
-        self.role.allocated(request, SimpleNamespace(get_block_ids=lambda: [blocks]), found)
+        self.role.allocated(request, SimpleNamespace(get_block_ids=lambda: [blocks]), found if loaded else 0)
         if found and proven:
             self._end_load(request, blocks[: -(-found // BLOCK_TOKENS)])
         new = SimpleNamespace(req_id=request.request_id, block_ids=[blocks], num_computed_tokens=found)

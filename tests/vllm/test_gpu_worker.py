@@ -232,7 +232,7 @@ def test_who_copies_on_a_gpu(
     assert [("no sidecar" in text, "the engine copies its blocks itself" in text) for text in said] == [(True, True)] * fell
 
 
-@pytest.mark.refuses("sleep", "run without --enable-sleep-mode")
+@pytest.mark.refuses("early-sleep", "run without --enable-sleep-mode")
 def test_an_engine_that_sleeps_does_not_copy(remedy: str) -> None:
     """Its KV memory goes away under its own copies."""
     config: Any = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=True))

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import operator
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from specs import LAYERS, full_attention, kv_cache_config, spec
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from pillion import vllm_compat
@@ -256,41 +260,130 @@ def test_the_settings_that_are_refused_are_vllms_own() -> None:
     assert parallel.enable_expert_parallel is False
 
 
-@pytest.mark.parametrize("role", ["SCHEDULER", "WORKER"])
-@refuses("beside-others", "let PillionConnector be the only one")
-def test_beside_another_connector_it_stays_out_and_says_nothing_that_is_taken_for_that_one_s(role: str, remedy: str) -> None:
-    """The other one may load into blocks that are being saved; and vLLM does not keep apart what the two report."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+@refuses("offloading", "start vLLM without --kv-offloading-size")
+@pytest.mark.parametrize(("backend", "name"), [("native", "OffloadingConnector"), ("lmcache", "LMCacheMPConnector")])
+def test_offloading_of_vllm_starts_in_pillions_place(
+    backend: str, name: str, remedy: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`--kv-offloading-size` renames the connector and leaves Pillion's module path, so Pillion's module has vLLM's own."""
+    from vllm.config import CacheConfig, KVTransferConfig, VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+    import pillion.connector
+
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    vllm_compat.offloading_connector.cache_clear()
+    vllms = type(name, (), {"__init__": lambda self, vllm_config, role, kv_cache_config: None})
+    monkeypatch.setitem(KVConnectorFactory._registry, name, lambda: vllms)
+    transfer = KVTransferConfig(
+        kv_connector="PillionConnector", kv_connector_module_path="pillion.connector", kv_role="kv_both"
+    )
+    config: Any = SimpleNamespace(
+        cache_config=CacheConfig(kv_offloading_size=1, kv_offloading_backend=backend),
+        kv_transfer_config=transfer,
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+    )
+    VllmConfig._post_init_kv_transfer_config(config)
+    assert KVConnectorFactory.get_connector_class(transfer) is KVConnectorFactory.get_connector_class(transfer) is vllms
+    (said,) = [record.getMessage() for record in caplog.records if "PILLION STAYS OUT" in record.getMessage()]
+    assert name in said and remedy in said
+    with pytest.raises(AttributeError, match="PilionConnector"):
+        _ = pillion.connector.PilionConnector
+
+
+class Several(MultiConnector):
+    """MultiConnector's class, with Pillion's connector as the only one."""
+
+    @classmethod
+    def _get_connector_classes_and_configs(cls, vllm_config: Any) -> Any:
+        from pillion.connector import PillionConnector
+
+        return [(PillionConnector, vllm_config)]
+
+
+@pytest.mark.supports("beside-others")
+def test_beside_another_connector_it_asks_for_the_layout_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And for no other: MultiConnector ends the start where two of its connectors name different ones."""
     from pillion.connector import PillionConnector
 
-    transfer = SimpleNamespace(kv_connector_extra_config={}, engine_id="e", kv_role="kv_both")
-    config: Any = SimpleNamespace(**vars(PLAIN), kv_transfer_config=transfer)
-
-    class Several(MultiConnector):
-        def __init__(self) -> None:
-            self.one = PillionConnector(config, KVConnectorRole[role], kv_cache_config(full_attention()))
-
-    one = Several().one
-    assert "MultiConnector" in one._out and remedy in one._out and fits_metrics(one._out)
-    assert one.get_kv_connector_stats() is None and one.get_handshake_metadata() is None
-
-
-def test_beside_another_connector_it_asks_for_no_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MultiConnector ends the start where two of its connectors name different ones."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
-
-    from pillion.connector import PillionConnector
+    def asked(kind: Any, **extra: str) -> Any:
+        transfer = SimpleNamespace(kv_connector_extra_config={"pillion.socket": "/s"} | extra, kv_load_failure_policy="fail")
+        return kind.get_required_kvcache_layout(SimpleNamespace(kv_transfer_config=transfer))
 
     monkeypatch.setattr(vllm_compat, "fitting_layout", lambda _: "BLNHC")
-    transfer = SimpleNamespace(kv_connector_extra_config={"pillion.socket": "/s"})
-    config: Any = SimpleNamespace(kv_transfer_config=transfer)
+    assert asked(PillionConnector) == "BLNHC"
+    assert asked(Several) is None
+    assert asked(Several, **{"pillion.layout": "LBNHC"}) == "LBNHC"
 
-    class Several(MultiConnector):
-        @classmethod
-        def _get_connector_classes_and_configs(cls, vllm_config: Any) -> Any:
-            return [(PillionConnector, vllm_config)]
 
-    assert PillionConnector.get_required_kvcache_layout(config) == "BLNHC"
-    assert Several.get_required_kvcache_layout(config) is None
+@pytest.mark.supports("beside-others")
+def test_beside_another_connector_a_rank_says_nothing_that_is_taken_for_that_one_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MultiConnector hands the first word of a rank to all. It finds the class of a report by its name in the wheel's
+    plugin. vLLM reads the failure policy of the outer configuration."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    from pillion.connector import PillionConnector
+
+    transfer = SimpleNamespace(kv_connector_extra_config={}, engine_id="e", kv_role="kv_both", kv_load_failure_policy="fail")
+    config: Any = SimpleNamespace(**vars(PLAIN), kv_transfer_config=transfer)
+
+    class One(MultiConnector):
+        def __init__(self) -> None:
+            self._kv_transfer_config = RECOMPUTE
+            # A refused kind: nothing is connected.
+            self.one = PillionConnector(config, KVConnectorRole.SCHEDULER, kv_cache_config(spec("HiddenStateCacheSpec")))
+
+    one = One().one
+    assert transfer.kv_load_failure_policy == "recompute"
+    assert "HiddenStateCacheSpec" in one._out and one.get_handshake_metadata() is None
+    monkeypatch.setattr(vllm_compat, "is_registered", lambda _: False)
+    assert one.get_kv_connector_stats() is None
+    monkeypatch.setattr(vllm_compat, "is_registered", lambda _: True)
+    assert one.get_kv_connector_stats() is not None
+
+
+@refuses("replays", "leave --kv-transfer-config out for this model")
+def test_a_model_whose_hits_are_replayed_is_refused(remedy: str) -> None:
+    """vLLM 0.33 rounds the answers of connectors for such a model, and computes the end of each hit again."""
+    groups = kv_cache_config(full_attention())
+    replayed = SimpleNamespace(block_size=16, prefix_replay_tokens=128)
+    groups.kv_cache_groups.append(dataclasses.replace(groups.kv_cache_groups[0], kv_cache_spec=replayed))
+    reason = vllm_compat.unsupported(PLAIN, groups) or ""
+    assert "DeepSeek V4.1" in reason and "128" in reason and remedy in reason and fits_metrics(reason)
+
+
+# --- releases of vLLM ---
+
+
+@pytest.mark.parametrize(
+    ("release", "said"),
+    [
+        ("0.33.0", None),
+        ("0.32.0+cpu", None),
+        ("0.30.1", None),
+        ("0.34.0", "newer than 0.33"),
+        ("1.0.0", "newer than 0.33"),
+        ("0.29.0", "0.29 is the oldest that works: use 0.30 to 0.33"),
+    ],
+)
+def test_a_release_that_is_not_tested_is_said(release: str, said: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, by the scheduler role."""
+    monkeypatch.setattr("vllm.__version__", release)
+    warning = vllm_compat.release_warning()
+    assert warning is None if said is None else said in str(warning)
+
+
+def test_several_groups_are_refused_before_0_32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a remedy."""
+    engine: Any = SimpleNamespace(**vars(PLAIN), kv_transfer_config=RECOMPUTE)
+    monkeypatch.setattr("vllm.__version__", "0.31.0")
+    reason = vllm_compat.unsupported(engine, full_and_window()) or ""
+    assert "from vLLM 0.32 on" in reason and HYBRID_OFF in reason and fits_metrics(reason)
+
+
+def test_doctor_names_the_same_releases() -> None:
+    """sidecar/src/doctor/engines.rs has them, too."""
+    source = (Path(__file__).resolve().parents[2] / "sidecar/src/doctor/engines.rs").read_text()
+    assert re.findall(r"TESTED: RangeInclusive<u32> = (\d+)..=(\d+)", source) == [
+        (str(vllm_compat.OLDEST_TESTED[1]), str(vllm_compat.NEWEST_TESTED[1]))
+    ]

@@ -70,6 +70,37 @@ def test_a_request_whose_load_failed_lets_others_pass_it(engine: Engine) -> None
     assert [engine.role.match(request, 0) for _ in range(4)] == [(0, False), (None, False)] * 2
 
 
+# --- drafters ---
+
+
+@pytest.mark.supports("eagle")
+def test_the_block_that_vllm_has_dropped_for_a_drafter_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM has it: each request would hit this block alone again. A longer hit is worth its load."""
+    drops = SimpleNamespace(use_eagle=lambda: True, use_eagle_block_drop=lambda: True)
+    engine = Engine(monkeypatch, speculative=drops)
+    engine.session.hits = 1
+    request = engine.arrive(4 * BLOCK_TOKENS + 1)
+    assert engine.role.match(request, 2 * BLOCK_TOKENS) == (0, False)
+    assert engine.session.released == [0], "nothing stays leased"
+    engine.session.hits = 2
+    assert engine.role.match(request, 2 * BLOCK_TOKENS)[0] == 2 * BLOCK_TOKENS
+    without = Engine(monkeypatch)
+    without.session.hits = 1
+    assert without.role.match(without.arrive(4 * BLOCK_TOKENS + 1), 2 * BLOCK_TOKENS)[0] == BLOCK_TOKENS
+
+
+def test_of_which_drafters_vllm_drops_a_block() -> None:
+    """By vLLM's own word, and in older releases for each drafter with hidden states."""
+
+    def drops(**speculative: Any) -> bool:
+        config: Any = SimpleNamespace(speculative_config=SimpleNamespace(**speculative))
+        return vllm_compat.drops_last_block(config)
+
+    assert drops(use_eagle=lambda: True) and drops(use_eagle_block_drop=lambda: True)
+    assert not drops(use_eagle=lambda: True, use_eagle_block_drop=lambda: False)
+    assert not drops(use_eagle=lambda: False) and not drops()
+
+
 def test_who_is_not_followed_overwrites_all_the_same(engine: Engine) -> None:
     """Behind what vLLM's own cache had of it."""
     engine.compute(engine.arrive(4 * BLOCK_TOKENS + 1))

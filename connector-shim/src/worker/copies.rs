@@ -6,9 +6,10 @@
 mod fetch;
 mod guard;
 
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use copy_engine::EngineMemory;
@@ -90,6 +91,8 @@ pub(super) struct Copies {
     notices: Arc<Notices>,
     pub(super) counters: Counters,
     progress: Progress,
+    /// The session has ended and its GPU's streams are idle: memory and streams are freed, not left to the end of the process.
+    frees: AtomicBool,
 }
 
 /// How far the thread is.
@@ -120,11 +123,11 @@ impl Copies {
         notices: Arc<Notices>,
     ) -> Self {
         let (gpu, (counters, progress)) = (gpu.cloned(), Default::default());
-        Self { memory, gpu, cuts, part, notices, counters, progress }
+        Self { memory, gpu, cuts, part, notices, counters, progress, frees: AtomicBool::new(false) }
     }
 
-    /// Starts the thread.
-    pub(super) fn spawn(self: &Arc<Self>) -> std::io::Result<Sender<Order>> {
+    /// Starts the thread. It ends once its sender is dropped and all loads have ended.
+    pub(super) fn spawn(self: &Arc<Self>) -> std::io::Result<(Sender<Order>, JoinHandle<()>)> {
         let (sender, orders) = channel();
         if self.gpu.is_some() {
             let copies = Arc::downgrade(self);
@@ -133,7 +136,18 @@ impl Copies {
         }
         let copies = Arc::clone(self);
         let named = std::thread::Builder::new().name("pillion-copier".into());
-        named.spawn(move || copies.run(&orders)).map(|_| sender)
+        named.spawn(move || copies.run(&orders)).map(|thread| (sender, thread))
+    }
+
+    /// Has the threads and the session free their memory and streams of a GPU at their end. The engine's streams are idle.
+    pub(super) fn free_at_end(&self) {
+        // Relaxed: the threads look once their channels have ended, which is later.
+        self.frees.store(true, Ordering::Relaxed);
+    }
+
+    /// True after `free_at_end`.
+    pub(super) fn frees(&self) -> bool {
+        self.frees.load(Ordering::Relaxed)
     }
 
     /// Whether no stream of the engine can be parked on a load.

@@ -5,6 +5,7 @@
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use copy_engine::{EngineMemory, Staging};
@@ -29,22 +30,23 @@ struct Stager {
     notices: Arc<Notices>,
 }
 
-/// Starts the thread, which serves one connection after the other.
+/// Starts the thread, which serves one connection after the other. It ends once its sender is dropped and the last one is lost.
 pub(super) fn spawn(
     copies: &Arc<Copies>,
     staging: Staging,
     notices: &Arc<Notices>,
-) -> std::io::Result<Sender<Arc<Link>>> {
+) -> std::io::Result<(Sender<Arc<Link>>, JoinHandle<()>)> {
     let (sender, links): (_, Receiver<Arc<Link>>) = channel();
     let stager = Stager { copies: Arc::clone(copies), staging, notices: Arc::clone(notices) };
-    std::thread::Builder::new().name("pillion-stager".into()).spawn(move || {
+    let named = std::thread::Builder::new().name("pillion-stager".into());
+    let thread = named.spawn(move || {
         links.iter().for_each(|link| stager.serve(&link));
-        if let EngineMemory::Cuda(_) = stager.copies.memory() {
+        if matches!(stager.copies.memory(), EngineMemory::Cuda(_)) && !stager.copies.frees() {
             // The driver may be gone already.
             std::mem::forget(stager);
         }
     })?;
-    Ok(sender)
+    Ok((sender, thread))
 }
 
 // === impl Stager ===

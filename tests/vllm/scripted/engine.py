@@ -152,11 +152,18 @@ class ScriptedEngine:
 
     def _schedulers(self) -> list[Any]:
         """The connector's scheduler role of each cache group."""
-        role = self.scheduler.connector._scheduler
+        role = _pillions(self.scheduler.connector)._scheduler
         return getattr(role, "_all", [role])
 
+    @property
+    def _foreign(self) -> set[str]:
+        """Requests with an unfinished asynchronous load of another connector."""
+        connectors = getattr(self.worker.connector, "_connectors", ())
+        found: set[str] = next((one.begun for one in connectors if hasattr(one, "begun")), set())
+        return found
+
     def _workers(self) -> list[Any]:
-        role = self.worker.connector._worker
+        role = _pillions(self.worker.connector)._worker
         return getattr(role, "_all", [role])
 
     def counts(self) -> dict[str, int]:
@@ -369,7 +376,8 @@ class ScriptedEngine:
         self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
         self.finish()
         assert self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-        self.worker.discard()
+        self.worker.sleep()
+        self.worker.wake_up()
 
     def _add(self, prompt: list[int], output_tokens: int, transfer: dict[str, Any] | None, priority: int) -> str:
         from vllm import SamplingParams
@@ -377,7 +385,7 @@ class ScriptedEngine:
 
         name = f"request-{self._requests}"
         self._requests += 1
-        extra = {"kv_transfer_params": transfer} if transfer else None
+        extra = {"kv_transfer_params": dict(transfer)} if transfer else None
         sampling = SamplingParams(temperature=0, ignore_eos=True, max_tokens=output_tokens, extra_args=extra)
         sampling.update_from_generation_config({}, None)
         self.scheduler.add_request(Request(name, prompt, sampling, None, priority=priority, block_hasher=self._hasher))
@@ -481,6 +489,10 @@ class ScriptedEngine:
         self.failed_requests += len(output.failed_recving)
         self.worker.fail_load(output.invalid_block_ids)
         for name in output.finished_recving or ():
+            if name in self._foreign:
+                # Another connector's load.
+                self._foreign.discard(name)
+                continue
             self._loading[name] -= 1
             blocks = self._load_blocks.pop(name, set())
             if name in output.failed_recving:
@@ -522,9 +534,17 @@ class ScriptedEngine:
         return bool(self.scheduler.reset_prefix_cache(reset_running_requests, reset_connector))
 
 
+def _pillions(connector: Any) -> Any:
+    """Pillion's connector, also inside vLLM's MultiConnector."""
+    return next((one for one in getattr(connector, "_connectors", ()) if hasattr(one, "_worker")), connector)
+
+
 def _groups(metadata: Any) -> list[Any]:
     """What a step's metadata says of each cache group; nothing where another connector made it."""
-    return [metadata, *metadata.others] if hasattr(metadata, "others") else []
+    for one in getattr(metadata, "metadata", (metadata,)):
+        if hasattr(one, "others"):
+            return [one, *one.others]
+    return []
 
 
 def play(scenario: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole
 from vllm.forward_context import set_forward_context
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
@@ -25,6 +25,8 @@ VOCAB = 512
 # No position's content, or one of 2^16 at the most.
 DISCARDED = 0x5A5A
 CONTENT_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+# Whether this vLLM tells connectors of a sleep.
+TELLS_OF_SLEEP = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
 Places = tuple[int, np.ndarray, np.ndarray]
 
 
@@ -175,8 +177,19 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
     def finish_weight_update(self) -> None:
         """Nothing more."""
 
+    def sleep(self) -> None:
+        """The KV memory goes, as GPUWorker.sleep has it."""
+        if TELLS_OF_SLEEP:
+            self.connector.unregister_kv_caches()
+        self.discard()
+
+    def wake_up(self) -> None:
+        """The KV memory is there again."""
+        if TELLS_OF_SLEEP:
+            self.connector.restore_kv_caches()
+
     def discard(self) -> None:
-        """The KV memory holds nothing that was written, as after a sleep."""
+        """The KV memory holds nothing that was written."""
         for pages in self.kv.values():
             pages.view(torch.int16).fill_(DISCARDED)
 

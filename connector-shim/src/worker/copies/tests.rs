@@ -66,7 +66,7 @@ impl Rank {
         let cuts = (1..=CUTS as u64).map(|cut| cut * BLOCK_BYTES / CUTS as u64).collect();
         let copies = Copies::new(EngineMemory::Host(memory), None, cuts, part, Arc::default());
         let copies = Arc::new(copies);
-        let orders = copies.spawn().unwrap();
+        let (orders, _) = copies.spawn().unwrap();
         let link = Arc::new(Link::new(RankConnection::new(connection, None).unwrap()));
         let served = Some(served);
         Self { kv, served, link, copies, orders, reached: Flag::default(), _peer: peer }

@@ -1,0 +1,39 @@
+"""Drafters with KV of their own, for the small models of `model.py`: a model with fewer layers, or an EAGLE head."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from testkit import model
+
+TARGET = dataclasses.replace(model.TINY, family="llama")
+DRAFT_TOKENS = 2
+
+
+def write(directory: Path, method: str) -> dict[str, Any]:
+    """Writes a drafter for `TARGET`; returns vLLM's `speculative_config`."""
+    head = dataclasses.replace(TARGET, layers=1, seed=4321)
+    model.write(directory, head)
+    if method == "eagle":
+        _make_eagle_head(directory, head)
+    return {"method": method, "model": str(directory), "num_speculative_tokens": DRAFT_TOKENS}
+
+
+def _make_eagle_head(directory: Path, head: model.Shape) -> None:
+    """One layer behind a projection of an embedding and the target's hidden state. The target lends its embeddings."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(directory / "model.safetensors")
+    layer = {name.removeprefix("model."): tensor for name, tensor in weights.items() if ".layers." in name}
+    del layer["layers.0.input_layernorm.weight"]
+    generator = torch.Generator().manual_seed(head.seed)
+    projection = torch.randn(head.hidden, 2 * head.hidden, generator=generator) / math.sqrt(2 * head.hidden)
+    layer["fc.weight"] = projection.to(torch.bfloat16)
+    save_file(layer, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))

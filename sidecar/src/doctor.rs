@@ -2,6 +2,7 @@
 
 mod control;
 mod disk;
+mod engines;
 mod host;
 mod mesh;
 mod pair;
@@ -97,6 +98,7 @@ pub fn examine(options: &Options) -> Result<Vec<Finding>, DoctorError> {
         let beside = || config::default_control_socket(&socket);
         found.extend(control::look(&options.control_socket.clone().unwrap_or_else(beside)));
     }
+    found.extend(engines::check_engines());
     found.extend(options.ssd.iter().map(disk::look));
     found.extend(mesh::look(&options.mesh, options.dram));
     Ok(found)

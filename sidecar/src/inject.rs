@@ -10,7 +10,7 @@ use clap::{Args, ValueEnum};
 use thiserror::Error;
 
 use self::document::{Edit, Node, Stream, below, item};
-use self::engine::{Configured, Engine};
+use self::engine::{Configured, Engine, OFFLOADING};
 use crate::config::Size;
 
 /// Bytes of the largest input: all manifests of a cluster, not its images.
@@ -244,6 +244,12 @@ fn sidecar_for(
 ) -> Result<Vec<Edit>, String> {
     let pod = workload.pod;
     let configured = engine.configured();
+    if engine.offloads() {
+        return Err(format!(
+            "container {} has {OFFLOADING}, with which vLLM uses its own connector instead of Pillion's: take it off",
+            engine.name
+        ));
+    }
     let lists = ["containers", "initContainers"].map(|key| pod.items_at(&[key]));
     let has_sidecar = lists.into_iter().any(|list| has_named(list, sidecar::NAME));
     match (has_sidecar, configured) {

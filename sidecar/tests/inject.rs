@@ -92,6 +92,10 @@ fn what_cannot_be_done_is_refused_with_a_remedy() {
         let error = refusal(&engine(&format!("args: ['{foreign}']")), &[]);
         assert!(error.contains("remove it"), "{error}");
     }
+    for offloads in ["--kv-offloading-size=4", "--kv_offloading_size"] {
+        let error = refusal(&engine(&format!("args: ['{offloads}']")), &[]);
+        assert!(error.contains("--kv-offloading-size") && error.contains("take it off"), "{error}");
+    }
     let network = deployment("hostNetwork: true\ncontainers:\n- name: e\n  image: vllm/vllm-openai");
     assert!(injected(&network, &[]).is_ok());
     let peers = ["--peer=mesh:9441", "--mesh-plaintext"];

@@ -4,6 +4,8 @@ use super::document::{Edit, Node, Stream, below, item, single_quoted};
 
 const CONNECTOR: &str = "PillionConnector";
 const OPTION: &str = "--kv-transfer-config";
+/// With it vLLM uses its own connector instead of the configured one.
+pub(super) const OFFLOADING: &str = "--kv-offloading-size";
 const MODULE: &str = "vllm.entrypoints.openai.api_server";
 const SERVE: &str = "vllm serve";
 
@@ -81,6 +83,11 @@ impl<'a> Engine<'a> {
         let ours = words.iter().any(|word| word.text.contains(CONNECTOR));
         let several = words.iter().any(|word| word.text.contains("MultiConnector"));
         if ours && !several { Configured::Pillion } else { Configured::Foreign }
+    }
+
+    /// Whether the command line has vLLM offload KV by itself.
+    pub(super) fn offloads(&self) -> bool {
+        self.words().iter().any(|word| word.text.replace('_', "-").contains(OFFLOADING))
     }
 
     /// Adds the connector to the command line.

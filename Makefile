@@ -12,6 +12,9 @@ PYTHON ?= python3
 TESTS ?=
 # Two tests at a time: an engine of the tests computes with one thread. Tests of one group share what they start.
 PYTEST = python -m pytest -q -n 2 --dist loadgroup
+# Releases of vLLM beside the one in .venv: the newest, and older ones.
+NEWEST_VLLM := $(shell sed -n 's/^NEWEST_VLLM_VERSION=//p' scripts/setup)
+OLDER_VLLM := $(shell sed -n 's/^OLDER_VLLM_VERSIONS="\(.*\)"/\1/p' scripts/setup)
 # How long `make fuzz` runs each target, in seconds.
 SECONDS_EACH ?= 60
 # Worlds of `make sim`, rounds of `make chaos` of one engine and of a pair, and where their seeds begin.
@@ -40,6 +43,8 @@ test-long: setup-tests ## what CI has no time for: many seeds, this release agai
 	$(PYTEST) tests/skew
 	@scripts/setup engines
 	$(PYTEST) tests/engines tests/e2e/test_windows.py
+	@scripts/setup releases
+	for release in $(OLDER_VLLM); do PYTHONPATH=$(CURDIR)/.cache/vllm-$$release $(PYTEST) tests/e2e/test_restart.py || exit 1; done
 	PLAYS=48 SET_STEPS=1000000 $(PYTEST) tests/vllm/test_storm.py
 	FAILED_LOADS=1000 $(PYTEST) tests/vllm/test_half_loads.py
 	for setup in one two engine; do HANDOVER_SETUP=$$setup HANDOVERS=200 $(PYTEST) tests/e2e/test_handover.py || exit 1; done
@@ -58,8 +63,9 @@ test-sim: setup ## 1,000 simulated worlds with faults beside the 1,000 of test-r
 test-python: setup-tests ## the connector against vLLM's signatures and schedulers, without an engine
 	@scripts/part test-python $(PYTEST) tests/unit tests/vllm
 
-test-e2e: setup ## the connector in real vLLM engines
+test-e2e: setup-tests ## the connector in real vLLM engines, of the newest release too
 	@scripts/part test-e2e $(PYTEST) tests/e2e tests/identity/test_engines.py --ignore=tests/e2e/test_windows.py
+	@PYTHONPATH=$(CURDIR)/.cache/vllm-$(NEWEST_VLLM) scripts/part test-e2e-newest $(PYTEST) tests/e2e/test_restart.py tests/e2e/test_windows.py
 
 identity: setup-tests ## every setting that changes KV, and many that do not, with engines that keep and engines that ask
 	EVERY_KNOB=1 $(PYTEST) tests/vllm/test_knobs.py tests/identity

@@ -141,7 +141,7 @@ impl Copies {
 
     /// Has the threads and the session free their memory and streams of a GPU at their end. The engine's streams are idle.
     pub(super) fn free_at_end(&self) {
-        // Relaxed: the threads look once their channels have ended, which is later.
+        // Relaxed: the threads look after the end of their channels.
         self.frees.store(true, Ordering::Relaxed);
     }
 

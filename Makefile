@@ -42,7 +42,7 @@ test-long: setup-tests ## what CI has no time for: many seeds, this release agai
 	@scripts/build-release next
 	$(PYTEST) tests/skew
 	@scripts/setup engines
-	$(PYTEST) tests/engines tests/e2e/test_windows.py
+	$(PYTEST) tests/engines tests/e2e/test_windows.py tests/e2e/test_restart.py
 	@scripts/setup releases
 	for release in $(OLDER_VLLM); do PYTHONPATH=$(CURDIR)/.cache/vllm-$$release $(PYTEST) tests/e2e/test_restart.py || exit 1; done
 	PLAYS=48 SET_STEPS=1000000 $(PYTEST) tests/vllm/test_storm.py
@@ -64,8 +64,8 @@ test-python: setup-tests ## the connector against vLLM's signatures and schedule
 	@scripts/part test-python $(PYTEST) tests/unit tests/vllm
 
 test-e2e: setup-tests ## the connector in real vLLM engines, of the newest release too
-	@scripts/part test-e2e $(PYTEST) tests/e2e tests/identity/test_engines.py --ignore=tests/e2e/test_windows.py
-	@PYTHONPATH=$(CURDIR)/.cache/vllm-$(NEWEST_VLLM) scripts/part test-e2e-newest $(PYTEST) tests/e2e/test_restart.py tests/e2e/test_windows.py
+	@scripts/part test-e2e $(PYTEST) tests/e2e tests/identity/test_engines.py --ignore=tests/e2e/test_windows.py -k 'not spawned'
+	@PYTHONPATH=$(CURDIR)/.cache/vllm-$(NEWEST_VLLM) scripts/part test-e2e-newest $(PYTEST) tests/e2e/test_restart.py tests/e2e/test_windows.py -k 'not spawned'
 
 identity: setup-tests ## every setting that changes KV, and many that do not, with engines that keep and engines that ask
 	EVERY_KNOB=1 $(PYTEST) tests/vllm/test_knobs.py tests/identity

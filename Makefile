@@ -80,7 +80,7 @@ test-gpu: ## the connector in real engines on a GPU: PYTHON=python3 TESTS='tests
 test-ops: setup ## manifests, alerts and dashboard in Prometheus, unit, the book, its quick start, and in podman what make dist built; Debian, root
 	@scripts/setup ops
 	$(PYTEST) -rs tests/monitoring tests/podman
-	cargo build --quiet --locked --package sidecar --bin pillion
+	cargo build --quiet --locked --package pillion-cli --bin pillion
 	@cd tests && PILLION_BINARY="$${CARGO_TARGET_DIR:-$(CURDIR)/target}/debug/pillion" ../.cache/tools/bin/python -m pytest -q ops
 
 docs: ## the documentation as a book, under target/book/; a warning or a link that leads nowhere is an error

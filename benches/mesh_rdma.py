@@ -83,7 +83,7 @@ def measure(binary: str) -> dict[str, float]:
 def main() -> None:
     """Builds, boots, measures, reports."""
     subprocess.run(["scripts/rxe-vm", "setup"], check=True, stdout=sys.stderr)
-    build = ["cargo", "build", "--quiet", "--release", "--package", "sidecar", "--example", "mesh_blocks"]
+    build = ["cargo", "build", "--quiet", "--release", "--package", "tools", "--example", "mesh_blocks"]
     subprocess.run(build, check=True)
     built = Path(os.environ.get("CARGO_TARGET_DIR", "target")) / "release/examples/mesh_blocks"
     with tempfile.TemporaryDirectory(prefix="pillion-bench-") as folder:

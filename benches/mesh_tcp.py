@@ -106,7 +106,7 @@ def main() -> None:
     """Builds, measures, reports."""
     if shutil.which("iperf3") is None:
         sys.exit("iperf3 is not installed: apt-get install iperf3")
-    build = ["cargo", "build", "--quiet", "--release", "--package", "sidecar", "--example", "mesh_blocks"]
+    build = ["cargo", "build", "--quiet", "--release", "--package", "tools", "--example", "mesh_blocks"]
     subprocess.run(build, check=True)
     binary = Path(os.environ.get("CARGO_TARGET_DIR", "target")) / "release/examples/mesh_blocks"
     results: dict[str, float] = {}

@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def build() -> Path:
-    """The executable of sidecar/benches/ssd.rs."""
-    command = ["cargo", "bench", "--quiet", "--package", "sidecar", "--bench", "ssd", "--no-run", "--message-format=json"]
+    """The executable of tools/benches/ssd.rs."""
+    command = ["cargo", "bench", "--quiet", "--package", "tools", "--bench", "ssd", "--no-run", "--message-format=json"]
     built = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
     messages = [json.loads(line) for line in built.stdout.splitlines()]
     # The binary `pillion` is built with it.

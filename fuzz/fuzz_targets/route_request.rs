@@ -2,7 +2,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use sidecar::route::fuzzed::read_request;
+use router::fuzzed::read_request;
 
 const PATHS: [&str; 5] =
     ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/inference/v1/generate"];

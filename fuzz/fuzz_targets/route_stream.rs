@@ -2,7 +2,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use sidecar::route::fuzzed::judge_stream;
+use router::fuzzed::judge_stream;
 
 fuzz_target!(|input: &[u8]| {
     let Some((&frame_bytes, stream)) = input.split_first() else { return };

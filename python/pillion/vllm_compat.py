@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
     from vllm.v1.request import Request
 
-# The newest and the oldest release of vLLM with all tests (also in sidecar/src/doctor/engines.rs).
+# The newest and the oldest release of vLLM with all tests (also in tools/src/doctor/engines.rs).
 # The oldest release with support of one cache group, and of several.
 NEWEST_TESTED, OLDEST_TESTED = (0, 33), (0, 30)
 OLDEST_SERVED, OLDEST_OF_SETS = (0, 29), (0, 32)

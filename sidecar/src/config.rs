@@ -18,7 +18,7 @@ use thiserror::Error;
 pub use self::control::{Control, ControlTcp, Token, default_control_socket, read_token};
 pub use self::disk::{Disk, SsdAdmission, SsdIo};
 pub use self::environment::mistyped;
-pub(crate) use self::mesh::next_port;
+pub use self::mesh::next_port;
 pub use self::mesh::{Mesh, MeshOptions, Nics, Tcp};
 use self::quotas::Quota;
 pub use self::values::{IpPort, Level, LogFormat, Size, Time, UseGpu};

@@ -10,7 +10,7 @@ use tokio::sync::Notify;
 
 /// All connections of one server.
 #[derive(Debug)]
-pub(crate) struct Connections {
+pub struct Connections {
     most: usize,
     state: Mutex<State>,
 }
@@ -25,7 +25,7 @@ struct State {
 
 /// A connection that may be served, until it is dropped.
 #[derive(Debug)]
-pub(crate) struct Admitted {
+pub struct Admitted {
     all: Arc<Connections>,
     closing: Arc<Notify>,
     /// Its number among those without a request.
@@ -35,7 +35,7 @@ pub(crate) struct Admitted {
 // === impl Connections ===
 
 impl Connections {
-    pub(crate) fn new(most: usize) -> Arc<Self> {
+    pub fn new(most: usize) -> Arc<Self> {
         Arc::new(Self { most, state: Mutex::default() })
     }
 
@@ -44,7 +44,7 @@ impl Connections {
     }
 
     /// Admits a connection. Where all places are taken, the oldest one without a request is told to end; `None` where each has one.
-    pub(crate) fn admit(self: &Arc<Self>) -> Option<Admitted> {
+    pub fn admit(self: &Arc<Self>) -> Option<Admitted> {
         let mut state = self.state();
         if state.open >= self.most {
             let (_, oldest) = state.idle.pop_first()?;
@@ -72,13 +72,13 @@ impl State {
 
 impl Admitted {
     /// Ends once the connection is to make room for another one.
-    pub(crate) fn closing(&self) -> impl Future<Output = ()> + 'static {
+    pub fn closing(&self) -> impl Future<Output = ()> + 'static {
         let closing = Arc::clone(&self.closing);
         async move { closing.notified().await }
     }
 
     /// Says that a request has come.
-    pub(crate) fn set_busy(&self) {
+    pub fn set_busy(&self) {
         let mut state = self.all.state();
         let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
         // One that was told to end is not counted any more, whatever came.
@@ -88,7 +88,7 @@ impl Admitted {
     }
 
     /// Says that the request's answer is over.
-    pub(crate) fn set_idle(&self) {
+    pub fn set_idle(&self) {
         let mut state = self.all.state();
         let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
         if idle.is_none() {
@@ -109,7 +109,7 @@ impl Drop for Admitted {
 }
 
 /// The output of `work`, or `None` if `end` comes first.
-pub(crate) async fn first<T>(work: impl Future<Output = T>, end: impl Future<Output = ()>) -> Option<T> {
+pub async fn first<T>(work: impl Future<Output = T>, end: impl Future<Output = ()>) -> Option<T> {
     let (mut work, mut end) = (pin!(work), pin!(end));
     poll_fn(|context| match work.as_mut().poll(context) {
         Poll::Ready(output) => Poll::Ready(Some(output)),

@@ -33,7 +33,7 @@ use tokio::net::UnixListener;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use self::refusals::{Cause, Refusals, Refused};
-pub(crate) use self::requests::{ANSWER_TIME_MAX, EVICTION_TIME_MAX};
+pub use self::requests::{ANSWER_TIME_MAX, EVICTION_TIME_MAX};
 use crate::catalog;
 use crate::config::{self, ControlTcp, Token};
 use crate::error::StartError;

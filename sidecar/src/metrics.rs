@@ -1,7 +1,7 @@
 //! What the sidecar counts, for Prometheus. The data thread writes atomics; the admin thread reads them.
 
 mod durations;
-pub(crate) mod figures;
+pub mod figures;
 pub mod given_up;
 mod holders;
 mod peers;

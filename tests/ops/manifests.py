@@ -13,7 +13,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEPLOY = ROOT / "deploy"
-INJECTED = sorted((ROOT / "sidecar/tests/inject").glob("*.injected.yaml"))
+INJECTED = sorted((ROOT / "tools/tests/inject").glob("*.injected.yaml"))
 KUBERNETES = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 MONITORING = sorted((DEPLOY / "monitoring").glob("*.yaml"))
 # The releases of Kubernetes that know every kind here: resource.k8s.io/v1 is of 1.34.

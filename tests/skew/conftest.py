@@ -46,7 +46,7 @@ def following() -> Release:
 @pytest.fixture(scope="session")
 def new() -> Release:
     """This tree, built as the release before is."""
-    packages = ["--package", "sidecar", "--package", "connector-shim", "--features", "connector-shim/c"]
+    packages = ["--package", "pillion-cli", "--package", "connector-shim", "--features", "connector-shim/c"]
     build = subprocess.run(
         ["cargo", "build", "--locked", "--quiet", *packages, "--message-format", "json"],
         cwd=ROOT,

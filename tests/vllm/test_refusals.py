@@ -382,8 +382,8 @@ def test_several_groups_are_refused_before_0_32(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_doctor_names_the_same_releases() -> None:
-    """sidecar/src/doctor/engines.rs has them, too."""
-    source = (Path(__file__).resolve().parents[2] / "sidecar/src/doctor/engines.rs").read_text()
+    """tools/src/doctor/engines.rs has them, too."""
+    source = (Path(__file__).resolve().parents[2] / "tools/src/doctor/engines.rs").read_text()
     assert re.findall(r"TESTED: RangeInclusive<u32> = (\d+)..=(\d+)", source) == [
         (str(vllm_compat.OLDEST_TESTED[1]), str(vllm_compat.NEWEST_TESTED[1]))
     ]

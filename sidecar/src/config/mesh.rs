@@ -280,7 +280,7 @@ impl MeshOptions {
         Ok(Some(Nics { listen, names, qps_per_peer }))
     }
 
-    pub(crate) fn security(&self) -> Result<Security, ConfigError> {
+    pub fn security(&self) -> Result<Security, ConfigError> {
         let plaintext = self.plaintext == Some(true);
         match (&self.cert, &self.key, &self.ca, &self.cert_name) {
             (None, None, None, None) if plaintext => Ok(Security::Plaintext),
@@ -340,7 +340,7 @@ impl MeshOptions {
 }
 
 /// The address with the next port; any free port has no next one.
-pub(crate) fn next_port(address: SocketAddr) -> Result<SocketAddr, ConfigError> {
+pub fn next_port(address: SocketAddr) -> Result<SocketAddr, ConfigError> {
     match address.port().checked_add(u16::from(address.port() != 0)) {
         Some(port) => Ok(SocketAddr::new(address.ip(), port)),
         None => wrong(

@@ -18,9 +18,9 @@ use crate::core::Kept;
 use crate::inbox::{Ask, Evicted, Found, KEYS_MAX, Reply};
 
 /// A data thread that turns takes an ask within milliseconds; a count of all blocks takes a tenth of a second for ten million.
-pub(crate) const ANSWER_TIME_MAX: Duration = Duration::from_secs(10);
+pub const ANSWER_TIME_MAX: Duration = Duration::from_secs(10);
 /// An eviction takes a second for some million blocks. It goes on behind that.
-pub(crate) const EVICTION_TIME_MAX: Duration = Duration::from_secs(60);
+pub const EVICTION_TIME_MAX: Duration = Duration::from_secs(60);
 /// Keys of one request: a prompt of 65,536 tokens in blocks of 16.
 const LOOKUP_KEYS_MAX: usize = 4096;
 

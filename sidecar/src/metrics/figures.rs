@@ -38,25 +38,25 @@ impl<S> Figures<S> {
 }
 
 /// Makes a total visible. Called by one thread alone, so read-then-add is exact.
-pub(crate) fn raise(counter: &IntCounter, total: u64) {
+pub fn raise(counter: &IntCounter, total: u64) {
     counter.inc_by(total.saturating_sub(counter.get()));
 }
 
 /// Makes a level visible.
-pub(crate) fn show(gauge: &IntGauge, level: u64) {
+pub fn show(gauge: &IntGauge, level: u64) {
     gauge.set(i64::try_from(level).unwrap_or(i64::MAX));
 }
 
-pub(crate) fn counter(registry: &Registry, name: &str, help: &str) -> Result<IntCounter, prometheus::Error> {
+pub fn counter(registry: &Registry, name: &str, help: &str) -> Result<IntCounter, prometheus::Error> {
     register_metric(registry, IntCounter::with_opts(named(name, help))?)
 }
 
-pub(crate) fn gauge(registry: &Registry, name: &str, help: &str) -> Result<IntGauge, prometheus::Error> {
+pub fn gauge(registry: &Registry, name: &str, help: &str) -> Result<IntGauge, prometheus::Error> {
     register_metric(registry, IntGauge::with_opts(named(name, help))?)
 }
 
 /// Counters of one name, told apart by `labels`.
-pub(crate) fn counters(
+pub fn counters(
     registry: &Registry,
     name: &str,
     help: &str,
@@ -66,7 +66,7 @@ pub(crate) fn counters(
 }
 
 /// Counters of one name, told apart by one label that has these values: each is there from the start.
-pub(crate) fn counters_of(
+pub fn counters_of(
     registry: &Registry,
     name: &str,
     help: &str,
@@ -79,7 +79,7 @@ pub(crate) fn counters_of(
 }
 
 /// Gauges of one name, told apart by `labels`.
-pub(crate) fn gauges(
+pub fn gauges(
     registry: &Registry,
     name: &str,
     help: &str,
@@ -93,7 +93,7 @@ fn named(name: &str, help: &str) -> Opts {
     Opts::new(format!("pillion_{name}"), help)
 }
 
-pub(crate) fn register_metric<M: Collector + Clone + 'static>(
+pub fn register_metric<M: Collector + Clone + 'static>(
     registry: &Registry,
     metric: M,
 ) -> Result<M, prometheus::Error> {

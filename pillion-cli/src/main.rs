@@ -1,0 +1,273 @@
+//! The `pillion` command: configuration, then build, spawn, wait, drain.
+//!
+//! Job: read the command line, run its command of sidecar, router or tools, print the answer, and end with the right status; as
+//! process 1, be the sidecar's parent ([`init`]).
+//!
+//! May depend on: sidecar, router, tools, shm-protocol. Never: holds unsafe code, does a command's work.
+
+#![forbid(unsafe_code)]
+
+mod init;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use clap::{CommandFactory, Parser, Subcommand};
+use nix::sys::signal::{SigSet, Signal};
+use nix::sys::signalfd::SignalFd;
+use rustix::event::{PollFd, PollFlags};
+use sidecar::config::{self, Config, ConfigError, Level, LogFormat, Options};
+use sidecar::error::StartError;
+use sidecar::logging::{self, LogLevel};
+use sidecar::server::Server;
+use tokio::sync::{Notify, oneshot};
+use tools::{bench, ctl, doctor, facts, inject, keys, reference, top};
+
+/// Copies in flight may take this long after SIGTERM: 30 GiB/s move any engine's step in a fraction of it, and
+/// Kubernetes waits for 30 s.
+const GRACE: Duration = Duration::from_secs(5);
+/// The same where there are disks, which take what memory has: ten less than what Kubernetes grants by default.
+const GRACE_WITH_DISKS: Duration = Duration::from_secs(20);
+
+/// Pillion keeps a vLLM pod's KV cache in DRAM and on SSD, and shares it with other pods.
+#[derive(Parser)]
+#[command(name = "pillion", version)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Serve the engines of this host until SIGTERM.
+    Serve {
+        /// File with the same options, as `name = "value"` lines of TOML. Flags and environment variables override
+        /// it.
+        #[arg(long, value_name = "FILE.toml")]
+        config: Option<PathBuf>,
+        /// Set by the process 1 that started this one; see `init`.
+        #[arg(long, hide = true)]
+        below_init: bool,
+        #[command(flatten)]
+        options: Box<Options>,
+    },
+    /// Query or control a running sidecar; see docs/configuration.md.
+    Ctl(ctl::Options),
+    /// Derive block keys as vLLM does: one JSON object a line on standard input, one answer a line on standard
+    /// output; see docs/keys.md.
+    Keys,
+    /// Print what an engine must state to share blocks with others: the digest of its weight files, and the names of
+    /// all other facts.
+    Facts(facts::Options),
+    /// Add sidecars to Kubernetes manifests: reads standard input, writes standard output; see docs/deploy.md.
+    Inject(inject::Options),
+    /// Send prompts to one engine that computes them and to another that answers them; see docs/prefill-decode.md.
+    Route(Box<router::Options>),
+    /// Check this host, or two engines that should share blocks. Exit status: 0 nothing must be changed, 1 something
+    /// must, 2 a file cannot be read.
+    Doctor(Box<doctor::Options>),
+    /// Show live what a running sidecar does: tiers, hits, transfers, engines, peers. The key q ends it.
+    Top(top::Options),
+    /// Measure what this machine can do, and how close Pillion comes to it; see docs/capacity.md.
+    Bench(bench::Options),
+    /// Print the release and the protocol version.
+    Version,
+    /// Print all commands and their options as JSON, from which scripts/options writes docs/options.md.
+    #[command(hide = true)]
+    Options,
+}
+
+/// Exit status of a sidecar that does not start: what the user asked for cannot be had on this host.
+const NOT_STARTED: u8 = 2;
+
+fn main() -> ExitCode {
+    run(Arguments::parse().command).unwrap_or_else(|error| {
+        eprintln!("pillion: {}", text(&error));
+        failure(&error)
+    })
+}
+
+/// The exit status that an error ends this process with. Its text is all that is told: a trace of this program's functions
+/// names no remedy.
+fn failure(error: &anyhow::Error) -> ExitCode {
+    if is_not_started(error) { ExitCode::from(NOT_STARTED) } else { ExitCode::FAILURE }
+}
+
+fn is_not_started(error: &anyhow::Error) -> bool {
+    error.is::<ConfigError>() || error.is::<StartError>()
+}
+
+/// An error with its causes, but for those that its text has.
+fn text(error: &anyhow::Error) -> String {
+    let mut text = error.to_string();
+    for cause in error.chain().skip(1).map(ToString::to_string) {
+        if !text.contains(&cause) {
+            text = format!("{text}: {cause}");
+        }
+    }
+    text
+}
+
+fn run(command: Command) -> anyhow::Result<ExitCode> {
+    match command {
+        Command::Serve { below_init: false, .. } if std::process::id() == 1 => init::serve_as_child(),
+        Command::Serve { config, below_init, options } => {
+            if below_init {
+                init::die_with_parent()?;
+            }
+            let file = config.as_deref().map(Options::read).transpose()?.unwrap_or_default();
+            let config = options.or(file).complete()?;
+            let log = logging::start(config.log_level, config.log_format);
+            Ok(serve(&config, log).map_or_else(
+                |error| {
+                    tracing::error!("{}", text(&error));
+                    failure(&error)
+                },
+                |()| ExitCode::SUCCESS,
+            ))
+        }
+        Command::Ctl(options) => {
+            print_answer(&ctl::ask(&options)?);
+            Ok(ExitCode::SUCCESS)
+        }
+        Command::Keys => {
+            keys::serve(std::io::stdin().lock(), std::io::stdout().lock())?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Command::Facts(options) => print_facts(&options),
+        Command::Inject(options) => {
+            inject::serve(
+                std::io::stdin().lock(),
+                std::io::stdout().lock(),
+                std::io::stderr().lock(),
+                &options,
+            )?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Command::Route(options) => run_router(*options),
+        Command::Doctor(options) => Ok(examine(&options)),
+        Command::Top(options) => {
+            top::show(&options, print_answer)?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Command::Bench(options) => {
+            logging::start(Level::Warn, LogFormat::Text);
+            print_answer(&bench::run(&options, print_answer)?);
+            Ok(ExitCode::SUCCESS)
+        }
+        Command::Version => {
+            print_version();
+            Ok(ExitCode::SUCCESS)
+        }
+        Command::Options => {
+            print_options();
+            Ok(ExitCode::SUCCESS)
+        }
+    }
+}
+
+/// Runs the router until a signal ends it. SIGHUP has its files read again.
+fn run_router(options: router::Options) -> anyhow::Result<ExitCode> {
+    logging::start(options.log_level, options.log_format);
+    let signals = signals(&[Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP])?;
+    let (tell, told) = oneshot::channel();
+    let reload = Arc::new(Notify::new());
+    let reloads = Arc::clone(&reload);
+    let watch = move || loop {
+        match signals.read_signal() {
+            Ok(Some(told)) if told.ssi_signo == Signal::SIGHUP as u32 => reloads.notify_one(),
+            Ok(Some(_)) => {
+                let _ = tell.send(());
+                break;
+            }
+            // The read was interrupted.
+            _ => {}
+        }
+    };
+    std::thread::Builder::new().name("pillion-signals".into()).spawn(watch)?;
+    router::serve(options, reload, async { drop(told.await) }, GRACE_WITH_DISKS)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+#[expect(clippy::print_stdout, reason = "this is what the user asked for")]
+fn print_version() {
+    println!("pillion {}, protocol {}", env!("CARGO_PKG_VERSION"), shm_protocol::PROTOCOL_VERSION);
+}
+
+#[expect(clippy::print_stdout, reason = "this is what the user asked for")]
+fn print_options() {
+    let mut program = Arguments::command();
+    program.build();
+    println!("{:#}", serde_json::Value::Array(reference::commands(&program)));
+}
+
+#[expect(clippy::print_stdout, reason = "this is what the user asked for")]
+fn print_answer(answer: &str) {
+    print!("{answer}");
+}
+
+#[expect(clippy::print_stdout, reason = "this is what the user asked for")]
+fn print_facts(options: &facts::Options) -> anyhow::Result<ExitCode> {
+    print!("{}", facts::report(options)?);
+    Ok(ExitCode::SUCCESS)
+}
+
+#[expect(clippy::print_stdout, reason = "this is what the user asked for")]
+fn examine(options: &doctor::Options) -> ExitCode {
+    match doctor::examine(options) {
+        Ok(findings) => {
+            print!("{}", doctor::report(&findings, options.json));
+            ExitCode::from(u8::from(!doctor::passes(&findings)))
+        }
+        Err(error) => {
+            eprintln!("pillion doctor: {error}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+fn serve(config: &Config, log: LogLevel) -> anyhow::Result<()> {
+    let signals = signals(&[Signal::SIGTERM, Signal::SIGINT])?;
+    for name in config::mistyped(&reference::variables(&Arguments::command())) {
+        tracing::warn!("the environment variable {name} belongs to no option: correct its name, or unset it");
+    }
+    let server = Server::start(config, log)?;
+    let (http, control) = (server.http(), server.control().map(tracing::field::display));
+    tracing::info!(socket = %server.socket().display(), %http, control, dram = %config.dram, "serving");
+    let asked = wait(&signals, &server)?;
+    if !asked {
+        bail!("a thread of the sidecar ended with a panic, shown above: report it with the log");
+    }
+    tracing::info!("draining");
+    let grace = if config.ssd.is_empty() { GRACE } else { GRACE_WITH_DISKS };
+    server.drain(grace)?;
+    tracing::info!("drained");
+    Ok(())
+}
+
+/// Readable once one of these has come. Called before any thread starts, so no thread takes the signal itself.
+fn signals(watched: &[Signal]) -> anyhow::Result<SignalFd> {
+    let signals: SigSet = watched.iter().copied().collect();
+    signals.thread_block().context("cannot block signals")?;
+    SignalFd::new(&signals).context("cannot watch signals")
+}
+
+/// Waits for SIGTERM, SIGINT or an operator's word (true), or for a thread that ended (false).
+fn wait(signals: &SignalFd, server: &Server) -> anyhow::Result<bool> {
+    let (ended, asked) = (server.ended(), server.asked());
+    let mut watched = [
+        PollFd::new(signals, PollFlags::IN),
+        PollFd::new(&ended, PollFlags::IN),
+        PollFd::new(&asked, PollFlags::IN),
+    ];
+    loop {
+        match rustix::event::poll(&mut watched, None) {
+            Ok(0) | Err(rustix::io::Errno::INTR) => {}
+            Ok(_) => return Ok(watched[1].revents().is_empty()),
+            Err(error) => return Err(error).context("cannot wait for signals"),
+        }
+    }
+}

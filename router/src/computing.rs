@@ -1,0 +1,229 @@
+//! A prompt at the engine that computes it, and what shows that the engine works on it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use hyper::Response;
+use hyper::body::Bytes;
+use tokio::sync::Notify;
+use tokio::sync::watch::{Receiver, channel};
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, sleep, sleep_until};
+
+use super::body::entry;
+use super::counters::{Failure, code_of};
+use super::engines::{Engine, Seat};
+use super::forward::{Asked, ForwardError};
+use super::handed_over::HandedOver;
+use super::prompt::PARAMS;
+use super::tokens::Sizes;
+use super::usage::Usage;
+use super::{Router, watch};
+use sidecar::connections::first;
+
+/// An engine that has answered no prompt for so long is not waited for alone any more: the one that answers is asked, which knows by its
+/// sidecar whether the prompt is promised. It computes after a second where it is not, so that a client waits 5 s at most.
+const STALL_MAX: Duration = Duration::from_secs(4);
+/// How often an engine is looked at that has not answered.
+const LOOK: Duration = Duration::from_millis(250);
+/// How long an answer may follow that of the other engine, which had all blocks before.
+const BEHIND_MAX: Duration = Duration::from_secs(1);
+/// What is usage waited for: both engines end at one time.
+const USAGE_TIME_MAX: Duration = Duration::from_millis(250);
+
+/// What became of a prompt.
+pub(super) type Outcome = Result<Computed, Failure>;
+
+/// The answer of an engine that has computed a prompt.
+#[derive(Debug)]
+pub(super) struct Computed {
+    pub(super) answer: Response<Bytes>,
+    /// What it says to the engine that answers, as JSON; empty in a stream.
+    pub(super) params: Bytes,
+    pub(super) usage: Usage,
+}
+
+/// A prompt under way. It is given up when this is dropped, unless it is let go.
+#[derive(Debug)]
+pub(super) struct Computing {
+    outcome: Receiver<Option<Arc<Outcome>>>,
+    /// Told once the engine that answers does.
+    began: Arc<Notify>,
+    engine: Arc<Engine>,
+    /// The decode engine computes a prompt of fewer tokens.
+    tokens_min: u64,
+    task: Option<JoinHandle<()>>,
+}
+
+/// A prompt on its way from a prefill engine to a decode engine. It is counted once, at both: by the answer's usage, or else on drop.
+#[derive(Debug)]
+pub(super) struct HandOver {
+    engines: [Arc<Engine>; 2],
+    /// The prefill engine's answer. A failure is counted elsewhere.
+    outcome: Receiver<Option<Arc<Outcome>>>,
+    tokens_min: u64,
+    is_judged: bool,
+}
+
+// === impl Computing ===
+
+impl Computing {
+    /// Asks the engine of a seat. A prompt with `sizes` is answered whole, another one as a stream.
+    pub(super) fn start(router: Arc<Router>, seat: Seat, asked: Asked, sizes: Option<Arc<Sizes>>) -> Self {
+        let (tell, outcome) = channel(None);
+        let began = Arc::new(Notify::new());
+        let told = Arc::clone(&began);
+        let (engine, tokens_min) = (Arc::clone(&seat.engine), router.options.min_remote_tokens);
+        let task = tokio::spawn(async move {
+            let outcome = router.compute(seat, asked, sizes.as_deref(), &told).await;
+            let _ = tell.send(Some(Arc::new(outcome)));
+        });
+        Self { outcome, began, engine, tokens_min, task: Some(task) }
+    }
+
+    /// The prompt on its way to a decode engine.
+    pub(super) fn hand_over(&self, to: &Arc<Engine>) -> HandOver {
+        let engines = [&self.engine, to].map(Arc::clone);
+        HandOver { engines, outcome: self.outcome.clone(), tokens_min: self.tokens_min, is_judged: false }
+    }
+
+    /// What became of it, once that is known.
+    pub(super) fn outcome(&self) -> impl Future<Output = Arc<Outcome>> + Send + 'static {
+        let mut outcome = self.outcome.clone();
+        async move {
+            let known = outcome.wait_for(Option::is_some).await;
+            known.ok().and_then(|known| known.clone()).unwrap_or_else(|| Arc::new(Err(Failure::Broken)))
+        }
+    }
+
+    /// The cached tokens that the engine states, if it has answered by now or soon does.
+    pub(super) fn cached(&self) -> impl Future<Output = Option<u64>> + Send + 'static {
+        let outcome = self.outcome();
+        async move {
+            let outcome = tokio::time::timeout(USAGE_TIME_MAX, outcome).await.ok()?;
+            outcome.as_ref().as_ref().ok()?.usage.cached_tokens
+        }
+    }
+
+    /// Says that the engine that answers has begun.
+    pub(super) fn answer_began(&self) {
+        self.began.notify_one();
+    }
+
+    /// Lets the engine end the prompt, or show that it does not work.
+    pub(super) fn let_go(&mut self) {
+        self.task = None;
+    }
+}
+
+impl Drop for Computing {
+    fn drop(&mut self) {
+        if let Some(task) = &self.task {
+            task.abort();
+        }
+    }
+}
+
+// === impl HandOver ===
+
+impl HandOver {
+    /// Judges by the usage of the decode engine. Only the first statement counts.
+    pub(super) fn judge(&mut self, answered: Usage) {
+        let computed = match self.outcome.borrow().as_deref() {
+            Some(Ok(computed)) => computed.usage,
+            Some(Err(_)) => return,
+            None => Usage::default(),
+        };
+        if !self.is_judged
+            && let Some(result) = HandedOver::judge_usage(answered, computed, self.tokens_min)
+        {
+            self.is_judged = true;
+            self.count_result(result);
+        }
+    }
+
+    fn count_result(&self, result: HandedOver) {
+        self.engines.iter().for_each(|engine| engine.figures.count_result(result));
+    }
+}
+
+impl Drop for HandOver {
+    fn drop(&mut self) {
+        if !self.is_judged && matches!(self.outcome.borrow().as_deref(), Some(Ok(_))) {
+            self.count_result(HandedOver::Unstated);
+        }
+    }
+}
+
+/// Ends once an engine has shown no work since `asked` for too long, or was found not to work. While another prompt of it is waited for
+/// elsewhere, that one is to show it: a long step of an engine keeps others from being promised.
+pub(super) async fn stalled(engine: &Engine, asked: Instant) {
+    let is_early = || engine.answered().max(Some(asked)).is_some_and(|at| at.elapsed() < STALL_MAX);
+    while (is_early() || engine.is_awaited() && !engine.is_unpromised()) && engine.is_up(Instant::now()) {
+        sleep(LOOK).await;
+    }
+}
+
+/// Ends once the other engine has answered without this one, which answered nothing else either.
+async fn left_behind(engine: &Engine, asked: Instant, began: &Notify) {
+    began.notified().await;
+    engine.set_unpromised();
+    let soonest = Instant::now() + BEHIND_MAX;
+    loop {
+        let until = engine.answered().max(Some(asked)).unwrap_or(asked) + watch::SILENCE_MAX;
+        if Instant::now() < until.max(soonest) {
+            sleep_until(until.max(soonest)).await;
+        } else if engine.is_promised() {
+            sleep(LOOK).await;
+        } else {
+            return;
+        }
+    }
+}
+
+// === impl Router ===
+
+impl Router {
+    /// Has a prompt computed. A failure is counted, unless the prompt was refused: that may be the client's.
+    async fn compute(&self, mut seat: Seat, asked: Asked, sizes: Option<&Sizes>, began: &Notify) -> Outcome {
+        let (engine, begin) = (Arc::clone(&seat.engine), Instant::now());
+        let limit = Duration::from_millis(self.options.prefill_timeout.as_millis());
+        let breaks = Arc::clone(&asked.breaks);
+        let ask = watch::ask(&engine, asked, limit);
+        let answer = first(ask, left_behind(&engine, begin, began)).await;
+        let answer = answer.unwrap_or(Err(ForwardError::Silent(watch::SILENCE_MAX)));
+        breaks.note(&answer);
+        seat.note_answer(code_of(answer.as_ref().map(Response::status)));
+        seat.note_end();
+        match &answer {
+            Ok(_) | Err(ForwardError::Status(_)) => engine.was_in_time(Instant::now()),
+            // The prompt may be a long one. No request waits for what the engine's server says of that.
+            Err(ForwardError::Late(_)) if engine.is_late_once() => {
+                tokio::spawn(watch::judge(Arc::clone(&engine)));
+            }
+            Err(_) => engine.set_down(Instant::now()),
+        }
+        let answer = answer.map_err(|error| {
+            let failure = Failure::from(&error);
+            if failure != Failure::Refused {
+                tracing::warn!(engine = %engine.address, %error, "a prompt was not computed there");
+                self.counters.failure(failure);
+            }
+            failure
+        })?;
+        let said = str::from_utf8(answer.body()).unwrap_or_default();
+        let Some(sizes) = sizes else {
+            return Ok(Computed { answer, params: Bytes::new(), usage: Usage::default() });
+        };
+        let params = entry(said, PARAMS).filter(|params| params.starts_with('{'));
+        let usage = Usage::read(said, params);
+        usage.prompt_tokens.into_iter().for_each(|tokens| self.token_bytes.learn(sizes, tokens));
+        let Some(params) = params.map(|params| answer.body().slice_ref(params.as_bytes())) else {
+            self.counters.failure(Failure::NoParams);
+            let remedy = "its answer has no kv_transfer_params: start vLLM there with Pillion's connector";
+            tracing::warn!(engine = %engine.address, "{remedy}");
+            return Err(Failure::NoParams);
+        };
+        Ok(Computed { answer, params, usage })
+    }
+}

@@ -1,0 +1,145 @@
+//! A stream of events in which the cached tokens are those that another engine states.
+
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use hyper::body::{Body, Bytes, Frame};
+
+use super::usage::{self, Usage};
+
+/// An event that is longer is passed on as it is.
+const EVENT_BYTES_MAX: usize = 1 << 20;
+
+/// A body whose events are changed where they state cached tokens, and are passed on byte for byte where they do not.
+pub(super) struct Counted<B, F> {
+    body: B,
+    /// The beginning of an event that is not whole yet.
+    held: Vec<u8>,
+    /// Events that state a number, until the right one is known.
+    waiting: Vec<u8>,
+    cached: Cached,
+    /// Called with the usage of the events.
+    stated: F,
+    has_ended: bool,
+}
+
+enum Cached {
+    Awaited(Pin<Box<dyn Future<Output = Option<u64>> + Send>>),
+    Known(Option<u64>),
+}
+
+// === impl Counted ===
+
+impl<B, F: FnMut(Usage)> Counted<B, F> {
+    pub(super) fn new(
+        body: B,
+        cached: impl Future<Output = Option<u64>> + Send + 'static,
+        stated: F,
+    ) -> Self {
+        let cached = Cached::Awaited(Box::pin(cached));
+        Self { body, held: Vec::new(), waiting: Vec::new(), cached, stated, has_ended: false }
+    }
+
+    /// The events of `waiting`, once the number is known.
+    fn poll_waiting(&mut self, context: &mut Context<'_>) -> Poll<Bytes> {
+        if let Cached::Awaited(cached) = &mut self.cached {
+            let Poll::Ready(cached) = cached.as_mut().poll(context) else { return Poll::Pending };
+            self.cached = Cached::Known(cached);
+        }
+        let events = std::mem::take(&mut self.waiting);
+        (self.stated)(Usage::of_events(str::from_utf8(&events).unwrap_or_default()));
+        let Cached::Known(Some(cached)) = self.cached else { return Poll::Ready(events.into()) };
+        Poll::Ready(match String::from_utf8(events) {
+            Ok(events) => usage::event_with_cached(&events, cached).unwrap_or(events).into(),
+            Err(events) => events.into_bytes().into(),
+        })
+    }
+
+    /// Takes bytes of the stream; what of them is whole, or too long to be held.
+    fn take(&mut self, data: &Bytes) -> Option<Bytes> {
+        if self.held.is_empty() && data.ends_with(b"\n\n") {
+            return Some(data.clone());
+        }
+        self.held.extend_from_slice(data);
+        if self.held.len() > EVENT_BYTES_MAX {
+            return Some(std::mem::take(&mut self.held).into());
+        }
+        let behind =
+            |end: &[u8]| self.held.windows(end.len()).rposition(|part| part == end).map(|at| at + end.len());
+        let end = behind(b"\n\n").max(behind(b"\r\n\r\n"))?;
+        let rest = self.held.split_off(end);
+        Some(std::mem::replace(&mut self.held, rest).into())
+    }
+}
+
+impl<B: Body<Data = Bytes> + Unpin, F: FnMut(Usage) + Unpin> Body for Counted<B, F> {
+    type Data = Bytes;
+    type Error = B::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, B::Error>>> {
+        loop {
+            if !self.waiting.is_empty() {
+                return self.poll_waiting(context).map(|events| Some(Ok(Frame::data(events))));
+            }
+            if self.has_ended {
+                return Poll::Ready(None);
+            }
+            let Poll::Ready(frame) = Pin::new(&mut self.body).poll_frame(context) else {
+                return Poll::Pending;
+            };
+            let events = match frame.transpose() {
+                Err(error) => return Poll::Ready(Some(Err(error))),
+                Ok(None) => {
+                    self.has_ended = true;
+                    Some(std::mem::take(&mut self.held).into()).filter(|rest: &Bytes| !rest.is_empty())
+                }
+                Ok(Some(frame)) => match frame.into_data() {
+                    Ok(data) => self.take(&data),
+                    Err(other) => return Poll::Ready(Some(Ok(other))),
+                },
+            };
+            match events {
+                Some(events) if usage::states_cached(&events) => self.waiting = events.into(),
+                Some(events) => return Poll::Ready(Some(Ok(Frame::data(events)))),
+                None => {}
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use http_body_util::BodyExt;
+
+    use super::*;
+    use crate::body::Payload;
+
+    const STREAM: &str = concat!(
+        ": keep-alive\n\ndata: {\"choices\":[{\"text\":\" a \\\"usage\\\"\"}]}\n\n",
+        "data: {\"choices\":[],\"usage\":{\"prompt_tokens\":900,\"prompt_tokens_details\":{\"cached_tokens\":899}}}\n\n",
+        "data: [DONE]\n\n"
+    );
+
+    fn passed(stream: &str, frame_bytes: usize, cached: Option<u64>) -> String {
+        let frames: Vec<_> = stream.as_bytes().chunks(frame_bytes).map(Bytes::copy_from_slice).collect();
+        let body = Counted::new(Payload::from(frames).body(), async move { cached }, |_| ());
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let passed = runtime.block_on(body.collect()).unwrap().to_bytes();
+        String::from_utf8(passed.to_vec()).unwrap()
+    }
+
+    #[test]
+    fn only_the_number_changes_however_the_stream_is_framed() {
+        for frame_bytes in [1, 2, 7, 50, usize::MAX] {
+            assert_eq!(passed(STREAM, frame_bytes, Some(0)), STREAM.replace("899", "0"), "{frame_bytes}");
+            assert_eq!(passed(STREAM, frame_bytes, None), STREAM);
+            let windows = STREAM.replace('\n', "\r\n");
+            assert_eq!(passed(&windows, frame_bytes, Some(0)), windows.replace("899", "0"), "{frame_bytes}");
+            let cut = &STREAM[..STREAM.len() - 20];
+            assert_eq!(passed(cut, frame_bytes, Some(0)), cut.replace("899", "0"), "an end within an event");
+        }
+    }
+}

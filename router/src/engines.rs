@@ -1,0 +1,734 @@
+//! The engines of one role, what each has to do, and which of them is next.
+
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use hyper::StatusCode;
+use prometheus::proto::MetricFamily;
+use tokio::time::Instant;
+
+use super::address::Address;
+use super::affinity::{Affinity, Trail};
+use super::figures::{DROPPED, EngineFigures};
+use super::forward::Forwarder;
+use super::tls::TowardsEngines;
+
+/// An engine that could not be reached, or did not answer, is tried again after this, by one request; after each trial in vain it is left
+/// alone for twice as long, up to the longest.
+const DOWN: Duration = Duration::from_secs(5);
+const DOWN_MAX: Duration = Duration::from_secs(30);
+/// The engine that has a prompt's beginning is passed over once it has this much more to do than the average.
+const LOAD_OVER_AVERAGE: f64 = 1.25;
+/// vLLM computes so many tokens in one step by its default.
+const STEP_TOKENS: f64 = 8192.0;
+/// So many conversations of the last minutes may go to one engine for the beginning that all conversations share, whatever the average.
+const SHARED_MIN: f64 = 4.0;
+/// A further turn counts so much of a conversation's first one: an engine's conversations go on there, so that those with few turns yet
+/// count almost as those with many.
+const TURN_SHARE: f64 = 0.25;
+/// An engine that answers waits for a second where no prompt is promised to it, and has as long to begin.
+const UNPROMISED_MAX: Duration = Duration::from_secs(2);
+/// What an engine was given counts half after this.
+const RECENT_HALF: Duration = Duration::from_secs(60);
+/// An engine may be replaced between two requests, and nobody sees it down: a length is asked for again after this.
+const LENGTH_AGE_MAX: Duration = Duration::from_secs(60);
+
+/// The router remembers the state of so many engines behind their end: an unready pod may soon be ready again.
+const GONE_MAX: usize = 64;
+
+#[derive(Debug)]
+pub(super) struct Engine {
+    pub(super) address: Address,
+    pub(super) forwarder: Forwarder,
+    /// What it was given and has not ended: tokens of prompts, or requests.
+    load: AtomicU64,
+    /// Conversations that it was given lately, also those that have ended.
+    recent: Mutex<Recent>,
+    /// When it last answered a prompt since it was down.
+    answered: Mutex<Option<Instant>>,
+    /// Since when engines that answer wait for prompts of this one.
+    awaited: Mutex<Vec<Instant>>,
+    /// Whether one that waited has begun to answer before anything came from here.
+    is_unpromised: AtomicBool,
+    /// By which its role knows it.
+    number: u32,
+    /// How many of its last prompts in a row were late.
+    late: AtomicU32,
+    down: Mutex<Option<Down>>,
+    length: Mutex<Length>,
+    pub(super) figures: EngineFigures,
+    /// When it last gave a sign of life to a request that waits. All that wait for it share a look.
+    pub(super) seen: tokio::sync::Mutex<Option<Instant>>,
+}
+
+/// How long an engine is left alone.
+#[derive(Copy, Clone, Debug)]
+struct Down {
+    until: Instant,
+    pause: Duration,
+    /// Whether a request tries it, of which nothing is known yet.
+    tried: bool,
+}
+
+/// What is known of how many tokens a prompt and its answer may have.
+#[derive(Copy, Clone, Debug, Default)]
+struct Length {
+    /// Said since the engine was last down, and when: it may come back with another one.
+    said: Option<(u64, Instant)>,
+    /// Whether a question had no answer since one had.
+    is_missed: bool,
+}
+
+/// A sum whose parts count less with time.
+#[derive(Copy, Clone, Debug, Default)]
+struct Recent {
+    sum: f64,
+    at: Option<Instant>,
+}
+
+/// What engines do with prompts.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(super) enum Role {
+    /// They compute them: load is tokens that they do not have yet.
+    Prefill,
+    /// They answer them: load is requests.
+    Decode,
+}
+
+/// A share of an engine's load, given back on drop.
+#[derive(Debug)]
+pub(super) struct Seat {
+    pub(super) engine: Arc<Engine>,
+    weight: u64,
+    /// Whether its request tries an engine that was down.
+    pub(super) is_trial: bool,
+    begin: Instant,
+    is_answered: bool,
+    is_success: bool,
+}
+
+/// A prompt that an engine which answers waits for.
+#[derive(Debug)]
+pub(super) struct Awaited(Arc<Engine>, Instant);
+
+/// All engines of one role.
+#[derive(Debug)]
+pub(super) struct Engines {
+    list: Mutex<RoleEngines>,
+    /// TLS towards engines with https.
+    tls: Option<Arc<TowardsEngines>>,
+    role: Role,
+    affinity: Affinity,
+}
+
+/// The engines of a role at one time.
+#[derive(Debug, Default)]
+struct RoleEngines {
+    all: Arc<[Arc<Engine>]>,
+    /// Former engines, the last first.
+    gone: Vec<Arc<Engine>>,
+    /// The number of the last one.
+    made: u32,
+}
+
+// === impl Engine ===
+
+impl Engine {
+    fn new(address: Address, role: Role, tls: Option<Arc<TowardsEngines>>, number: u32) -> Arc<Self> {
+        Arc::new(Self {
+            figures: EngineFigures::new(role.role_label(), address.to_string()),
+            forwarder: Forwarder::new(address.clone(), tls),
+            address,
+            number,
+            load: AtomicU64::new(0),
+            recent: Mutex::default(),
+            answered: Mutex::default(),
+            awaited: Mutex::default(),
+            is_unpromised: AtomicBool::new(false),
+            late: AtomicU32::new(0),
+            down: Mutex::default(),
+            length: Mutex::default(),
+            seen: Default::default(),
+        })
+    }
+
+    fn down(&self) -> MutexGuard<'_, Option<Down>> {
+        self.down.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn length_known(&self) -> MutexGuard<'_, Length> {
+        self.length.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// How many tokens a prompt and its answer may have; `None` where the engine has not said it since it was last down.
+    pub(super) fn length(&self) -> Option<u64> {
+        self.length_known().said.map(|(length, _)| length)
+    }
+
+    pub(super) fn set_length(&self, length: u64, now: Instant) {
+        *self.length_known() = Length { said: Some((length, now)), is_missed: false };
+    }
+
+    /// Whether it is to be asked for its length.
+    fn is_length_due(&self, now: Instant) -> bool {
+        self.length_known().said.is_none_or(|(_, at)| now >= at + LENGTH_AGE_MAX)
+    }
+
+    /// A question for its length had no answer; whether that is the first one while its length is not known. What it said before stays:
+    /// the question has a client's token, which may be wrong.
+    pub(super) fn is_length_missed_first(&self) -> bool {
+        let mut length = self.length_known();
+        length.said.is_none() && !std::mem::replace(&mut length.is_missed, true)
+    }
+
+    /// When it last answered a prompt; `None` where it has not since it was down.
+    pub(super) fn answered(&self) -> Option<Instant> {
+        *self.answered.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Says that an engine that answers waits for a prompt of this one, as long as the guard lives.
+    pub(super) fn await_prompt(self: &Arc<Self>, now: Instant) -> Awaited {
+        self.awaited.lock().unwrap_or_else(PoisonError::into_inner).push(now);
+        Awaited(Arc::clone(self), now)
+    }
+
+    /// Since when an engine that answers waits for a prompt of this one, the longest of those that do.
+    fn awaited(&self) -> Option<Instant> {
+        self.awaited.lock().unwrap_or_else(PoisonError::into_inner).iter().min().copied()
+    }
+
+    /// Whether an engine that answers waits for a prompt of this one.
+    pub(super) fn is_awaited(&self) -> bool {
+        self.awaited().is_some()
+    }
+
+    /// Whether one waits for longer than it does without a promise.
+    pub(super) fn is_promised(&self) -> bool {
+        self.awaited().is_some_and(|since| since.elapsed() >= UNPROMISED_MAX)
+    }
+
+    /// Says that an engine that waited has answered before this one.
+    pub(super) fn set_unpromised(&self) {
+        self.is_unpromised.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether prompts of this engine seem not to be promised.
+    pub(super) fn is_unpromised(&self) -> bool {
+        self.is_unpromised.load(Ordering::Relaxed)
+    }
+
+    /// It could not be reached, or did not answer.
+    pub(super) fn set_down(&self, now: Instant) {
+        *self.answered.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        self.length_known().said = None;
+        let mut down = self.down();
+        let pause = match *down {
+            None => DOWN,
+            Some(Down { pause, tried: true, .. }) => (pause * 2).min(DOWN_MAX),
+            Some(Down { pause, tried: false, .. }) => pause,
+        };
+        *down = Some(Down { until: now + pause, pause, tried: false });
+    }
+
+    /// One more of its prompts was late; whether it is the first in a row. After a second one an engine is left alone though its server
+    /// is up: what computes may hang.
+    pub(super) fn is_late_once(&self) -> bool {
+        self.late.fetch_add(1, Ordering::Relaxed) == 0
+    }
+
+    /// Whether it may be up as far as its prompts tell.
+    pub(super) fn may_be_up(&self) -> bool {
+        self.late.load(Ordering::Relaxed) <= 1
+    }
+
+    /// It has answered a prompt.
+    pub(super) fn was_in_time(&self, now: Instant) {
+        *self.answered.lock().unwrap_or_else(PoisonError::into_inner) = Some(now);
+        self.is_unpromised.store(false, Ordering::Relaxed);
+        self.late.store(0, Ordering::Relaxed);
+        self.set_up();
+    }
+
+    /// It has answered: what was before is forgotten.
+    pub(super) fn set_up(&self) {
+        if self.down().take().is_some() {
+            self.length_known().is_missed = false;
+        }
+    }
+
+    pub(super) fn is_up(&self, now: Instant) -> bool {
+        self.down().is_none_or(|down| down.until <= now)
+    }
+
+    /// Counts so much to its load until the seat is dropped, for a request that is sent to it at once. After a pause that request is a
+    /// trial: the engine is left alone for as long again, unless it answers.
+    pub(super) fn seat(self: &Arc<Self>, weight: u64, now: Instant) -> Seat {
+        let mut down = self.down();
+        let due = down.as_mut().filter(|down| down.until <= now);
+        let is_trial = due.map(|down| (down.until, down.tried) = (now + down.pause, true)).is_some();
+        drop(down);
+        self.load.fetch_add(weight, Ordering::Relaxed);
+        self.figures.open.add(i64::from(weight > 0));
+        Seat { engine: Arc::clone(self), weight, is_trial, begin: now, is_answered: false, is_success: false }
+    }
+}
+
+// === impl Recent ===
+
+impl Recent {
+    fn left(&self, now: Instant) -> f64 {
+        let age = self.at.map_or(Duration::ZERO, |at| now.saturating_duration_since(at));
+        self.sum * (-age.as_secs_f64() / RECENT_HALF.as_secs_f64()).exp2()
+    }
+}
+
+// === impl Role ===
+
+impl Role {
+    /// The label of metrics.
+    pub(super) fn role_label(self) -> &'static str {
+        match self {
+            Self::Prefill => "prefill",
+            Self::Decode => "decode",
+        }
+    }
+
+    /// An engine with so much under way is not passed over: requests that a step computes together, or two steps of a prompt.
+    fn load_floor(self) -> f64 {
+        match self {
+            Self::Prefill => 2.0 * STEP_TOKENS,
+            Self::Decode => 4.0,
+        }
+    }
+
+    /// What counts as much as one conversation of the last minute: a request under way, or a quarter of a step of a prompt, some 50 ms.
+    fn request_weight(self) -> f64 {
+        match self {
+            Self::Prefill => STEP_TOKENS / 4.0,
+            Self::Decode => 1.0,
+        }
+    }
+}
+
+// === impl Seat ===
+
+impl Seat {
+    /// Whether its request is all that its engine has to do, and no trial: an engine that is tried may not be there.
+    pub(super) fn is_alone(&self, now: Instant) -> bool {
+        self.engine.load.load(Ordering::Relaxed) == self.weight && self.engine.is_up(now)
+    }
+
+    /// Counts the engine's answer by its status, or by the code of its absence, and notes its time to begin. Questions of the router weigh
+    /// nothing, and are not counted.
+    pub(super) fn note_answer(&mut self, answer: Result<StatusCode, &str>) {
+        if self.weight == 0 {
+            return;
+        }
+        self.is_answered = true;
+        self.is_success = answer.is_ok_and(|status| status.is_success());
+        self.engine.figures.count_answer(answer);
+        if self.is_success {
+            self.engine.figures.note_first(self.begin.elapsed());
+        }
+    }
+
+    /// Notes the time of a whole answer.
+    pub(super) fn note_end(&self) {
+        if self.is_success {
+            self.engine.figures.note_whole(self.begin.elapsed());
+        }
+    }
+}
+
+impl Drop for Awaited {
+    fn drop(&mut self) {
+        let mut awaited = self.0.awaited.lock().unwrap_or_else(PoisonError::into_inner);
+        let own = awaited.iter().position(|since| *since == self.1);
+        own.into_iter().for_each(|own| _ = awaited.swap_remove(own));
+    }
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        self.engine.load.fetch_sub(self.weight, Ordering::Relaxed);
+        if self.weight > 0 {
+            self.engine.figures.open.dec();
+            if !self.is_answered {
+                self.engine.figures.count_answer(Err(DROPPED));
+            }
+        }
+    }
+}
+
+// === impl Engines ===
+
+impl Engines {
+    /// No engines so far. Later ones with https need `tls`.
+    pub(super) fn new(role: Role, tls: Option<Arc<TowardsEngines>>) -> Self {
+        Self { list: Mutex::default(), tls, role, affinity: Affinity::default() }
+    }
+
+    /// Makes these addresses those of all engines. An engine with one of them keeps its state. An engine without gets no more
+    /// requests, and goes on with those under way.
+    pub(super) fn update(&self, addresses: Vec<Address>) {
+        let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
+        let (before, mut made) = (Arc::clone(&list.all), list.made);
+        let mut known: Vec<_> = before.iter().chain(&list.gone).cloned().collect();
+        let engine = |address| match known.iter().position(|engine| engine.address == address) {
+            Some(at) => known.remove(at),
+            None => {
+                made += 1;
+                Engine::new(address, self.role, self.tls.clone(), made)
+            }
+        };
+        let all: Arc<[_]> = addresses.into_iter().map(engine).collect();
+        known.truncate(GONE_MAX);
+        *list = RoleEngines { all: Arc::clone(&all), gone: known, made };
+        drop(list);
+        let (joined, left) = (missing(&all, &before), missing(&before, &all));
+        if !(joined.is_empty() && left.is_empty()) {
+            tracing::info!(role = ?self.role, joined, left, engines = all.len(), "the engines have changed");
+        }
+    }
+
+    /// All engines of the role.
+    pub(super) fn all(&self) -> Arc<[Arc<Engine>]> {
+        Arc::clone(&self.list.lock().unwrap_or_else(PoisonError::into_inner).all)
+    }
+
+    pub(super) fn up(&self, now: Instant) -> usize {
+        self.all().iter().filter(|engine| engine.is_up(now)).count()
+    }
+
+    /// How many tokens a prompt and its answer may have at each of those that are up; `None` while one of them has not said it.
+    pub(super) fn length_max(&self, now: Instant) -> Option<u64> {
+        let all = self.all();
+        let up = all.iter().filter(|engine| engine.is_up(now));
+        up.map(|engine| engine.length()).collect::<Option<Vec<_>>>()?.into_iter().min()
+    }
+
+    /// Those that are up and have not said their length lately.
+    pub(super) fn lengths_due(&self, now: Instant) -> Vec<Arc<Engine>> {
+        let due = |engine: &&Arc<Engine>| engine.is_up(now) && engine.is_length_due(now);
+        self.all().iter().filter(due).map(Arc::clone).collect()
+    }
+
+    /// The best engine for a prompt of `weight` tokens, if one is up, with what it has to do of it. One that is `spared` is taken where
+    /// no other is up.
+    pub(super) fn take(
+        &self,
+        trail: &Trail,
+        weight: u64,
+        spared: Option<&Engine>,
+        now: Instant,
+    ) -> Option<Seat> {
+        let known = self.affinity.known(trail);
+        let best =
+            self.ranked(trail, weight, spared, now).into_iter().next().filter(|best| best.is_up(now))?;
+        Some(best.seat(known.rest(best.number, weight, trail).max(1), now))
+    }
+
+    /// Notes that an engine has a prompt, or is to have it.
+    pub(super) fn note(&self, trail: &Trail, engine: &Engine, now: Instant) {
+        let known = self.affinity.known(trail);
+        let is_turn = known.is_own && known.rank(engine.number).is_some();
+        let mut recent = engine.recent.lock().unwrap_or_else(PoisonError::into_inner);
+        *recent = Recent { sum: recent.left(now) + if is_turn { TURN_SHARE } else { 1.0 }, at: Some(now) };
+        self.affinity.note(trail, engine.number);
+    }
+
+    /// Notes that an engine stores what has this hash.
+    pub(super) fn bind(&self, hash: u64, engine: &Engine) {
+        self.affinity.note(&Trail::bound(hash), engine.number);
+    }
+
+    /// The figures of all engines. Two engines of one address show those of the first one.
+    pub(super) fn gather(&self, now: Instant) -> Vec<MetricFamily> {
+        let all = self.all();
+        let firsts = all.iter().enumerate();
+        let firsts = firsts.filter(|(at, engine)| all[..*at].iter().all(|one| one.address != engine.address));
+        let gather =
+            |engine: &Engine| engine.figures.gather(engine.is_up(now), engine.load.load(Ordering::Relaxed));
+        firsts.flat_map(|(_, engine)| gather(engine)).collect()
+    }
+
+    /// All engines, the best for a prompt of `weight` first: those that are up; of these that which has its beginning, unless it has too
+    /// much to do; then those with the least to do, and that they were given lately. What one engine stores is known to that alone. One that is `spared` is behind every other that is as much up.
+    pub(super) fn ranked(
+        &self,
+        trail: &Trail,
+        weight: u64,
+        spared: Option<&Engine>,
+        now: Instant,
+    ) -> Vec<Arc<Engine>> {
+        let (all, known) = (self.all(), self.affinity.known(trail));
+        let owner = all.iter().filter(|engine| trail.is_bound && known.rank(engine.number) == Some(0));
+        if let [owner] = owner.collect::<Vec<_>>()[..] {
+            return vec![Arc::clone(owner)];
+        }
+        let loads: Vec<_> = all.iter().map(|engine| Load::of(engine, now)).collect();
+        let most =
+            Load::most(&loads, all.iter().filter(|engine| engine.is_up(now)).count(), weight, self.role);
+        let up = all.iter().zip(&loads).filter(|(engine, _)| engine.is_up(now));
+        let soonest = up.map(|(_, load)| load.under_way + weight as f64).fold(f64::INFINITY, f64::min);
+        let mut ranked: Vec<_> = all.iter().zip(&loads).collect();
+        ranked.sort_by_cached_key(|(engine, load)| {
+            let is_spared = spared.is_some_and(|spared| spared.address == engine.address);
+            let rest = known.rest(engine.number, weight, trail) as f64;
+            let has_too_much = load.under_way + rest > most.under_way;
+            // What many share is worth no more than its own computation, and draws no more than an equal share.
+            let is_worse = load.under_way + rest > soonest || load.lately + 1.0 > most.lately;
+            let is_passed_over = has_too_much || is_worse && !known.is_own;
+            let place = known.rank(engine.number).filter(|_| !is_passed_over);
+            // The last engine of a conversation has most of it. Those that share a beginning have it alike.
+            let place = place.map_or(usize::MAX, |place| if known.is_own { place } else { 0 });
+            (!engine.is_up(now), is_spared, place, has_too_much, load.score(self.role))
+        });
+        ranked.into_iter().map(|(engine, _)| Arc::clone(engine)).collect()
+    }
+}
+
+/// The addresses of those `engines` beyond `others`.
+fn missing(engines: &[Arc<Engine>], others: &[Arc<Engine>]) -> String {
+    let is_other = |engine: &&Arc<Engine>| others.iter().any(|other| Arc::ptr_eq(other, engine));
+    let missing = engines.iter().filter(|engine| !is_other(engine)).map(|engine| engine.address.to_string());
+    missing.collect::<Vec<_>>().join(", ")
+}
+
+/// What an engine has to do, and what it was given lately.
+#[derive(Copy, Clone, Debug)]
+struct Load {
+    under_way: f64,
+    lately: f64,
+}
+
+// === impl Load ===
+
+impl Load {
+    fn of(engine: &Engine, now: Instant) -> Self {
+        let lately = engine.recent.lock().unwrap_or_else(PoisonError::into_inner).left(now);
+        Self { under_way: engine.load.load(Ordering::Relaxed) as f64, lately }
+    }
+
+    /// The most that an engine may have with one more prompt of this weight.
+    fn most(all: &[Self], up: usize, weight: u64, role: Role) -> Self {
+        let most = |sum: f64| (sum / up.max(1) as f64 * LOAD_OVER_AVERAGE).ceil();
+        let under_way = most(all.iter().map(|load| load.under_way).sum::<f64>() + weight as f64);
+        let lately = most(all.iter().map(|load| load.lately).sum::<f64>() + 1.0);
+        Self { under_way: under_way.max(role.load_floor()), lately: lately.max(SHARED_MIN) }
+    }
+
+    /// Orders engines, the one with the least first. A thousandth of a request is the grain.
+    fn score(self, role: Role) -> u64 {
+        ((self.lately + self.under_way / role.request_weight()) * 1000.0) as u64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::affinity::Mark;
+
+    fn address(port: u16) -> Address {
+        let url = format!("http://engine:{}", 8000 + port).parse().expect("a URL");
+        Address::new(url, ([127, 0, 0, 1], 8000 + port).into())
+    }
+
+    fn of_role(count: u16, role: Role) -> Engines {
+        let engines = Engines::new(role, None);
+        engines.update((0..count).map(address).collect());
+        engines
+    }
+
+    fn engines(count: u16) -> Engines {
+        of_role(count, Role::Decode)
+    }
+
+    /// A prompt of one mark.
+    fn trail(hash: u64, is_own: bool) -> Trail {
+        Trail { marks: vec![Mark { hash, bytes: 100, is_own }], bytes: 100, ..Trail::default() }
+    }
+
+    #[test]
+    fn prompts_go_to_who_has_and_was_given_least() {
+        let (engines, now, other) = (of_role(2, Role::Prefill), Instant::now(), Trail::default());
+        let take = |at| engines.take(&other, 10, None, at);
+        let first = take(now).expect("one");
+        let second = take(now).expect("one");
+        assert_ne!(first.engine.address, second.engine.address);
+        engines.note(&other, &engines.all()[0], now);
+        assert_eq!(
+            take(now).expect("one").engine.address,
+            engines.all()[1].address,
+            "also where that has ended"
+        );
+        engines.all()[1].set_down(now);
+        assert_eq!(take(now).expect("one").engine.address, engines.all()[0].address);
+        engines.all()[0].set_down(now);
+        assert!(take(now).is_none());
+        assert!(take(now + DOWN).is_some(), "both are asked again");
+    }
+
+    #[test]
+    fn of_a_known_prompt_only_the_rest_is_load() {
+        let (engines, now) = (of_role(2, Role::Prefill), Instant::now());
+        engines.note(&trail(1, true), &engines.all()[1], now);
+        let mut longer = trail(1, true);
+        longer.bytes = 400;
+        let seat = engines.take(&longer, 1000, None, now).expect("one");
+        assert_eq!((&seat.engine.address, seat.weight), (&engines.all()[1].address, 750));
+    }
+
+    #[test]
+    fn a_seat_is_alone_at_an_engine_that_is_up_and_has_nothing_else_to_do() {
+        let (engines, now) = (engines(1), Instant::now());
+        let first = engines.all()[0].seat(10, now);
+        assert!(first.is_alone(now));
+        let second = engines.all()[0].seat(5, now);
+        assert!(!first.is_alone(now) && !second.is_alone(now));
+        drop(first);
+        assert!(second.is_alone(now));
+        engines.all()[0].set_down(now);
+        drop(second);
+        assert!(!engines.all()[0].seat(5, now + DOWN).is_alone(now + DOWN), "a trial");
+    }
+
+    #[test]
+    fn one_request_tries_an_engine_that_was_down_and_less_often_each_time() {
+        let (engines, mut now) = (engines(2), Instant::now());
+        let engine = engines.all()[0].clone();
+        // All that were under way there fail at once.
+        (0..9).for_each(|_| engine.set_down(now));
+        for pause in [5, 10, 20, 30, 30] {
+            let pause = Duration::from_secs(pause);
+            assert!(!engine.is_up(now + pause - Duration::from_millis(1)));
+            now += pause;
+            assert!(engine.is_up(now));
+            let trial = engine.seat(1, now);
+            assert!(!engine.is_up(now), "a second request passes it by");
+            assert_eq!(engines.ranked(&Trail::default(), 1, None, now)[1].address, engine.address);
+            engine.set_down(now);
+            drop(trial);
+        }
+        now += DOWN_MAX;
+        let trial = engine.seat(1, now);
+        assert!(engine.is_up(now + DOWN_MAX), "another one tries it where the first has heard nothing yet");
+        drop(trial);
+        engine.set_up();
+        assert!(engine.is_up(now), "its answer ends that");
+        engine.set_down(now);
+        assert!(engine.is_up(now + DOWN), "and what was before");
+    }
+
+    #[test]
+    fn a_length_is_that_of_each_engine_that_is_up_and_said_anew_after_it_was_down() {
+        let (engines, now) = (engines(2), Instant::now());
+        engines.all()[0].set_length(10, now);
+        assert_eq!(engines.length_max(now), None, "the other one has not said its own");
+        engines.all()[1].set_length(20, now);
+        assert_eq!(engines.length_max(now), Some(10));
+        engines.all()[0].set_down(now);
+        assert_eq!(engines.length_max(now), Some(20), "who is down is not waited for");
+        engines.all()[0].set_up();
+        assert_eq!(engines.length_max(now), None, "it may have come back with another one");
+        assert!(engines.all()[0].is_length_missed_first() && !engines.all()[0].is_length_missed_first());
+        engines.all()[0].set_length(5, now);
+        assert_eq!(engines.length_max(now), Some(5));
+        let later = now + LENGTH_AGE_MAX;
+        assert!(engines.lengths_due(later - Duration::from_millis(1)).is_empty());
+        assert_eq!(engines.lengths_due(later).len(), 2);
+        assert_eq!(engines.length_max(later), Some(5), "it holds while the engine is asked again");
+        assert!(!engines.all()[0].is_length_missed_first(), "a client's token may be wrong");
+        assert_eq!(engines.length_max(now), Some(5));
+        engines.all()[0].set_down(now);
+        engines.all()[0].set_up();
+        assert!(engines.all()[0].is_length_missed_first(), "it is named once more after it was down");
+    }
+
+    #[test]
+    fn a_conversation_stays_until_its_engine_has_too_much() {
+        let (engines, now) = (engines(4), Instant::now());
+        let first = |trail: &Trail| engines.ranked(trail, 1, None, now)[0].clone();
+        let own = trail(7, true);
+        let favourite = engines.all()[2].clone();
+        (0..50).for_each(|_| engines.note(&own, &favourite, now));
+        assert_eq!(first(&own).address, favourite.address, "however much it was given lately");
+        let seats: Vec<_> = (0..8).map(|_| favourite.seat(1, now)).collect();
+        assert_ne!(first(&own).address, favourite.address, "it has all that there is to do");
+        let others: Vec<_> =
+            engines.all().iter().flat_map(|engine| (0..8).map(|_| engine.seat(1, now))).collect();
+        assert_ne!(first(&own).address, favourite.address);
+        drop(seats);
+        assert_eq!(first(&own).address, favourite.address);
+        drop(others);
+        favourite.set_down(now);
+        assert_eq!(
+            engines.ranked(&own, 1, None, now)[3].address,
+            favourite.address,
+            "who is down is asked last"
+        );
+    }
+
+    #[test]
+    fn a_beginning_that_all_share_does_not_draw_all_to_one_engine() {
+        let (engines, now) = (engines(4), Instant::now());
+        for _ in 0..100 {
+            let best = engines.ranked(&trail(7, false), 1, None, now)[0].clone();
+            engines.note(&trail(7, false), &best, now);
+        }
+        let lately = engines.all().iter().map(|engine| Load::of(engine, now).lately).collect::<Vec<_>>();
+        assert!(lately.iter().all(|given| (20.0..=32.0).contains(given)), "{lately:?}");
+    }
+
+    #[test]
+    fn an_engine_that_stays_or_comes_back_keeps_its_state() {
+        let (engines, now) = (engines(3), Instant::now());
+        let [first, second, third] = [0, 1, 2].map(|at| engines.all()[at].clone());
+        engines.note(&trail(7, true), &second, now);
+        second.set_down(now);
+        let _seat = second.seat(3, now);
+        engines.update(vec![address(1), address(3), address(2)]);
+        let all = engines.all();
+        assert!(Arc::ptr_eq(&all[0], &second) && Arc::ptr_eq(&all[2], &third));
+        assert!((all[1].number, &all[1].address) == (4, &address(3)));
+        assert!(!all[0].is_up(now) && Load::of(&all[0], now).under_way == 3.0);
+        // The second engine left.
+        engines.update(vec![address(0), address(2)]);
+        assert!(Arc::ptr_eq(&engines.all()[0], &first));
+        let ranked = engines.ranked(&trail(7, true), 1, None, now);
+        assert!(ranked.len() == 2 && ranked.iter().all(|engine| engine.number != second.number));
+        second.set_up();
+        engines.update(vec![address(0), address(1), address(2)]);
+        assert!(Arc::ptr_eq(&engines.ranked(&trail(7, true), 1, None, now)[0], &second), "its conversations");
+    }
+
+    #[test]
+    fn a_url_that_is_given_twice_is_two_engines() {
+        let engines = engines(0);
+        assert!(engines.ranked(&Trail::default(), 1, None, Instant::now()).is_empty());
+        engines.update(vec![address(0), address(0)]);
+        let before = engines.all();
+        assert!(!Arc::ptr_eq(&before[0], &before[1]));
+        engines.update(vec![address(0), address(0)]);
+        assert!(Arc::ptr_eq(&before[0], &engines.all()[0]) && Arc::ptr_eq(&before[1], &engines.all()[1]));
+    }
+
+    #[test]
+    fn a_response_of_an_engine_that_left_is_looked_for_at_all_others() {
+        let (engines, now) = (engines(3), Instant::now());
+        engines.bind(9, &engines.all()[1]);
+        assert_eq!(engines.ranked(&Trail::bound(9), 1, None, now).len(), 1);
+        engines.update(vec![address(0), address(2)]);
+        assert_eq!(engines.ranked(&Trail::bound(9), 1, None, now).len(), 2);
+    }
+
+    #[test]
+    fn engines_that_are_gone_are_remembered_in_bounds() {
+        let engines = engines(0);
+        (0..GONE_MAX as u16 + 9).for_each(|port| engines.update(vec![address(port)]));
+        assert_eq!(engines.list.lock().unwrap().gone.len(), GONE_MAX);
+        let last = engines.list.lock().unwrap().gone[0].address.clone();
+        assert_eq!(last, address(GONE_MAX as u16 + 7), "the last ones");
+    }
+}

@@ -1,0 +1,201 @@
+//! What an engine's answer begins with, read until it shows whether the engine has given the prompt up.
+//!
+//! vLLM's stream of a chat begins with an event that has the role alone, and with `--sse-keep-alive-interval` comments come before any
+//! event. Neither says anything of the answer, so an error behind them is still one before it.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use http_body_util::BodyExt;
+use hyper::body::{Body, Bytes, Frame};
+use serde_json::Value;
+use tokio::time::{Instant, timeout_at};
+
+/// How vLLM begins the event by which it ends a stream with an error.
+const ERROR_EVENT: &[u8] = b"data: {\"error\"";
+/// The most that is held of a stream before it is passed on unjudged: the event with the role may have a prompt's token ids.
+const BYTES_MAX: usize = 1 << 20;
+/// Comments are held no longer than this after the request: they must reach the client before a proxy ends the connection after 60 s.
+/// An engine waits 30 s for a prompt before it gives it up.
+pub(super) const TIME_MAX: Duration = Duration::from_secs(40);
+/// How long an error may follow the role: vLLM writes both at once.
+const ERROR_TIME_MAX: Duration = Duration::from_secs(1);
+
+/// What the begin of a stream shows.
+#[derive(Copy, Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
+enum Shown {
+    /// Comments, or no whole event.
+    Nothing,
+    Role,
+    Answer,
+    Error,
+}
+
+/// The first frames of an answer, in their order.
+#[derive(Debug, Default)]
+pub(super) struct Lead {
+    pub(super) frames: VecDeque<Frame<Bytes>>,
+    /// Whether they are an error before anything of an answer.
+    pub(super) given_up: bool,
+}
+
+/// The first frame of a body; of a stream of events as many as it takes until one says something, or `time_max` is over.
+pub(super) async fn read<B: Body<Data = Bytes> + Unpin>(
+    body: &mut B,
+    is_stream: bool,
+    time_max: Duration,
+) -> Result<Lead, B::Error> {
+    let mut lead = Lead::default();
+    let (mut until, mut unread, mut held) = (Instant::now() + time_max, Vec::new(), 0);
+    loop {
+        let frame = if lead.frames.is_empty() {
+            body.frame().await
+        } else {
+            let Ok(frame) = timeout_at(until, body.frame()).await else { return Ok(lead) };
+            frame
+        };
+        let Some(frame) = frame.transpose()? else { return Ok(lead) };
+        let data = frame.data_ref().map_or(&[][..], |data| data);
+        unread.extend_from_slice(if is_stream { data } else { &[] });
+        held += data.len();
+        lead.frames.push_back(frame);
+        let shown = judge(&mut unread);
+        lead.given_up = shown == Shown::Error;
+        if !is_stream || shown >= Shown::Answer || held > BYTES_MAX {
+            return Ok(lead);
+        }
+        if shown == Shown::Role {
+            until = Instant::now() + ERROR_TIME_MAX;
+        }
+    }
+}
+
+/// What a stream shows that goes on so. Whole events of no answer are removed.
+fn judge(unread: &mut Vec<u8>) -> Shown {
+    let mut shown = Shown::Nothing;
+    loop {
+        if unread.starts_with(ERROR_EVENT) {
+            return Shown::Error;
+        }
+        let Some(end) = event_end(unread) else { return shown };
+        shown = shown.max(said(&unread[..end]));
+        if shown == Shown::Answer {
+            return shown;
+        }
+        unread.drain(..end);
+    }
+}
+
+/// Where the first event ends, with the empty line behind it.
+fn event_end(unread: &[u8]) -> Option<usize> {
+    let mut lines = unread.split_inclusive(|byte| *byte == b'\n');
+    let mut end = 0;
+    lines.find_map(|line| {
+        end += line.len();
+        matches!(line, b"\n" | b"\r\n").then_some(end)
+    })
+}
+
+/// What an event says that is no error: nothing where it is a comment, the role where it is a part of a chat with that alone.
+fn said(event: &[u8]) -> Shown {
+    let Ok(event) = std::str::from_utf8(event) else { return Shown::Answer };
+    let mut lines = event.lines().filter(|line| !line.is_empty() && !line.starts_with(':'));
+    let Some(line) = lines.next() else { return Shown::Nothing };
+    let part = line.strip_prefix("data:").and_then(|part| serde_json::from_str::<Value>(part).ok());
+    let is_role = lines.next().is_none() && part.is_some_and(|part| has_role_alone(&part));
+    if is_role { Shown::Role } else { Shown::Answer }
+}
+
+fn has_role_alone(part: &Value) -> bool {
+    let is_empty = |value: &Value| value.is_null() || value == "";
+    let is_role = |choice: &Value| {
+        let delta = choice["delta"].as_object();
+        choice["finish_reason"].is_null()
+            && delta.is_some_and(|delta| {
+                delta.contains_key("role")
+                    && delta.iter().all(|(name, value)| name == "role" || is_empty(value))
+            })
+    };
+    part["choices"].as_array().is_some_and(|choices| !choices.is_empty() && choices.iter().all(is_role))
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use std::convert::Infallible;
+    use std::pin::Pin;
+    use std::task::{Context, Poll};
+
+    use super::*;
+
+    const COMMENT: &str = ": keep-alive\n\n";
+    const ROLE: &str = r#"data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":7,"model":"m","choices":[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}],"prompt_token_ids":null}"#;
+    const ERROR: &str = "data: {\"error\": {\"message\": \"Internal server error\"}}\n\n";
+    const WORD: &str =
+        "data: {\"choices\":[{\"index\":0,\"delta\":{\"content\":\"a\"},\"finish_reason\":null}]}\n\n";
+
+    /// Some frames, and then nothing.
+    pub(crate) struct Stalled(pub(crate) VecDeque<Bytes>);
+
+    impl Body for Stalled {
+        type Data = Bytes;
+        type Error = Infallible;
+
+        fn poll_frame(
+            mut self: Pin<&mut Self>,
+            _: &mut Context<'_>,
+        ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+            self.0.pop_front().map_or(Poll::Pending, |part| Poll::Ready(Some(Ok(Frame::data(part)))))
+        }
+    }
+
+    fn read_of(text: &str, frame_bytes: usize, time_max: Duration) -> (String, bool) {
+        let frames = text.as_bytes().chunks(frame_bytes).map(Bytes::copy_from_slice).collect();
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+        let lead = runtime.block_on(read(&mut Stalled(frames), true, time_max)).unwrap();
+        let held: Vec<u8> = lead.frames.into_iter().flat_map(|frame| frame.into_data().unwrap()).collect();
+        (String::from_utf8(held).unwrap(), lead.given_up)
+    }
+
+    #[test]
+    fn an_error_is_seen_behind_what_says_nothing_however_it_is_framed() {
+        let role = format!("{ROLE}\n\n");
+        let windows = role.replace('\n', "\r\n");
+        for begin in ["", COMMENT, &role, &format!("{COMMENT}{role}{COMMENT}{role}"), &windows] {
+            for frame_bytes in [1, 20, usize::MAX] {
+                let (held, given_up) = read_of(&format!("{begin}{ERROR}"), frame_bytes, TIME_MAX);
+                assert!(given_up && format!("{begin}{ERROR}").starts_with(&held), "{held}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_says_something_is_passed_on_with_all_before_it() {
+        let role = format!("{ROLE}\n\n");
+        let others = [
+            role.replace("\"content\":\"\"", "\"content\":\"a\""),
+            role.replace("\"content\":\"\"", "\"content\":\"\",\"reasoning\":\"a\""),
+            role.replace("\"finish_reason\":null", "\"finish_reason\":\"stop\""),
+            "data: {\"choices\":[],\"usage\":{}}\n\n".into(),
+            "data: [DONE]\n\n".into(),
+            "data: 1\n\n".into(),
+            WORD.into(),
+        ];
+        for said in others {
+            let begin = format!("{COMMENT}{role}{said}");
+            for frame_bytes in [1, usize::MAX] {
+                assert_eq!(read_of(&begin, frame_bytes, TIME_MAX), (begin.clone(), false));
+            }
+            let (held, given_up) = read_of(&format!("{begin}{ERROR}"), 7, TIME_MAX);
+            assert!(!given_up && held.len() < begin.len() + 7, "an error within an answer: {held}");
+        }
+    }
+
+    #[test]
+    fn a_stream_that_says_nothing_is_held_for_a_time_and_up_to_a_length() {
+        assert_eq!(read_of(COMMENT, usize::MAX, Duration::from_millis(1)), (COMMENT.into(), false));
+        let role = format!("{ROLE}\n\n");
+        assert_eq!(read_of(&role, 20, TIME_MAX), (role.clone(), false), "no error follows the role");
+        let (held, given_up) = read_of(&COMMENT.repeat(BYTES_MAX / 10), 1 << 14, TIME_MAX);
+        assert!(!given_up && (BYTES_MAX..BYTES_MAX + (2 << 14)).contains(&held.len()), "{}", held.len());
+    }
+}

@@ -1,0 +1,112 @@
+//! How many tokens a prompt and its answer may have, which every engine that answers says of itself.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use hyper::HeaderMap;
+use hyper::header::AUTHORIZATION;
+use serde_json::Value;
+use tokio::time::Instant;
+
+use super::engines::{Engine, Engines};
+use super::forward::{Asked, ForwardError};
+use super::watch;
+
+/// How long an engine that lives has to say it, and how long none is asked again.
+const PAUSE: Duration = Duration::from_secs(10);
+
+/// The questions to engines that have not said their length lately.
+#[derive(Debug, Default)]
+pub(super) struct Lengths {
+    /// When engines are asked next.
+    next: Mutex<Option<Instant>>,
+}
+
+// === impl Lengths ===
+
+impl Lengths {
+    /// Has those engines asked that are up and have not said their length lately. No request waits for an answer.
+    pub(super) fn ask(&self, engines: &Engines, headers: &HeaderMap) {
+        let now = Instant::now();
+        let due = engines.lengths_due(now);
+        let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
+        if due.is_empty() || next.is_some_and(|next| now < next) {
+            return;
+        }
+        *next = Some(now + PAUSE);
+        for engine in due {
+            let headers = headers.get(AUTHORIZATION).map(|token| (AUTHORIZATION, token.clone()));
+            tokio::spawn(hear(engine, headers.into_iter().collect()));
+        }
+    }
+}
+
+/// Asks one engine. Where it was down, this is the request that tries it.
+async fn hear(engine: Arc<Engine>, headers: HeaderMap) {
+    let _trial = engine.seat(0, Instant::now());
+    let answer = watch::ask(&engine, Asked::page("/v1/models", headers), PAUSE).await;
+    match answer {
+        // First tokens do not wait for an engine that is down.
+        Err(ForwardError::Unreachable(_) | ForwardError::Broken(_) | ForwardError::Silent(_)) => {
+            engine.set_down(Instant::now());
+        }
+        // Its server lives. What it says of a length is no reason to ask it for no answers.
+        _ => engine.set_up(),
+    }
+    let length = answer.map_err(|error| error.to_string());
+    let length = length.and_then(|answer| read(answer.body()).ok_or_else(|| "its answer has none".into()));
+    match length {
+        Ok(length) => engine.set_length(length, Instant::now()),
+        Err(why) if engine.is_length_missed_first() => {
+            let needed = "GET /v1/models there must say max_model_len, which --first-token needs of each engine that is up";
+            tracing::warn!(engine = %engine.address, "{needed}: {why}");
+        }
+        Err(_) => {}
+    }
+}
+
+/// The length that an engine's list of models states; the least where it has several models.
+fn read(models: &[u8]) -> Option<u64> {
+    let models: Value = serde_json::from_slice(models).ok()?;
+    let lengths = models["data"].as_array()?.iter().map(|model| model["max_model_len"].as_u64());
+    lengths.collect::<Option<Vec<_>>>()?.into_iter().min()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{BufRead, BufReader, Write};
+    use std::net::TcpListener;
+
+    use super::*;
+    use crate::address::Address;
+    use crate::engines::Role;
+
+    #[test]
+    fn an_engine_that_answers_is_back_also_where_it_does_not_say_its_length() {
+        for (answer, is_up) in [
+            ("HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n", true),
+            ("HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}", true),
+            // A proxy whose engine is gone takes the connection and ends it.
+            ("", false),
+        ] {
+            let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+            let socket = listener.local_addr().unwrap();
+            let address = Address::new(format!("http://{socket}").parse().unwrap(), socket);
+            let serving = std::thread::spawn(move || {
+                let (mut stream, _) = listener.accept().unwrap();
+                let lines = BufReader::new(stream.try_clone().unwrap()).lines();
+                lines.map_while(Result::ok).find(String::is_empty).unwrap();
+                stream.write_all(answer.as_bytes()).unwrap();
+            });
+            let engines = Engines::new(Role::Decode, None);
+            engines.update(vec![address]);
+            let engine = Arc::clone(&engines.all()[0]);
+            // Its pause is over: the question is its trial.
+            engine.set_down(Instant::now() - Duration::from_secs(5));
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+            runtime.block_on(hear(Arc::clone(&engine), HeaderMap::new()));
+            serving.join().unwrap();
+            assert_eq!(engine.is_up(Instant::now()), is_up, "{answer}");
+        }
+    }
+}

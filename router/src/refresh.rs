@@ -1,0 +1,81 @@
+//! The list of engines, the addresses of their names, and certificates, read again while the router runs.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::Notify;
+use tokio::task::spawn_blocking;
+use tokio::time::sleep;
+
+use super::listed::EngineList;
+use super::names::{self, Names};
+use super::{Options, Router};
+use sidecar::connections::first;
+
+/// Keeps a router's engines up to date.
+#[derive(Debug)]
+pub(super) struct Refresher {
+    router: Arc<Router>,
+    file: Option<PathBuf>,
+    listed: EngineList,
+    names: Names,
+    /// Errors of files, each of them told in the log.
+    told: Vec<String>,
+}
+
+// === impl Refresher ===
+
+impl Refresher {
+    /// A refresher for the engines of the options. Fails if their file is malformed.
+    pub(super) fn new(router: Arc<Router>) -> Result<Self, String> {
+        let Options { engines: file, prefill, decode, .. } = &router.options;
+        let (file, named) = (file.clone(), EngineList { prefill: prefill.clone(), decode: decode.clone() });
+        let listed = file.as_deref().map_or(Ok(named), EngineList::read_file)?;
+        let listed = listed.checkable(router.tls.engines.is_some())?;
+        Ok(Self { router, file, listed, names: Names::default(), told: Vec::new() })
+    }
+
+    /// Looks all names up, and gives the router their engines.
+    pub(super) async fn resolve(&mut self) {
+        let EngineList { prefill, decode } = &self.listed;
+        let urls: Vec<_> = prefill.iter().chain(decode).collect();
+        self.names.refresh(&urls, names::look_up).await;
+        self.router.prefill.update(self.names.addresses(prefill));
+        self.router.decode.update(self.names.addresses(decode));
+    }
+
+    /// Reads all files again. A malformed file changes nothing.
+    async fn read_files(&mut self) {
+        let (router, file) = (Arc::clone(&self.router), self.file.clone());
+        let reading = spawn_blocking(move || {
+            let listed =
+                file.map(|file| EngineList::read_file(&file)?.checkable(router.tls.engines.is_some()));
+            (listed, router.tls.refresh())
+        });
+        let (listed, mut problems) = reading.await.expect("no file lets it panic");
+        match listed {
+            Some(Ok(listed)) => self.listed = listed,
+            Some(Err(error)) => problems.push(error),
+            None => {}
+        }
+        for problem in problems.iter().filter(|problem| !self.told.contains(problem)) {
+            tracing::error!("{problem}; what was read before stays in use");
+        }
+        self.told = problems;
+    }
+
+    /// Reads files and resolves names at each interval, and at once after each `reload`.
+    pub(super) async fn refresh_forever(mut self, reload: Arc<Notify>) {
+        let pause = Duration::from_millis(self.router.options.refresh_interval.as_millis());
+        loop {
+            if first(sleep(pause), reload.notified()).await.is_none() {
+                tracing::info!("SIGHUP: files are read, and names are resolved");
+                // The log repeats errors after a signal.
+                self.told.clear();
+            }
+            self.read_files().await;
+            self.resolve().await;
+        }
+    }
+}

@@ -1,0 +1,314 @@
+//! Blocks from a peer: plain sockets, and the mesh's own client and server, over as many streams and between the same memory, in
+//! turns.
+//!
+//! The end that serves has one port for plain sockets, which greet with the sizes and with the mesh's port, and that port.
+
+use std::io::{self, Read, Write};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::channel;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use clap::Args;
+use mesh::transport::Transport;
+use mesh::transport::tcp::{Config, STREAMS_DEFAULT, STREAMS_MAX, Security, Tcp};
+
+use super::copy::timed;
+use super::disk::block_bytes;
+use super::node::{self, BOOT, Memory, PEER, Reader, Sizes};
+use super::{BenchError, Figures, GIB, ROUNDS, median, part, rounded};
+use sidecar::clock::Clock;
+use sidecar::config::{IpPort, Size};
+
+const OWNER: &str = "owner";
+const READER: &str = "reader";
+const MAGIC: u64 = u64::from_le_bytes(*b"PILLPEER");
+/// Words that a connection is greeted with: magic, blocks, bytes of a block, the mesh's port.
+const GREETING_WORDS: usize = 4;
+/// Words of a request: the first block, and how many.
+const REQUEST_WORDS: usize = 2;
+const CONNECT_MAX: Duration = Duration::from_secs(5);
+/// How long one end waits for the other: while it measures the mesh, plain sockets are silent.
+const SILENT_MAX: Duration = Duration::from_secs(120);
+/// Plain connections at a time: those of one reader, and the one that finds the sizes out.
+const CONNECTIONS_MAX: usize = STREAMS_MAX + 1;
+/// Single blocks that are fetched in each round.
+const ONES: usize = 200;
+
+/// Options of `pillion bench peer`.
+#[derive(Args, Clone, Debug)]
+pub struct Options {
+    /// Address at which pillion bench peer --serve runs on the other host [default: both ends here, on loopback]
+    #[arg(value_name = "HOST:PORT", conflicts_with_all = ["serve", "size", "block_size"])]
+    pub address: Option<String>,
+    /// Serve blocks at this address, and the mesh at the next port, until this command is stopped. Anybody who
+    /// reaches the ports can read them: random bytes, without TLS
+    #[arg(long, value_name = "IP:PORT", conflicts_with = "streams")]
+    pub serve: Option<IpPort>,
+    /// TCP connections at the same time, as --tcp-streams of pillion serve
+    #[arg(long, value_name = "COUNT", default_value_t = STREAMS_DEFAULT)]
+    pub streams: usize,
+    /// Bytes that are fetched in each measurement; both ends need as much memory. The serving end decides
+    #[arg(long, value_name = "SIZE", default_value = "512MiB")]
+    pub size: Size,
+    /// Bytes of a block. The serving end decides
+    #[arg(long, value_name = "SIZE", default_value = "2MiB")]
+    pub block_size: Size,
+}
+
+/// What is read from, by plain sockets and by the mesh.
+struct Owner {
+    listener: TcpListener,
+    memory: Memory,
+    sizes: Sizes,
+    mesh: SocketAddr,
+    connections: AtomicUsize,
+}
+
+/// Plain sockets to an owner.
+struct Plain(Vec<Mutex<TcpStream>>);
+
+fn sizes(options: &Options) -> Result<Sizes, BenchError> {
+    let block_bytes = block_bytes(options.block_size)?;
+    let blocks = options.size.as_bytes() / u64::from(block_bytes);
+    let blocks = u32::try_from(blocks).ok().filter(|blocks| *blocks > 0).ok_or_else(|| {
+        BenchError::option("size", options.size, "it must hold 1 to 2^32 blocks of --block-size")
+    })?;
+    Ok(Sizes { blocks, block_bytes })
+}
+
+fn read_words<const N: usize>(mut from: impl Read) -> io::Result<[u64; N]> {
+    let mut words = [0; N];
+    for word in &mut words {
+        let mut bytes = [0; 8];
+        from.read_exact(&mut bytes)?;
+        *word = u64::from_le_bytes(bytes);
+    }
+    Ok(words)
+}
+
+fn write_words(mut to: impl Write, words: &[u64]) -> io::Result<()> {
+    to.write_all(&words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<u8>>())
+}
+
+fn tcp(name: &str, listen: SocketAddr, streams: usize, memory: &Memory) -> Result<Started, BenchError> {
+    let (sender, ups) = channel();
+    let config = Config { listen, streams, ..Config::new(node::name_of(name), BOOT, Security::Plaintext) };
+    let tcp = Tcp::start(config, memory.blocks.clone(), move |up| drop(sender.send(up)));
+    let tcp = tcp.map_err(|error| BenchError::failed("the mesh does not start", error.to_string()))?;
+    Ok((tcp.address(), Arc::new(tcp), ups))
+}
+
+/// Where a transport listens, it, and what it tells.
+type Started = (SocketAddr, Arc<dyn Transport>, std::sync::mpsc::Receiver<mesh::transport::Up>);
+
+// === impl Owner ===
+
+impl Owner {
+    /// Serves by the mesh from now on, and by plain sockets once [`Owner::serve`] runs.
+    fn start(at: SocketAddr, sizes: Sizes) -> Result<Arc<Self>, BenchError> {
+        let unheard = |error: io::Error| {
+            BenchError::option(
+                "serve",
+                at,
+                &format!("{error}: name an address of this host, and a free port"),
+            )
+        };
+        let listener = TcpListener::bind(at).map_err(unheard)?;
+        let memory = Memory::with_blocks(sizes)?;
+        let next = match at.port() {
+            0 => 0,
+            port => port.checked_add(1).ok_or_else(|| {
+                BenchError::option("serve", at, "the mesh takes the next port: name a lower one")
+            })?,
+        };
+        let (mesh, transport, ups) = tcp(OWNER, (at.ip(), next).into(), 1, &memory)?;
+        // Where a reader is found is of no use: nobody fetches from it.
+        transport.join(PEER, node::peer(READER, at));
+        let kept = memory.clone();
+        thread::spawn(move || node::serve(&*transport, &ups, &kept));
+        Ok(Arc::new(Self { listener, memory, sizes, mesh, connections: AtomicUsize::new(0) }))
+    }
+
+    fn address(&self) -> Result<SocketAddr, BenchError> {
+        let address = self.listener.local_addr();
+        address.map_err(|error| BenchError::failed("a socket has no address", error.to_string()))
+    }
+
+    /// Serves plain sockets, each on a thread of its own, until this process ends.
+    fn serve(self: &Arc<Self>) {
+        for stream in self.listener.incoming().flatten() {
+            if self.connections.fetch_add(1, Ordering::Relaxed) >= CONNECTIONS_MAX {
+                self.connections.fetch_sub(1, Ordering::Relaxed);
+                tracing::warn!("a connection was refused: {CONNECTIONS_MAX} are open, which is the limit");
+                continue;
+            }
+            let owner = Arc::clone(self);
+            thread::spawn(move || {
+                // It ends with the reader's end of it, as a rule.
+                let _ = owner.serve_stream(&stream);
+                owner.connections.fetch_sub(1, Ordering::Relaxed);
+            });
+        }
+    }
+
+    fn serve_stream(&self, mut stream: &TcpStream) -> io::Result<()> {
+        stream.set_nodelay(true)?;
+        stream.set_read_timeout(Some(SILENT_MAX))?;
+        stream.set_write_timeout(Some(SILENT_MAX))?;
+        let Sizes { blocks, block_bytes } = self.sizes;
+        write_words(stream, &[MAGIC, blocks.into(), block_bytes.into(), self.mesh.port().into()])?;
+        loop {
+            let [first, count] = read_words::<REQUEST_WORDS>(stream)?;
+            let end = first.saturating_add(count).min(blocks.into());
+            for (label, offset) in &self.memory.places[first.min(end) as usize..end as usize] {
+                let bytes = self.memory.blocks.bytes(*offset, label.bytes as usize);
+                stream.write_all(bytes.expect("a place lies in the memory"))?;
+            }
+        }
+    }
+}
+
+// === impl Plain ===
+
+impl Plain {
+    /// Connects; the sizes, and where the mesh is.
+    fn connect(address: &str, streams: usize) -> Result<(Self, Sizes, SocketAddr), BenchError> {
+        let absent = |error: io::Error| {
+            let remedy = format!("run pillion bench peer --serve {address} there");
+            BenchError::failed("nobody serves", format!("{address}: {error}: {remedy}"))
+        };
+        let other = || {
+            let remedy = "name the address that pillion bench peer --serve of this release has";
+            BenchError::failed("another program answers there", format!("{address}: {remedy}"))
+        };
+        let (mut plain, mut found) = (Vec::new(), None);
+        for _ in 0..streams {
+            let stream = connect(address).map_err(absent)?;
+            let greeting = read_words::<GREETING_WORDS>(&stream).map_err(|_| other())?;
+            let [MAGIC, blocks, block_bytes, port] = greeting else { return Err(other()) };
+            let sizes = u32::try_from(blocks).ok().zip(u32::try_from(block_bytes).ok());
+            let (blocks, block_bytes) = sizes.filter(|(blocks, _)| *blocks > 0).ok_or_else(other)?;
+            let ip = stream.peer_addr().map_err(absent)?.ip();
+            let port = u16::try_from(port).map_err(|_| other())?;
+            found = Some((Sizes { blocks, block_bytes }, SocketAddr::new(ip, port)));
+            plain.push(Mutex::new(stream));
+        }
+        let (sizes, mesh) = found.expect("there is a stream");
+        Ok((Self(plain), sizes, mesh))
+    }
+
+    /// Fetches some blocks by one of the streams.
+    fn fetch(
+        &self,
+        stream: usize,
+        memory: &Memory,
+        numbers: std::ops::Range<usize>,
+    ) -> Result<(), BenchError> {
+        let stream = self.0[stream].lock().unwrap_or_else(PoisonError::into_inner);
+        let failed = |problem: String| {
+            BenchError::failed(
+                "plain sockets failed",
+                format!("{problem}: look at the output of the other end"),
+            )
+        };
+        write_words(&*stream, &[numbers.start as u64, numbers.len() as u64])
+            .map_err(|error| failed(error.to_string()))?;
+        for (label, offset) in &memory.places[numbers] {
+            let mut left = label.bytes as usize;
+            while left > 0 {
+                let at = offset + u64::from(label.bytes) - left as u64;
+                match memory.blocks.receive(&*stream, at, left) {
+                    Ok(0) => return Err(failed("the other end closed the connection".into())),
+                    Ok(more) => left -= more,
+                    Err(rustix::io::Errno::INTR) => {}
+                    Err(errno) => return Err(failed(io::Error::from(errno).to_string())),
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Fetches all blocks, of which each stream has an equal part; GiB/s.
+    fn fetch_all(&self, memory: &Memory) -> Result<f64, BenchError> {
+        let (streams, count) = (self.0.len(), memory.places.len());
+        let bytes = memory.places.iter().map(|(label, _)| u64::from(label.bytes)).sum();
+        timed(streams, bytes, |stream| {
+            self.fetch(stream, memory, stream * count / streams..(stream + 1) * count / streams)
+        })
+    }
+}
+
+/// The first address of a name that somebody answers at.
+fn connect(address: &str) -> io::Result<TcpStream> {
+    let mut failed = io::Error::new(io::ErrorKind::NotFound, "the host has no address");
+    for address in address.to_socket_addrs()? {
+        match TcpStream::connect_timeout(&address, CONNECT_MAX) {
+            Ok(stream) => {
+                stream.set_nodelay(true)?;
+                stream.set_read_timeout(Some(SILENT_MAX))?;
+                stream.set_write_timeout(Some(SILENT_MAX))?;
+                return Ok(stream);
+            }
+            Err(error) => failed = error,
+        }
+    }
+    Err(failed)
+}
+
+/// Serves until this process ends, or measures; `say` tells where it serves.
+pub(super) fn measure(options: &Options, say: impl Fn(&str)) -> Result<Figures, BenchError> {
+    if !(1..=STREAMS_MAX).contains(&options.streams) {
+        let problem = format!("it must be 1 to {STREAMS_MAX}");
+        return Err(BenchError::option("streams", options.streams, &problem));
+    }
+    if let Some(address) = &options.address {
+        return measure_from(address, options.streams);
+    }
+    let owner =
+        Owner::start(options.serve.map_or((Ipv4Addr::LOCALHOST, 0).into(), |at| at.0), sizes(options)?)?;
+    let address = owner.address()?;
+    if options.serve.is_some() {
+        say(&format!(
+            "serving {} at {address}: run pillion bench peer HOST:{} on the other host\n",
+            options.size,
+            address.port()
+        ));
+        owner.serve();
+        return Err(BenchError::failed("the listener has ended", "start it again"));
+    }
+    thread::spawn(move || owner.serve());
+    measure_from(&address.to_string(), options.streams)
+}
+
+fn measure_from(address: &str, streams: usize) -> Result<Figures, BenchError> {
+    let (plain, sizes, mesh) = Plain::connect(address, streams)?;
+    let memory = Memory::without_blocks(sizes)?;
+    let (_, transport, ups) = tcp(READER, (Ipv4Addr::LOCALHOST, 0).into(), streams, &memory)?;
+    let mut reader = Reader::new(transport, ups, &memory, OWNER, mesh);
+    let (all, clock) = (0..reader.blocks(), Clock::start());
+    let gib = (u64::from(sizes.block_bytes) * u64::from(sizes.blocks)) as f64 / GIB;
+    // Connections, and checksums that the owner has from then on.
+    reader.fetch(all.clone())?;
+    plain.fetch_all(&memory)?;
+    let (mut limit, mut own, mut limit_us, mut own_us) = (vec![], vec![], vec![], vec![]);
+    for _ in 0..ROUNDS {
+        limit.push(plain.fetch_all(&memory)?);
+        own.push(gib / reader.fetch(all.clone())?);
+        for number in all.clone().cycle().take(ONES) {
+            let began = clock.now();
+            plain.fetch(0, &memory, number..number + 1)?;
+            limit_us.push((clock.now() - began).as_secs_f64() * 1e6);
+            own_us.push(reader.fetch(number..number + 1)? * 1e6);
+        }
+    }
+    let mut figures = Figures::new("peer");
+    figures.add("streams", streams);
+    figures.compare("fetch", ("plain", &mut limit), ("mesh", &mut own));
+    figures.add("plain_block_us", rounded(median(&mut limit_us)));
+    figures.add("mesh_block_us", rounded(median(&mut own_us)));
+    figures.add("mesh_block_p99_us", rounded(part(&mut own_us, 0.99)));
+    Ok(figures)
+}

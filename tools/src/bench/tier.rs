@@ -1,0 +1,187 @@
+//! The SSD tier on one device, without a sidecar: blocks written and read, so many at a time.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, channel};
+use std::time::Duration;
+
+use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
+use shm_protocol::pool::{SEGMENT_ALIGN, SlotRef};
+use shm_protocol::random::Random;
+use shm_protocol::region::Region;
+use tiers::ssd::{Backend, Config, Device, Ended, Log, Opened, Refused, Up};
+
+use super::{BenchError, shuffled};
+use sidecar::clock::{self, Clock};
+
+const NAMESPACE: NamespaceDigest = NamespaceDigest([7; 16]);
+/// What waits to be written at most, and how long a transfer may take: more than any load asks for.
+const WRITE_BYTES_MAX: u64 = 256 << 20;
+const LATE_MS: u64 = 60_000;
+
+/// What is written or read, and how many at a time.
+#[derive(Copy, Clone, Debug)]
+pub struct Load {
+    pub block_bytes: u64,
+    pub count: u64,
+    pub depth: u64,
+}
+
+/// How long a load took, and each block of it.
+#[derive(Debug)]
+pub struct Times {
+    pub seconds: f64,
+    pub blocks_us: Vec<f64>,
+}
+
+/// The tier, and a clock.
+#[derive(Debug)]
+pub struct Tier {
+    pub log: Log,
+    device: Device,
+    ups: Receiver<Up>,
+    free: Vec<SlotRef>,
+    clock: Clock,
+    /// When each slot's job began.
+    since: HashMap<u64, Duration>,
+    blocks_us: Vec<f64>,
+}
+
+/// The key of a block that is known by its number.
+pub fn key(number: u64) -> BlockKey {
+    let mut random = Random(number);
+    let words = [number, random.next(), random.next(), random.next()];
+    BlockKey { namespace: 0, group: 0, hash: BlockHash::from_words(words) }
+}
+
+// === impl Tier ===
+
+impl Tier {
+    /// On an opened device, whose earlier blocks have been found when this returns. Slots are those of `pool`, from its second
+    /// segment on.
+    pub fn start(opened: Opened, pool: &Arc<Region>, wanted: Option<Backend>) -> Result<Self, BenchError> {
+        let devices = vec![opened.geometry()];
+        let log = Log::new(Config { devices, write_bytes_max: WRITE_BYTES_MAX, late_ms: LATE_MS });
+        let (sender, ups) = channel();
+        let device = Device::start(opened, 0, Arc::clone(pool), wanted, move |up| drop(sender.send(up)))?;
+        let mut tier = Self {
+            log,
+            device,
+            ups,
+            free: Vec::new(),
+            clock: Clock::start(),
+            since: HashMap::new(),
+            blocks_us: Vec::new(),
+        };
+        while tier.log.stats().devices[0].recovering {
+            tier.pump()?;
+        }
+        Ok(tier)
+    }
+
+    fn now_ms(&self) -> u64 {
+        clock::millis(self.clock.now())
+    }
+
+    fn pump(&mut self) -> Result<(), BenchError> {
+        match self.ups.recv_timeout(Duration::from_millis(50)) {
+            Ok(up) => self.take(up)?,
+            Err(_) => self.log.tick(self.now_ms(), &mut Vec::new()),
+        }
+        while let Ok(up) = self.ups.try_recv() {
+            self.take(up)?;
+        }
+        self.device.post(self.log.drain_jobs());
+        Ok(())
+    }
+
+    fn take(&mut self, up: Up) -> Result<(), BenchError> {
+        match up {
+            Up::Note(note) => tracing::warn!("{note}"),
+            Up::Recovered(found) => self.log.recovered(&found, |_, _| Some(0)),
+            Up::Done(done) => {
+                if let Some(Ended::Written { slot, ok } | Ended::Read { slot, ok, .. }) =
+                    self.log.done(self.now_ms(), done)
+                {
+                    if !ok {
+                        let problem = format!(
+                            "{:?}: look at the kernel's log (dmesg), or name another disk",
+                            done.result
+                        );
+                        return Err(BenchError::failed("a block was not transferred completely", problem));
+                    }
+                    let since = self.since.remove(&slot.offset).unwrap_or_default();
+                    self.blocks_us.push((self.clock.now() - since).as_secs_f64() * 1e6);
+                    self.free.push(slot);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Runs a load to its end; `begin` says whether there was room for the block.
+    fn run(
+        &mut self,
+        load: Load,
+        mut begin: impl FnMut(&mut Log, u64, SlotRef) -> Result<bool, BenchError>,
+    ) -> Result<Times, BenchError> {
+        let slot = |at| SlotRef { offset: SEGMENT_ALIGN + at * load.block_bytes, generation: 0 };
+        self.free = (0..load.depth).map(slot).collect();
+        let began = self.clock.now();
+        let mut next = 0;
+        while (self.blocks_us.len() as u64) < load.count {
+            while next < load.count
+                && let Some(slot) = self.free.pop()
+            {
+                if !begin(&mut self.log, next, slot)? {
+                    self.free.push(slot);
+                    break;
+                }
+                self.since.insert(slot.offset, self.clock.now());
+                next += 1;
+            }
+            self.device.post(self.log.drain_jobs());
+            self.pump()?;
+        }
+        let seconds = (self.clock.now() - began).as_secs_f64();
+        Ok(Times { seconds, blocks_us: std::mem::take(&mut self.blocks_us) })
+    }
+
+    /// Writes blocks that are numbered from `first` on.
+    pub fn write(&mut self, load: Load, first: u64) -> Result<Times, BenchError> {
+        self.run(load, |log, number, slot| {
+            match log.write(key(first + number), NAMESPACE, load.block_bytes, slot) {
+                Ok(_) => Ok(true),
+                Err(Refused::Busy) => Ok(false),
+                Err(refused) => {
+                    let remedy = match refused {
+                        Refused::TooLarge => "raise --size, or lower --block-size",
+                        _ => "look at the kernel's log (dmesg), or name another disk",
+                    };
+                    Err(BenchError::failed("a block was not accepted", format!("{refused}: {remedy}")))
+                }
+            }
+        })
+    }
+
+    /// Reads them in random order; the tier verifies each.
+    pub fn read(&mut self, load: Load, first: u64) -> Result<Times, BenchError> {
+        let order = shuffled(first..first + load.count);
+        self.run(load, |log, number, slot| match log.read(0, &key(order[number as usize]), slot, 1) {
+            Some(_) => Ok(true),
+            None => {
+                let problem = "its segment was reused before it was read: raise --size";
+                Err(BenchError::failed("a block is missing", problem))
+            }
+        })
+    }
+}
+
+// === impl Times ===
+
+impl Times {
+    /// The time that so large a part of the blocks did not take longer than.
+    pub fn part_us(&mut self, part: f64) -> f64 {
+        super::part(&mut self.blocks_us, part)
+    }
+}

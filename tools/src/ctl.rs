@@ -1,0 +1,118 @@
+//! `pillion ctl`: asks a running sidecar over its control socket, or its control address, and prints what it answers.
+
+mod client;
+
+use std::io::Read;
+use std::path::PathBuf;
+
+use clap::{Args, Subcommand};
+use serde_json::{Value, json};
+
+pub use self::client::{CtlError, FROZEN, Target, request};
+use sidecar::config::{self, Level, default_control_socket, default_socket};
+
+/// Bytes of the longest list of keys that is read from standard input: more than the sidecar takes.
+const INPUT_BYTES_MAX: u64 = 1 << 20;
+
+/// Options of `pillion ctl`.
+#[derive(Args, Clone, Debug)]
+pub struct Options {
+    /// The sidecar's control socket [default: as pillion serve]
+    #[arg(long, global = true, env = "PILLION_CONTROL_SOCKET", value_name = "PATH")]
+    pub control_socket: Option<PathBuf>,
+    /// The sidecar's --socket, beside which its control socket is looked for unless --control-socket is given
+    #[arg(long, global = true, env = "PILLION_SOCKET", value_name = "PATH")]
+    pub socket: Option<PathBuf>,
+    /// The sidecar's --control-listen address, used instead of the socket; requires --token-file
+    #[arg(long, global = true, value_name = "HOST:PORT")]
+    pub address: Option<String>,
+    /// File with the token for --address
+    #[arg(long, global = true, value_name = "FILE")]
+    pub token_file: Option<PathBuf>,
+    #[command(subcommand)]
+    pub ask: Ask,
+}
+
+/// What is asked of a sidecar, or told it.
+#[derive(Clone, Debug, Subcommand)]
+pub enum Ask {
+    /// Print what the sidecar knows of its namespaces: facts, engines, and the number of blocks in memory, on disks
+    /// and at peers.
+    Namespaces {
+        /// Print only the entry of this namespace, in the form that pillion doctor takes.
+        namespace: Option<String>,
+    },
+    /// Print where blocks are: in memory, on a disk, at peers.
+    Lookup {
+        /// The namespace, 32 hex digits.
+        namespace: String,
+        /// Block hashes in hex, as pillion keys prints them. Without any, they are read from standard input.
+        keys: Vec<String>,
+    },
+    /// Remove the blocks of a namespace from memory and disks.
+    Evict {
+        /// The namespace, 32 hex digits.
+        namespace: String,
+    },
+    /// Print the level of the least severe messages that are logged, or change it until the sidecar ends.
+    LogLevel {
+        /// The new level. Without it the present level is printed.
+        #[arg(value_name = "error|warn|info|debug")]
+        level: Option<Level>,
+    },
+    /// Let the sidecar finish the work under way, write memory to disks, and end, as SIGTERM does.
+    Drain,
+}
+
+/// Asks, and returns what is to be printed.
+pub fn ask(options: &Options) -> Result<String, CtlError> {
+    let target = options.target()?;
+    let post = |path, body: &Value| request(&target, "POST", path, &body.to_string());
+    match &options.ask {
+        Ask::Namespaces { namespace: None } => request(&target, "GET", "/namespaces", ""),
+        Ask::Namespaces { namespace: Some(wanted) } => {
+            entry(&request(&target, "GET", "/namespaces", "")?, wanted)
+        }
+        Ask::Lookup { namespace, keys } => {
+            let keys = if keys.is_empty() { read_keys(std::io::stdin().lock())? } else { keys.clone() };
+            post("/lookup", &json!({ "namespace": namespace, "keys": keys }))
+        }
+        Ask::Evict { namespace } => post("/evict", &json!({ "namespace": namespace })),
+        Ask::LogLevel { level: None } => request(&target, "GET", "/log-level", ""),
+        Ask::LogLevel { level: Some(level) } => post("/log-level", &json!({ "level": level.name() })),
+        Ask::Drain => post("/drain", &json!({})),
+    }
+}
+
+/// The entry of one namespace.
+fn entry(page: &str, wanted: &str) -> Result<String, CtlError> {
+    let page: Value = serde_json::from_str(page).map_err(|error| CtlError::Answer(error.to_string()))?;
+    let mut entries = page["namespaces"].as_array().into_iter().flatten();
+    let found = entries.find(|entry| entry["namespace"] == wanted);
+    let found = found.ok_or_else(|| CtlError::Namespace(wanted.to_owned()))?;
+    Ok(serde_json::to_string_pretty(found).expect("it was JSON") + "\n")
+}
+
+/// Keys apart by white space.
+fn read_keys(from: impl Read) -> Result<Vec<String>, CtlError> {
+    let mut text = String::new();
+    from.take(INPUT_BYTES_MAX).read_to_string(&mut text).map_err(CtlError::Input)?;
+    Ok(text.split_whitespace().map(str::to_owned).collect())
+}
+
+// === impl Options ===
+
+impl Options {
+    fn target(&self) -> Result<Target, CtlError> {
+        match (&self.address, &self.token_file) {
+            (Some(address), Some(file)) => {
+                Ok(Target::Tcp { address: address.clone(), token: config::read_token(file)? })
+            }
+            (None, None) => {
+                let beside = || default_control_socket(&self.socket.clone().unwrap_or_else(default_socket));
+                Ok(Target::Unix(self.control_socket.clone().unwrap_or_else(beside)))
+            }
+            _ => Err(CtlError::Pair),
+        }
+    }
+}

@@ -1,0 +1,147 @@
+//! `pillion doctor`: what is wrong with this host, or with a pair of engines that should share, and how to change it.
+
+mod control;
+mod disk;
+mod engines;
+mod host;
+mod mesh;
+mod pair;
+
+use std::fmt::Write;
+use std::path::PathBuf;
+
+use clap::Args;
+use serde::Serialize;
+use thiserror::Error;
+
+pub(crate) use self::host::{hello, unreached};
+use sidecar::config;
+
+/// Bytes of the largest configuration that is read: the facts of one record, and room.
+const FILE_BYTES_MAX: u64 = 1 << 20;
+
+/// Options of `pillion doctor`.
+#[derive(Args, Clone, Debug)]
+pub struct Options {
+    /// Configurations of two engines, each as pillion ctl namespaces NAMESPACE prints it. Without them this host is
+    /// checked
+    #[arg(value_names = ["A.json", "B.json"], num_args = 2)]
+    pub pair: Vec<PathBuf>,
+    /// The sidecar's socket [default: as pillion serve]
+    #[arg(long, env = "PILLION_SOCKET", value_name = "PATH")]
+    pub socket: Option<PathBuf>,
+    /// The sidecar's control socket [default: beside its socket]
+    #[arg(long, env = "PILLION_CONTROL_SOCKET", value_name = "PATH")]
+    pub control_socket: Option<PathBuf>,
+    /// Disk to check, as pillion serve takes it. May be given several times
+    #[arg(long, value_name = "PATH:SIZE[:create]")]
+    pub ssd: Vec<config::Disk>,
+    /// Memory for blocks, as pillion serve takes it; checks whether --nics can register so much
+    #[arg(long, value_name = "SIZE")]
+    pub dram: Option<config::Size>,
+    /// Print a JSON array of {check, level, text, remedy}
+    #[arg(long)]
+    pub json: bool,
+    /// Options of the mesh, as pillion serve takes them. Addresses, names, certificates and NICs are checked.
+    #[command(
+        flatten,
+        next_help_heading = "Options of the mesh, as pillion serve takes them; --mesh-listen, --peer, certificates and --nics are checked"
+    )]
+    pub mesh: config::MeshOptions,
+}
+
+/// How bad it is.
+#[derive(Copy, Clone, Debug, Eq, Ord, PartialEq, PartialOrd, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Level {
+    /// As it should be, or of no harm.
+    Ok,
+    /// Some engines or features are not served.
+    Warn,
+    /// Nothing is shared, or requests fail.
+    Fail,
+}
+
+/// One thing that was looked at.
+#[derive(Clone, Debug, Eq, PartialEq, Serialize)]
+pub struct Finding {
+    /// What was looked at, in one word.
+    pub check: String,
+    /// How bad it is.
+    pub level: Level,
+    pub text: String,
+    /// What to change, where something should be.
+    pub remedy: Option<String>,
+}
+
+/// What was asked for cannot be looked at; the text names the remedy.
+#[derive(Debug, Error)]
+pub enum DoctorError {
+    /// A file that cannot be read.
+    #[error("cannot read {path}: {source}")]
+    Unreadable { path: PathBuf, source: std::io::Error },
+    /// A file that is no configuration.
+    #[error(
+        "{path} is not a namespace entry ({text}): pass one as pillion ctl namespaces NAMESPACE prints it"
+    )]
+    Malformed { path: PathBuf, text: String },
+}
+
+/// Looks at what the options name.
+pub fn examine(options: &Options) -> Result<Vec<Finding>, DoctorError> {
+    if let [one, other] = options.pair.as_slice() {
+        return Ok(pair::compare(&pair::Engine::read(one)?, &pair::Engine::read(other)?));
+    }
+    let socket = options.socket.clone().unwrap_or_else(config::default_socket);
+    let mut found = host::look(&socket);
+    if found.iter().any(|finding| finding.check == host::SIDECAR && finding.level == Level::Ok) {
+        let beside = || config::default_control_socket(&socket);
+        found.extend(control::look(&options.control_socket.clone().unwrap_or_else(beside)));
+    }
+    found.extend(engines::check_engines());
+    found.extend(options.ssd.iter().map(disk::look));
+    found.extend(mesh::look(&options.mesh, options.dram));
+    Ok(found)
+}
+
+/// The findings as a person reads them, or as JSON.
+pub fn report(findings: &[Finding], json: bool) -> String {
+    if json {
+        return serde_json::to_string_pretty(findings).expect("texts alone") + "\n";
+    }
+    let mut report = String::new();
+    for Finding { check, level, text, remedy } in findings {
+        let level = match level {
+            Level::Ok => "ok  ",
+            Level::Warn => "warn",
+            Level::Fail => "FAIL",
+        };
+        writeln!(report, "{level}  {check}: {text}").expect("a String takes all");
+        if let Some(remedy) = remedy {
+            writeln!(report, "      -> {remedy}").expect("a String takes all");
+        }
+    }
+    report
+}
+
+/// Whether nothing must be changed.
+pub fn passes(findings: &[Finding]) -> bool {
+    findings.iter().all(|finding| finding.level < Level::Fail)
+}
+
+// === impl Finding ===
+
+impl Finding {
+    fn ok(check: impl Into<String>, text: impl Into<String>) -> Self {
+        Self { check: check.into(), level: Level::Ok, text: text.into(), remedy: None }
+    }
+
+    fn bad(
+        level: Level,
+        check: impl Into<String>,
+        text: impl Into<String>,
+        remedy: impl Into<String>,
+    ) -> Self {
+        Self { check: check.into(), level, text: text.into(), remedy: Some(remedy.into()) }
+    }
+}

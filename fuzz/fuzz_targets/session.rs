@@ -26,7 +26,7 @@ use shm_protocol::session::{RegionRing, Ring, SessionMemory};
 use sidecar::config::SsdAdmission;
 use sidecar::copiers::Copiers;
 use sidecar::core::{Action, CopyId, Core, Event};
-use sidecar::session::Session;
+use sidecar::clients::session::Session;
 use tiers::dram::{self, Dram};
 use tiers::ssd::{self, Done, Fault, Geometry, Job, Log, Recovered};
 

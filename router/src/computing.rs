@@ -19,7 +19,7 @@ use super::prompt::PARAMS;
 use super::tokens::Sizes;
 use super::usage::Usage;
 use super::{Router, watch};
-use sidecar::connections::first;
+use sidecar::pages::connections::first;
 
 /// An engine that has answered no prompt for so long is not waited for alone any more: the one that answers is asked, which knows by its
 /// sidecar whether the prompt is promised. It computes after a second where it is not, so that a client waits 5 s at most.

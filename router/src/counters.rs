@@ -7,7 +7,7 @@ use prometheus::{IntCounter, IntCounterVec, Registry, TextEncoder};
 use super::figures::merge_families;
 use super::forward::ForwardError;
 use super::prompt::Whole;
-use sidecar::metrics::figures::{counter, counters};
+use sidecar::pages::metrics::figures::{counter, counters};
 
 /// Counters of one router, all of them there before the first prompt.
 #[derive(Debug)]

@@ -10,7 +10,7 @@ use prometheus::proto::MetricFamily;
 use prometheus::{Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGauge, Registry};
 
 use super::handed_over::HandedOver;
-use sidecar::metrics::figures::{counter, counters_of, gauge, register_metric, show};
+use sidecar::pages::metrics::figures::{counter, counters_of, gauge, register_metric, show};
 
 /// Seconds: from the first token of a short prompt to the longest answer.
 const BUCKETS: [f64; 14] = [5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0];

@@ -73,7 +73,7 @@ use self::server::{failure, plain};
 use self::tls::RouteTls;
 use self::tokens::TokenBytes;
 use sidecar::config::{IpPort, Level, LogFormat, Size, Time};
-use sidecar::connections::first;
+use sidecar::pages::connections::first;
 
 const REQUEST_ID: &str = "x-request-id";
 /// A longer body is read by a thread of its own: streams go on meanwhile.

@@ -11,7 +11,7 @@ use tokio::time::sleep;
 use super::listed::EngineList;
 use super::names::{self, Names};
 use super::{Options, Router};
-use sidecar::connections::first;
+use sidecar::pages::connections::first;
 
 /// Keeps a router's engines up to date.
 #[derive(Debug)]

@@ -34,8 +34,8 @@ use super::forward::Answer;
 use super::refresh::Refresher;
 use super::tls::TowardsClients;
 use super::{Options, REQUEST_ID, Router, connector};
-use sidecar::connections::{Admitted, Connections, first};
-use sidecar::listener;
+use sidecar::clients::listener;
+use sidecar::pages::connections::{Admitted, Connections, first};
 
 /// A request line and headers come in one packet; who takes longer is not served.
 const HEADER_TIME_MAX: Duration = Duration::from_secs(30);

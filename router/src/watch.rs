@@ -9,7 +9,7 @@ use tokio::time::Instant;
 
 use super::engines::Engine;
 use super::forward::{Asked, ForwardError};
-use sidecar::connections::first;
+use sidecar::pages::connections::first;
 
 /// How often an engine that has not answered yet is asked for a sign of life, and how long it may give none.
 const LOOK: Duration = Duration::from_secs(1);

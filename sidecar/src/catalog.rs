@@ -15,7 +15,7 @@ use shm_protocol::namespace::{self, Facts, WEIGHTS_LIVE};
 
 use crate::compare::Difference;
 use crate::core::{Barred, Proof, SessionId, Standing, whole};
-use crate::quotas::{Level, Levels};
+use crate::pages::quotas::{Level, Levels};
 
 /// The catalog as its two threads share it.
 #[derive(Clone, Debug, Default)]

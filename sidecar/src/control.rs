@@ -4,6 +4,7 @@
 //! A thread of its own serves both. What only the data thread knows it asks through the [`Inbox`], which has a limit, and what
 //! peers know through the mesh; both are waited for for a limited time.
 
+pub mod inbox;
 mod namespaces;
 mod refusals;
 mod requests;
@@ -35,13 +36,13 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use self::refusals::{Cause, Refusals, Refused};
 pub use self::requests::{ANSWER_TIME_MAX, EVICTION_TIME_MAX};
 use crate::catalog;
+use crate::clients::listener::{Listener, Use};
 use crate::config::{self, ControlTcp, Token};
+use crate::control::inbox::Inbox;
 use crate::error::StartError;
 use crate::forecaster::Foretold;
-use crate::inbox::Inbox;
-use crate::listener::{Listener, Use};
 use crate::logging::LogLevel;
-use crate::quotas::Levels;
+use crate::pages::quotas::Levels;
 
 /// Connections served at once at each address; the rest wait in the kernel's backlog.
 const CONNECTIONS_MAX: usize = 16;

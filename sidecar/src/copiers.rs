@@ -24,8 +24,8 @@ use self::gpu::{Asked, GpuRank};
 use self::host::{HostCopiers, HostRank};
 use self::staged::StagedRank;
 use crate::core::{Comparison, CopyId, Direction, Found, Piece, SessionId};
-use crate::pinning::Pinned;
-use crate::wake::EndSignal;
+use crate::memory::pinning::Pinned;
+use crate::system::wake::EndSignal;
 
 /// The memory of a worker session.
 #[derive(Clone, Debug)]

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 
 use thiserror::Error;
 
-use crate::listener::ListenError;
+use crate::clients::listener::ListenError;
 
 /// The sidecar cannot start; the text names the remedy.
 #[derive(Debug, Error)]

@@ -13,7 +13,7 @@ use tiers::forecast::{Forecast, ROOMS, SLOTS_MAX};
 
 use crate::core::Ended;
 use crate::error::StartError;
-use crate::metrics::figures::{counter, counters, raise};
+use crate::pages::metrics::figures::{counter, counters, raise};
 
 /// Requests that wait to be played.
 const WAITING_MAX: usize = 256;

@@ -5,8 +5,8 @@
 
 use std::collections::VecDeque;
 
+use crate::clients::session::{Session, Violation};
 use crate::core::{Event, SessionId};
-use crate::session::{Session, Violation};
 
 /// A turn's stages, in their order.
 ///

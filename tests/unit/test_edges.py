@@ -62,6 +62,7 @@ def test_a_child_belongs_to_its_parent(edges: ModuleType, tmp_path: Path) -> Non
     files = {"lib": "mod a; mod b;", "a": "mod child; use child::Child;", "a__child": "use super::A;"}
     assert loops(edges, tmp_path, **files, b="") == []
     assert loops(edges, tmp_path, **files | {"a__child": "use crate::b::B;"}, b="use crate::a::A;") == [["a", "b"]]
+    assert edges.count_rooms(edges.rust_graph(tmp_path / "lib.rs")) == (2, 2)
 
 
 def test_the_list_is_what_there_is(edges: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

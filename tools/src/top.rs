@@ -1,4 +1,4 @@
-//! `pillion top`: the tables of [`sidecar::overview`] on a terminal, read from a sidecar's `/metrics` again and again.
+//! `pillion top`: the tables of [`sidecar::pages::overview`] on a terminal, read from a sidecar's `/metrics` again and again.
 
 use std::io::IsTerminal;
 use std::net::SocketAddr;
@@ -16,9 +16,9 @@ use ratatui::text::Line;
 use ratatui::widgets::{Block, Paragraph, Row, Table, Wrap};
 
 use crate::ctl::{CtlError, Target, request};
-use sidecar::clock;
 use sidecar::config::{HTTP_DEFAULT, IpPort, Time};
-use sidecar::overview::{Overview, Samples, Section};
+use sidecar::pages::overview::{Overview, Samples, Section};
+use sidecar::system::clock;
 
 /// A cell's width: of names, and of figures.
 const NAME_WIDTH: u16 = 24;

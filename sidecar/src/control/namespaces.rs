@@ -12,9 +12,9 @@ use super::Handler;
 use super::refusals::Refused;
 use super::requests::ANSWER_TIME_MAX;
 use crate::catalog::Entry;
+use crate::control::inbox::{Ask, Surveyed};
 use crate::core::Kept;
-use crate::inbox::{Ask, Surveyed};
-use crate::quotas::Levels;
+use crate::pages::quotas::Levels;
 
 /// A namespace, as far as anything is known of it.
 #[derive(Serialize)]

@@ -3,7 +3,7 @@
 use hyper::StatusCode;
 use prometheus::{IntCounterVec, Registry};
 
-use crate::metrics::figures::counters_of;
+use crate::pages::metrics::figures::counters_of;
 
 shm_protocol::labels! {
     /// Why a request is refused; the label of `pillion_control_refused_total`.

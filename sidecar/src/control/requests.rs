@@ -14,8 +14,8 @@ use tokio::sync::oneshot;
 use super::refusals::{Cause, Refused};
 use super::{Handler, Last, page};
 use crate::config::Level;
+use crate::control::inbox::{Ask, Evicted, Found, KEYS_MAX, Reply};
 use crate::core::Kept;
-use crate::inbox::{Ask, Evicted, Found, KEYS_MAX, Reply};
 
 /// A data thread that turns takes an ask within milliseconds; a count of all blocks takes a tenth of a second for ten million.
 pub const ANSWER_TIME_MAX: Duration = Duration::from_secs(10);

@@ -39,9 +39,9 @@ use self::contexts::{Contexts, Place};
 use self::lane::{BATCH_BYTES_MAX, BATCH_BYTES_SHARED, End, Lane, Transfer};
 use self::link::{Seat, Turn};
 use super::{Batch, Ends, Memory, Rank};
-use crate::clock::Clock;
 use crate::core::{self, SessionId};
-use crate::pinning::{Pinned, SLICE_BYTES};
+use crate::memory::pinning::{Pinned, SLICE_BYTES};
+use crate::system::clock::Clock;
 
 /// Time between two looks at a batch in flight.
 const POLL: Duration = Duration::from_micros(20);
@@ -77,7 +77,7 @@ pub(super) struct Asked {
     pub(super) seat: Seat,
     pub(super) contexts: Contexts<Gpu>,
     pub(super) ends: Ends,
-    /// Held until the memory is closed; see [`crate::session::Session::socket`].
+    /// Held until the memory is closed; see [`crate::clients::session::Session::socket`].
     pub(super) _socket: Arc<OwnedFd>,
     pub(super) process: Option<OwnedFd>,
 }

@@ -17,7 +17,7 @@ use tiers::pool::Pool;
 
 use super::{Batch, Ends, Finished};
 use crate::core::{Comparison, Direction, Found, Piece, SessionId};
-use crate::wake::EndSignal;
+use crate::system::wake::EndSignal;
 
 /// Blocks that one thread takes at a time: enough that taking costs nothing, few enough that a batch spreads over all
 /// threads and a closed gate is soon seen.
@@ -36,7 +36,7 @@ pub(super) struct HostRank {
     memory: HostMemory,
     words: SessionMemory,
     stopped: AtomicBool,
-    /// Held until the last copy ended; see [`crate::session::Session::socket`].
+    /// Held until the last copy ended; see [`crate::clients::session::Session::socket`].
     _socket: Arc<OwnedFd>,
 }
 

@@ -26,8 +26,8 @@ use tiers::pool::Pool;
 
 use self::desk::{Desk, Filled, Turn};
 use super::{Batch, Ends};
-use crate::clock::Clock;
 use crate::core::Direction;
+use crate::system::clock::Clock;
 
 /// Time between two looks for a rank that answers no more.
 const LOOK: Duration = Duration::from_secs(1);
@@ -47,7 +47,7 @@ struct Shared {
     pool: Arc<Pool>,
     ends: Ends,
     clock: Clock,
-    /// Held until the last copy ended; see [`crate::session::Session::socket`].
+    /// Held until the last copy ended; see [`crate::clients::session::Session::socket`].
     socket: Arc<OwnedFd>,
 }
 

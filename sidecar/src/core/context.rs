@@ -14,7 +14,7 @@ use super::namespaces::{Binding, Namespaces};
 use super::quotas::Quotas;
 use super::stats::Stats;
 use super::timing::{Timed, Took};
-use crate::clock::millis;
+use crate::system::clock::millis;
 
 /// Some 10 ms with what is evicted for them.
 const CLAIMS_MAX: usize = 8192;

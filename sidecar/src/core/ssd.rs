@@ -17,8 +17,8 @@ use tiers::ssd::{self, Done, Ended, Job, Label, Log, Recovered, Ticket};
 use self::writes::Unwritten;
 use super::namespaces::{Namespaces, Space};
 use super::quotas::Quotas;
-use crate::clock::millis;
 use crate::config::SsdAdmission;
+use crate::system::clock::millis;
 
 /// The core's part in the SSD tier.
 #[derive(Debug)]

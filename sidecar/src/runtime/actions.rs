@@ -4,12 +4,12 @@ use tiers::pool::Pool;
 
 use super::Runtime;
 use crate::catalog::Blocks;
-use crate::checksums::Checksums;
+use crate::clients::session::{Session, Violation};
 use crate::copiers::{Batch, Finished};
 use crate::core::{Action, SessionId};
-use crate::metrics::CloseReason;
-use crate::peers::Peers;
-use crate::session::{Session, Violation};
+use crate::pages::metrics::CloseReason;
+use crate::ports::checksums::Checksums;
+use crate::ports::peers::Peers;
 
 // === impl Runtime: actions ===
 

@@ -1,9 +1,9 @@
 //! What the data thread is asked for from outside: one ask between two turns, and of a long one a part.
 
 use super::Runtime;
+use crate::control::inbox::{Ask, Evicted, Found, Reply, Surveyed};
 use crate::core::{Eviction, Location, Survey};
-use crate::inbox::{Ask, Evicted, Found, Reply, Surveyed};
-use crate::peers::Peers;
+use crate::ports::peers::Peers;
 
 /// An ask that takes several turns.
 #[derive(Debug)]

@@ -3,8 +3,8 @@
 use tiers::pool::Found;
 
 use super::Runtime;
-use crate::checksums::{Checksums, Summed};
 use crate::core::Event;
+use crate::ports::checksums::{Checksums, Summed};
 
 // === impl Runtime: checksums ===
 

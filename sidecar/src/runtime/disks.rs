@@ -4,7 +4,7 @@ use tiers::ssd::Up;
 
 use super::Runtime;
 use crate::core::Event;
-use crate::disks::Disks;
+use crate::ports::disks::Disks;
 
 /// Blocks of an earlier life that cost as much as one end of a transfer, some 8 us.
 const RECOVERED_AT_ONCE: usize = 32;

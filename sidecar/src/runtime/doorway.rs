@@ -18,13 +18,13 @@ use shm_protocol::wait;
 
 use super::Runtime;
 use crate::catalog::Blocks;
+use crate::clients::greeter::Caller;
+use crate::clients::refusals::Cause;
+use crate::clients::session::Session;
 use crate::copiers::{Copiers, Rank, RankNews};
 use crate::core::{Action, Event, SessionId};
-use crate::greeter::Caller;
-use crate::metrics::CloseReason;
-use crate::poller::Source;
-use crate::refusals::Cause;
-use crate::session::Session;
+use crate::pages::metrics::CloseReason;
+use crate::system::poller::Source;
 
 /// Sessions at once: a host of 16 GPUs with one engine each has 32; room for eight restarts of all at once.
 const SESSIONS_MAX: usize = 256;

@@ -5,7 +5,7 @@ use shm_protocol::pool::SlotRef;
 
 use super::Runtime;
 use crate::core::Event;
-use crate::peers::{Peers, Told};
+use crate::ports::peers::{Peers, Told};
 
 // === impl Runtime: peers ===
 

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use super::opening::OPENING_POLL;
 use super::{Runtime, TICK};
-use crate::heartbeat;
-use crate::poller::Source;
+use crate::pages::heartbeat;
+use crate::system::poller::Source;
 use crate::turn;
 
 /// How long to spin after the last work. A peer's next message of the same step comes within microseconds, but ringing a

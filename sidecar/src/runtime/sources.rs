@@ -3,11 +3,11 @@
 use shm_protocol::layout::QUERY_KEYS;
 
 use super::{Runtime, TICK};
-use crate::clock::millis;
+use crate::clients::session::{Session, Violation};
 use crate::copiers::Finished;
 use crate::core::{Event, SessionId};
-use crate::metrics::CloseReason;
-use crate::session::{Session, Violation};
+use crate::pages::metrics::CloseReason;
+use crate::system::clock::millis;
 use crate::turn::{Host, Source};
 
 /// Keys and block ids that one session's messages may name before the next session has its turn: a long request's, or one

@@ -9,8 +9,8 @@ use shm_protocol::handshake::BlockRegion;
 use shm_protocol::region::Access;
 
 use super::{BenchError, Figures, GIB, ROUNDS, median, memory, rounded};
-use sidecar::clock::Clock;
 use sidecar::config::{COPY_THREADS_DEFAULT, Size};
+use sidecar::system::clock::Clock;
 
 const THREADS_MAX: usize = 256;
 

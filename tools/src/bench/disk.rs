@@ -11,8 +11,8 @@ use tiers::ssd::{Missing, Opened};
 
 use super::tier::{Load, Tier};
 use super::{BenchError, Figures, GIB, ROUNDS, memory, shuffled};
-use sidecar::clock::Clock;
 use sidecar::config::{Size, SsdIo};
+use sidecar::system::clock::Clock;
 
 /// Blocks at the device at a time: the most that the tier gives it of 2 MiB. The tier is posted twice as many, so that some wait.
 const DEPTH: u64 = 16;

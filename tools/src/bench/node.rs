@@ -14,7 +14,7 @@ use shm_protocol::pool::{SEGMENT_ALIGN, SlotRef};
 
 use super::tier::key;
 use super::{BenchError, memory};
-use sidecar::clock::Clock;
+use sidecar::system::clock::Clock;
 
 const NAMESPACE: NamespaceDigest = NamespaceDigest([7; 16]);
 /// A node has one life: nothing is restarted.

@@ -19,8 +19,8 @@ use super::copy::timed;
 use super::disk::block_bytes;
 use super::node::{self, BOOT, Memory, PEER, Reader, Sizes};
 use super::{BenchError, Figures, GIB, ROUNDS, median, part, rounded};
-use sidecar::clock::Clock;
 use sidecar::config::{IpPort, Size};
+use sidecar::system::clock::Clock;
 
 const OWNER: &str = "owner";
 const READER: &str = "reader";

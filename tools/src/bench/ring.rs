@@ -16,8 +16,8 @@ use shm_protocol::{message::Message, transport, wait};
 
 use super::{BenchError, Figures, ROUNDS, median, part, rounded};
 use crate::doctor::{self, Finding};
-use sidecar::clock::Clock;
 use sidecar::config::default_socket;
+use sidecar::system::clock::Clock;
 
 const CONNECT_MAX: Duration = Duration::from_secs(2);
 /// A sidecar answers in microseconds; one that has no core for so long is no figure.

@@ -12,7 +12,7 @@ use shm_protocol::region::Region;
 use tiers::ssd::{Backend, Config, Device, Ended, Log, Opened, Refused, Up};
 
 use super::{BenchError, shuffled};
-use sidecar::clock::{self, Clock};
+use sidecar::system::clock::{self, Clock};
 
 const NAMESPACE: NamespaceDigest = NamespaceDigest([7; 16]);
 /// What waits to be written at most, and how long a transfer may take: more than any load asks for.

@@ -6,7 +6,7 @@ use rustix::fs::{Access, FileType};
 
 use super::{Finding, Level};
 use sidecar::config::Disk;
-use sidecar::disks;
+use sidecar::ports::disks;
 
 const STAT_BLOCK_BYTES: u64 = 512;
 const MIB: u64 = 1 << 20;

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use crate::clock::Clock;
+use crate::system::clock::Clock;
 
 /// Bytes by which a rank may lead the least served one that is active: two batches, 5 ms on the wire.
 const LEAD_BYTES_MAX: u64 = 256 << 20;

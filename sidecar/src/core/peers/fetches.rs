@@ -16,11 +16,11 @@ use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::pool::SlotRef;
 
 use super::{Peers, stats};
-use crate::clock::millis;
 use crate::core::Action;
 use crate::core::arrivals::WAIT_MS_MAX;
 use crate::core::context::Context;
 use crate::core::namespaces::Binding;
+use crate::system::clock::millis;
 
 /// Peers that are asked for a block, one after the other.
 const HOLDERS_MAX: usize = 3;

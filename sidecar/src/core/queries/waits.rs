@@ -6,9 +6,9 @@ use shm_protocol::key::BlockKey;
 use shm_protocol::pool::SlotRef;
 
 use super::{Base, Binding, Context, Queries, Question, SessionId};
-use crate::clock::millis;
 use crate::core::arrivals::{WAIT_MS_MAX, Waiter};
 use crate::core::timing::{Part, Timed};
+use crate::system::clock::millis;
 
 /// What a query waits for.
 #[derive(Debug)]

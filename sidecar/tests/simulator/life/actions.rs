@@ -6,8 +6,8 @@ use shm_protocol::key::NamespaceDigest;
 use shm_protocol::message::Status;
 use shm_protocol::namespace;
 use shm_protocol::pool::{SLOT_HEADER_BYTES, SlotRef, slot};
+use sidecar::clients::session::Session;
 use sidecar::core::{Action, Comparison, Direction, Event, Piece, SessionId};
-use sidecar::session::Session;
 
 use super::Life;
 use crate::coverage;

@@ -9,9 +9,9 @@ use copy_engine::HostMemory;
 use shm_protocol::PROTOCOL_VERSION;
 use shm_protocol::region::Access;
 use shm_protocol::session::SessionMemory;
+use sidecar::clients::session::Session;
 use sidecar::copiers::Copiers;
 use sidecar::core::{Action, Event, SessionId};
-use sidecar::session::Session;
 
 use super::copies::Rank;
 use super::{Life, Peer};

@@ -2,8 +2,8 @@
 //! sleep.
 
 use shm_protocol::request::{Query, SchedulerRequest};
+use sidecar::clients::session::{Session, Violation};
 use sidecar::core::{Event, Request, SessionId};
-use sidecar::session::{Session, Violation};
 use sidecar::turn::{self, Host, Source};
 
 use super::Life;

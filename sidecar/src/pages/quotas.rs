@@ -7,7 +7,7 @@ use serde::Serialize;
 use shm_protocol::key::NamespaceDigest;
 
 use crate::config::quotas::{self, Quota};
-use crate::metrics::figures::{gauges, show};
+use crate::pages::metrics::figures::{gauges, show};
 
 /// How full every quota is, as its two threads share it.
 #[derive(Clone, Debug, Default)]

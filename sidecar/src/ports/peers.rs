@@ -24,7 +24,7 @@ pub use self::listing::Known;
 use crate::config::Mesh;
 use crate::core::Heard;
 use crate::error::StartError;
-use crate::wake::{EndSignal, Expected};
+use crate::system::wake::{EndSignal, Expected};
 
 /// Changes of a peer that are handed out at once: 0.2 to 0.5 ms of a filter's work.
 const CHANGES: usize = 1024;

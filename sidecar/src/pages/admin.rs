@@ -15,11 +15,11 @@ use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use prometheus::{Gauge, Registry, TextEncoder};
 
-use crate::clock;
-use crate::connections::{self, Connections};
-use crate::heartbeat::Heartbeat;
-use crate::overview::{self, Overview, Samples};
-use crate::progress::Progress;
+use crate::pages::connections::{self, Connections};
+use crate::pages::heartbeat::Heartbeat;
+use crate::pages::overview::{self, Overview, Samples};
+use crate::pages::progress::Progress;
+use crate::system::clock;
 
 /// Connections served at once: a scraper, two probes, a person. One more takes the place of the oldest that has sent no request.
 const CONNECTIONS_MAX: usize = 64;

@@ -8,9 +8,9 @@ use rustix::io::Errno;
 use shm_protocol::handshake::{self, Hello};
 use shm_protocol::transport;
 
-use crate::listener::{self, Listener};
-use crate::poller::{Poller, Source};
-use crate::refusals::{Cause, Refusals};
+use crate::clients::listener::{self, Listener};
+use crate::clients::refusals::{Cause, Refusals};
+use crate::system::poller::{Poller, Source};
 
 /// Peers that may be on their way at once: the listener's backlog.
 const GREETINGS_MAX: usize = 64;

@@ -16,8 +16,8 @@ use copy_engine::cuda::{self, Gpu, Registered};
 use shm_protocol::region::Region;
 
 use crate::config::{Size, UseGpu};
-use crate::metrics::PinningMetrics;
-use crate::numa::Near;
+use crate::memory::numa::Near;
+use crate::pages::metrics::PinningMetrics;
 
 /// Bytes locked by one call, which holds up this process's other copies: measured at 2.2 ms (p99). A single copy must not
 /// reach across the end of a slice: the driver knows each by itself.
@@ -226,7 +226,7 @@ mod tests {
     use shm_protocol::region::Access;
 
     use super::*;
-    use crate::metrics::Metrics;
+    use crate::pages::metrics::Metrics;
 
     const POOL_BYTES: usize = 2 * SLICE_BYTES + 3 * PAGE_BYTES;
 

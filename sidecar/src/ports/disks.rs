@@ -11,10 +11,10 @@ use shm_protocol::wait;
 use tiers::pool::Pool;
 use tiers::ssd::{self, Backend, Device, Geometry, Job, Missing, Opened, Up};
 
-use crate::clock::Clock;
 use crate::config::{Disk, SsdIo};
 use crate::error::StartError;
-use crate::wake::EndSignal;
+use crate::system::clock::Clock;
+use crate::system::wake::EndSignal;
 
 /// Bytes that may be on their way to one device: what the fastest drive writes in some 40 ms.
 const WRITE_BYTES_MAX: u64 = 256 << 20;

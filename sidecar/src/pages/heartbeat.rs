@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use crate::clock::{Clock, millis};
+use crate::system::clock::{Clock, millis};
 
 /// An idle data thread turns this often.
 pub const IDLE: Duration = Duration::from_millis(500);

@@ -9,8 +9,8 @@ use shm_protocol::key::NamespaceDigest;
 use tokio::sync::oneshot;
 
 use crate::catalog;
+use crate::control::inbox::{Ask, Inbox};
 use crate::core::Kept;
-use crate::inbox::{Ask, Inbox};
 
 /// What the catalog has, with the blocks that the data thread counts.
 #[derive(Debug)]

@@ -23,7 +23,7 @@ use self::ssd::SsdMetrics;
 use crate::compare::Number;
 use crate::config::Disk;
 use crate::core::{Holder, PeersStats, SsdStats, Stats, Timed};
-use crate::quotas::Levels;
+use crate::pages::quotas::Levels;
 
 shm_protocol::labels! {
     /// Why a session ended; the label of `pillion_sessions_closed_total`.

@@ -8,8 +8,8 @@ use std::time::Duration;
 use tiers::dram::HOLD_MS;
 use tiers::pool::Pool;
 
-use crate::pinning::Pinned;
-use crate::progress::Progress;
+use crate::memory::pinning::Pinned;
+use crate::pages::progress::Progress;
 
 /// How often whoever waits for memory looks.
 const POLL: Duration = Duration::from_millis(10);

@@ -97,7 +97,7 @@ mod tests {
         let resident = value("process_resident_memory_bytes");
         let memory = vec![1_u8; 64 << 20];
         assert!(value("process_resident_memory_bytes") > resident + memory.len() as f64 / 2.0);
-        let now = crate::clock::since_1970().as_secs_f64();
+        let now = crate::system::clock::since_1970().as_secs_f64();
         let started = value("process_start_time_seconds");
         assert!((now - 86_400.0..now + 2.0).contains(&started), "{started} is not about {now}");
         let cpu = value("process_cpu_seconds_total");

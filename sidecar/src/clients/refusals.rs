@@ -7,7 +7,7 @@ use shm_protocol::PROTOCOL_VERSION;
 use shm_protocol::handshake::{self, HandshakeError, Reply};
 use shm_protocol::transport;
 
-use crate::metrics::figures::counters_of;
+use crate::pages::metrics::figures::counters_of;
 
 shm_protocol::labels! {
     /// Why a connection is refused; the label of `pillion_connections_refused_total`.

@@ -1,0 +1,5 @@
+//! The pool's memory: reserved, locked for GPUs, and near them.
+
+pub mod numa;
+pub mod pinning;
+pub mod reserve;

@@ -1,0 +1,5 @@
+//! The kernel's clock, epoll and eventfds.
+
+pub mod clock;
+pub mod poller;
+pub mod wake;

@@ -28,6 +28,7 @@ pub use self::holders::Whose;
 pub use self::quotas::QuotaStats;
 pub use self::walk::Walk;
 use crate::Error;
+use crate::entries::{Place, State};
 pub use crate::error::{FillError, LeaseError};
 use crate::index::{Index, Print};
 use crate::lease::Leases;
@@ -36,7 +37,7 @@ use crate::ledger::Ledger;
 pub use crate::ledger::{HolderId, Holdings};
 use crate::policy::{Parent, Policy};
 pub use crate::quota::QuotaId;
-use crate::slab::{Place, Slab, State};
+use crate::slab::Slab;
 use crate::watch::Watch;
 
 /// A pool of `POOL_SEGMENTS` segments wastes at most 1/32 of its bytes on a block size that is used once.

@@ -12,6 +12,7 @@
 #![deny(unsafe_code)]
 
 pub mod dram;
+mod entries;
 mod error;
 pub mod forecast;
 pub mod given_up;
@@ -26,6 +27,7 @@ pub mod pool;
 mod quota;
 mod slab;
 pub mod ssd;
+mod standing;
 mod watch;
 
 /// The tests' rig is written against the crate's public face, and also serves tests inside.

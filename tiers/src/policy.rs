@@ -18,14 +18,13 @@ mod odds;
 use self::ends::Ends;
 use self::ghost::Ghost;
 use self::odds::Odds;
+use crate::entries::{Entry, Place, Queues};
 use crate::index::Print;
 use crate::ledger::{Group, HolderId};
 use crate::list::{List, Spot};
-use crate::quota::QuotaId;
-use crate::slab::{Entry, Place, Queues, Slab};
+use crate::slab::{Among, Slab};
+use crate::standing::{RANKS, Standing};
 
-/// Ranks: from the last one on, conversations go on about as often.
-pub(crate) const RANKS: usize = 8;
 /// The part of all blocks below which rank 0 loses none to what is older: prompts that are computed in steps would lose their
 /// first blocks to their next ones.
 const WINDOW_PART: u32 = 16;
@@ -33,10 +32,6 @@ const WINDOW_PART: u32 = 16;
 const TICKS_PER_ROOM: u64 = 256;
 /// Blocks that one which comes back from a hold is put ahead of, at most: thousands may have been used last in one tick.
 const LATER_MAX: usize = 64;
-/// What the policy knows of a block, in 16 bits: its rank, whether it was evicted not long before it came, and the tick of its
-/// last use, of which 12 bits are kept. That is 16 rooms, twice the oldest age that makes a difference.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub struct Standing(u16);
 
 /// Time, as blocks are used.
 #[derive(Debug, Default)]
@@ -55,15 +50,6 @@ pub(crate) struct Policy {
     ghost: Ghost,
     /// Kept between calls, so that none allocates.
     prints: Vec<Print>,
-}
-
-/// The blocks one of which must go.
-#[derive(Copy, Clone, Debug)]
-pub(crate) enum Among {
-    /// All of one size.
-    Class(usize),
-    /// All that count to one quota.
-    Quota(QuotaId),
 }
 
 /// A block at a tail.
@@ -91,60 +77,6 @@ pub(crate) enum Parent {
 /// A request that is over, for [`Policy::used`]: the rank that its blocks have at least.
 #[derive(Copy, Clone, Debug)]
 pub(crate) struct Turn(u8);
-
-// === impl Standing ===
-
-impl Standing {
-    /// Of a block that is not kept.
-    pub(crate) const NONE: Self = Self(0);
-    /// On a disk, of a block that DRAM keeps, too: no other standing there says that the block returned.
-    pub(crate) const ABOVE: Self = Self(Self::RETURNED);
-    /// On a disk, of a block of an earlier life.
-    pub(crate) const RECOVERED: Self = Self(1 << Self::RANK_SHIFT);
-    const TICK_BITS: u32 = 12;
-    const TICK_MASK: u16 = (1 << Self::TICK_BITS) - 1;
-    const RETURNED: u16 = 1 << Self::TICK_BITS;
-    const RANK_SHIFT: u32 = Self::TICK_BITS + 1;
-
-    pub(crate) fn new(rank: u8, returned: bool, tick: u32) -> Self {
-        let flag = if returned { Self::RETURNED } else { 0 };
-        Self(u16::from(rank) << Self::RANK_SHIFT | flag | (tick as u16 & Self::TICK_MASK))
-    }
-
-    #[inline]
-    pub(crate) fn rank(self) -> usize {
-        usize::from(self.0 >> Self::RANK_SHIFT)
-    }
-
-    pub(crate) fn returned(self) -> bool {
-        self.0 & Self::RETURNED != 0
-    }
-
-    /// Whether another request than its first has used the block, or went on from where it is.
-    pub fn was_used_again(self) -> bool {
-        self.rank() > 0
-    }
-
-    /// The same of a block that DRAM gave up.
-    pub(crate) fn left(self) -> Self {
-        Self(self.0 & !Self::RETURNED)
-    }
-
-    fn tick(self) -> u32 {
-        u32::from(self.0 & Self::TICK_MASK)
-    }
-
-    fn age(self, tick: u32) -> u32 {
-        u32::from((tick as u16).wrapping_sub(self.0) & Self::TICK_MASK)
-    }
-
-    #[inline]
-    fn at(self, tick: u32) -> Self {
-        Self(self.0 & !Self::TICK_MASK | tick as u16 & Self::TICK_MASK)
-    }
-}
-
-const _: () = assert!(RANKS == 1 << (u16::BITS - Standing::RANK_SHIFT));
 
 // === impl Clock ===
 

@@ -3,9 +3,9 @@
 //! A quota has queues of its own. They hold its blocks in the order that these have in the queues of their classes, so that the
 //! policy finds the next of them without meeting another's. That costs 12 bytes a slot, in a tier with quotas alone.
 
+use crate::entries::{Entry, Queues, Tables};
 use crate::ledger::{HolderId, Used};
 use crate::list::{Link, Links, NIL, Spot};
-use crate::slab::{Entry, Queues, Tables};
 
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct QuotaId(u32);

@@ -1,77 +1,31 @@
-//! Entries and slots: one 64-byte entry per slot, in tables that come and go with their segment.
-//!
-//! An entry's number is (segment, slot) in 32 bits, so that the slot's offset needs no storage, and an entry costs
-//! one cache line: the key for the full comparison, the generation, the policy's links, the lease count and the holder.
+//! The slots of a pool: segments, classes of block sizes, and the entries of each.
 
-mod claims;
 mod raise;
 
 use std::collections::VecDeque;
 
-use shm_protocol::key::{BlockHash, BlockKey};
 use shm_protocol::pool::{self, Geometry, SlotRef};
 
-use self::claims::Claims;
+use crate::entries::{Entries, Entry, Place, Queues, State, Tables};
 use crate::index::Index;
 use crate::ledger::HolderId;
-use crate::list::{Link, Links, List, Spot};
-use crate::policy::{Among, RANKS, Standing};
-use crate::quota::{Member, Quotas};
+use crate::list::{List, Spot};
+use crate::quota::{Member, QuotaId, Quotas};
+use crate::standing::Standing;
 
 /// Block sizes that may live in the pool at once; a class without segments gives way to a new one.
 const CLASSES_MAX: usize = 256;
 /// A segment of no class.
 const UNASSIGNED: u16 = u16::MAX;
 
-/// What a slot holds.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-#[repr(u8)]
-pub(crate) enum State {
-    Free,
-    Filling,
-    /// An earlier life's, whose bytes nobody has looked at: found by nobody.
-    Adopted,
-    /// The same, while somebody looks at them.
-    Verifying,
-    Committed,
-    /// It is not found any more; its bytes stay until nothing holds it.
-    Removed,
+/// The blocks one of which must go.
+#[derive(Copy, Clone, Debug)]
+pub(crate) enum Among {
+    /// All of one size.
+    Class(usize),
+    /// All that count to one quota.
+    Quota(QuotaId),
 }
-
-/// The list an entry is in.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-#[repr(u8)]
-pub(crate) enum Place {
-    /// None: being filled, leased when its turn to be evicted came or when it was removed, or an earlier life's that is not
-    /// verified.
-    Detached,
-    /// The free list of its class.
-    Free,
-    /// The policy's list of its rank.
-    Kept,
-}
-
-#[repr(C, align(64))]
-#[derive(Clone, Debug)]
-pub(crate) struct Entry {
-    pub(crate) key: BlockKey,
-    pub(crate) generation: u64,
-    pub(crate) link: Link,
-    pub(crate) claims: Claims,
-    pub(crate) state: State,
-    pub(crate) place: Place,
-    /// What the policy knows of it.
-    pub(crate) standing: Standing,
-}
-
-const _: () = assert!(size_of::<Entry>() == 64);
-
-/// The policy's lists of one holder, by rank.
-pub(crate) type Ranks = [List; RANKS];
-
-/// The policy's lists, by holder.
-#[derive(Debug, Default)]
-pub(crate) struct Queues(Vec<Ranks>);
 
 /// One block size: its slots and the queues they are in.
 #[derive(Debug)]
@@ -92,17 +46,6 @@ pub(crate) struct Segment {
     pub(crate) used: u32,
 }
 
-/// One `T` for every slot: a table for each segment, empty until the segment is assigned.
-#[derive(Clone, Debug)]
-pub(crate) struct Tables<T> {
-    tables: Box<[Box<[T]>]>,
-    /// Entry number = segment << shift | slot.
-    shift: u32,
-}
-
-/// The entries of all segments.
-pub(crate) type Entries = Tables<Entry>;
-
 /// All entries, segments and classes.
 #[derive(Debug)]
 pub(crate) struct Slab {
@@ -117,136 +60,6 @@ pub(crate) struct Slab {
     /// Segments of a class.
     assigned: usize,
     slots: u64,
-}
-
-// === impl Entry ===
-
-const VACANT: Entry = Entry {
-    key: BlockKey { namespace: 0, group: 0, hash: BlockHash([0; 32]) },
-    generation: 0,
-    link: Link { previous: crate::list::NIL, next: crate::list::NIL },
-    claims: Claims::NONE,
-    state: State::Free,
-    place: Place::Detached,
-    standing: Standing::NONE,
-};
-
-impl Entry {
-    pub(crate) const NONE: &Self = {
-        static NONE: Entry = VACANT;
-        &NONE
-    };
-
-    pub(crate) fn is_committed(&self) -> bool {
-        self.state == State::Committed
-    }
-
-    #[inline]
-    pub(crate) fn is_committed_as(&self, namespace: u32, group: u32, hash: &BlockHash) -> bool {
-        // A key made of these would be copied first.
-        let BlockKey { namespace: of, group: within, hash: this } = &self.key;
-        (self.state == State::Committed) & (*of == namespace) & (*within == group) & (this == hash)
-    }
-}
-
-// === impl Tables ===
-
-impl<T: Clone> Tables<T> {
-    pub(crate) fn new(segments: usize, shift: u32) -> Self {
-        Self { tables: (0..segments).map(|_| Box::default()).collect(), shift }
-    }
-
-    /// Makes a segment's table anew.
-    pub(crate) fn assign(&mut self, segment: usize, slots: u32, vacant: T) {
-        self.tables[segment] = vec![vacant; slots as usize].into_boxed_slice();
-    }
-
-    #[inline]
-    fn split(&self, id: u32) -> (usize, usize) {
-        ((id >> self.shift) as usize, (id & ((1 << self.shift) - 1)) as usize)
-    }
-
-    fn join(&self, segment: usize, slot: usize) -> u32 {
-        (segment as u32) << self.shift | slot as u32
-    }
-
-    /// The entry `id`, which exists.
-    #[inline]
-    pub(crate) fn get(&self, id: u32) -> &T {
-        let (segment, slot) = self.split(id);
-        &self.tables[segment][slot]
-    }
-
-    /// The entry `id`, which exists.
-    #[inline]
-    pub(crate) fn get_mut(&mut self, id: u32) -> &mut T {
-        let (segment, slot) = self.split(id);
-        &mut self.tables[segment][slot]
-    }
-
-    /// The segment of entry `id`.
-    #[inline]
-    pub(crate) fn segment(&self, id: u32) -> usize {
-        self.split(id).0
-    }
-
-    /// A segment's entries, none before it is assigned.
-    pub(crate) fn of(&self, segment: usize) -> &[T] {
-        &self.tables[segment]
-    }
-
-    /// Numbers of a segment's entries.
-    fn of_segment(&self, segment: usize) -> std::ops::Range<u32> {
-        let first = self.join(segment, 0);
-        first..first + self.tables[segment].len() as u32
-    }
-}
-
-impl Entries {
-    /// The entry `id`, or a vacant one where there is none.
-    #[inline]
-    pub(crate) fn get_or_vacant(&self, id: u32) -> &Entry {
-        let (segment, slot) = self.split(id);
-        self.tables.get(segment).and_then(|table| table.get(slot)).unwrap_or(Entry::NONE)
-    }
-}
-
-impl Links for Entries {
-    fn link(&mut self, id: u32) -> &mut Link {
-        &mut self.get_mut(id).link
-    }
-}
-
-// === impl Queues ===
-
-impl Queues {
-    /// The list that an entry is in, or is to be in.
-    pub(crate) fn list(&mut self, entry: &Entry) -> Option<&mut List> {
-        let kept = entry.place == Place::Kept;
-        kept.then(|| self.of_rank(entry.claims.holder(), entry.standing.rank()))
-    }
-
-    fn of_rank(&mut self, holder: HolderId, rank: usize) -> &mut List {
-        if self.0.len() <= holder.index() {
-            self.0.resize_with(holder.index() + 1, Ranks::default);
-        }
-        &mut self.0[holder.index()][rank]
-    }
-
-    /// Those who ever had a block here.
-    pub(crate) fn holders(&self) -> impl Iterator<Item = HolderId> + Clone + use<> {
-        HolderId::first(self.0.len())
-    }
-
-    /// The block at the tail of a holder's rank.
-    pub(crate) fn tail(&self, holder: HolderId, rank: usize) -> Option<u32> {
-        self.0.get(holder.index())?[rank].tail()
-    }
-
-    /// The lists of one of these.
-    pub(crate) fn of(&self, holder: HolderId) -> &Ranks {
-        &self.0[holder.index()]
-    }
 }
 
 // === impl Class ===
@@ -289,7 +102,7 @@ impl Slab {
     /// The quotas, made with the first.
     pub(crate) fn quotas_mut(&mut self) -> &mut Quotas {
         assert_eq!(self.assigned, 0, "quotas come before blocks");
-        let members = || Tables::new(self.segments.len(), self.entries.shift);
+        let members = || Tables::like(&self.entries);
         self.quotas.get_or_insert_with(|| Quotas::new(members()))
     }
 
@@ -415,7 +228,7 @@ impl Slab {
     pub(crate) fn adopt(&mut self, segment: usize, class: usize) {
         let slots = self.classes[class].geometry.slot_count;
         self.segments[segment] = Segment { class: class as u16, held: 0, used: 0 };
-        self.entries.assign(segment, slots, VACANT);
+        self.entries.assign(segment, slots, Entry::NONE.clone());
         if let Some(quotas) = &mut self.quotas {
             quotas.members.assign(segment, slots, Member::NONE);
         }
@@ -426,7 +239,7 @@ impl Slab {
 
     /// The entry of a slot of an assigned segment.
     pub(crate) fn entry(&self, segment: usize, index: u32) -> Option<u32> {
-        let exists = (index as usize) < self.entries.tables.get(segment)?.len();
+        let exists = (index as usize) < self.entries.get_table(segment)?.len();
         exists.then(|| self.entries.join(segment, index as usize))
     }
 

@@ -13,6 +13,7 @@ pub mod raw;
 mod recovery;
 
 use std::fmt;
+use std::sync::Arc;
 
 use rustix::io::Errno;
 pub use shm_protocol::key::Label;
@@ -162,6 +163,9 @@ pub enum Up {
     /// Something an operator should know.
     Note(String),
 }
+
+/// A function of the caller for everything from a device's threads.
+pub(crate) type Tell = Arc<dyn Fn(Up) + Send + Sync>;
 
 /// A part of what earlier lives left on a device, newest first.
 #[derive(Clone, Debug, Eq, PartialEq)]

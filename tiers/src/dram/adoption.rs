@@ -16,8 +16,8 @@ use shm_protocol::key::BlockKey;
 use shm_protocol::pool::{Geometry, Remains, SlotRef};
 
 use super::{Dram, QuotaId, Whose};
+use crate::entries::{Place, State};
 use crate::index::Print;
-use crate::slab::{Place, State};
 
 /// How long slots that an earlier life had in use keep their bytes: as long as an engine keeps an earlier pool mapped,
 /// a thousand times what its rescue takes.

@@ -4,8 +4,10 @@ use shm_protocol::key::BlockKey;
 
 use super::Dram;
 use crate::ledger::Group;
-pub use crate::policy::Standing;
-use crate::policy::{Among, Policy, RANKS};
+use crate::policy::Policy;
+use crate::slab::Among;
+use crate::standing::RANKS;
+pub use crate::standing::Standing;
 
 /// A tier below, as far as DRAM knows it.
 #[derive(Debug, Default)]

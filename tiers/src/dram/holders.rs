@@ -1,9 +1,9 @@
 //! Whose blocks make room for whose.
 
 use super::{Dram, HolderId, Holdings, QuotaId};
+use crate::entries::{Place, State};
 use crate::ledger::Group;
-use crate::policy::Among;
-use crate::slab::{Place, State};
+use crate::slab::Among;
 
 /// What a block counts to.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]

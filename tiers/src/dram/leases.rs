@@ -4,9 +4,9 @@ use shm_protocol::key::BlockHash;
 use shm_protocol::pool::SlotRef;
 
 use super::{Dram, HolderId};
+use crate::entries::State;
 use crate::error::LeaseError;
 use crate::lease::{Ended, LeaseEnd, LeaseId};
-use crate::slab::State;
 
 // === impl Dram: leases ===
 

@@ -6,8 +6,8 @@ use shm_protocol::key::{BlockHash, BlockKey};
 use shm_protocol::pool::SlotRef;
 
 use super::{Dram, HolderId};
+use crate::entries::{Entry, State};
 use crate::index::{Bucket, NO_ENTRY, Print};
-use crate::slab::{Entry, State};
 
 /// Keys looked up side by side, so that their cache misses overlap: more than the misses a core keeps in flight, few
 /// enough that a run that ends early wastes little.

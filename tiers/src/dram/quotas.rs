@@ -5,8 +5,8 @@
 
 use super::{Dram, FillError, HolderId, QuotaId};
 use crate::ledger::Group;
-use crate::policy::Among;
 use crate::quota::Quota;
+use crate::slab::Among;
 
 /// Blocks that one filling evicts at most for its quota: one, unless block sizes differ or an earlier life had a larger quota.
 /// Bounds such a filling to some 50 us; the next ones go on.

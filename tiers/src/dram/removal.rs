@@ -7,7 +7,7 @@ use shm_protocol::key::BlockKey;
 use shm_protocol::pool::SlotRef;
 
 use super::Dram;
-use crate::slab::{Place, State};
+use crate::entries::{Place, State};
 
 // === impl Dram: removal ===
 

@@ -80,9 +80,9 @@ mod tests {
     use shm_protocol::pool::Geometry;
 
     use super::*;
+    use crate::entries::Queues;
     use crate::list::{Links, NIL};
     use crate::quota::QuotaId;
-    use crate::slab::Queues;
 
     const SEGMENT_BYTES: u64 = 4 << 20;
     const BLOCK_BYTES: u64 = 64 << 10;
@@ -117,7 +117,7 @@ mod tests {
             assert_eq!(ids.len(), list.len() as usize);
             ids
         };
-        queues.0.iter().flatten().map(&mut of).collect()
+        queues.holders().flat_map(|holder| queues.of(holder)).map(&mut of).collect()
     }
 
     fn lists((slab, quota): &mut (Slab, QuotaId)) -> Vec<Vec<u32>> {

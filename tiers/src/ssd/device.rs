@@ -16,18 +16,14 @@ use shm_protocol::region::Region;
 use shm_protocol::wait;
 
 use self::activity::Desk;
-pub(super) use self::activity::footer_buffer;
 use self::worker::Worker;
 use super::recovery::Recovery;
-use super::{Job, Opened, Up};
+use super::{Job, Opened, Tell, Up};
 use crate::Error;
 use crate::io::carrier::{Backend, Carrier};
 
 /// The longest that dropping a device waits for its threads; a kernel that answers later keeps what it has.
 const STOP_MAX: Duration = Duration::from_secs(5);
-
-/// What a device's threads call to be heard.
-pub(crate) type Tell = Arc<dyn Fn(Up) + Send + Sync>;
 
 /// A device at work. Dropping it ends its threads: jobs in flight end first, queued ones as
 /// [`Fault::Stopped`](super::Fault::Stopped).

@@ -28,7 +28,7 @@ use self::volume::Volume;
 use super::{FaultKind, Geometry, Job, Label, Place, Ticket, Work, format};
 use crate::index::{Index, Print};
 use crate::list::Spot;
-use crate::policy::Standing;
+use crate::standing::Standing;
 use crate::watch::Watch;
 
 /// Keys looked up side by side, so that their cache misses overlap.

@@ -11,7 +11,7 @@ use rustix::fs::{
 use rustix::io::Errno;
 
 use super::Geometry;
-use super::format::{self, Distrusted, Found, SUPER_BYTES, Super};
+use super::format::{self, Distrusted, Found, SUPER_BYTES, Super, Trailer};
 use super::location::{Missing, Refusal, SEGMENT_BYTES_MIN, SEGMENTS_MIN, locate};
 use crate::Error;
 use crate::given_up::{Cause, GivenUp};
@@ -347,6 +347,18 @@ const _: () = assert!(ALIGN_UNKNOWN <= BUFFER_ALIGN);
 // === impl Layout ===
 
 impl Layout {
+    /// Returns the footer of a segment, and its place on the device.
+    pub(crate) fn footer(&self, segment: u32, sequence: u64, entries: &[u8]) -> Result<(Buffer, u64), Errno> {
+        let trailer = Trailer::new(segment, sequence, entries);
+        let units = format::footer_units(trailer.count, self.unit_bytes);
+        let len = units as usize * self.unit();
+        let mut buffer = Buffer::new(len)?;
+        let bytes = &mut buffer.bytes_mut()[..len];
+        bytes[..entries.len()].copy_from_slice(entries);
+        trailer.write(&mut bytes[len - self.unit()..], self.id);
+        Ok((buffer, self.offset(segment, self.segment_units() - units)))
+    }
+
     /// Where a unit of a segment lies on the device.
     pub(crate) fn offset(&self, segment: u32, unit: u32) -> u64 {
         SUPER_BYTES + u64::from(segment) * self.segment_bytes + u64::from(unit) * self.unit_bytes

@@ -12,10 +12,9 @@ use std::time::Duration;
 
 use rustix::io::Errno;
 
-use super::device::{Tell, footer_buffer};
 use super::format::{self, Distrusted, ENTRY_BYTES, HEADER_UNITS, Header, Trailer};
 use super::opened::{self, Layout, Opened};
-use super::{Label, Recovered, Up};
+use super::{Label, Recovered, Tell, Up};
 use crate::io::buf::Buffer;
 
 /// Blocks told of at a time: some 0.5 ms of the thread that keeps the index.
@@ -203,7 +202,7 @@ impl Recovery {
     fn seal(&self, remains: &Remains, blocks: &[(u32, Label)]) -> Result<(), Errno> {
         let mut entries = Vec::with_capacity(blocks.len() * ENTRY_BYTES);
         blocks.iter().for_each(|(unit, label)| format::push_entry(&mut entries, *unit, label));
-        let (buffer, at) = footer_buffer(&self.layout, remains.segment, remains.sequence, &entries)?;
+        let (buffer, at) = self.layout.footer(remains.segment, remains.sequence, &entries)?;
         let end = self.layout.offset(remains.segment, self.layout.segment_units());
         opened::write_all(&self.fd, &buffer.bytes()[..(end - at) as usize], at)
     }

@@ -5,7 +5,7 @@ use shm_protocol::blocks::Blocks;
 
 use crate::io::buf::Buffer;
 use crate::io::transfer::{Direction, Memory, Transfer};
-use crate::ssd::format::{self, Distrusted, Header, Trailer};
+use crate::ssd::format::{self, Distrusted, Header};
 use crate::ssd::opened::{Layout, Opened};
 use crate::ssd::{Fault, Label, Place, Work};
 
@@ -297,26 +297,9 @@ fn seal(desk: &Desk, segment: u32, sequence: u64) -> Result<Transfer, Fault> {
     let layout = &desk.layout;
     let footer = desk.footers.get(&segment).filter(|footer| footer.sequence == sequence);
     let entries = footer.map_or(&[][..], |footer| &footer.entries);
-    let (buffer, at) = footer_buffer(layout, segment, sequence, entries)?;
+    let (buffer, at) = layout.footer(segment, sequence, entries)?;
     let len = (layout.segment_bytes - (at - layout.offset(segment, 0))) as u32;
     Ok(transfer(Direction::Write, Part::Head, at, Memory::Own(buffer), len))
-}
-
-/// A footer and where it goes.
-pub(crate) fn footer_buffer(
-    layout: &Layout,
-    segment: u32,
-    sequence: u64,
-    entries: &[u8],
-) -> Result<(Buffer, u64), Errno> {
-    let trailer = Trailer::new(segment, sequence, entries);
-    let units = format::footer_units(trailer.count, layout.unit_bytes);
-    let len = units as usize * layout.unit();
-    let mut buffer = Buffer::new(len)?;
-    let bytes = &mut buffer.bytes_mut()[..len];
-    bytes[..entries.len()].copy_from_slice(entries);
-    trailer.write(&mut bytes[len - layout.unit()..], layout.id);
-    Ok((buffer, layout.offset(segment, layout.segment_units() - units)))
 }
 
 /// Verifies a block that was read whole and writes it elsewhere.

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
-use super::Tell;
+use super::super::Tell;
 use super::activity::{Activity, Desk, PART_BITS, Part};
 use crate::io::carrier::Carrier;
 use crate::io::transfer::Transfer;

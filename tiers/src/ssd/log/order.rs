@@ -6,7 +6,7 @@
 use super::table::Table;
 use crate::dram::Judge;
 use crate::list::{List, Spot};
-use crate::policy::{RANKS, Standing};
+use crate::standing::{RANKS, Standing};
 
 /// Blocks of the namespaces that count to one quota, or to none.
 #[derive(Debug, Default)]

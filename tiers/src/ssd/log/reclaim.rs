@@ -6,8 +6,8 @@ use super::table::State;
 use super::{BATCH, Errand, Log};
 use crate::index::Print;
 use crate::list::Spot;
-use crate::policy::Standing;
 use crate::ssd::{FaultKind, Place, Recovered, Work};
+use crate::standing::Standing;
 
 /// Blocks that one call of reclamation looks at: some 20 us.
 const RECLAIM_STEPS: u32 = 64;

@@ -6,7 +6,7 @@ use super::Log;
 use super::table::State;
 use crate::dram::{Dram, Judge, QuotaId};
 use crate::list::Spot;
-use crate::policy::Standing;
+use crate::standing::Standing;
 
 /// Blocks that go for one that comes, at most: one, unless sizes differ.
 const DROPS_MAX: u32 = 64;

@@ -4,7 +4,7 @@ use shm_protocol::key::{BlockHash, BlockKey};
 
 use crate::index::Index;
 use crate::list::{Link, Links, List};
-use crate::policy::Standing;
+use crate::standing::Standing;
 
 /// Entries of a chunk: 256 KiB.
 const CHUNK: usize = 4096;

@@ -1,8 +1,8 @@
-//! What holds a block in its slot, and whose it is.
+//! Leases and holds on the block of a slot, and the block's holder.
 
 use crate::ledger::HolderId;
 
-/// How often a block is leased and held, in 24 bits, and whose it is, in 8.
+/// Counts of a block's leases and holds in 24 bits, and its holder in 8.
 #[derive(Copy, Clone, Debug)]
 pub(crate) struct Claims(u32);
 

@@ -1,0 +1,213 @@
+//! Entries and slots: one 64-byte entry per slot, in one table per assigned segment.
+//!
+//! An entry's number is (segment, slot) in 32 bits, so the slot's offset needs no storage, and an entry costs
+//! one cache line: the key for the full comparison, the generation, the policy's links, the lease count and the holder.
+
+mod claims;
+
+use shm_protocol::key::{BlockHash, BlockKey};
+
+pub(crate) use self::claims::Claims;
+use crate::ledger::HolderId;
+use crate::list::{Link, Links, List};
+use crate::standing::{RANKS, Standing};
+
+/// The content of a slot.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+#[repr(u8)]
+pub(crate) enum State {
+    Free,
+    Filling,
+    /// An earlier life's, with unverified bytes: no lookup finds it.
+    Adopted,
+    /// The same, while somebody looks at them.
+    Verifying,
+    Committed,
+    /// It is not found any more; its bytes stay until nothing holds it.
+    Removed,
+}
+
+/// The list an entry is in.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+#[repr(u8)]
+pub(crate) enum Place {
+    /// No list: it is being filled, was leased at its eviction or removal, or is an earlier life's and not verified.
+    Detached,
+    /// The free list of its class.
+    Free,
+    /// The policy's list of its rank.
+    Kept,
+}
+
+#[repr(C, align(64))]
+#[derive(Clone, Debug)]
+pub(crate) struct Entry {
+    pub(crate) key: BlockKey,
+    pub(crate) generation: u64,
+    pub(crate) link: Link,
+    pub(crate) claims: Claims,
+    pub(crate) state: State,
+    pub(crate) place: Place,
+    /// Its rank and last use, for the policy.
+    pub(crate) standing: Standing,
+}
+
+const _: () = assert!(size_of::<Entry>() == 64);
+
+/// The policy's lists of one holder, by rank.
+pub(crate) type Ranks = [List; RANKS];
+
+/// The policy's lists, by holder.
+#[derive(Debug, Default)]
+pub(crate) struct Queues(Vec<Ranks>);
+
+/// One `T` for every slot: a table for each segment, empty until the segment is assigned.
+#[derive(Clone, Debug)]
+pub(crate) struct Tables<T> {
+    tables: Box<[Box<[T]>]>,
+    /// Entry number = segment << shift | slot.
+    shift: u32,
+}
+
+/// The entries of all segments.
+pub(crate) type Entries = Tables<Entry>;
+
+// === impl Entry ===
+
+const VACANT: Entry = Entry {
+    key: BlockKey { namespace: 0, group: 0, hash: BlockHash([0; 32]) },
+    generation: 0,
+    link: Link { previous: crate::list::NIL, next: crate::list::NIL },
+    claims: Claims::NONE,
+    state: State::Free,
+    place: Place::Detached,
+    standing: Standing::NONE,
+};
+
+impl Entry {
+    pub(crate) const NONE: &Self = {
+        static NONE: Entry = VACANT;
+        &NONE
+    };
+
+    pub(crate) fn is_committed(&self) -> bool {
+        self.state == State::Committed
+    }
+
+    #[inline]
+    pub(crate) fn is_committed_as(&self, namespace: u32, group: u32, hash: &BlockHash) -> bool {
+        // A key made of these would be copied first.
+        let BlockKey { namespace: of, group: within, hash: this } = &self.key;
+        (self.state == State::Committed) & (*of == namespace) & (*within == group) & (this == hash)
+    }
+}
+
+// === impl Tables ===
+
+impl<T: Clone> Tables<T> {
+    pub(crate) fn new(segments: usize, shift: u32) -> Self {
+        Self { tables: (0..segments).map(|_| Box::default()).collect(), shift }
+    }
+
+    /// Returns empty tables for as many segments of as many slots.
+    pub(crate) fn like<U>(other: &Tables<U>) -> Self {
+        Self::new(other.tables.len(), other.shift)
+    }
+
+    /// Makes a segment's table again.
+    pub(crate) fn assign(&mut self, segment: usize, slots: u32, vacant: T) {
+        self.tables[segment] = vec![vacant; slots as usize].into_boxed_slice();
+    }
+
+    #[inline]
+    pub(crate) fn split(&self, id: u32) -> (usize, usize) {
+        ((id >> self.shift) as usize, (id & ((1 << self.shift) - 1)) as usize)
+    }
+
+    pub(crate) fn join(&self, segment: usize, slot: usize) -> u32 {
+        (segment as u32) << self.shift | slot as u32
+    }
+
+    /// The entry `id`. Panics without one.
+    #[inline]
+    pub(crate) fn get(&self, id: u32) -> &T {
+        let (segment, slot) = self.split(id);
+        &self.tables[segment][slot]
+    }
+
+    /// The entry `id`. Panics without one.
+    #[inline]
+    pub(crate) fn get_mut(&mut self, id: u32) -> &mut T {
+        let (segment, slot) = self.split(id);
+        &mut self.tables[segment][slot]
+    }
+
+    /// The segment of entry `id`.
+    #[inline]
+    pub(crate) fn segment(&self, id: u32) -> usize {
+        self.split(id).0
+    }
+
+    /// A segment's entries, if there is such a segment.
+    pub(crate) fn get_table(&self, segment: usize) -> Option<&[T]> {
+        self.tables.get(segment).map(|table| &**table)
+    }
+
+    /// A segment's entries, none before it is assigned.
+    pub(crate) fn of(&self, segment: usize) -> &[T] {
+        &self.tables[segment]
+    }
+
+    /// Numbers of a segment's entries.
+    pub(crate) fn of_segment(&self, segment: usize) -> std::ops::Range<u32> {
+        let first = self.join(segment, 0);
+        first..first + self.tables[segment].len() as u32
+    }
+}
+
+impl Entries {
+    /// The entry `id`, or a vacant one where there is none.
+    #[inline]
+    pub(crate) fn get_or_vacant(&self, id: u32) -> &Entry {
+        let (segment, slot) = self.split(id);
+        self.tables.get(segment).and_then(|table| table.get(slot)).unwrap_or(Entry::NONE)
+    }
+}
+
+impl Links for Entries {
+    fn link(&mut self, id: u32) -> &mut Link {
+        &mut self.get_mut(id).link
+    }
+}
+
+// === impl Queues ===
+
+impl Queues {
+    /// The list of an entry's place, holder and rank.
+    pub(crate) fn list(&mut self, entry: &Entry) -> Option<&mut List> {
+        let kept = entry.place == Place::Kept;
+        kept.then(|| self.of_rank(entry.claims.holder(), entry.standing.rank()))
+    }
+
+    pub(crate) fn of_rank(&mut self, holder: HolderId, rank: usize) -> &mut List {
+        if self.0.len() <= holder.index() {
+            self.0.resize_with(holder.index() + 1, Ranks::default);
+        }
+        &mut self.0[holder.index()][rank]
+    }
+
+    /// The holders of all blocks, present and past.
+    pub(crate) fn holders(&self) -> impl Iterator<Item = HolderId> + Clone + use<> {
+        HolderId::first(self.0.len())
+    }
+
+    /// The block at the tail of a holder's rank.
+    pub(crate) fn tail(&self, holder: HolderId, rank: usize) -> Option<u32> {
+        self.0.get(holder.index())?[rank].tail()
+    }
+
+    /// The lists of one of these.
+    pub(crate) fn of(&self, holder: HolderId) -> &Ranks {
+        &self.0[holder.index()]
+    }
+}

@@ -22,7 +22,7 @@ use rustix::event::{PollFd, PollFlags};
 use sidecar::config::{self, Config, ConfigError, Level, LogFormat, Options};
 use sidecar::error::StartError;
 use sidecar::logging::{self, LogLevel};
-use sidecar::server::Server;
+use sidecar::runtime::server::Server;
 use tokio::sync::{Notify, oneshot};
 use tools::{bench, ctl, doctor, facts, inject, keys, reference, top};
 

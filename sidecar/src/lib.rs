@@ -1,9 +1,9 @@
 //! The sidecar, `pillion serve`: one process beside the engines of a pod, which keeps their KV blocks and gives them back.
 //!
 //! Job: decide ([`core`], pure), and carry decisions out: sessions of engines over shared memory ([`clients`]), in the order of a
-//! [`turn`] of the data thread ([`runtime`]), the namespaces seen ([`catalog`]) and the check of their blocks ([`compare`]), copies
+//! [`runtime::turn`] of the data thread ([`runtime`]), the namespaces seen ([`catalog`]) and the check of their blocks ([`compare`]), copies
 //! ([`copiers`]) and the pool's memory ([`memory`]), disks and peers ([`ports`]), metrics and health ([`pages`]), an operator's commands
-//! ([`control`]), hits of other pools ([`forecaster`]), life and death ([`server`], [`error`]).
+//! ([`control`]), hits of other pools ([`forecaster`]), life and death ([`runtime::server`], [`error`]).
 //!
 //! May depend on: shm-protocol, tiers, mesh, copy-engine. Never: holds unsafe code, trusts a peer's value, lets one engine
 //! wait for another, reads the environment outside [`config`], calls CUDA but through copy-engine, opens libpython or
@@ -25,6 +25,4 @@ pub mod memory;
 pub mod pages;
 pub mod ports;
 pub mod runtime;
-pub mod server;
 pub mod system;
-pub mod turn;

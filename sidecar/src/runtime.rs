@@ -1,7 +1,7 @@
 //! The data thread: reads every session's ring, asks the core, carries its actions out, and sleeps when there is
 //! nothing to do.
 //!
-//! The order of its turns is [`crate::turn`]'s.
+//! The order of its turns is [`turn`]'s.
 
 mod actions;
 mod asks;
@@ -11,7 +11,9 @@ mod doorway;
 mod opening;
 mod peers;
 mod rest;
+pub mod server;
 mod sources;
+pub mod turn;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;
@@ -38,10 +40,10 @@ use crate::ports::disks::Disks;
 use crate::ports::peers::Peers;
 use crate::system::clock::{Clock, millis};
 use crate::system::poller::{Poller, Source};
-use crate::turn::{self, Turn};
 
 use self::asks::Task;
 use self::doorway::Entrant;
+use self::turn::Turn;
 
 /// How often the core is told that time passed, and the most that a heartbeat ages while sessions exist.
 const TICK: Duration = Duration::from_millis(100);

@@ -3,7 +3,7 @@ use std::time::Duration;
 
 use sidecar::config::Options;
 use sidecar::logging::LogLevel;
-use sidecar::server::Server;
+use sidecar::runtime::server::Server;
 use tempfile::TempDir;
 
 /// A whole sidecar in this process, which must end as it should.

@@ -4,10 +4,9 @@ use std::num::NonZeroU64;
 use std::time::Duration;
 
 use super::opening::OPENING_POLL;
-use super::{Runtime, TICK};
+use super::{Runtime, TICK, turn};
 use crate::pages::heartbeat;
 use crate::system::poller::Source;
-use crate::turn;
 
 /// How long to spin after the last work. A peer's next message of the same step comes within microseconds, but ringing a
 /// sleeping sidecar was measured to hold the ringing thread for 57 us on a virtual machine: a spin that is shorter ends

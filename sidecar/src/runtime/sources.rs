@@ -1,14 +1,14 @@
-//! What the data thread's turn takes in: ends of copies, and what sessions of [`crate::turn`] need to know.
+//! What the data thread's turn takes in: ends of copies, and what sessions of [`super::turn`] need to know.
 
 use shm_protocol::layout::QUERY_KEYS;
 
+use super::turn::{Host, Source};
 use super::{Runtime, TICK};
 use crate::clients::session::{Session, Violation};
 use crate::copiers::Finished;
 use crate::core::{Event, SessionId};
 use crate::pages::metrics::CloseReason;
 use crate::system::clock::millis;
-use crate::turn::{Host, Source};
 
 /// Keys and block ids that one session's messages may name before the next session has its turn: a long request's, or one
 /// QUERY of any size. A message costs one more than it names.

@@ -23,7 +23,7 @@ use shm_protocol::pool::SlotRef;
 use shm_protocol::region::{Access, Region};
 use sidecar::clients::session::Session;
 use sidecar::core::{Action, Core, Event, Piece, Request, SessionId};
-use sidecar::turn::{self as order, Turn};
+use sidecar::runtime::turn::{self as order, Turn};
 use tiers::dram::{self, Dram};
 use tiers::opener::{Opened, Opener};
 use tiers::pool::{self, Pool};

@@ -4,7 +4,7 @@
 use shm_protocol::request::{Query, SchedulerRequest};
 use sidecar::clients::session::{Session, Violation};
 use sidecar::core::{Event, Request, SessionId};
-use sidecar::turn::{self, Host, Source};
+use sidecar::runtime::turn::{self, Host, Source};
 
 use super::Life;
 use crate::coverage;

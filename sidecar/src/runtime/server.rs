@@ -19,6 +19,7 @@ use tiers::dram::{self, Dram};
 use tiers::pool::{self, Pool};
 use tiers::ssd::{Log, Opened};
 
+use super::{Runtime, Terms};
 use crate::catalog;
 use crate::clients::greeter::Greeter;
 use crate::clients::listener::{self, Listener, Use};
@@ -42,7 +43,6 @@ use crate::pages::quotas::Levels;
 use crate::ports::checksums::Checksums;
 use crate::ports::disks::{self, Disks, Found};
 use crate::ports::peers::{Known, Peers};
-use crate::runtime::{Runtime, Terms};
 use crate::system::poller::{Poller, Source};
 use crate::system::wake::EndSignal;
 

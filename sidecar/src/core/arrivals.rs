@@ -95,6 +95,13 @@ impl Arrivals {
         if coming.waiting.contains(&waiter) { Some(coming.slot) } else { self.join(key, waiter) }
     }
 
+    /// Whether a block is an earlier life's, on its way because it is verified. Its slot has the header of a whole block already: an
+    /// engine with a reference to it would read it, verified or not.
+    pub(super) fn is_unverified(&self, key: &BlockKey) -> bool {
+        let coming = self.coming.get(key);
+        coming.is_some_and(|coming| coming.source == Source::Memory && coming.saved_since_ms.is_none())
+    }
+
     /// Bytes that may be on their way.
     pub(super) fn bytes_max(&self) -> u64 {
         self.bytes_max

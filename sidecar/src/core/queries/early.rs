@@ -72,6 +72,9 @@ impl Queries {
             if let Some(slot) = cx.dram.hold(&key, binding.whose.holder) {
                 held.push(slot);
                 slots.push(slot);
+            } else if cx.arrivals.is_unverified(&key) {
+                // No engine learns the slot of an unverified block: the answer waits.
+                return (slots, held, 0);
             } else if cx.arrivals.is_in_time(&key, question.awaits).is_some()
                 && let Some(slot) = cx.arrivals.join_once(&key, question.waiter())
             {

@@ -143,3 +143,17 @@ fn a_hint_has_blocks_verified_before_their_turn() {
     engine.ask(SchedulerRequest::Hint { keys: Keys { log: 0, from: 0, count: 2 } });
     engine.assert_begun(&[7, 8]);
 }
+
+#[test]
+fn no_engine_learns_a_slot_before_its_block_is_verified() {
+    let mut engine = adopted();
+    engine.open(0, 5..8);
+    let keys = Keys::new(0, 0..3);
+    engine.ask(SchedulerRequest::Query(Query { op: 1, keys, arriving: true, awaits: false }));
+    assert_eq!(engine.answer(), Some((Status::Pending, 0)));
+    engine.verified(5, true);
+    assert_eq!(engine.answer(), None, "a rank reads any slot with the header of a whole block");
+    engine.verified(6, true);
+    engine.verified(7, false);
+    assert_eq!(engine.answer(), Some((Status::Ok, 2)));
+}

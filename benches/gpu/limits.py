@@ -121,16 +121,7 @@ class Case:
 
     def environment(self) -> dict[str, str]:
         """Variables of the engine's process."""
-        settings = {
-            "PYTHONHASHSEED": "0",
-            "HF_HUB_OFFLINE": "1",
-            "TRANSFORMERS_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_USE_FLASHINFER_SAMPLER": "0",
-            "VLLM_USE_V2_MODEL_RUNNER": str(self.runner - 1),
-        }
-        return settings | ({"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"} if self.on_cpu() else {})
+        return rig.plain_environment(self.on_cpu()) | {"VLLM_USE_V2_MODEL_RUNNER": str(self.runner - 1)}
 
 
 # What others are compared with goes first; what may fail on a machine, last.

@@ -74,7 +74,7 @@ def register_connector(name: str, module: str) -> None:
     """Makes the connector known to vLLM by its name, unless it is."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    if name not in KVConnectorFactory._registry:
+    if not is_registered(name):
         KVConnectorFactory.register_connector(name, module, name)
 
 

@@ -1,7 +1,7 @@
 //! The sidecar, `pillion serve`: one process beside the engines of a pod, which keeps their KV blocks and gives them back.
 //!
-//! Job: decide ([`core`], pure), and carry decisions out: sessions of engines over shared memory ([`clients`]), in the order of a
-//! [`runtime::turn`] of the data thread ([`runtime`]), the namespaces seen ([`catalog`]) and the check of their blocks ([`compare`]), copies
+//! Job: decide ([`core`], pure), and carry decisions out: sessions of engines over shared memory ([`clients`]), in the order of
+//! [`runtime::turn`] on the data thread ([`runtime`]), the namespaces seen ([`catalog`]) and the check of their blocks ([`compare`]), copies
 //! ([`copiers`]) and the pool's memory ([`memory`]), disks and peers ([`ports`]), metrics and health ([`pages`]), an operator's commands
 //! ([`control`]), hits of other pools ([`forecaster`]), life and death ([`runtime::server`], [`error`]).
 //!

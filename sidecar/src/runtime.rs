@@ -1,7 +1,7 @@
 //! The data thread: reads every session's ring, asks the core, carries its actions out, and sleeps when there is
 //! nothing to do.
 //!
-//! The order of its turns is [`turn`]'s.
+//! The module [`turn`] has the order of its turns.
 
 mod actions;
 mod asks;

@@ -102,8 +102,7 @@ impl Slab {
     /// The quotas, made with the first.
     pub(crate) fn quotas_mut(&mut self) -> &mut Quotas {
         assert_eq!(self.assigned, 0, "quotas come before blocks");
-        let members = || Tables::like(&self.entries);
-        self.quotas.get_or_insert_with(|| Quotas::new(members()))
+        self.quotas.get_or_insert_with(|| Quotas::new(Tables::like(&self.entries)))
     }
 
     /// The class, other than one, of which a holder has the most blocks that could go.

@@ -19,7 +19,7 @@ import pytest
 import network
 import proxy
 from pods import BLOCK_PORT, CONTROL_PORT, OUTPUT_TOKENS, Pod, start_engine, start_pod, start_sidecar
-from testkit import engine, handover, pool_file, prompts, weights
+from testkit import answers, engine, handover, pool_file, prompts, weights
 from testkit.transfer import TO_ANSWER, TO_COMPUTE
 
 # Hosts have names and addresses of the machine's own: one test at a time has any.
@@ -227,7 +227,7 @@ def test_a_request_waits_for_the_pod_that_computes_its_prompt(mesh: Mesh, plain:
         mesh.b.sidecar.wait_metric(WAITS, metrics[WAITS] + 1)
         mesh.a.ask(tokens)
         [answer] = mesh.patient.engine.answered(REQUEST_WATCHDOG_S)
-        assert answer["tokens"] == right["tokens"]
+        assert answers.alike(answer, right)
         if mesh.patient.hits() - before == HIT:
             assert mesh.b.sidecar.metrics()[EXHAUSTED] == metrics[EXHAUSTED]
             return
@@ -356,7 +356,8 @@ def test_a_fault_costs_a_bounded_time_and_heals(mesh: Mesh, plain: engine.Engine
         began, before = time.monotonic(), mesh.b.hits()
         answer = mesh.b.ask(met)
         took, given = time.monotonic() - began, mesh.b.hits() - before
-    assert answer["tokens"] == right["tokens"]
+    # After a hit of a part of the prompt, steps have other lengths than those of `plain`.
+    assert answers.alike(answer, right)
     was_late = expected == ALL and took >= QUERY_WAIT_S
     assert given in (ANYTHING if was_late else expected), "the fault met nothing, or too much"
     heal_s, asked = mesh.healed(later)

@@ -30,8 +30,9 @@ FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 READ_BYTES = 1 << 20
 logger = vllm_compat.init_logger("vllm.pillion")
 
-# (name, size, mtime in ns, inode) of each file that a rank may read of an adapter.
-Files = tuple[tuple[str, int, int, int], ...]
+# (name, size, mtime in ns, ctime in ns, inode) of each file that a rank may read of an adapter. A copy may keep size, mtime and
+# inode, as `rsync --inplace --times` does; no program sets a ctime.
+Files = tuple[tuple[str, int, int, int, int], ...]
 
 
 @dataclass(slots=True)
@@ -175,7 +176,7 @@ def digest_files(path: str, files: Files) -> bytes | None:
     digest = hashlib.sha256()
     folder = os.path.expanduser(path)
     try:
-        for name, size, _, _ in files:
+        for name, size, *_ in files:
             digest.update(f"{name} {size}\n".encode())
             with open(os.path.join(folder, name), "rb") as file:
                 while piece := file.read(READ_BYTES):
@@ -192,7 +193,7 @@ def files_of(path: str) -> Files:
     for name in FILES:
         with contextlib.suppress(OSError):
             stat = os.stat(os.path.join(folder, name))
-            found.append((name, stat.st_size, stat.st_mtime_ns, stat.st_ino))
+            found.append((name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino))
     return tuple(found) if len(found) > 1 and found[0][0] == FILES[0] else ()
 
 

@@ -15,9 +15,10 @@ PROMPT = asking.prompt(320)
 
 @pytest.mark.supports("adapters")
 def test_an_overwritten_adapter_has_kv_of_its_own(options: engine.Options, tmp_path: Path) -> None:
-    """Overwritten between two engines, under a running one, and loaded in place; written again, its blocks are hit."""
+    """Overwritten between two engines, under a running one, with and without a reload, and loaded in place; written again, its blocks are hit."""
     path = tmp_path / "adapter"
-    adapted = dataclasses.replace(options, batched_tokens=prompts.STEP_TOKENS, arguments=adapter.ARGUMENTS, extra=CHECKING)
+    one_place = adapter.ARGUMENTS | {"max_loras": 1, "max_cpu_loras": 1}
+    adapted = dataclasses.replace(options, batched_tokens=prompts.STEP_TOKENS, arguments=one_place, extra=CHECKING)
     right = {}
     with engine.running(adapted, tmp_path / "plain.log") as plain:
         right[0] = ask(plain, PROMPT)[0]
@@ -40,9 +41,11 @@ def test_an_overwritten_adapter_has_kv_of_its_own(options: engine.Options, tmp_p
             tokens, hits = ask(second, PROMPT)
             assert tokens == right[0]
             assert whole(hits), f"without an adapter: {hits} hits"
-            # The rank holds what it has loaded, whatever the file says.
-            adapter.write(path, seed=1)
+            # The rank holds what it has loaded, whatever the file says, until another adapter takes its only place.
+            adapter.overwrite(path, tmp_path / "plain-1")
             assert again(second, PROMPT, lora=adapter.asked(path))[0] == right[2]
+            assert again(second, PROMPT, lora=adapter.asked(tmp_path / "plain-2", number=2))[0] == right[2]
+            assert again(second, PROMPT, lora=adapter.asked(path)) == (right[1], 0)
             assert again(second, PROMPT, lora=adapter.asked(path, load_inplace=True))[0] == right[1]
             assert again(second, PROMPT, lora=adapter.asked(path))[0] == right[1]
             second.exit()

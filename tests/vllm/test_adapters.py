@@ -130,6 +130,19 @@ def test_changed_files_go_without_the_cache(folder: Path, said: list[str]) -> No
     assert sum("have changed since this engine first saw them" in text for text in said) == 1
 
 
+def test_an_overwritten_file_of_the_same_size_and_time(folder: Path) -> None:
+    """Its requests go without the cache, as those of any changed adapter."""
+    engine = Engine()
+    engine.fold(asks(folder))
+    path = folder / "adapter_model.safetensors"
+    before = path.stat()
+    path.write_bytes(b"two")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = path.stat()
+    assert (after.st_size, after.st_mtime_ns, after.st_ino) == (before.st_size, before.st_mtime_ns, before.st_ino)
+    assert engine.fold(asks(folder)) == NO_CACHE
+
+
 def test_files_written_anew_with_the_same_bytes_are_the_same(folder: Path) -> None:
     """Whichever ranks hold, it is those."""
     engine = Engine()

@@ -194,7 +194,7 @@ typedef struct PillionItemsExtraKey {
 } PillionItemsExtraKey;
 
 /**
- * The hash of a block and of all before it; one of 16 bytes is padded with zeros.
+ * The hash of a block and of all before it. One of 16 bytes has the second digest behind it, or zeros if the engine does not make it.
  */
 typedef struct PillionHash {
   /**

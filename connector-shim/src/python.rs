@@ -485,6 +485,7 @@ fn _shim(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(keys::none_hash, module)?)?;
     module.add_function(wrap_pyfunction!(keys::derive_keys, module)?)?;
     module.add_function(wrap_pyfunction!(keys::folded, module)?)?;
+    module.add_function(wrap_pyfunction!(keys::extend_hashes, module)?)?;
     module.add_function(wrap_pyfunction!(plan_op, module)?)?;
     module.add_function(wrap_pyfunction!(plan_blocks, module)?)?;
     module.add_function(wrap_pyfunction!(facts::weight_files, module)?)?;

@@ -16,6 +16,7 @@ __all__ = [
     "ShimError",
     "WorkerSession",
     "derive_keys",
+    "extend_hashes",
     "differences",
     "folded",
     "none_hash",
@@ -216,15 +217,25 @@ class WorkerSession:
 class Chain:
     """One request's block hashes; `pillion.keys.Chain` documents it."""
 
-    def __new__(cls, algo: str, none_hash: bytes, block_size: int, form: str) -> Chain: ...
+    def __new__(cls, algo: str, none_hash: bytes, block_size: int, form: str, before: bytes | None = None) -> Chain: ...
     def append(
         self,
         token_ids: Sequence[int],
         extra_keys: Sequence[Sequence[str | bytes | tuple[str | int | bytes, ...]] | None] | None,
     ) -> None: ...
     def hashes(self, start: int) -> list[bytes]: ...
+    def keys(self, start: int) -> list[bytes]: ...
     def tail(self, extra_keys: Sequence[str | bytes | tuple[str | int | bytes, ...]] | None) -> bytes | None: ...
     def __len__(self) -> int: ...
+
+def extend_hashes(
+    before: bytes | None,
+    hashes: Sequence[bytes],
+    token_ids: Sequence[int],
+    extra_keys: Sequence[Sequence[str | bytes | tuple[str | int | bytes, ...]] | None] | None,
+    form: str,
+) -> list[bytes]:
+    """The keys of blocks behind one with the key `before`, of hashes of 16 bytes."""
 
 def none_hash(algo: str, seed: str | None, rule: str) -> bytes:
     """The parent of a first block."""

@@ -115,8 +115,7 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
             core = vllm_compat.engine_core()
             if core is not None:
                 watch.engine_core(core, self._scheduler)
-            if config.hasher == "native":
-                hasher.install(vllm_config.cache_config.prefix_caching_hash_algo)
+            hasher.install(vllm_config.cache_config.prefix_caching_hash_algo, config.hasher == "native")
         else:
             worker = SetWorker if len(kv_cache_config.kv_cache_groups) > 1 else Worker
             self._worker = worker(config, vllm_config, kv_cache_config, beside_others=beside)

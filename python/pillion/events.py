@@ -12,6 +12,7 @@ from typing import Any
 
 from pillion import _shim
 from pillion._shim import SchedulerSession
+from pillion.hasher import SHORT_BYTES, has_second_digest
 from pillion.tracked import Tracked
 from pillion.vllm_compat import BlockEvents
 
@@ -26,8 +27,9 @@ LINGER_S, SETTLE_S = 1.0, 0.02
 class Events:
     """Follows what the sidecar keeps. Made where vLLM publishes KV events; elsewhere nothing is asked for."""
 
-    def __init__(self, session: SchedulerSession, events: BlockEvents) -> None:
+    def __init__(self, session: SchedulerSession, events: BlockEvents, algorithm: str) -> None:
         self._session, self._events = session, events
+        self._hash_bytes = SHORT_BYTES if has_second_digest(algorithm) else None
         # Offers that no change was looked up in yet, since a step that saves should not wait for that: the time at which one is
         # forgotten, its request, what its keys are folded with, and the places of its blocks.
         self._fresh: deque[tuple[float, Tracked, bytes | None, int, int]] = deque()
@@ -35,7 +37,7 @@ class Events:
         self._known: dict[bytes, tuple[Tracked, int, bytes]] = {}
         # Offers, the oldest first: the time at which an offer is forgotten, its request, and its keys of `_known`.
         self._offered: deque[tuple[float, Tracked, list[bytes]]] = deque()
-        # Hashes of the blocks that others were told of and whose key is another: those of adapters, by key and medium.
+        # Hashes of the blocks that others were told of and whose keys do not hold them, those of adapters, by key and medium.
         self._hashes: dict[tuple[bytes, str], bytes] = {}
         # Whether tokens were scheduled since saves or changes were last seen, and when they were seen with such before them.
         self.worked = False
@@ -53,9 +55,10 @@ class Events:
         """Enters what was offered, and forgets what was offered long ago."""
         for forgotten, tracked, fold, first, end in self._fresh:
             # Of tokens that were taken back since, the place alone is told: others are offered there by now.
-            hashes = tracked.hashes_of(first, end)
-            keys = hashes if fold is None else [_shim.folded(block_hash, fold) for block_hash in hashes]
-            for place, (key, block_hash) in enumerate(zip(keys, hashes, strict=True), first):
+            hashes, keys = tracked.hashes_of(first, end), tracked.keys_of(first, end)
+            if fold is not None:
+                keys = [_shim.folded(key, fold) for key in keys]
+            for place, (key, block_hash) in enumerate(zip(keys, hashes, strict=False), first):
                 self._known[key] = (tracked, place, block_hash)
             self._offered.append((forgotten, tracked, keys))
         self._fresh.clear()
@@ -96,15 +99,21 @@ class Events:
             if stored:
                 events += self._stored(medium, keys)
             else:
-                events.append(self._events.removed(medium, [self._hashes.pop((key, medium), key) for key in keys]))
+                told = [self._hashes.pop((key, medium), self._hash_of(key)) for key in keys]
+                events.append(self._events.removed(medium, told))
         return events
+
+    def _hash_of(self, key: bytes) -> bytes:
+        """vLLM's hash of a block without an adapter."""
+        return key[: self._hash_bytes]
 
     def _stored(self, medium: str, keys: list[bytes]) -> list[Any]:
         known: list[tuple[str, int, Tracked]] = []
         unknown: list[bytes] = []
         for key in keys:
-            tracked, place, block_hash = self._known.get(key, (None, 0, key))
-            if block_hash != key:
+            own = self._hash_of(key)
+            tracked, place, block_hash = self._known.get(key, (None, 0, own))
+            if block_hash != own:
                 self._hashes[key, medium] = block_hash
             # Tokens that were sampled may have been taken back since.
             if tracked is not None and tracked.hashes_of(place, place + 1) == [block_hash]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pillion import identity, processors, vllm_compat, weight_files
+from pillion import hasher, identity, processors, vllm_compat, weight_files
 from pillion.config import Config
 from pillion.models import Models
 from pillion.sample import of_expert
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-# Extra keys are tagged tuples from this version on, bare before.
-TAGGED_SINCE = (0, 31)
 NONE_HASH_RULE_SINCE = (0, 29)
 # Ways to propose tokens that keep no KV: the target's is the same with and without them.
 DRAFTS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
@@ -123,9 +121,9 @@ class Facts:
             "experts": self._experts(),
             "tensor_parallel_size": vllm_compat.world_size(self._vllm_config),
             "drafter": self._read("the drafter's configuration", self._drafter),
-            "hash_algorithm": cache.prefix_caching_hash_algo,
+            "hash_algorithm": hasher.fact_of(cache.prefix_caching_hash_algo),
             "none_hash": self._none_hash(cache.prefix_caching_hash_algo),
-            "extra_keys": "tagged" if vllm_compat.version() >= TAGGED_SINCE else "bare",
+            "extra_keys": vllm_compat.extra_form(),
             "adapters": self._adapters(),
             "salt": self._config.salt or "none",
         }
@@ -216,7 +214,7 @@ class Facts:
         """Whether requests may name one. Keys of theirs hold a digest of its files; bare ones only its name."""
         if getattr(self._vllm_config, "lora_config", None) is None:
             return "none"
-        return "digest" if vllm_compat.version() >= TAGGED_SINCE else self._private
+        return "digest" if vllm_compat.extra_form() == "tagged" else self._private
 
     def _none_hash(self, algorithm: str) -> str:
         """The hash that every chain starts from, by vLLM's rule of this version."""

@@ -39,8 +39,10 @@ def tokens(request: Request) -> int:
     return min(saved, prompt) if type(saved) is int and saved > 0 else prompt
 
 
-def tail(request: Request, block_tokens: int, algorithm: str) -> tuple[int, bytes] | None:
+def tail(request: Request, keys: list[bytes], block_tokens: int, algorithm: str) -> tuple[int, bytes] | None:
     """The place of the block in which ends what is handed over of a request, if it is partly full, and its key.
+
+    `keys` are those of the whole blocks.
 
     None without a whole block before it, where a hash depends on more than tokens, and where another engine's is of no use.
     """
@@ -50,10 +52,10 @@ def tail(request: Request, block_tokens: int, algorithm: str) -> tuple[int, byte
         if end < last or last % block_tokens == 0:
             return None
     place = end // block_tokens
-    if not 0 < place <= len(request.block_hashes) or end % block_tokens == 0 or vllm_compat.has_extra_keys(request):
+    if not 0 < place <= len(keys) or end % block_tokens == 0 or vllm_compat.has_extra_keys(request):
         return None
     try:
-        chain = _shim.Chain(algorithm, request.block_hashes[place - 1], block_tokens, "tagged")
+        chain = _shim.Chain(algorithm, request.block_hashes[place - 1], block_tokens, "tagged", keys[place - 1])
         chain.append(request.all_token_ids[place * block_tokens : end], None)
         key = chain.tail(None)
     except _shim.ShimError:

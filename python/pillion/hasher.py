@@ -1,8 +1,11 @@
-"""The block hashes of a new prompt, made by native code: vLLM's own bytes, in a fraction of the time.
+"""The block hashes of a new prompt, made by native code: vLLM's own bytes, in a fraction of the time; and its keys.
 
 vLLM hashes a prompt block by block in Python before anything else of the request begins. Of each prompt's blocks the first,
 the last and one between them, another one each time, are hashed by vLLM too, each upon the native hash before it; where they
 differ, or anything fails, vLLM hashes alone from then on.
+
+A key is vLLM's hash, but for the xxhash kinds: any client can construct two blocks of one such hash. A second digest of the
+same tokens and extra keys is made here, and the keys stay with the request.
 """
 
 from __future__ import annotations
@@ -15,43 +18,64 @@ from pillion import _shim, vllm_compat
 Hasher = Callable[[Any], list[bytes]]
 # Fewer blocks, such as those that fill while a request decodes, are not worth it: checking two of three takes 10 us.
 WORTH_BLOCKS = 8
+# Bytes of vLLM's hash where a key is longer.
+SHORT_BYTES = 16
+# The attribute of a request with its keys, one for each of its hashes. It is absent or None where they could not be made.
+KEYS = "pillion_keys"
 logger = vllm_compat.init_logger("vllm.pillion")
 
 
-class NativeHasher:
+def has_second_digest(algorithm: str) -> bool:
+    """Whether a key of this algorithm is longer than vLLM's hash."""
+    return algorithm.startswith("xxhash")
+
+
+def fact_of(algorithm: str) -> str:
+    """How the namespace names what keys are made of."""
+    return f"{algorithm}+sha256" if has_second_digest(algorithm) else algorithm
+
+
+class RequestHasher:
     """Called as vLLM calls its own: with a request, for the hashes of its full blocks that have none yet."""
 
-    def __init__(self, vllms: Hasher, algorithm: str, block_tokens: int, first_parent: bytes) -> None:
+    def __init__(self, vllms: Hasher, algorithm: str, native: bool, block_tokens: int, first_parent: bytes) -> None:
         self._vllms = vllms
         self._algorithm = algorithm
         self._block_tokens = block_tokens
         self._first_parent = first_parent
-        self._sound = True
+        self._makes_keys = has_second_digest(algorithm)
+        self._native = native
         # Prompts hashed so far, which choose the block between.
         self._turn = 0
 
     def __call__(self, request: Any) -> list[bytes]:
         """The new hashes, in order."""
         start = len(request.block_hashes)
+        chain = self._hash(request, start)
+        hashes = self._vllms(request) if chain is None else chain.hashes(0)
+        if self._makes_keys:
+            self._extend(request, start, hashes, chain)
+        return hashes
+
+    def _hash(self, request: Any, start: int) -> _shim.Chain | None:
+        """The new blocks, hashed natively; None where vLLM is to hash them."""
         end = request.num_tokens // self._block_tokens
-        if not self._sound or end - start < WORTH_BLOCKS or vllm_compat.has_extra_keys(request):
-            return self._vllms(request)
+        if not self._native or end - start < WORTH_BLOCKS or vllm_compat.has_extra_keys(request):
+            return None
         try:
-            made = self._make(request, start, end)
-            if self._agrees(request, start, made):
-                return made
+            hashed, keys = request.block_hashes, getattr(request, KEYS, None)
+            parent = hashed[-1] if hashed else self._first_parent
+            before = keys[start - 1] if keys and start else None
+            chain = _shim.Chain(self._algorithm, parent, self._block_tokens, "tagged", before)
+            chain.append(request.all_token_ids[start * self._block_tokens : end * self._block_tokens], None)
+            if self._agrees(request, start, chain.hashes(0)):
+                return chain
             why = "its hashes differ from those of vLLM"
         except Exception as error:
             why = repr(error)
-        self._sound = False
+        self._native = False
         logger.error("pillion: the native hasher is off, so vLLM hashes prompts itself, which takes longer: %s", why)
-        return self._vllms(request)
-
-    def _make(self, request: Any, start: int, end: int) -> list[bytes]:
-        hashed = request.block_hashes
-        chain = _shim.Chain(self._algorithm, hashed[-1] if hashed else self._first_parent, self._block_tokens, "tagged")
-        chain.append(request.all_token_ids[start * self._block_tokens : end * self._block_tokens], None)
-        return chain.hashes(0)
+        return None
 
     def _agrees(self, request: Any, start: int, made: list[bytes]) -> bool:
         hashed = list(request.block_hashes)
@@ -61,6 +85,27 @@ class NativeHasher:
             self._vllms(_Part(request, hashed + made[:place], (start + place + 1) * self._block_tokens)) == [made[place]]
             for place in places
         )
+
+    def _extend(self, request: Any, start: int, hashes: list[bytes], chain: _shim.Chain | None) -> None:
+        """Brings the request's keys to the length of its hashes. vLLM may have taken back tokens, and their hashes, before."""
+        keys: list[bytes] | None = getattr(request, KEYS, None) if start else []
+        if keys is not None:
+            try:
+                del keys[start:]
+                keys += self._keys(request, keys, hashes) if chain is None else chain.keys(0)
+            except Exception as error:
+                keys = None
+                logger.error("pillion: a request goes without the cache, since its keys cannot be made: %r", error)
+        setattr(request, KEYS, keys)
+
+    def _keys(self, request: Any, keys: list[bytes], hashes: list[bytes]) -> list[bytes]:
+        if not hashes:
+            return []
+        first, size = len(keys), self._block_tokens
+        end = first + len(hashes)
+        tokens = request.all_token_ids[first * size : end * size]
+        extra = vllm_compat.extra_keys(request, first, end, size) if vllm_compat.has_extra_keys(request) else None
+        return _shim.extend_hashes(keys[-1] if keys else None, hashes, tokens, extra, vllm_compat.extra_form())
 
 
 class _Part:
@@ -75,6 +120,22 @@ class _Part:
         return getattr(self._request, name)
 
 
-def install(algorithm: str) -> None:
-    """Lets the engine that is being built, and it alone, hash prompts natively."""
-    vllm_compat.wrap_next_block_hasher(lambda vllms, *block: NativeHasher(vllms, algorithm, *block))
+def install(algorithm: str, native: bool) -> None:
+    """Lets the engine that is being built, and it alone, make keys beside its hashes, and hash prompts natively if `native`."""
+    if native or has_second_digest(algorithm):
+        vllm_compat.wrap_next_block_hasher(lambda vllms, *block: RequestHasher(vllms, algorithm, native, *block))
+
+
+_warned: set[str] = set()
+
+
+def keys_of(request: Any) -> list[bytes]:
+    """The keys that were made beside a request's hashes; none where they could not be."""
+    keys: list[bytes] | None = getattr(request, KEYS, None)
+    if request.block_hashes and not hasattr(request, KEYS) and not _warned:
+        _warned.add(KEYS)
+        logger.warning(
+            "pillion: requests go without the cache: two prompts with equal xxhash hashes are easily made, and this vLLM lets "
+            "nobody tell such apart, as with a drafter from 0.33 on. Start it with --prefix-caching-hash-algo sha256"
+        )
+    return keys or []

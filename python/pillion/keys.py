@@ -73,8 +73,8 @@ class Chain:
         self._chain.append(token_ids, None if extra_keys is None else [_block(keys) for keys in extra_keys])
 
     def hashes(self, start: int = 0) -> list[bytes]:
-        """Hashes of the full blocks from the `start`-th on."""
-        return self._chain.hashes(start)
+        """Keys of the full blocks from the `start`-th on."""
+        return self._chain.keys(start)
 
     def tail(self, extra_keys: ExtraKeys | None = None) -> bytes | None:
         """The hash of the tokens after the last full block, as if they were one; None if there are none."""

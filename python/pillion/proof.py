@@ -148,7 +148,7 @@ class Proof:
     def _is_partly_proven(self, tracked: Tracked, place: int) -> bool:
         """Whether the beginning of the block at `place` is right: the block was loaded, or the request computed that part."""
         key = self._keys[tracked.group].get(tracked.blocks[place])
-        if key is not None and key in (tracked.tail and tracked.tail[1], *tracked.hashes_of(place, place + 1)):
+        if key is not None and key in (tracked.tail and tracked.tail[1], *tracked.keys_of(place, place + 1)):
             return True
         return tracked.goes_on and tracked.request.request_id not in self._doubted_before
 
@@ -164,10 +164,10 @@ class Proof:
             end = doubts[req_id] = min(old)
         # vLLM may have taken tokens back: the step writes again what was filled.
         first = min(tracked.filled, start // size)
-        hashes = tracked.hashes_of(first, end // size)
-        blocks = tracked.blocks[first : first + len(hashes)]
+        full = tracked.keys_of(first, end // size)
+        blocks = tracked.blocks[first : first + len(full)]
         keys, fills, group = self._keys[tracked.group], self._open[-1].fills, tracked.group
-        for block, key in zip(blocks, hashes, strict=False):
+        for block, key in zip(blocks, full, strict=False):
             if block:
                 keys[block] = key
                 fills.append((group, block, tracked))
@@ -295,13 +295,13 @@ class Proof:
         stands for one before a window, is not read."""
         keys = self._keys[tracked.group]
         blocks = tracked.blocks[:end]
-        hashes = tracked.hashes_of(0, len(blocks))
-        if [keys.get(block) for block in blocks] == hashes:
+        right = tracked.keys_of(0, len(blocks))
+        if [keys.get(block) for block in blocks] == right:
             return len(blocks)
-        for place, (block, key) in enumerate(zip(blocks, hashes, strict=False)):
+        for place, (block, key) in enumerate(zip(blocks, right, strict=False)):
             if block and keys.get(block) != key:
                 return place
-        return min(len(blocks), len(hashes))
+        return min(len(blocks), len(right))
 
     def _old_outputs(self, tracked: Tracked, start: int, end: int) -> list[int]:
         """Tokens from `start` to `end` at which begins what an encoder made with weights of before."""

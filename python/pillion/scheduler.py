@@ -114,7 +114,7 @@ class Scheduler:
         tokens_per_step = vllm_compat.tokens_per_step(vllm_config)
         events = self._events = None
         if vllm_compat.kv_events_are_on(vllm_config):
-            events = self._events = Events(session, vllm_compat.BlockEvents(kv_cache_config, group.number))
+            events = self._events = Events(session, vllm_compat.BlockEvents(kv_cache_config, group.number), algorithm)
         part_blocks = self._pacing.blocks_of_part
         resuming = groups.resuming(group, kv_cache_config, config.checkpoint_tokens)
         self._saving = Saving(session, requests, check, proof, block_tokens, tokens_per_step, part_blocks, resuming, events)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pillion import handover
+from pillion import handover, hasher
 from pillion._shim import SchedulerSession
 from pillion.adapters import Adapters
 from pillion.groups import ALONE, Group
@@ -34,6 +34,8 @@ class Tracked:
     # The cache group of the blocks, and hashes of the request for each of them.
     group: int = 0
     hashes_each: int = 1
+    # Whether a key is vLLM's hash alone.
+    by_hash: bool = True
     # Whether routers' words about prompts of other engines are for this connector.
     routed: bool = True
     log: int = -1
@@ -44,7 +46,7 @@ class Tracked:
     # When the digest of its adapter was first asked for in vain.
     undigested_since: float | None = None
     appended: int = 0
-    # The hash that was appended last: it hangs on all before it.
+    # The key that was appended last: it hangs on all before it.
     newest: bytes = b""
     # The block in which ends what one engine hands over to another, until it is full: its place, and its key, the log's last.
     tail: tuple[int, bytes] | None = None
@@ -89,10 +91,16 @@ class Tracked:
     live: bool = True
 
     @property
-    def hashes(self) -> list[bytes]:
-        """The key of each whole block: a hash hangs on all before it, so that of the block's last part."""
-        hashes: list[bytes] = self.request.block_hashes
-        return hashes if self.hashes_each == 1 else self.hashes_of(0, len(hashes) // self.hashes_each)
+    def _all(self) -> list[bytes]:
+        """The key of each hashed block."""
+        keys: list[bytes] = self.request.block_hashes if self.by_hash else hasher.keys_of(self.request)
+        return keys
+
+    @property
+    def keys(self) -> list[bytes]:
+        """The key of each whole block, that of its last part: a key hangs on all before it."""
+        keys = self._all
+        return keys if self.hashes_each == 1 else self.keys_of(0, len(keys) // self.hashes_each)
 
     @property
     def awaits(self) -> bool:
@@ -124,15 +132,20 @@ class Tracked:
         self.asked_again = not self.asked_again
         return not self.asked_again
 
-    def hashes_of(self, first: int, end: int) -> list[bytes]:
+    def keys_of(self, first: int, end: int) -> list[bytes]:
         """The keys of some of them."""
+        each = self.hashes_each
+        return self._all[(first + 1) * each - 1 : end * each : each]
+
+    def hashes_of(self, first: int, end: int) -> list[bytes]:
+        """vLLM's hashes of some of them."""
         each = self.hashes_each
         hashes: list[bytes] = self.request.block_hashes[(first + 1) * each - 1 : end * each : each]
         return hashes
 
     def loads(self, first: int, blocks: list[int]) -> None:
         """A load of the request's blocks from `first` on into `blocks` begins."""
-        keys = self.hashes_of(first, first + len(blocks))
+        keys = self.keys_of(first, first + len(blocks))
         if self.tail and self.tailed and first <= self.tail[0] == first + len(keys):
             keys.append(self.tail[1])
         self.loaded, self.loading = blocks, list(zip(blocks, keys, strict=False))
@@ -179,10 +192,13 @@ class Requests:
         known = self.by_id.get(request.request_id)
         if known is not None:
             return known
-        tracked = Tracked(request, self._block_tokens, self._window, self._group.number, self._group.hashes, self._routed)
+        by_hash = not hasher.has_second_digest(self._algorithm)
+        tracked = Tracked(
+            request, self._block_tokens, self._window, self._group.number, self._group.hashes, by_hash, self._routed
+        )
         self.by_id[request.request_id] = tracked
         if not self._group.several and (tracked.awaits or tracked.hands_over):
-            tracked.tail = handover.tail(request, self._block_tokens, self._algorithm)
+            tracked.tail = handover.tail(request, tracked.keys, self._block_tokens, self._algorithm)
         return tracked
 
     def end(self, request: Request) -> Tracked | None:
@@ -244,16 +260,16 @@ class Requests:
 
     def append(self, tracked: Tracked) -> bool:
         """Brings the request's key log up to date; False while there is none to be had."""
-        session, hashes, kept = self._session, tracked.hashes, 0
+        session, keys, kept = self._session, tracked.keys, 0
         preempted = tracked.request.num_preemptions > 0
         if tracked.tail:
-            hashes = hashes[: tracked.tail_at]
+            keys = keys[: tracked.tail_at]
         if tracked.request.lora_request and not self._follow_adapter(tracked):
             return False
         if tracked.tailed and not tracked.tail:
             # A log that ends with a tail takes no key: the next one goes on where it ended.
             kept = self._go_on(tracked)
-        elif tracked.appended and hashes[tracked.appended - 1 : tracked.appended] != [tracked.newest]:
+        elif tracked.appended and keys[tracked.appended - 1 : tracked.appended] != [tracked.newest]:
             # vLLM has taken back tokens that were sampled, as between two inputs of a streaming session: a key that was written
             # is never changed, so the log begins anew.
             self._close(tracked)
@@ -275,10 +291,10 @@ class Requests:
             # Try again at the next occasion.
             tracked.generation = -1
             return False
-        if len(hashes) > tracked.appended:
-            tracked.appended = session.append(tracked.log, hashes, tracked.appended)
-            tracked.newest = hashes[tracked.appended - 1] if tracked.appended else b""
-        if tracked.tail and not tracked.tailed and len(hashes) == tracked.appended:
+        if len(keys) > tracked.appended:
+            tracked.appended = session.append(tracked.log, keys, tracked.appended)
+            tracked.newest = keys[tracked.appended - 1] if tracked.appended else b""
+        if tracked.tail and not tracked.tailed and len(keys) == tracked.appended:
             tracked.tailed = session.append_tail(tracked.log, tracked.tail[1])
         return True
 

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 # The oldest release with support of one cache group, and of several.
 NEWEST_TESTED, OLDEST_TESTED = (0, 33), (0, 30)
 OLDEST_SERVED, OLDEST_OF_SETS = (0, 29), (0, 32)
+# Extra keys are tagged tuples from this version on, bare before.
+TAGGED_SINCE = (0, 31)
 # Every layer of a block side by side: a block is one run. Measured with these attention backends: same tokens, no slower.
 BLOCK_LAYOUT = "BLNHC"
 BLOCK_LAYOUT_BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
@@ -525,6 +527,22 @@ def has_extra_keys(request: Any) -> bool:
     return bool(request.mm_features or request.lora_request or request.cache_salt or request.prompt_embeds is not None)
 
 
+def extra_keys(request: Any, first: int, end: int, block_tokens: int) -> list[Any]:
+    """vLLM's extra keys of some of the request's blocks, None or a tuple for each."""
+    from vllm.v1.core import kv_cache_utils
+
+    mm_index, extra = 0, []
+    for start in range(first * block_tokens, end * block_tokens, block_tokens):
+        keys, mm_index = kv_cache_utils.generate_block_hash_extra_keys(request, start, start + block_tokens, mm_index)
+        extra.append(keys)
+    return extra
+
+
+def extra_form() -> str:
+    """How this vLLM hashes extra keys."""
+    return "tagged" if version() >= TAGGED_SINCE else "bare"
+
+
 def kv_events_are_on(vllm_config: VllmConfig) -> bool:
     """Whether this engine tells others of the blocks that it has cached."""
     config = getattr(vllm_config, "kv_events_config", None)
@@ -554,13 +572,8 @@ class BlockEvents:
         tokens, lora, end = self._block_tokens, request.lora_request, first + len(hashes)
         extra: list[Any] = [None] * len(hashes)
         if has_extra_keys(request):
-            mm_index = 0
-            for place in range(first, end):
-                start = place * tokens
-                keys, mm_index = self._utils.generate_block_hash_extra_keys(request, start, start + tokens, mm_index)
-                extra[place - first] = keys
             # What versions before 0.31 hash is what they publish.
-            extra = getattr(self._utils, "to_event_extra_keys", list)(extra)
+            extra = getattr(self._utils, "to_event_extra_keys", list)(extra_keys(request, first, end, tokens))
         return self._make(
             self._events.BlockStored,
             medium,

@@ -37,6 +37,7 @@ mod algorithm;
 mod cbor;
 mod chain;
 mod derivation;
+mod digest;
 mod extra;
 mod pickle;
 
@@ -48,6 +49,7 @@ use thiserror::Error;
 pub use self::algorithm::{Algorithm, NoneHashRule};
 pub use self::chain::{BLOCK_TOKENS_MAX, Chain, DEFAULT_SEED, none_hash};
 pub use self::derivation::{Derivation, Derived, coarse, with_group};
+pub use self::digest::extend_hashes;
 pub use self::extra::{ExtraForm, ExtraKey};
 pub use self::pickle::{PICKLE_BLOCK_TOKENS_MAX, PICKLE_EXTRA_BYTES_MAX};
 
@@ -59,7 +61,8 @@ pub const HASH_BYTES_SHORT: usize = 16;
 /// What a folded hash is the digest of, before the fold and the hash: no other digest of Pillion's begins so.
 const FOLD_TAG: &[u8] = b"pillion fold";
 
-/// A block hash as the engine made it; one of 16 bytes is padded with zeros to 32.
+/// A block's hash as the engine made it. One of 16 bytes has the second digest behind it ([`Chain`]), or zeros where the engine knows
+/// hashes alone.
 #[repr(C)]
 #[derive(Copy, Clone, Eq, PartialEq, Ord, PartialOrd, Hash, Debug)]
 pub struct BlockHash(pub [u8; HASH_BYTES_MAX]);
@@ -222,6 +225,16 @@ impl BlockHash {
     pub fn unpadded(&self) -> &[u8] {
         let (short, rest) = self.0.split_at(HASH_BYTES_SHORT);
         if rest.iter().all(|byte| *byte == 0) { short } else { &self.0 }
+    }
+
+    /// The second digest of a hash of 16 bytes.
+    pub(crate) fn second(&self) -> [u8; HASH_BYTES_SHORT] {
+        *self.0.last_chunk().expect("32 bytes")
+    }
+
+    /// Puts the second digest behind a hash of 16 bytes.
+    pub(crate) fn set_second(&mut self, digest: [u8; HASH_BYTES_SHORT]) {
+        *self.0.last_chunk_mut().expect("32 bytes") = digest;
     }
 
     /// The hash as four little-endian words.

@@ -87,7 +87,7 @@ pub const OPERATIONS: usize = 4096;
 
 /// Keys in one chunk of the key arena.
 pub const CHUNK_KEYS: usize = 64;
-/// Bytes of a key in a chunk; shorter hashes are padded with zeros.
+/// Bytes of a key in a chunk; behind a hash of 16 bytes the second digest, or zeros.
 pub const KEY_BYTES: usize = 32;
 /// Bytes of a slot reference in a chunk: pool offset and generation, written by the sidecar.
 pub const REF_BYTES: usize = 16;

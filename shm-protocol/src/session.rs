@@ -190,7 +190,7 @@ impl SessionMemory {
         self.region.words64(header::WEIGHTS_LIVE, 2)
     }
 
-    /// Engine: writes keys into chunk `chunk` from key `index` on. A hash shorter than 32 bytes is padded with zeros.
+    /// Engine: writes keys into chunk `chunk` from key `index` on. Behind a hash of 16 bytes lies the second digest, or zeros.
     #[inline]
     pub fn write_key(&self, chunk: u32, index: usize, hash: &BlockHash) {
         assert!(index < layout::CHUNK_KEYS);

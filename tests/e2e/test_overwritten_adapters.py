@@ -15,7 +15,7 @@ PROMPT = asking.prompt(320)
 
 @pytest.mark.supports("adapters")
 def test_an_overwritten_adapter_has_kv_of_its_own(options: engine.Options, tmp_path: Path) -> None:
-    """Overwritten between two engines, under a running one, with and without a reload, and loaded in place; written again, its blocks are hit."""
+    """Overwritten between two engines, under a running one, with a reload and in place; written again, its blocks are hit."""
     path = tmp_path / "adapter"
     one_place = adapter.ARGUMENTS | {"max_loras": 1, "max_cpu_loras": 1}
     adapted = dataclasses.replace(options, batched_tokens=prompts.STEP_TOKENS, arguments=one_place, extra=CHECKING)

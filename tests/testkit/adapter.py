@@ -52,7 +52,7 @@ def write(directory: Path, seed: int, shape: model.Shape = model.TINY) -> Path:
 
 
 def overwrite(directory: Path, source: Path) -> None:
-    """Put another adapter's bytes into the files that are there, which keep size, mtime and inode."""
+    """Put another adapter's bytes into the present files. They keep size, mtime and inode."""
     for old in directory.iterdir():
         before, new = old.stat(), (source / old.name).read_bytes()
         assert len(new) == before.st_size

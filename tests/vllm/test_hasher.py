@@ -46,10 +46,10 @@ def made(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tup
         return counted[-1]
 
     monkeypatch.setattr(core, "get_request_block_hasher", make)
-    hasher.install(request.param)
+    hasher.install(request.param, native=True)
     # As vLLM 0.33 asks for one whose hashes cover a token behind their block.
     assert core.get_request_block_hasher(BLOCK_TOKENS, function, 1) is counted.pop()
-    hasher.install(request.param)
+    hasher.install(request.param, native=True)
     native = core.get_request_block_hasher(BLOCK_TOKENS, function, 0)
     # The next engine's is vLLM's again, unless it has a connector too.
     assert core.get_request_block_hasher is make
@@ -134,7 +134,7 @@ def test_a_wrong_hash_in_the_middle_is_noticed(made: tuple[hasher.Hasher, Counte
     real, broken = _shim.Chain, 23
 
     class Chain:
-        def __init__(self, algorithm: str, parent: bytes, block_tokens: int, kind: str) -> None:
+        def __init__(self, algorithm: str, parent: bytes, block_tokens: int, kind: str, before: bytes | None) -> None:
             self._given = (algorithm, parent, block_tokens, kind)
 
         def append(self, tokens: list[int], extra: Any) -> None:

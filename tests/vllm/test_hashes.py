@@ -44,17 +44,22 @@ def _check(case: dict[str, Any], rule: str, form: str) -> None:
     first = bytes.fromhex(case["none_hash"])
     at_once, growing = (keys.Chain(case["algo"], first, case["block_size"], form=form) for _ in range(2))
     at_once.append(tokens, extra_keys)
-    assert at_once.hashes() == expected, name
+    assert _hashes(case, at_once.hashes()) == expected, name
     for token in tokens:
         growing.append([token], extra_keys[len(growing) :])
-    assert growing.hashes() == expected, name
+    assert growing.hashes() == at_once.hashes(), name
     assert growing.tail() == at_once.tail()
     assert (growing.tail() is None) == (len(tokens) % case["block_size"] == 0)
     seed = case["PYTHONHASHSEED"]
     if seed is not None:
         options = {"seed": seed, "rule": rule, "form": form}
         found = keys.derive(case["algo"], case["block_size"], tokens, extra_keys=extra_keys, **options)
-        assert found == (first, expected, at_once.tail()), name
+        assert found == (first, at_once.hashes(), at_once.tail()), name
+
+
+def _hashes(case: dict[str, Any], found: list[bytes]) -> list[bytes]:
+    """vLLM's part of the keys: all of it, or the first half."""
+    return [key if case["algo"] in CRYPTOGRAPHIC else key[:16] for key in found]
 
 
 @pytest.mark.parametrize("number", range(8))

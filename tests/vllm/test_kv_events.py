@@ -71,7 +71,7 @@ def session() -> Session:
 @pytest.fixture
 def told(session: Session) -> events.Events:
     """What is told of it."""
-    return events.Events(session, BlockEvents(kv_cache_config(full_attention(block_size=TOKENS))))  # type: ignore[arg-type]
+    return events.Events(session, BlockEvents(kv_cache_config(full_attention(block_size=TOKENS))), "sha256")  # type: ignore[arg-type]
 
 
 def test_blocks_of_a_request_are_told_of_together(session: Session, told: events.Events) -> None:

@@ -66,7 +66,7 @@ pub extern "C" fn pillion_keys_new(
 ) -> Status {
     answer(|| {
         let out = given("keys", keys)?;
-        let algorithm: Algorithm = hash_algorithm.get("hash_algorithm")?.parse().map_err(ShimError::from)?;
+        let algorithm = Algorithm::of_fact(hash_algorithm.get("hash_algorithm")?).map_err(ShimError::from)?;
         let form: ExtraForm = extra_keys.get("extra_keys")?.parse().map_err(ShimError::from)?;
         let none_hash = hex::decode(none_hash.get("none_hash")?).map_err(|error| {
             Failure::argument(format!(

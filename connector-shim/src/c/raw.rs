@@ -28,7 +28,7 @@ pub struct Items<T> {
 #[derive(Debug)]
 pub struct Text(*const c_char);
 
-/// The hash of a block and of all before it; one of 16 bytes is padded with zeros.
+/// The hash of a block and of all before it. One of 16 bytes has the second digest behind it, or zeros if the engine does not make it.
 #[repr(C)]
 #[derive(Copy, Clone, Debug)]
 pub struct Hash {

@@ -1,6 +1,7 @@
 //! Keys for Python: `none_hash`, the growing `Chain` and `derive`, all of them `shm_protocol::key`'s.
 
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyTuple};
 use shm_protocol::key::{
     self, Algorithm, BlockHash, Derivation, ExtraForm, ExtraKey, KeyError, NoneHashRule,
@@ -35,9 +36,19 @@ pub(super) struct Chain {
 #[pymethods]
 impl Chain {
     #[new]
-    fn new(algo: &str, none_hash: &[u8], block_size: u32, form: &str) -> PyResult<Self> {
-        let algorithm: Algorithm = parse(algo)?;
-        let chain = key::Chain::new(algorithm, none_hash, block_size).map_err(Failure::from)?;
+    #[pyo3(signature = (algo, none_hash, block_size, form, before = None))]
+    fn new(
+        algo: &str,
+        none_hash: &[u8],
+        block_size: u32,
+        form: &str,
+        before: Option<&[u8]>,
+    ) -> PyResult<Self> {
+        let algorithm = Algorithm::of_fact(algo).map_err(Failure::from)?;
+        let mut chain = key::Chain::new(algorithm, none_hash, block_size).map_err(Failure::from)?;
+        if let Some(before) = before {
+            chain = chain.behind(BlockHash::from_slice(before).map_err(Failure::from)?);
+        }
         Ok(Self { chain: chain.with_form(parse(form)?), algorithm })
     }
 
@@ -47,9 +58,14 @@ impl Chain {
         py.detach(|| self.chain.append_with(&token_ids, &extra)).map_err(|error| Failure::from(error).into())
     }
 
+    /// vLLM's hashes.
     fn hashes<'py>(&self, py: Python<'py>, start: usize) -> Vec<Bound<'py, PyBytes>> {
-        let hashes = self.chain.hashes().get(start..).unwrap_or_default();
-        hashes.iter().map(|hash| PyBytes::new(py, self.algorithm.bytes(hash))).collect()
+        let keys = self.chain.hashes().get(start..).unwrap_or_default();
+        keys.iter().map(|key| PyBytes::new(py, self.algorithm.bytes(key))).collect()
+    }
+
+    fn keys<'py>(&self, py: Python<'py>, start: usize) -> Vec<Bound<'py, PyBytes>> {
+        bytes_of(py, self.chain.hashes().get(start..).unwrap_or_default())
     }
 
     fn tail<'py>(
@@ -59,12 +75,35 @@ impl Chain {
     ) -> PyResult<Option<Bound<'py, PyBytes>>> {
         let extra: Vec<ExtraKey> = extra_keys.unwrap_or_default().into_iter().map(|key| key.0).collect();
         let tail = self.chain.tail_with(&extra).map_err(Failure::from)?;
-        Ok(tail.map(|hash| PyBytes::new(py, self.algorithm.bytes(&hash))))
+        Ok(tail.map(|key| PyBytes::new(py, &key.0)))
     }
 
     fn __len__(&self) -> usize {
         self.chain.hashes().len()
     }
+}
+
+/// Returns the keys of blocks behind one with the key `before`, from vLLM's hashes of 16 bytes.
+#[pyfunction]
+pub(super) fn extend_hashes<'py>(
+    py: Python<'py>,
+    before: Option<&[u8]>,
+    hashes: Vec<PyBackedBytes>,
+    token_ids: Vec<u64>,
+    extra_keys: Extra,
+    form: &str,
+) -> PyResult<Vec<Bound<'py, PyBytes>>> {
+    let hash = |bytes: &[u8]| BlockHash::from_slice(bytes).map_err(Failure::from);
+    let before = before.map(hash).transpose()?;
+    let hashes = hashes.iter().map(|bytes| hash(bytes)).collect::<Result<Vec<_>, _>>()?;
+    let (extra, form) = (unwrapped(extra_keys).unwrap_or_default(), parse(form)?);
+    let extra: Vec<Vec<ExtraKey>> = extra.into_iter().map(Option::unwrap_or_default).collect();
+    let keys = py.detach(|| key::extend_hashes(before.as_ref(), &hashes, &token_ids, &extra, form));
+    Ok(bytes_of(py, &keys.map_err(Failure::from)?))
+}
+
+fn bytes_of<'py>(py: Python<'py>, keys: &[BlockHash]) -> Vec<Bound<'py, PyBytes>> {
+    keys.iter().map(|key| PyBytes::new(py, &key.0)).collect()
 }
 
 /// The parent of a first block.

@@ -31,15 +31,23 @@ pub enum NoneHashRule {
     Before029,
 }
 
+/// The end of the fact where keys have the second digest.
+const SECOND: &str = "+sha256";
+
 // === impl Algorithm ===
 
 impl Algorithm {
+    /// The algorithm of a namespace's fact `hash_algorithm`, with or without the second digest.
+    pub fn of_fact(fact: &str) -> Result<Self, KeyError> {
+        fact.strip_suffix(SECOND).unwrap_or(fact).parse()
+    }
+
     /// Bytes of its hashes.
     pub const fn hash_bytes(self) -> usize {
         if self.is_cryptographic() { HASH_BYTES_MAX } else { HASH_BYTES_SHORT }
     }
 
-    /// The bytes of a hash that are its own, without the padding.
+    /// vLLM's hash: the first bytes of a key, or all.
     pub fn bytes(self, hash: &BlockHash) -> &[u8] {
         &hash.0[..self.hash_bytes()]
     }
@@ -52,10 +60,10 @@ impl Algorithm {
         matches!(self, Self::Sha256Cbor | Self::Sha256)
     }
 
-    /// The hash of these bytes, which are used up.
+    /// The hash of these bytes, which are used up. One of 16 bytes leaves the others zero.
     pub(super) fn digest(self, bytes: &mut Vec<u8>) -> BlockHash {
         if self.is_cryptographic() {
-            return BlockHash(sha256(bytes));
+            return BlockHash(hash_sha256(bytes));
         }
         let mut hash = [0; HASH_BYTES_MAX];
         hash[..HASH_BYTES_SHORT].copy_from_slice(&XxHash3_128::oneshot(bytes).to_be_bytes());
@@ -64,7 +72,7 @@ impl Algorithm {
 }
 
 /// SHA-256 of a message that may be padded where it lies: for one block a sixth faster than through a hasher's buffer.
-fn sha256(message: &mut Vec<u8>) -> [u8; 32] {
+pub(super) fn hash_sha256(message: &mut Vec<u8>) -> [u8; 32] {
     /// FIPS 180-4, 5.3.3.
     const INITIAL: [u32; 8] = [
         0x6a09_e667,
@@ -110,7 +118,7 @@ mod tests {
     fn padding_is_right_at_every_length() {
         for length in 0..300 {
             let message: Vec<u8> = (0..length).map(|index| index as u8).collect();
-            assert_eq!(sha256(&mut message.clone())[..], Sha256::digest(&message)[..], "{length}");
+            assert_eq!(hash_sha256(&mut message.clone())[..], Sha256::digest(&message)[..], "{length}");
         }
     }
 }

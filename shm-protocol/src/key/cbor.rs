@@ -24,9 +24,11 @@ pub(super) fn block<T: Copy + Into<u64>>(
     out.extend_from_slice(parent);
     head(out, ARRAY, tokens.len() as u64);
     integers(out, tokens);
-    if extra.is_empty() {
-        return out.push(NULL);
-    }
+    if extra.is_empty() { out.push(NULL) } else { append_extra(out, extra, form) }
+}
+
+/// Appends extra keys, which were checked.
+pub(super) fn append_extra(out: &mut Vec<u8>, extra: &[ExtraKey], form: ExtraForm) {
     head(out, ARRAY, extra.len() as u64);
     for key in extra {
         let item = key.item(form);

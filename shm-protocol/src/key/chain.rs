@@ -1,7 +1,9 @@
-//! The chain: each block's hash covers its tokens and, through its parent's hash, all before it.
+//! The chain: each block's key covers its tokens and, through its parent's hash, all before it.
 
+use super::digest::second_digest;
 use super::{
-    Algorithm, BlockHash, ExtraForm, ExtraKey, KeyError, NoneHashRule, PICKLE_BLOCK_TOKENS_MAX, cbor, pickle,
+    Algorithm, BlockHash, ExtraForm, ExtraKey, HASH_BYTES_SHORT, KeyError, NoneHashRule,
+    PICKLE_BLOCK_TOKENS_MAX, cbor, pickle,
 };
 
 /// What NONE_HASH is made of since vLLM 0.29 where no PYTHONHASHSEED is set and the hash is cryptographic.
@@ -13,7 +15,7 @@ const SEED_BYTES_MAX: usize = 255;
 /// Most tokens of a block: thousands of times vLLM's usual 16, and half a MiB to encode.
 pub const BLOCK_TOKENS_MAX: u32 = 1 << 16;
 
-/// The block hashes of one request, growing with its tokens. What was hashed is never hashed again.
+/// The keys of one request's blocks, growing with its tokens. What was hashed is never hashed again.
 ///
 /// Tokens are u32, or u64 for who must.
 #[derive(Clone, Debug)]
@@ -33,6 +35,8 @@ struct Links {
     /// NONE_HASH; vLLM up to 0.28 may have one longer than the hashes.
     first: BlockHash,
     first_bytes: usize,
+    /// The key of the block before the first one, where the chain goes on with another.
+    before: Option<BlockHash>,
     /// The encoding of one block, kept for its room.
     encoded: Vec<u8>,
 }
@@ -68,8 +72,16 @@ impl Chain {
         }
         let first = BlockHash::from_slice(none_hash)?;
         let form = ExtraForm::Tagged;
-        let links = Links { algorithm, form, first, first_bytes: none_hash.len(), encoded: Vec::new() };
+        let links =
+            Links { algorithm, form, first, first_bytes: none_hash.len(), before: None, encoded: Vec::new() };
         Ok(Self { links, block_tokens: block_tokens as usize, hashes: Vec::new(), pending: Vec::new() })
+    }
+
+    /// The same chain, its first block behind the one with the key `before`; for an empty chain.
+    #[must_use]
+    pub fn behind(mut self, before: BlockHash) -> Self {
+        self.links.before = Some(before);
+        self
     }
 
     /// The same chain with its extra keys in this form, to be said before any are given.
@@ -97,17 +109,12 @@ impl Chain {
         Ok(())
     }
 
-    /// Hashes of the full blocks so far.
+    /// Keys of the full blocks so far; [`Algorithm::bytes`] has vLLM's hash of each.
     pub fn hashes(&self) -> &[BlockHash] {
         &self.hashes
     }
 
-    /// Bytes of each hash.
-    pub fn hash_bytes(&self) -> usize {
-        self.links.algorithm.hash_bytes()
-    }
-
-    /// The hash of the tokens after the last full block, as if they were one; None if there are none.
+    /// The key of the tokens after the last full block, as if they were one; None if there are none.
     pub fn tail(&self) -> Option<BlockHash> {
         self.tail_with(&[]).expect("no extra key is refused")
     }
@@ -155,18 +162,24 @@ impl Links {
 
     fn hash<T: Copy + Into<u64>>(
         &mut self,
-        parent: Option<&BlockHash>,
+        before: Option<&BlockHash>,
         tokens: &[T],
         extra: &[ExtraKey],
     ) -> BlockHash {
         let Self { algorithm, form, .. } = *self;
-        let parent = parent.map_or(&self.first.0[..self.first_bytes], |hash| algorithm.bytes(hash));
+        let before = before.or(self.before.as_ref());
+        let parent = before.map_or(&self.first.0[..self.first_bytes], |hash| algorithm.bytes(hash));
         self.encoded.clear();
         if algorithm.is_pickle() {
             pickle::block(&mut self.encoded, parent, tokens, extra, form);
         } else {
             cbor::block(&mut self.encoded, parent, tokens, extra, form);
         }
-        algorithm.digest(&mut self.encoded)
+        let mut key = algorithm.digest(&mut self.encoded);
+        if !algorithm.is_cryptographic() {
+            let before = before.map_or([0; HASH_BYTES_SHORT], |hash| hash.second());
+            key.set_second(second_digest(&mut self.encoded, &before, tokens, extra, form));
+        }
+        key
     }
 }

@@ -83,7 +83,7 @@ impl Derivation {
         {
             return Err(KeyError::ExtraCount { given: extra.len(), blocks: full, tokens: hashed });
         }
-        let key = |hash: &BlockHash| with_group(self.algo.bytes(hash), self.group);
+        let key = |hash: &BlockHash| with_group(&hash.0, self.group);
         // Hashed blocks after the last whole block belong to the tail, too.
         let rest = if full % factor == 0 { None } else { chain.hashes().last() };
         Ok(Derived {

@@ -77,9 +77,10 @@ class ScriptedEngine:
 
     def __init__(self, scenario: dict[str, Any]) -> None:
         from vllm.utils.hashing import get_hash_fn_by_name
-        from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, get_request_block_hasher, init_none_hash
+        from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, init_none_hash
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
         from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.engine import core
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.structured_output import StructuredOutputManager
 
@@ -92,7 +93,6 @@ class ScriptedEngine:
         config.scheduler_config.async_scheduling = scenario["async_scheduling"]
         hash_function = get_hash_fn_by_name("xxhash_cbor")
         init_none_hash(hash_function)
-        self._hasher = get_request_block_hasher(scenario["block_tokens"], hash_function)
         self.worker = ScriptedWorker(config, cache_config)  # first, as in vLLM
         kind = AsyncScheduler if scenario["async_scheduling"] else Scheduler
         self.scheduler = kind(
@@ -103,6 +103,8 @@ class ScriptedEngine:
             hash_block_size=scenario["block_tokens"],
             log_stats=True,
         )
+        # Behind its scheduler, as in vLLM: the connector may have put another in its place.
+        self._hasher = core.get_request_block_hasher(scenario["block_tokens"], hash_function)
         # Through which vLLM is called from outside; of its parts only the workers are there.
         self._core = EngineCore.__new__(EngineCore)
         self._core.model_executor = Executor(self.worker)

@@ -374,7 +374,7 @@ impl Core {
                         Kind::Accept
                     ));
                 }
-                transfers.accept(session, step);
+                transfers.accept(session, step, base);
             }
             // Engines of 0.2 name the tokens of a prompt: nothing may remember them.
             SchedulerRequest::Golden(_) => {}

@@ -11,7 +11,7 @@ use std::ops::Index;
 use std::sync::Arc;
 
 use shm_protocol::ACCEPT_SINCE;
-use shm_protocol::handshake::{self, Copier, Hello, PROBE_RUN, RANKS_MAX, Role, WorkerHello};
+use shm_protocol::handshake::{self, Copier, Hello, PROBE_RUN, Role, WorkerHello};
 use shm_protocol::key::NamespaceDigest;
 use shm_protocol::layout::{AWAIT_MS, PROMISED_WAIT_MS_MAX};
 use shm_protocol::namespace::{self, Facts};
@@ -169,12 +169,6 @@ impl Scheduler {
     /// Whether it serves one cache group of several.
     fn is_group(&self) -> bool {
         whole(&self.engine).is_some()
-    }
-
-    /// Every rank, one bit each.
-    pub(super) fn all_ranks(&self) -> u64 {
-        assert!((1..=RANKS_MAX).contains(&self.world_size), "checked by the handshake");
-        u64::MAX >> (RANKS_MAX - self.world_size)
     }
 }
 

@@ -9,7 +9,7 @@ use shm_protocol::message::Status;
 use shm_protocol::pool::SlotRef;
 use shm_protocol::request;
 
-use super::waits::Answered;
+use super::waits::WaitPhase;
 use super::{Base, Binding, Context, Found, Queries, Question, SessionId};
 
 /// Bytes on their way that are worth an early answer. A load that no step waits for costs its request about a step more, and
@@ -24,7 +24,10 @@ impl Queries {
     /// Answers a query the first of whose blocks has come, if enough of the others are still on their way.
     pub(super) fn answer_early(&mut self, place: (SessionId, u32), base: &mut Base) {
         let Some(wait) = self.waits.get(&place) else { return };
-        let (question, open, whole) = (wait.question, wait.open, wait.whole);
+        let (question, WaitPhase::ForBlocks { open, whole, .. }) = (wait.question, &wait.phase) else {
+            return;
+        };
+        let (open, whole) = (*open, *whole);
         // A run that ends early may still grow while its window is open.
         let may_grow = !whole && self.log(place.0, place.1).window.is_some();
         // Every rank has joined and leaves its loads to this process.
@@ -45,9 +48,9 @@ impl Queries {
         }
         let until_ms = base.cx.now_ms.saturating_add(base.cx.dram.config().lease_ttl_ms);
         let wait = self.waits.get_mut(&place).expect("found above");
-        let before = std::mem::replace(&mut wait.held, held);
         base.cx.took(wait.timed(), wait.since);
-        wait.answered = Some(Answered { slots: slots.clone(), until_ms });
+        let answered = WaitPhase::Answered { slots: slots.clone(), held, until_ms };
+        let before = std::mem::replace(&mut wait.phase, answered).into_held();
         if let Ok(Some(lease)) = self.asker(place.0).logs.take_lease(place.1) {
             lease.release(place.0, &mut base.cx);
         }
@@ -96,9 +99,9 @@ impl Queries {
     ) -> Option<Result<Vec<(BlockHash, SlotRef)>, Status>> {
         let request::Keys { log, from, count } = asked.keys;
         let wait = self.waits.get(&(session, log)).filter(|wait| wait.question.op == asked.lease)?;
-        let answered = wait.answered.as_ref()?;
+        let WaitPhase::Answered { slots, .. } = &wait.phase else { return None };
         let first = from.checked_sub(wait.question.from).map(|first| first as usize);
-        let slots = first.and_then(|first| answered.slots.get(first..first + count as usize));
+        let slots = first.and_then(|first| slots.get(first..first + count as usize));
         // Such a load may fail: neither may a step wait for it nor an engine copy it.
         let slots = slots.filter(|_| !asked.flags.sync() && !asked.flags.by_engine());
         let keys = self.log(session, log).some(from, count);

@@ -17,6 +17,7 @@
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::QUERY_WAIT_MS_MAX;
 
+use super::waits::WaitPhase;
 use super::{Action, Base, Binding, Context, GROUP, Queries, Question, Scheduler, SessionId};
 use crate::core::engines::{Engines, Waits};
 use crate::core::peers::PeersStats;
@@ -176,7 +177,7 @@ impl Queries {
             return if lost { 0 } else { patience.waits.miss };
         }
         let of_session = self.waits.range((question.session, 0)..=(question.session, u32::MAX));
-        let awaiting = of_session.filter(|(_, wait)| wait.question.awaits && wait.answered.is_none()).count();
+        let awaiting = of_session.filter(|(_, wait)| wait.question.awaits && !wait.is_answered()).count();
         let too_many = awaiting >= QUESTIONS_MAX;
         cx.stats.handover_queries += 1;
         cx.stats.handover_without_producer += u64::from(lost);
@@ -202,7 +203,7 @@ impl Queries {
         let (look_ms, is_new) = (window.idle(now_ms), !std::mem::replace(&mut window.waited, true));
         self.windows.look_at(look_ms);
         self.windows.waits += u64::from(is_new && !question.awaits);
-        self.wait(base.cx.now, question, 0, false, Vec::new());
+        self.wait(base.cx.now, question, WaitPhase::ForProducer);
         true
     }
 
@@ -314,7 +315,7 @@ impl Queries {
 
     /// Questions that wait for a producer.
     fn idle(&self) -> Vec<Question> {
-        let idle = self.waits.values().filter(|wait| wait.open == 0 && wait.answered.is_none());
+        let idle = self.waits.values().filter(|wait| matches!(wait.phase, WaitPhase::ForProducer));
         idle.map(|wait| wait.question).collect()
     }
 

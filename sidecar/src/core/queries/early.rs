@@ -41,7 +41,9 @@ impl Queries {
         let is_worth_it = |binding: &Binding, blocks: usize| {
             blocks > 0 && (at_once || blocks as u64 * binding.block_bytes() >= least)
         };
-        let Some(binding) = base.engines[place.0].binding.filter(|it| is_worth_it(it, open)) else { return };
+        let Some(binding) = base.engines[place.0].binding().filter(|it| is_worth_it(it, open)) else {
+            return;
+        };
         let (slots, held, coming) = self.run(question, &binding, &mut base.cx);
         if !is_worth_it(&binding, coming) {
             return self.unhold(place.0, held, &mut base.cx);

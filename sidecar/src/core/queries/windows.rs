@@ -238,7 +238,7 @@ impl Queries {
     fn missing(&self, question: Question, base: &Base) -> Option<(Binding, &[BlockHash])> {
         let log = self.log(question.session, question.log);
         let missing = log.wanted_from(question, log.window.as_ref()?.end);
-        base.engines[question.session].binding.zip(missing.filter(|missing| !missing.is_empty()))
+        base.engines[question.session].binding().zip(missing.filter(|missing| !missing.is_empty()))
     }
 
     /// Whether the next block can be had.
@@ -291,7 +291,7 @@ impl Queries {
     /// some engines, by their sessions, are saving for others is to come.
     pub(crate) fn end_vain_waits(&mut self, hands_over: impl Fn(SessionId) -> bool, base: &mut Base) {
         for question in self.idle().into_iter().filter(|question| question.awaits) {
-            let Some(binding) = base.engines[question.session].binding else { continue };
+            let Some(binding) = base.engines[question.session].binding() else { continue };
             let others: Vec<SessionId> =
                 self.others(question.session, binding.namespace, &base.engines).collect();
             let is_coming = || others.iter().any(|other| hands_over(*other));

@@ -74,7 +74,7 @@ impl Transfers {
         let key = (session, asked.op);
         self.check_new(key)?;
         self.pending[&session].check_load()?;
-        let (bound, ranks) = (base.engines[session].binding, base.engines[session].world_size as usize);
+        let (bound, ranks) = (base.engines[session].binding(), base.engines[session].world_size as usize);
         let promised = match queries.early(session, asked) {
             Some(named) => named.and_then(|named| {
                 let binding = bound.ok_or(Status::NotReady)?;

@@ -136,10 +136,10 @@ impl Transfers {
         };
         let save = UnboundSave { posted, step, acceptance, parent, checked, handover, kept_before, blocks };
         let too_many = !pending.may_want(save.blocks.len());
-        match base.engines[session].binding {
+        match base.engines[session].binding() {
             _ if base.cx.draining || too_many => self.drop_save(key, &save, &mut base.cx),
             Some(binding) => self.accept_save(key, binding, save, base),
-            None if base.engines[session].barred.is_some() || base.engines[session].lost_rank => {
+            None if base.engines[session].barred().is_some() || base.engines[session].lost_rank() => {
                 self.drop_save(key, &save, &mut base.cx);
             }
             None => {
@@ -202,7 +202,7 @@ impl Transfers {
 
     /// An engine was bound, or barred: begins what has waited for that.
     pub(crate) fn begin_unbound(&mut self, session: SessionId, base: &mut Base) {
-        let binding = base.engines[session].binding.filter(|_| !base.cx.draining);
+        let binding = base.engines[session].binding().filter(|_| !base.cx.draining);
         for (key, save) in self.take_unbound(session) {
             match binding {
                 Some(binding) => self.accept_save(key, binding, save, base),

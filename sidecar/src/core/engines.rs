@@ -160,18 +160,14 @@ impl Scheduler {
 
     /// The namespace in service.
     pub(super) fn binding(&self) -> Option<Binding> {
-        match self.service {
-            Service::Served { binding } => Some(binding),
-            _ => None,
-        }
+        let Service::Served { binding } = self.service else { return None };
+        Some(binding)
     }
 
     /// The namespace closed to this run.
     pub(super) fn barred(&self) -> Option<Binding> {
-        match self.service {
-            Service::Barred { binding, .. } => Some(binding),
-            _ => None,
-        }
+        let Service::Barred { binding, .. } = self.service else { return None };
+        Some(binding)
     }
 
     pub(super) fn lost_rank(&self) -> bool {

@@ -24,10 +24,8 @@ impl Queries {
     /// Answers a query the first of whose blocks has come, if enough of the others are still on their way.
     pub(super) fn answer_early(&mut self, place: (SessionId, u32), base: &mut Base) {
         let Some(wait) = self.waits.get(&place) else { return };
-        let (question, WaitPhase::ForBlocks { open, whole, .. }) = (wait.question, &wait.phase) else {
-            return;
-        };
-        let (open, whole) = (*open, *whole);
+        let WaitPhase::ForBlocks { open, whole } = wait.phase else { return };
+        let question = wait.question;
         // A run that ends early may still grow while its window is open.
         let may_grow = !whole && self.log(place.0, place.1).window.is_some();
         // Every rank has joined and leaves its loads to this process.
@@ -51,8 +49,8 @@ impl Queries {
         let until_ms = base.cx.now_ms.saturating_add(base.cx.dram.config().lease_ttl_ms);
         let wait = self.waits.get_mut(&place).expect("found above");
         base.cx.took(wait.timed(), wait.since);
-        let answered = WaitPhase::Answered { slots: slots.clone(), held, until_ms };
-        let before = std::mem::replace(&mut wait.phase, answered).into_held();
+        let before = std::mem::replace(&mut wait.held, held);
+        wait.phase = WaitPhase::Answered { slots: slots.clone(), until_ms };
         if let Ok(Some(lease)) = self.asker(place.0).logs.take_lease(place.1) {
             lease.release(place.0, &mut base.cx);
         }

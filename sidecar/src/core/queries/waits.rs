@@ -15,6 +15,8 @@ use crate::system::clock::millis;
 pub(super) struct Wait {
     pub(super) question: Question,
     pub(super) since: Duration,
+    /// Blocks of the query that must not be evicted before they are leased or loaded.
+    pub(super) held: Vec<SlotRef>,
     pub(super) phase: WaitPhase,
 }
 
@@ -31,11 +33,9 @@ pub(super) enum WaitPhase {
         open: usize,
         /// The run reaches to the end of what was asked for.
         whole: bool,
-        /// Blocks that must not be evicted before they are leased.
-        held: Vec<SlotRef>,
     },
     /// The query was told the slots of its hits early. Those here are held until then.
-    Answered { slots: Vec<SlotRef>, held: Vec<SlotRef>, until_ms: u64 },
+    Answered { slots: Vec<SlotRef>, until_ms: u64 },
 }
 
 // === impl Wait ===
@@ -59,18 +59,6 @@ impl Wait {
 
     pub(super) fn is_answered(&self) -> bool {
         matches!(self.phase, WaitPhase::Answered { .. })
-    }
-}
-
-// === impl WaitPhase ===
-
-impl WaitPhase {
-    /// The blocks held in the last phase of a wait.
-    pub(super) fn into_held(self) -> Vec<SlotRef> {
-        match self {
-            Self::ForProducer => Vec::new(),
-            Self::ForBlocks { held, .. } | Self::Answered { held, .. } => held,
-        }
     }
 }
 
@@ -100,8 +88,8 @@ impl Queries {
     }
 
     /// A query waits from now on.
-    pub(super) fn wait(&mut self, since: Duration, question: Question, phase: WaitPhase) {
-        let before = self.waits.insert((question.session, question.log), Wait { question, since, phase });
+    pub(super) fn wait(&mut self, wait: Wait) {
+        let before = self.waits.insert((wait.question.session, wait.question.log), wait);
         assert!(before.is_none(), "a new question ends the wait of the one before");
     }
 
@@ -126,8 +114,8 @@ impl Queries {
             return false;
         }
         let whole = brought.held.len() + open == asked;
-        let phase = WaitPhase::ForBlocks { open, whole, held: brought.held };
-        self.wait(base.cx.now, question, phase);
+        let (since, phase) = (base.cx.now, WaitPhase::ForBlocks { open, whole });
+        self.wait(Wait { question, since, held: brought.held, phase });
         if question.awaits && whole {
             self.answer_early((question.session, question.log), base);
         }
@@ -144,20 +132,14 @@ impl Queries {
     ) {
         let wait = self.waits.get_mut(&place);
         let Some(wait) = wait.filter(|wait| wait.question.op == op) else { return };
-        let mut hold = || ended.and_then(|key| base.cx.dram.hold(key, base.engines[place.0].holder));
-        match &mut wait.phase {
-            WaitPhase::ForProducer => {}
-            WaitPhase::Answered { held, .. } => held.extend(hold()),
-            WaitPhase::ForBlocks { open, held, .. } => {
-                let here = hold();
-                held.extend(here);
-                *open -= 1;
-                if *open == 0 {
-                    self.all_ended(place, base);
-                } else if here.is_some() {
-                    self.answer_early(place, base);
-                }
-            }
+        let here = ended.and_then(|key| base.cx.dram.hold(key, base.engines[place.0].holder));
+        wait.held.extend(here);
+        let WaitPhase::ForBlocks { open, .. } = &mut wait.phase else { return };
+        *open -= 1;
+        if *open == 0 {
+            self.all_ended(place, base);
+        } else if here.is_some() {
+            self.answer_early(place, base);
         }
     }
 
@@ -187,7 +169,7 @@ impl Queries {
     fn take_wait(&mut self, place: (SessionId, u32), cx: &mut Context) -> (Question, Vec<SlotRef>) {
         let wait = self.waits.remove(&place).expect("the caller found it");
         cx.took(wait.timed(), wait.since);
-        (wait.question, wait.phase.into_held())
+        (wait.question, wait.held)
     }
 
     /// Puts a waiting query's question again.
@@ -217,7 +199,7 @@ impl Queries {
     /// A log's query is not waited for any more, if there is one.
     pub(super) fn end_wait(&mut self, session: SessionId, log: u32, cx: &mut Context) {
         let wait = self.waits.remove(&(session, log));
-        wait.into_iter().for_each(|wait| self.unhold(session, wait.phase.into_held(), cx));
+        wait.into_iter().for_each(|wait| self.unhold(session, wait.held, cx));
     }
 
     /// No query of a session is.

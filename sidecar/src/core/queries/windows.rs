@@ -17,7 +17,7 @@
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::QUERY_WAIT_MS_MAX;
 
-use super::waits::WaitPhase;
+use super::waits::{Wait, WaitPhase};
 use super::{Action, Base, Binding, Context, GROUP, Queries, Question, Scheduler, SessionId};
 use crate::core::engines::{Engines, Waits};
 use crate::core::peers::PeersStats;
@@ -203,7 +203,8 @@ impl Queries {
         let (look_ms, is_new) = (window.idle(now_ms), !std::mem::replace(&mut window.waited, true));
         self.windows.look_at(look_ms);
         self.windows.waits += u64::from(is_new && !question.awaits);
-        self.wait(base.cx.now, question, WaitPhase::ForProducer);
+        let (since, held) = (base.cx.now, Vec::new());
+        self.wait(Wait { question, since, held, phase: WaitPhase::ForProducer });
         true
     }
 

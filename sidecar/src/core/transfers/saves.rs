@@ -39,10 +39,8 @@ pub(super) struct UnboundSave {
     parent: Option<BlockHash>,
     /// Blocks that are kept already are compared with these.
     checked: bool,
-    /// Another engine will load its blocks.
-    handover: bool,
-    /// How many blocks had been kept for such engines when its request came.
-    kept_before: u64,
+    /// Another engine will load the blocks. So many had been kept for such engines when the request came.
+    handover: Option<u64>,
     /// Each key, and its block unless that was given up.
     blocks: Vec<(BlockHash, Option<u32>)>,
 }
@@ -55,7 +53,7 @@ pub(super) struct Save {
     step: u64,
     acceptance: Acceptance,
     aim: SaveAim,
-    /// Another engine will load the blocks. So many had been kept for such engines when the request came.
+    /// Another engine will load the blocks; see [`UnboundSave`].
     pub(super) handover: Option<u64>,
     /// The key before the first one, and all keys of the save.
     parent: Option<BlockHash>,
@@ -126,15 +124,15 @@ impl Transfers {
         base.cx.stats.saves_posted_blocks += u64::from(asked.keys.count);
         let blocks = keys.into_iter().zip(blocks.iter().copied().map(Some)).collect();
         let posted = base.cx.now;
-        let (step, checked, handover) = (asked.step, asked.checked, asked.handover);
-        let kept_before = queries.kept_before(session, asked.keys.log);
+        let (step, checked) = (asked.step, asked.checked);
+        let handover = asked.handover.then(|| queries.kept_before(session, asked.keys.log));
         let pending = self.pending(session);
         pending.saves += 1;
         let acceptance = match base.engines[session].accepts {
             true => pending.await_acceptance(asked.op, step),
             false => Acceptance::Refused,
         };
-        let save = UnboundSave { posted, step, acceptance, parent, checked, handover, kept_before, blocks };
+        let save = UnboundSave { posted, step, acceptance, parent, checked, handover, blocks };
         let too_many = !pending.may_want(save.blocks.len());
         match base.engines[session].binding() {
             _ if base.cx.draining || too_many => self.drop_save(key, &save, &mut base.cx),
@@ -152,8 +150,7 @@ impl Transfers {
 
     /// Takes a save whose blocks are known, to be begun with its step. What is kept already needs no copy.
     fn accept_save(&mut self, key: OpKey, binding: Binding, asked: UnboundSave, base: &mut Base) {
-        let UnboundSave { posted, step, acceptance, parent, checked, handover, kept_before, blocks: asked } =
-            asked;
+        let UnboundSave { posted, step, acceptance, parent, checked, handover, blocks: asked } = asked;
         let keys: Vec<BlockHash> = asked.iter().map(|(hash, _)| *hash).collect();
         let is_refused = acceptance == Acceptance::Refused;
         let commits = !is_refused && may_save(key.0, &binding, checked, base);
@@ -165,7 +162,7 @@ impl Transfers {
                 Some(0) => end.dropped += 1,
                 Some(_) if !checked && is_kept(&binding, hash, base) => {
                     end.present += 1;
-                    if handover {
+                    if handover.is_some() {
                         base.cx.keep(&binding.key(&hash), &binding, None);
                     }
                 }
@@ -185,7 +182,7 @@ impl Transfers {
             (true, true) => SaveAim::CheckOrKeep,
             (true, false) => SaveAim::Check,
         };
-        let (is_empty, handover) = (wanted.is_empty(), handover.then_some(kept_before));
+        let is_empty = wanted.is_empty();
         self.pending(key.0).wanted += wanted.len();
         let phase = SavePhase::Wanted { wanted, runs_since: None, fenced: None };
         let blocks = Vec::new();

@@ -5,13 +5,14 @@
 mod bars;
 mod binding;
 mod proofs;
+mod service;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Index;
 use std::sync::Arc;
 
 use shm_protocol::ACCEPT_SINCE;
-use shm_protocol::handshake::{self, Copier, Hello, PROBE_RUN, RANKS_MAX, Role, WorkerHello};
+use shm_protocol::handshake::{self, Copier, Hello, PROBE_RUN, Role, WorkerHello};
 use shm_protocol::key::NamespaceDigest;
 use shm_protocol::layout::{AWAIT_MS, PROMISED_WAIT_MS_MAX};
 use shm_protocol::namespace::{self, Facts};
@@ -21,6 +22,7 @@ pub use self::bars::Barred;
 use self::bars::Bars;
 use self::proofs::Proofs;
 pub use self::proofs::{Proof, Standing};
+use self::service::{Service, ServiceEvent};
 use super::namespaces::{Binding, Form, Space};
 use super::{SessionId, Violation};
 use crate::compare::Layers;
@@ -79,10 +81,7 @@ pub(super) struct Scheduler {
     pub(super) accepts: bool,
     /// How long its requests wait for a producer.
     pub(super) waits: Waits,
-    /// What is served to it, while every rank takes part.
-    pub(super) binding: Option<Binding>,
-    /// What would be, but is closed to this run; see [`super::transfers`].
-    pub(super) barred: Option<Binding>,
+    service: Service,
     /// Why what it saves is kept where it is bound; `None`: it is not.
     pub(super) proof: Option<Proof>,
     /// What the blocks of this run are: the first rank that joins says it, for as long as the run lasts.
@@ -98,8 +97,6 @@ pub(super) struct Scheduler {
     generations: VecDeque<Binding>,
     /// Sessions of the ranks that have joined this run.
     ranks: Vec<Option<SessionId>>,
-    /// Whether a rank was lost since the engine was bound: what is to be saved of the time before may be in no memory.
-    pub(super) lost_rank: bool,
     /// When it or a rank of it was last seen to work.
     pub(super) worked_ms: u64,
     /// Whether the engine has asked for blocks while no namespace was served to it.
@@ -153,12 +150,33 @@ pub(crate) fn whole(engine: &str) -> Option<&str> {
 
 impl Scheduler {
     fn state(&self) -> EngineState {
-        match (&self.binding, &self.barred) {
-            (Some(_), _) => EngineState::Serving,
-            (None, Some(_)) => EngineState::Barred,
-            (None, None) if self.asked_in_vain => EngineState::Unbound,
-            (None, None) => EngineState::Idle,
+        match self.service {
+            Service::Served { .. } => EngineState::Serving,
+            Service::Barred { .. } => EngineState::Barred,
+            Service::Unbound { .. } if self.asked_in_vain => EngineState::Unbound,
+            Service::Unbound { .. } => EngineState::Idle,
         }
+    }
+
+    /// The namespace in service.
+    pub(super) fn binding(&self) -> Option<Binding> {
+        let Service::Served { binding } = self.service else { return None };
+        Some(binding)
+    }
+
+    /// The namespace closed to this run.
+    pub(super) fn barred(&self) -> Option<Binding> {
+        let Service::Barred { binding, .. } = self.service else { return None };
+        Some(binding)
+    }
+
+    pub(super) fn lost_rank(&self) -> bool {
+        matches!(self.service, Service::Unbound { lost_rank: true } | Service::Barred { lost_rank: true, .. })
+    }
+
+    /// Takes the session into its next phase.
+    fn change(&mut self, event: ServiceEvent) {
+        self.service = self.service.after(event);
     }
 
     /// True for `pillion bench` and `pillion doctor`, which count as no engine.
@@ -169,12 +187,6 @@ impl Scheduler {
     /// Whether it serves one cache group of several.
     fn is_group(&self) -> bool {
         whole(&self.engine).is_some()
-    }
-
-    /// Every rank, one bit each.
-    pub(super) fn all_ranks(&self) -> u64 {
-        assert!((1..=RANKS_MAX).contains(&self.world_size), "checked by the handshake");
-        u64::MAX >> (RANKS_MAX - self.world_size)
     }
 }
 
@@ -238,20 +250,20 @@ impl Engines {
 
     /// Sessions of both roles but probes, and engines that a namespace is closed to.
     pub(super) fn counts(&self) -> (usize, usize) {
-        let barred = self.schedulers.values().filter(|scheduler| scheduler.barred.is_some());
+        let barred = self.schedulers.values().filter(|scheduler| scheduler.barred().is_some());
         let engines = self.schedulers.values().filter(|scheduler| !scheduler.is_probe());
         (engines.count() + self.workers.len(), barred.count())
     }
 
     /// Number of the namespace that is served to a scheduler's session, if one is.
     pub(super) fn bound_to(&self, session: SessionId) -> Option<u32> {
-        Some(self.schedulers.get(&session)?.binding?.namespace)
+        Some(self.schedulers.get(&session)?.binding()?.namespace)
     }
 
     /// Ids of namespaces that salts made of others, with those.
     pub(super) fn private_namespaces(&self) -> BTreeMap<u32, NamespaceDigest> {
         let of = |scheduler: &'_ Scheduler| {
-            let now = scheduler.binding.or(scheduler.barred).filter(Binding::is_private);
+            let now = scheduler.binding().or(scheduler.barred()).filter(Binding::is_private);
             now.into_iter().chain(scheduler.generations.iter().copied()).collect::<Vec<_>>()
         };
         self.schedulers.values().flat_map(of).map(|bound| (bound.namespace, bound.base)).collect()
@@ -331,8 +343,7 @@ impl Engines {
             world_size,
             accepts,
             waits,
-            binding: None,
-            barred: None,
+            service: Service::Unbound { lost_rank: false },
             proof: None,
             form: None,
             groups,
@@ -341,7 +352,6 @@ impl Engines {
             salt: None,
             generations: VecDeque::new(),
             ranks: vec![None; world_size as usize],
-            lost_rank: false,
             worked_ms: 0,
             asked_in_vain: false,
         };
@@ -401,9 +411,9 @@ impl Engines {
             );
         }
         (member.scheduler, member.followed) = (Some(scheduler), Some(scheduler));
-        host.lost_rank |= host.ranks[rank as usize].is_some_and(|other| other != worker);
+        let before = host.ranks[rank as usize].replace(worker);
         // It may hold other weights than a session in whose place it comes, and is to be shown the words.
-        (host.ranks[rank as usize], host.binding) = (Some(worker), None);
+        host.change(ServiceEvent::RankJoined { replaces: before.is_some_and(|other| other != worker) });
         Ok((rank, member.since))
     }
 
@@ -419,7 +429,7 @@ impl Engines {
         let scheduler = self.workers.get(&session).map_or(Some(session), |worker| worker.scheduler);
         let Some(scheduler) = scheduler.and_then(|id| self.schedulers.get_mut(&id)) else { return };
         scheduler.worked_ms = now_ms;
-        if scheduler.binding.is_some() {
+        if scheduler.binding().is_some() {
             dram.work(scheduler.holder, now_ms);
         }
     }
@@ -435,7 +445,7 @@ impl Engines {
         let scheduler = worker.scheduler?;
         let host = self.schedulers.get_mut(&scheduler)?;
         host.ranks[worker.rank as usize].take_if(|rank| *rank == session)?;
-        (host.binding, host.barred, host.lost_rank) = (None, None, true);
+        host.change(ServiceEvent::RankLost);
         Some((scheduler, worker.rank))
     }
 

@@ -256,7 +256,7 @@ impl Core {
         let (rank, since) = self.base.engines.admit(worker, scheduler)?;
         // The loads that the rank has ended must end before saves are given up, which lets loads begin.
         self.transfers.end_loads_of_rank((scheduler, rank), since, &mut self.base.cx);
-        if self.base.engines[scheduler].lost_rank {
+        if self.base.engines[scheduler].lost_rank() {
             self.transfers.fail_saves(scheduler, &mut self.base);
         }
         self.bind(scheduler);
@@ -374,7 +374,7 @@ impl Core {
                         Kind::Accept
                     ));
                 }
-                transfers.accept(session, step);
+                transfers.accept(session, step, base);
             }
             // Engines of 0.2 name the tokens of a prompt: nothing may remember them.
             SchedulerRequest::Golden(_) => {}

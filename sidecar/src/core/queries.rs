@@ -184,7 +184,7 @@ impl Queries {
         let is_promised = self.logs(session).promised.contains(&log);
         // Whoever asked for a tail goes on in another log, which has the same keys before it.
         let closed = self.logs(session).close(log).filter(|log| is_promised || !log.tail);
-        if let (Some(log), Some(binding)) = (closed, base.engines[session].binding) {
+        if let (Some(log), Some(binding)) = (closed, base.engines[session].binding()) {
             let Binding { whose, namespace, .. } = binding;
             base.cx.dram.end_chain(whose.holder, namespace, GROUP, &log.keys, log.opened_at);
             let (block_bytes, asked) = (binding.block_bytes(), log.first_asked.unwrap_or_default());
@@ -214,7 +214,7 @@ impl Queries {
     pub(super) fn hint(&mut self, session: SessionId, keys: Keys, base: &mut Base) -> Result<(), Violation> {
         let Base { engines, sources, cx } = base;
         let log = self.askers[&session].logs.get(keys.log)?;
-        let bound = engines[session].binding.filter(|_| !cx.draining && sources.any(&cx.dram));
+        let bound = engines[session].binding().filter(|_| !cx.draining && sources.any(&cx.dram));
         if let Some(binding) = bound {
             let brought = sources.bring(&binding, log.some(keys.from, keys.count), 2, false, cx);
             self.note_sources((session, keys.log), &brought.coming, cx);
@@ -233,7 +233,7 @@ impl Queries {
     /// missing is sent for afterwards.
     fn ask(&mut self, question: Question, base: &mut Base) -> bool {
         let scheduler = &base.engines[question.session];
-        let Some(binding) = scheduler.binding.filter(|_| !base.cx.draining) else {
+        let Some(binding) = scheduler.binding().filter(|_| !base.cx.draining) else {
             answer_nothing(question, scheduler, &mut base.cx);
             base.engines.note_asked_in_vain(question.session);
             return false;
@@ -263,7 +263,7 @@ impl Queries {
     /// Sends for what questions of this event were told to wait for.
     pub(super) fn send_for_unsent(&mut self, base: &mut Base) {
         for (question, hits) in std::mem::take(&mut self.unsent) {
-            let Some(binding) = base.engines[question.session].binding else { continue };
+            let Some(binding) = base.engines[question.session].binding() else { continue };
             if !self.send_for(question, hits, &binding, base) && !self.wait_for_producer(question, base) {
                 self.answer_late(question, base);
             }
@@ -273,7 +273,7 @@ impl Queries {
     /// Answers a query that has waited, with what is there.
     fn answer_late(&mut self, question: Question, base: &mut Base) {
         let scheduler = &base.engines[question.session];
-        match scheduler.binding.filter(|_| !base.cx.draining) {
+        match scheduler.binding().filter(|_| !base.cx.draining) {
             Some(binding) => {
                 let found = self.lease(question, &binding, scheduler.world_size, &mut base.cx);
                 self.end_window(question, found.hits(), scheduler, &mut base.cx);
@@ -356,7 +356,7 @@ impl Queries {
 
 /// Not ready means that it is worth asking again: neither a sidecar that ends nor a namespace that is closed is.
 fn answer_nothing(question: Question, scheduler: &Scheduler, cx: &mut Context) {
-    let status = match scheduler.barred {
+    let status = match scheduler.barred() {
         _ if cx.draining => Status::Ok,
         Some(_) => Status::Barred,
         None => Status::NotReady,

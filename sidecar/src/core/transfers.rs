@@ -101,18 +101,22 @@ impl Transfers {
 
     /// Whether one of those is a save for another engine.
     pub(super) fn hands_over(&self, scheduler: SessionId) -> bool {
-        let is_handover = |op: &u64| self.saves.get(&(scheduler, *op)).is_some_and(|save| save.handover);
+        let is_handover =
+            |op: &u64| self.saves.get(&(scheduler, *op)).is_some_and(|save| save.handover.is_some());
         self.pending.get(&scheduler).is_some_and(|pending| pending.waiting.iter().any(is_handover))
     }
 
     /// The newest of a scheduler's saves for other engines that have not ended.
     pub(super) fn newest_handover(&self, scheduler: SessionId) -> Option<u64> {
-        self.saves.range(operations(scheduler)).rfind(|(_, save)| save.handover).map(|((_, op), _)| *op)
+        self.saves
+            .range(operations(scheduler))
+            .rfind(|(_, save)| save.handover.is_some())
+            .map(|((_, op), _)| *op)
     }
 
     /// Whether a scheduler's saves for other engines, up to this one, have not all ended.
     pub(super) fn hands_over_up_to(&self, scheduler: SessionId, op: u64) -> bool {
-        self.saves.range((scheduler, 0)..=(scheduler, op)).any(|(_, save)| save.handover)
+        self.saves.range((scheduler, 0)..=(scheduler, op)).any(|(_, save)| save.handover.is_some())
     }
 
     pub(super) fn behind(&self) -> Option<SessionId> {

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use shm_protocol::key::NamespaceDigest;
 
-use super::{Binding, Engines, Scheduler, SessionId, Space};
+use super::{Binding, Engines, Scheduler, ServiceEvent, SessionId, Space};
 use crate::compare::Difference;
 
 /// Bars that are remembered, of runs past and present: four of every engine process that may be connected.
@@ -62,14 +62,16 @@ impl Engines {
         }
         self.bars.0.push_back(bar);
         let scheduler = self.scheduler(session);
-        let Some(bound) = scheduler.binding.take_if(|bound| bound.space() == space) else { return false };
-        scheduler.barred = Some(bound);
-        true
+        let is_served = scheduler.binding().is_some_and(|bound| bound.space() == space);
+        if is_served {
+            scheduler.change(ServiceEvent::Closed);
+        }
+        is_served
     }
 
     /// Engines that are served in a namespace.
     pub(crate) fn served_in(&self, space: Space) -> Vec<SessionId> {
-        let serves = |scheduler: &Scheduler| scheduler.binding.is_some_and(|bound| bound.space() == space);
+        let serves = |scheduler: &Scheduler| scheduler.binding().is_some_and(|bound| bound.space() == space);
         let served = self.schedulers.iter().filter(|(_, scheduler)| serves(scheduler));
         served.map(|(session, _)| *session).collect()
     }
@@ -82,7 +84,7 @@ impl Engines {
 
     pub(crate) fn barred(&self) -> Vec<Barred> {
         let of_scheduler = |scheduler: &Scheduler| {
-            let barred = scheduler.barred?;
+            let barred = scheduler.barred()?;
             let bar = self.bars.of(scheduler.run, barred.space())?;
             Some(Barred { base: barred.base, engine: scheduler.engine.clone(), worst: bar.worst })
         };

@@ -10,7 +10,7 @@ use shm_protocol::namespace;
 use shm_protocol::session::Bound;
 use tiers::dram::Whose;
 
-use super::{Binding, Engines, Form, SessionId, Violation, Worker};
+use super::{Binding, Engines, Form, Service, ServiceEvent, SessionId, Violation, Worker};
 use crate::core::Action;
 use crate::core::context::Context;
 
@@ -25,8 +25,8 @@ impl Engines {
     /// that begins now. Ranks that have not joined are no evidence: another engine may go by the same name.
     pub(crate) fn bind(&mut self, session: SessionId, cx: &mut Context) -> bool {
         let scheduler = &self[session];
-        let bound = scheduler.binding.or(scheduler.barred);
-        if bound.is_some() || !self.every_rank(session, |rank| rank.answers == scheduler.weights) {
+        let is_bound = !matches!(scheduler.service, Service::Unbound { .. });
+        if is_bound || !self.every_rank(session, |rank| rank.answers == scheduler.weights) {
             return false;
         }
         let ranks: Vec<(SessionId, &Worker)> = self.ranks(session).collect();
@@ -79,9 +79,8 @@ impl Engines {
         let is_barred = self.is_barred(session, binding.space());
         let proof = self.proof(session, binding.space(), binding.is_private());
         let scheduler = self.scheduler(session);
-        (scheduler.bound, scheduler.proof, scheduler.lost_rank) = (Some(base), proof, false);
-        (scheduler.binding, scheduler.barred) =
-            if is_barred { (None, Some(binding)) } else { (Some(binding), None) };
+        (scheduler.bound, scheduler.proof) = (Some(base), proof);
+        scheduler.change(ServiceEvent::Bound { binding, is_barred });
         Some(binding)
     }
 
@@ -113,7 +112,7 @@ impl Engines {
         // A rank's place may be another session's by now.
         let host = host.filter(|(_, host)| host.ranks[rank] == Some(session));
         Ok(host.map(|(scheduler, host)| {
-            (host.binding, host.barred) = (None, None);
+            host.change(ServiceEvent::GenerationEnded);
             scheduler
         }))
     }
@@ -135,7 +134,8 @@ impl Engines {
     /// Ends the binding of an engine, and returns it.
     pub(crate) fn end_generation(&mut self, session: SessionId, cx: &mut Context) -> Option<Binding> {
         let scheduler = self.scheduler(session);
-        let ended = scheduler.binding.take().or(scheduler.barred.take());
+        let ended = scheduler.binding().or(scheduler.barred());
+        scheduler.change(ServiceEvent::GenerationEnded);
         scheduler.generations.extend(ended.filter(Binding::is_private));
         if scheduler.generations.len() > GENERATIONS_MAX {
             scheduler.generations.pop_front().into_iter().for_each(|old| cx.namespaces.forget(old.space()));

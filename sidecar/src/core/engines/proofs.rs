@@ -63,7 +63,7 @@ impl Engines {
         }
         self.proofs.0.push_back((self[session].run, space, proof));
         let scheduler = self.scheduler(session);
-        if scheduler.binding.is_some_and(|bound| bound.space() == space) {
+        if scheduler.binding().is_some_and(|bound| bound.space() == space) {
             scheduler.proof = Some(proof);
         }
     }
@@ -82,7 +82,7 @@ impl Engines {
     pub(crate) fn standings(&self) -> Vec<Standing> {
         let of_scheduler = |scheduler: &Scheduler| {
             let Scheduler { engine, proof, .. } = scheduler;
-            Some(Standing { base: scheduler.binding?.base, engine: engine.clone(), proof: *proof })
+            Some(Standing { base: scheduler.binding()?.base, engine: engine.clone(), proof: *proof })
         };
         self.schedulers.values().filter_map(of_scheduler).collect()
     }

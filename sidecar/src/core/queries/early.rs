@@ -9,7 +9,7 @@ use shm_protocol::message::Status;
 use shm_protocol::pool::SlotRef;
 use shm_protocol::request;
 
-use super::waits::Answered;
+use super::waits::WaitPhase;
 use super::{Base, Binding, Context, Found, Queries, Question, SessionId};
 
 /// Bytes on their way that are worth an early answer. A load that no step waits for costs its request about a step more, and
@@ -24,7 +24,8 @@ impl Queries {
     /// Answers a query the first of whose blocks has come, if enough of the others are still on their way.
     pub(super) fn answer_early(&mut self, place: (SessionId, u32), base: &mut Base) {
         let Some(wait) = self.waits.get(&place) else { return };
-        let (question, open, whole) = (wait.question, wait.open, wait.whole);
+        let WaitPhase::ForBlocks { open, whole } = wait.phase else { return };
+        let question = wait.question;
         // A run that ends early may still grow while its window is open.
         let may_grow = !whole && self.log(place.0, place.1).window.is_some();
         // Every rank has joined and leaves its loads to this process.
@@ -38,16 +39,18 @@ impl Queries {
         let is_worth_it = |binding: &Binding, blocks: usize| {
             blocks > 0 && (at_once || blocks as u64 * binding.block_bytes() >= least)
         };
-        let Some(binding) = base.engines[place.0].binding.filter(|it| is_worth_it(it, open)) else { return };
+        let Some(binding) = base.engines[place.0].binding().filter(|it| is_worth_it(it, open)) else {
+            return;
+        };
         let (slots, held, coming) = self.run(question, &binding, &mut base.cx);
         if !is_worth_it(&binding, coming) {
             return self.unhold(place.0, held, &mut base.cx);
         }
         let until_ms = base.cx.now_ms.saturating_add(base.cx.dram.config().lease_ttl_ms);
         let wait = self.waits.get_mut(&place).expect("found above");
-        let before = std::mem::replace(&mut wait.held, held);
         base.cx.took(wait.timed(), wait.since);
-        wait.answered = Some(Answered { slots: slots.clone(), until_ms });
+        let before = std::mem::replace(&mut wait.held, held);
+        wait.phase = WaitPhase::Answered { slots: slots.clone(), until_ms };
         if let Ok(Some(lease)) = self.asker(place.0).logs.take_lease(place.1) {
             lease.release(place.0, &mut base.cx);
         }
@@ -96,9 +99,9 @@ impl Queries {
     ) -> Option<Result<Vec<(BlockHash, SlotRef)>, Status>> {
         let request::Keys { log, from, count } = asked.keys;
         let wait = self.waits.get(&(session, log)).filter(|wait| wait.question.op == asked.lease)?;
-        let answered = wait.answered.as_ref()?;
+        let WaitPhase::Answered { slots, .. } = &wait.phase else { return None };
         let first = from.checked_sub(wait.question.from).map(|first| first as usize);
-        let slots = first.and_then(|first| answered.slots.get(first..first + count as usize));
+        let slots = first.and_then(|first| slots.get(first..first + count as usize));
         // Such a load may fail: neither may a step wait for it nor an engine copy it.
         let slots = slots.filter(|_| !asked.flags.sync() && !asked.flags.by_engine());
         let keys = self.log(session, log).some(from, count);

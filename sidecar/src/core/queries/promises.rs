@@ -77,7 +77,7 @@ impl Queries {
         if !logs.promised.contains(&log) {
             return;
         }
-        let binding = base.engines[session].binding.filter(|_| base.sources.peers.is_some());
+        let binding = base.engines[session].binding().filter(|_| base.sources.peers.is_some());
         if let Some(binding) = binding
             && let Some(newest) = newest_handover()
         {
@@ -102,7 +102,8 @@ impl Queries {
             return;
         }
         self.promises.ending.retain(|(_, session, newest)| hands_over(*session, *newest));
-        let works = |session: &SessionId| engines[*session].binding.filter(|_| works(&engines[*session], cx));
+        let works =
+            |session: &SessionId| engines[*session].binding().filter(|_| works(&engines[*session], cx));
         let at_work = self.askers.iter().filter_map(|(session, asker)| Some((works(session)?, &asker.logs)));
         let lasts = at_work.flat_map(|(binding, logs)| {
             let lasts = logs.promised.iter().flat_map(|log| lasts(&logs.known(*log).keys));
@@ -117,7 +118,8 @@ impl Queries {
     pub(super) fn is_promised(&self, question: Question, base: &Base) -> bool {
         let log = self.log(question.session, question.log);
         let Some(end) = log.window.as_ref().map(|window| window.end as usize) else { return false };
-        let (Some(hash), Some(binding)) = (log.keys.get(end), base.engines[question.session].binding) else {
+        let (Some(hash), Some(binding)) = (log.keys.get(end), base.engines[question.session].binding())
+        else {
             return false;
         };
         let mut others = self.others(question.session, binding.namespace, &base.engines);

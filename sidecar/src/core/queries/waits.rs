@@ -10,30 +10,32 @@ use crate::core::arrivals::{WAIT_MS_MAX, Waiter};
 use crate::core::timing::{Part, Timed};
 use crate::system::clock::millis;
 
-/// What a query waits for.
+/// A query without its last answer, or with blocks of an early answer.
 #[derive(Debug)]
 pub(super) struct Wait {
     pub(super) question: Question,
     pub(super) since: Duration,
-    /// It is one for a producer.
-    for_producer: bool,
-    /// Blocks on their way that have not ended; none: it waits for a producer.
-    pub(super) open: usize,
-    /// Its run reaches to the end of what was asked for.
-    pub(super) whole: bool,
-    /// Blocks that must not be evicted before they are leased.
+    /// Blocks of the query that must not be evicted before they are leased or loaded.
     pub(super) held: Vec<SlotRef>,
-    /// It was answered early.
-    pub(super) answered: Option<Answered>,
+    pub(super) phase: WaitPhase,
 }
 
-/// What a query was told early.
+/// A phase of a wait, with the facts of this phase alone.
+///
+/// A wait begins in `ForProducer` or in `ForBlocks`, and ends there with an answer or with the same question again. An early answer
+/// takes it from `ForBlocks` to `Answered`, and no answer follows.
 #[derive(Debug)]
-pub(super) struct Answered {
-    /// Slots of its hits.
-    pub(super) slots: Vec<SlotRef>,
-    /// When its blocks are held no longer.
-    pub(super) until_ms: u64,
+pub(super) enum WaitPhase {
+    /// Nothing is on its way. The wait ends with its window, and a promise may extend this one.
+    ForProducer,
+    ForBlocks {
+        /// Blocks on their way, one at least.
+        open: usize,
+        /// The run reaches to the end of what was asked for.
+        whole: bool,
+    },
+    /// The query was told the slots of its hits early. Those here are held until then.
+    Answered { slots: Vec<SlotRef>, until_ms: u64 },
 }
 
 // === impl Wait ===
@@ -43,15 +45,20 @@ impl Wait {
     fn until_ms(&self) -> Option<u64> {
         // What is promised may begin to come late.
         let since_ms = if self.question.awaits { millis(self.since) } else { self.question.asked_ms() };
-        match &self.answered {
-            Some(answered) => Some(answered.until_ms),
-            None if self.question.awaits && self.open == 0 => None,
-            None => Some(since_ms.saturating_add(WAIT_MS_MAX)),
+        match self.phase {
+            WaitPhase::Answered { until_ms, .. } => Some(until_ms),
+            WaitPhase::ForProducer if self.question.awaits => None,
+            _ => Some(since_ms.saturating_add(WAIT_MS_MAX)),
         }
     }
 
     pub(super) fn timed(&self) -> Timed {
-        Timed::Query(if self.for_producer { Part::Waiting } else { Part::Tier })
+        let is_idle = matches!(self.phase, WaitPhase::ForProducer);
+        Timed::Query(if is_idle { Part::Waiting } else { Part::Tier })
+    }
+
+    pub(super) fn is_answered(&self) -> bool {
+        matches!(self.phase, WaitPhase::Answered { .. })
     }
 }
 
@@ -80,18 +87,9 @@ impl Queries {
         self.waits.get(&(session, log)).is_some_and(|wait| wait.question.op == op)
     }
 
-    /// A query waits from now on for `open` blocks.
-    pub(super) fn wait(
-        &mut self,
-        now: Duration,
-        question: Question,
-        open: usize,
-        whole: bool,
-        held: Vec<SlotRef>,
-    ) {
-        let (since, for_producer) = (now, open == 0);
-        let wait = Wait { question, since, for_producer, open, whole, held, answered: None };
-        let before = self.waits.insert((question.session, question.log), wait);
+    /// A query waits from now on.
+    pub(super) fn wait(&mut self, wait: Wait) {
+        let before = self.waits.insert((wait.question.session, wait.question.log), wait);
         assert!(before.is_none(), "a new question ends the wait of the one before");
     }
 
@@ -116,7 +114,8 @@ impl Queries {
             return false;
         }
         let whole = brought.held.len() + open == asked;
-        self.wait(base.cx.now, question, open, whole, brought.held);
+        let (since, phase) = (base.cx.now, WaitPhase::ForBlocks { open, whole });
+        self.wait(Wait { question, since, held: brought.held, phase });
         if question.awaits && whole {
             self.answer_early((question.session, question.log), base);
         }
@@ -135,11 +134,9 @@ impl Queries {
         let Some(wait) = wait.filter(|wait| wait.question.op == op) else { return };
         let here = ended.and_then(|key| base.cx.dram.hold(key, base.engines[place.0].holder));
         wait.held.extend(here);
-        if wait.answered.is_some() {
-            return;
-        }
-        wait.open -= 1;
-        if wait.open == 0 {
+        let WaitPhase::ForBlocks { open, .. } = &mut wait.phase else { return };
+        *open -= 1;
+        if *open == 0 {
             self.all_ended(place, base);
         } else if here.is_some() {
             self.answer_early(place, base);
@@ -150,7 +147,7 @@ impl Queries {
     pub(crate) fn end_due_waits(&mut self, base: &mut Base) {
         let is_due = |wait: &Wait| wait.until_ms().is_some_and(|until_ms| base.cx.now_ms >= until_ms);
         let due = self.waits.iter().filter(|(_, wait)| is_due(wait));
-        let due: Vec<_> = due.map(|(place, wait)| (*place, wait.answered.is_some())).collect();
+        let due: Vec<_> = due.map(|(place, wait)| (*place, wait.is_answered())).collect();
         for (place, answered) in due {
             if answered {
                 self.end_wait(place.0, place.1, &mut base.cx);
@@ -163,7 +160,7 @@ impl Queries {
 
     /// Answers every query that waits, with what is there: nobody waits for a sidecar that ends.
     pub(crate) fn answer_waits(&mut self, base: &mut Base) {
-        let waiting = self.waits.iter().filter(|(_, wait)| wait.answered.is_none());
+        let waiting = self.waits.iter().filter(|(_, wait)| !wait.is_answered());
         let places: Vec<_> = waiting.map(|(place, _)| *place).collect();
         places.into_iter().for_each(|place| self.answer_wait(place, base));
     }

@@ -17,6 +17,7 @@
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::QUERY_WAIT_MS_MAX;
 
+use super::waits::{Wait, WaitPhase};
 use super::{Action, Base, Binding, Context, GROUP, Queries, Question, Scheduler, SessionId};
 use crate::core::engines::{Engines, Waits};
 use crate::core::peers::PeersStats;
@@ -176,7 +177,7 @@ impl Queries {
             return if lost { 0 } else { patience.waits.miss };
         }
         let of_session = self.waits.range((question.session, 0)..=(question.session, u32::MAX));
-        let awaiting = of_session.filter(|(_, wait)| wait.question.awaits && wait.answered.is_none()).count();
+        let awaiting = of_session.filter(|(_, wait)| wait.question.awaits && !wait.is_answered()).count();
         let too_many = awaiting >= QUESTIONS_MAX;
         cx.stats.handover_queries += 1;
         cx.stats.handover_without_producer += u64::from(lost);
@@ -202,7 +203,8 @@ impl Queries {
         let (look_ms, is_new) = (window.idle(now_ms), !std::mem::replace(&mut window.waited, true));
         self.windows.look_at(look_ms);
         self.windows.waits += u64::from(is_new && !question.awaits);
-        self.wait(base.cx.now, question, 0, false, Vec::new());
+        let (since, held) = (base.cx.now, Vec::new());
+        self.wait(Wait { question, since, held, phase: WaitPhase::ForProducer });
         true
     }
 
@@ -237,7 +239,7 @@ impl Queries {
     fn missing(&self, question: Question, base: &Base) -> Option<(Binding, &[BlockHash])> {
         let log = self.log(question.session, question.log);
         let missing = log.wanted_from(question, log.window.as_ref()?.end);
-        base.engines[question.session].binding.zip(missing.filter(|missing| !missing.is_empty()))
+        base.engines[question.session].binding().zip(missing.filter(|missing| !missing.is_empty()))
     }
 
     /// Whether the next block can be had.
@@ -290,7 +292,7 @@ impl Queries {
     /// some engines, by their sessions, are saving for others is to come.
     pub(crate) fn end_vain_waits(&mut self, hands_over: impl Fn(SessionId) -> bool, base: &mut Base) {
         for question in self.idle().into_iter().filter(|question| question.awaits) {
-            let Some(binding) = base.engines[question.session].binding else { continue };
+            let Some(binding) = base.engines[question.session].binding() else { continue };
             let others: Vec<SessionId> =
                 self.others(question.session, binding.namespace, &base.engines).collect();
             let is_coming = || others.iter().any(|other| hands_over(*other));
@@ -314,7 +316,7 @@ impl Queries {
 
     /// Questions that wait for a producer.
     fn idle(&self) -> Vec<Question> {
-        let idle = self.waits.values().filter(|wait| wait.open == 0 && wait.answered.is_none());
+        let idle = self.waits.values().filter(|wait| matches!(wait.phase, WaitPhase::ForProducer));
         idle.map(|wait| wait.question).collect()
     }
 

@@ -312,7 +312,7 @@ fn what_engines_disagree_about_is_found_by_no_later_life_and_nothing_of_before_c
     let geometry = Geometry { unit_bytes: 4096, segment_bytes: 4 << 20, segments: 8, first_sequence: 7 };
     let log = Log::new(Config { devices: vec![geometry; 2], write_bytes_max: 1 << 20, late_ms: 1000 });
     let base = &mut engine.core.base;
-    let binding = base.engines[SCHEDULER].binding.unwrap();
+    let binding = base.engines[SCHEDULER].binding().unwrap();
     // Nothing of the namespace was written yet: memory has it alone, and would write it later.
     base.sources.ssd = Some(Ssd::new(log, SsdAdmission::SecondHit, &mut base.cx.dram));
     let life_end = u64::from(u32::MAX);
@@ -402,7 +402,7 @@ fn a_block_that_was_removed_does_not_come_back_from_a_peer_that_had_fetched_it()
     engine.copy_all(0, 6);
     assert_eq!(engine.status(1, 7, 6), (Status::Ok, 1));
     engine.ask(SchedulerRequest::Close { log: 1 });
-    let namespace = engine.core.base.engines[SCHEDULER].binding.unwrap().namespace;
+    let namespace = engine.core.base.engines[SCHEDULER].binding().unwrap().namespace;
     engine.core.base.cx.dram.remove(&BlockKey { namespace, group: GROUP, hash: hash(100) });
     engine.open(1, 100..101);
     assert_eq!(engine.status(1, 8, 1), (Status::Ok, 0));

@@ -4,14 +4,17 @@
 //! It ends as any other once its last block is here, or is refused when one of them is late or not to be had. Of a refused
 //! load nothing was written.
 
+mod phases;
+
+use std::ops::ControlFlow::{Break, Continue};
 use std::time::Duration;
 
 use shm_protocol::key::{BlockHash, BlockKey};
 use shm_protocol::message::{Outcome, Status};
 use shm_protocol::pool::SlotRef;
 use shm_protocol::request;
-use tiers::dram::{Dram, LeaseId};
 
+use self::phases::{LoadEvent, LoadPart, LoadPhase, PartEvent};
 use super::{
     Action, Base, Binding, Context, CopyOwner, Direction, OpKey, Piece, Queries, SessionId, Transfers,
     Violation, operations,
@@ -22,12 +25,12 @@ use crate::core::timing::{Part, Timed};
 /// One LOAD message, until every rank ended it.
 #[derive(Debug)]
 pub(super) struct Load {
-    hold: Hold,
+    phase: LoadPhase,
+    /// The parts of the ranks, by rank.
+    parts: Vec<LoadPart>,
     /// Operation of the query that promised its blocks: the parts of one prompt share it.
     promise: u64,
     posted: Duration,
-    /// When its blocks were here.
-    ready: Duration,
     step: u64,
     /// It may begin when the step before its own is done.
     early: bool,
@@ -36,72 +39,24 @@ pub(super) struct Load {
     blocks: Vec<u32>,
     slots: Vec<SlotRef>,
     binding: Binding,
-    /// Ranks that have not ended it.
-    open: u64,
-    /// Ranks whose copy by this process has not been started; none where the ranks copy for themselves.
-    unstarted: u64,
-    /// Ranks with a copy running.
-    running: u64,
-    /// Ranks that reported its end while their copy ran, and those of them that reported it well.
-    reported: (u64, u64),
     /// The last fence of blocks that ended parts of the same prompt have loaded from another engine.
     fenced: Option<Duration>,
-    /// The engine is gone; the lease is kept for the running copies alone.
-    orphan: bool,
-}
-
-/// What keeps a load's blocks where they are.
-#[derive(Debug)]
-enum Hold {
-    Leased(LeaseId),
-    /// Blocks of it are on their way, so many; those that are here are held.
-    Parked {
-        missing: usize,
-        held: Vec<SlotRef>,
-    },
 }
 
 // === impl Load ===
 
 impl Load {
-    fn new(
-        now: Duration,
-        asked: &request::Load,
-        blocks: Vec<u32>,
-        hold: Hold,
-        slots: Vec<SlotRef>,
-        binding: Binding,
-        ranks: u64,
-    ) -> Self {
-        Self {
-            hold,
-            promise: asked.lease,
-            posted: now,
-            ready: now,
-            step: asked.step,
-            early: asked.flags.early(),
-            sync: asked.flags.sync(),
-            blocks,
-            slots,
-            binding,
-            open: ranks,
-            unstarted: if asked.flags.by_engine() { 0 } else { ranks },
-            running: 0,
-            reported: (0, 0),
-            fenced: None,
-            orphan: false,
-        }
-    }
-
     fn is_parked(&self) -> bool {
-        matches!(self.hold, Hold::Parked { .. })
+        matches!(self.phase, LoadPhase::Parked { .. })
     }
 
-    /// It needs its blocks no more: ends the holds of a parked one.
-    fn unhold(self, dram: &mut Dram) {
-        if let Hold::Parked { held, .. } = self.hold {
-            held.into_iter().for_each(|slot| dram.unhold(slot, self.binding.whose.holder));
-        }
+    /// Some rank waits for the begin of its copy.
+    fn is_unstarted(&self) -> bool {
+        self.parts.contains(&LoadPart::Unstarted)
+    }
+
+    fn has_copies(&self) -> bool {
+        self.parts.iter().any(|part| part.has_copy())
     }
 }
 
@@ -119,40 +74,52 @@ impl Transfers {
         let key = (session, asked.op);
         self.check_new(key)?;
         self.pending[&session].check_load()?;
-        let (bound, ranks) = (base.engines[session].binding, base.engines[session].all_ranks());
+        let (bound, ranks) = (base.engines[session].binding(), base.engines[session].world_size as usize);
         let promised = match queries.early(session, asked) {
             Some(named) => named.and_then(|named| {
                 let binding = bound.ok_or(Status::NotReady)?;
                 let waiter = Waiter::Load { session, op: asked.op };
-                let hold = park(&named, waiter, &binding, &mut base.cx)?;
-                let slots = named.into_iter().map(|(_, slot)| slot).collect();
-                Ok(Load::new(base.cx.now, asked, blocks, hold, slots, binding, ranks))
+                let phase = park(&named, waiter, &binding, &mut base.cx)?;
+                Ok((phase, named.into_iter().map(|(_, slot)| slot).collect(), binding))
             }),
             None => bound.ok_or(Status::NotReady).and_then(|binding| {
                 let (lease, slots) = queries.promise(session, asked, &mut base.cx)?;
-                Ok(Load::new(base.cx.now, asked, blocks, Hold::Leased(lease), slots, binding, ranks))
+                Ok((LoadPhase::Leased { lease, ready: base.cx.now }, slots, binding))
             }),
         };
-        let load = match promised {
-            Ok(load) => load,
+        let (phase, slots, binding) = match promised {
+            Ok(promised) => promised,
             Err(status) => {
                 refuse(key, status, base);
                 return Ok(());
             }
         };
+        let load = Load {
+            phase,
+            parts: vec![if asked.flags.by_engine() { LoadPart::Left } else { LoadPart::Unstarted }; ranks],
+            promise: asked.lease,
+            posted: base.cx.now,
+            step: asked.step,
+            early: asked.flags.early(),
+            sync: asked.flags.sync(),
+            blocks,
+            slots,
+            binding,
+            fenced: None,
+        };
         let is_parked = load.is_parked();
-        if !is_parked && load.unstarted != 0 {
+        if !is_parked && load.is_unstarted() {
             self.pending(session).waiting.insert(asked.op);
         }
         self.loads.insert(key, load);
         self.pending(session).loads += 1;
         // Parts that were reported before the load was read.
         for (rank, ok) in self.pending(session).take_early(asked.op) {
-            self.report(key, rank, ok, &mut base.cx);
+            self.change_part(key, rank, PartEvent::Reported(ok), &mut base.cx);
         }
         // Parts of ranks that began the load's step before their present session.
         for (_, worker) in base.engines.ranks(session).filter(|(_, worker)| worker.since >= asked.step) {
-            self.report(key, worker.rank, false, &mut base.cx);
+            self.change_part(key, worker.rank, PartEvent::Reported(false), &mut base.cx);
         }
         match is_parked {
             true => self.unpark(key, base),
@@ -164,35 +131,36 @@ impl Transfers {
     /// Starts the copies of a load on every rank that has joined and whose forward of that step may begin.
     pub(super) fn dispatch_load(&mut self, key: OpKey, base: &mut Base) {
         let Some(load) = self.loads.get_mut(&key) else { return };
+        let LoadPhase::Leased { ready: since, .. } = load.phase else { return };
         let mut ready = Vec::new();
-        let unstarted = load.unstarted;
         for (session, worker) in base.engines.ranks(key.0) {
             let rank = worker.rank;
-            if unstarted >> rank & 1 == 0 {
+            let part = &mut load.parts[rank as usize];
+            if *part != LoadPart::Unstarted {
                 continue;
             }
             let free = load.early && worker.done.saturating_add(1) >= load.step;
             if !worker.by_engine && worker.start < load.step && !free {
                 continue;
             }
-            load.unstarted &= !(1 << rank);
-            if worker.by_engine {
-                continue;
-            }
             // Not the copier's to find: a GPU's batch that names memory which is not there ends the sidecar.
-            if load.blocks.iter().any(|block| *block >= worker.blocks) {
+            let is_beyond = !worker.by_engine && load.blocks.iter().any(|block| *block >= worker.blocks);
+            let copies = !worker.by_engine && !is_beyond;
+            *part = part.after(if copies { PartEvent::CopyStarted } else { PartEvent::Left });
+            if is_beyond {
                 let outcome = Outcome { op: key.1 as u32, value: 0, status: Status::Failed };
                 base.cx.actions.push(Action::Outcome { session, op: key.1, outcome });
+            }
+            if !copies {
                 continue;
             }
             let offset = u64::from(worker.shard) * load.binding.shard_bytes;
             let moves = load.slots.iter().zip(&load.blocks);
             let pieces = moves.map(|(slot, &block)| Piece { block, offset: slot.offset + offset }).collect();
-            load.running |= 1 << rank;
-            base.cx.took(Timed::Load(Part::Waiting), load.ready);
+            base.cx.took(Timed::Load(Part::Waiting), since);
             ready.push((CopyOwner { key, rank, direction: Direction::Load }, session, pieces));
         }
-        if load.unstarted == 0 {
+        if !load.is_unstarted() {
             self.pending(key.0).waiting.remove(&key.1);
         }
         for (owner, session, pieces) in ready {
@@ -202,25 +170,17 @@ impl Transfers {
 
     pub(super) fn load_copied(&mut self, owner: CopyOwner, ok: bool, base: &mut Base) {
         let CopyOwner { key, rank, .. } = owner;
-        let load = self.loads.get_mut(&key).expect("a load outlives its copies");
-        load.running &= !(1 << rank);
-        let value = load.slots.len() as u32;
-        let (reported, well) = (load.reported.0 >> rank & 1 == 1, load.reported.1 >> rank & 1 == 1);
-        if load.orphan {
-            if load.running == 0 {
-                self.drop_load(key, &mut base.cx);
-            }
-            return;
-        }
+        let value = self.loads.get(&key).expect("a load outlives its copies").slots.len() as u32;
         let status = if ok { Status::Ok } else { Status::Failed };
         let joined = base.engines.ranks(key.0).find(|(_, worker)| worker.rank == rank);
         if let Some((session, _)) = joined {
             let outcome = Outcome { op: key.1 as u32, value, status };
             base.cx.actions.push(Action::Outcome { session, op: key.1, outcome });
         }
-        // A failed copy leaves the rank's part open: the rank finishes it from the leased slots, and says so.
-        if ok || reported || joined.is_none() {
-            self.end_load(key, rank, ok || well, &mut base.cx);
+        let is_gone = joined.is_none();
+        self.change_part(key, rank, PartEvent::CopyEnded(ok), &mut base.cx);
+        if is_gone {
+            self.change_part(key, rank, PartEvent::Reported(false), &mut base.cx);
         }
     }
 
@@ -233,62 +193,83 @@ impl Transfers {
         cx: &mut Context,
     ) -> Result<(), Violation> {
         if self.loads.contains_key(&(session, op)) {
-            self.report((session, op), rank, ok, cx);
+            self.change_part((session, op), rank, PartEvent::Reported(ok), cx);
         } else if let Some(pending) = self.pending.get_mut(&session) {
             pending.report_early(op, rank, ok)?;
         }
         Ok(())
     }
 
-    /// A rank needs nothing of a load any more. Its slots stay until no copy of this process reads them.
-    fn report(&mut self, key: OpKey, rank: u32, ok: bool, cx: &mut Context) {
+    /// Takes a rank's part of a load into its next phase. The load ends with the last part. The operation may be none.
+    fn change_part(&mut self, key: OpKey, rank: u32, event: PartEvent, cx: &mut Context) {
         let Some(load) = self.loads.get_mut(&key) else { return };
-        load.unstarted &= !(1 << rank);
-        let is_running = load.running >> rank & 1 == 1;
-        if is_running {
-            load.reported.0 |= 1 << rank;
-            load.reported.1 |= u64::from(ok) << rank;
+        let before = load.parts[rank as usize];
+        let part = before.after(event);
+        load.parts[rank as usize] = part;
+        if let LoadPhase::Orphan { .. } = load.phase {
+            if !load.has_copies() {
+                self.change_load(key, LoadEvent::CopiesEnded, cx);
+            }
+            return;
         }
-        if load.unstarted == 0 {
+        let (is_unstarted, over) = (load.is_unstarted(), load.parts.iter().all(|part| part.has_ended()));
+        if let (LoadPart::Ended { well }, false) = (part, before.has_ended()) {
+            let blocks = load.slots.len() as u64;
+            if well {
+                cx.stats.loaded_blocks += blocks;
+                cx.stats.loaded_bytes += blocks * load.binding.shard_bytes;
+            } else {
+                cx.stats.load_failures += 1;
+            }
+            if let LoadPhase::Leased { lease, .. } = load.phase {
+                let ended = cx.dram.consume(lease, key.0, rank);
+                debug_assert_eq!(
+                    ended.ok(),
+                    Some(over),
+                    "a promised lease lasts until every rank consumed it"
+                );
+            }
+            if over {
+                self.change_load(key, LoadEvent::PartsEnded(well), cx);
+            }
+        }
+        if !is_unstarted {
             self.pending(key.0).waiting.remove(&key.1);
-        }
-        if !is_running {
-            self.end_load(key, rank, ok, cx);
         }
     }
 
-    /// One rank has ended its part of a load; the lease ends with the last.
-    fn end_load(&mut self, key: OpKey, rank: u32, ok: bool, cx: &mut Context) {
-        let Some(load) = self.loads.get_mut(&key) else { return };
-        if load.open >> rank & 1 == 0 {
-            return;
-        }
-        load.open &= !(1 << rank);
-        let blocks = load.slots.len() as u64;
-        if ok {
-            cx.stats.loaded_blocks += blocks;
-            cx.stats.loaded_bytes += blocks * load.binding.shard_bytes;
-        } else {
-            cx.stats.load_failures += 1;
-        }
-        if let Hold::Leased(lease) = load.hold {
-            let ended = cx.dram.consume(lease, key.0, rank);
-            debug_assert_eq!(
-                ended.ok(),
-                Some(load.open == 0),
-                "a promised lease lasts until every rank consumed it"
-            );
-        }
-        if load.open == 0 {
-            let load = self.loads.remove(&key).expect("found above");
-            cx.took(Timed::Load(Part::Whole), load.posted);
-            if ok {
-                let fenced = cx.kept.loaded(&load.slots, load.binding.whose.holder, &mut cx.dram);
-                self.hand_over(key.0, load.promise, load.fenced.max(fenced), cx);
+    /// Takes a load out of its phase, into the next one or to its end. Nothing else ends a load.
+    fn change_load(&mut self, key: OpKey, event: LoadEvent, cx: &mut Context) {
+        let load = self.loads.remove(&key).expect("the caller found it");
+        match load.phase.after(event) {
+            Continue(phase) => {
+                self.loads.insert(key, Load { phase, ..load });
             }
-            load.unhold(&mut cx.dram);
-            self.pending.get_mut(&key.0).into_iter().for_each(|pending| pending.loads -= 1);
+            Break(phase) => self.finish_load(key.0, event, Load { phase, ..load }, cx),
         }
+    }
+
+    /// Ends the holds of a load.
+    fn finish_load(&mut self, session: SessionId, event: LoadEvent, load: Load, cx: &mut Context) {
+        let holder = load.binding.whose.holder;
+        if let LoadEvent::PartsEnded(well) = event {
+            cx.took(Timed::Load(Part::Whole), load.posted);
+            if well {
+                let fenced = cx.kept.loaded(&load.slots, holder, &mut cx.dram);
+                self.hand_over(session, load.promise, load.fenced.max(fenced), cx);
+            }
+        }
+        match load.phase {
+            LoadPhase::Parked { held, .. } => {
+                held.into_iter().for_each(|slot| cx.dram.unhold(slot, holder));
+            }
+            LoadPhase::Orphan { lease } => {
+                let released = cx.dram.release(lease, session);
+                debug_assert!(released.is_ok(), "a promised lease does not expire");
+            }
+            LoadPhase::Leased { .. } => {}
+        }
+        self.pending.get_mut(&session).into_iter().for_each(|pending| pending.loads -= 1);
     }
 
     /// A load is over whose prompt's blocks have this last fence, if they came from another engine: the prompt is handed over with its
@@ -313,7 +294,7 @@ impl Transfers {
         let ended = self.loads.range(operations(session)).filter(|(_, load)| load.step <= last);
         let keys: Vec<OpKey> = ended.map(|(key, _)| *key).collect();
         for key in keys {
-            self.report(key, rank, false, cx);
+            self.change_part(key, rank, PartEvent::Reported(false), cx);
         }
     }
 
@@ -321,21 +302,11 @@ impl Transfers {
     pub(super) fn abandon_loads(&mut self, session: SessionId, cx: &mut Context) {
         let keys: Vec<OpKey> = self.loads.range(operations(session)).map(|(key, _)| *key).collect();
         for key in keys {
-            let load = self.loads.get_mut(&key).expect("listed above");
-            load.orphan = true;
-            if load.running == 0 {
-                self.drop_load(key, cx);
+            self.change_load(key, LoadEvent::EngineLost, cx);
+            if self.loads.get(&key).is_some_and(|orphan| !orphan.has_copies()) {
+                self.change_load(key, LoadEvent::CopiesEnded, cx);
             }
         }
-    }
-
-    fn drop_load(&mut self, key: OpKey, cx: &mut Context) {
-        let load = self.loads.remove(&key).expect("the caller found it");
-        if let Hold::Leased(lease) = load.hold {
-            let released = cx.dram.release(lease, key.0);
-            debug_assert!(released.is_ok(), "a promised lease does not expire");
-        }
-        load.unhold(&mut cx.dram);
     }
 
     /// Whether a load waits for blocks.
@@ -346,7 +317,7 @@ impl Transfers {
     /// A block of a parked load has ended, well if it can be held.
     pub(crate) fn tell(&mut self, key: OpKey, ended: Option<&BlockKey>, base: &mut Base) {
         let Some(load) = self.loads.get_mut(&key) else { return };
-        let Hold::Parked { missing, held } = &mut load.hold else { return };
+        let LoadPhase::Parked { missing, held } = &mut load.phase else { return };
         let holder = load.binding.whose.holder;
         let Some(here) = ended.and_then(|block| base.cx.dram.hold(block, holder)) else {
             return self.refuse_parked(key, base);
@@ -358,20 +329,19 @@ impl Transfers {
 
     /// Begins a parked load all of whose blocks are here.
     fn unpark(&mut self, key: OpKey, base: &mut Base) {
-        let Some(load) = self.loads.get_mut(&key) else { return };
-        let Hold::Parked { missing: 0, held } = &load.hold else { return };
+        let Some(load) = self.loads.get(&key) else { return };
+        let LoadPhase::Parked { missing: 0, held } = &load.phase else { return };
         debug_assert_eq!(held.len(), load.slots.len(), "all of its blocks are held");
         let (holder, scheduler) = (load.binding.whose.holder, &base.engines[key.0]);
         // However much its engine has leased by now: what an early answer named is its load's.
         let lease =
             base.cx.dram.promise_held(key.0, holder, scheduler.world_size, &load.slots, base.cx.now_ms);
         let Some(lease) = lease else { return self.refuse_parked(key, base) };
-        (load.hold, load.ready) = (Hold::Leased(lease), base.cx.now);
         base.cx.took(Timed::Load(Part::Tier), load.posted);
-        let over = scheduler.all_ranks() & !load.open;
-        for rank in (0..scheduler.world_size).filter(|rank| over >> rank & 1 == 1) {
+        for (rank, _) in (0..).zip(&load.parts).filter(|(_, part)| part.has_ended()) {
             base.cx.dram.consume(lease, key.0, rank).expect("not all ranks have ended it");
         }
+        self.change_load(key, LoadEvent::Arrived(lease, base.cx.now), &mut base.cx);
         self.pending(key.0).waiting.insert(key.1);
         self.dispatch_load(key, base);
     }
@@ -387,8 +357,7 @@ impl Transfers {
 
     /// A block of a parked load is not to be had: nothing of it will be written.
     fn refuse_parked(&mut self, key: OpKey, base: &mut Base) {
-        self.loads.remove(&key).expect("it was parked").unhold(&mut base.cx.dram);
-        self.pending(key.0).loads -= 1;
+        self.change_load(key, LoadEvent::Refused, &mut base.cx);
         refuse(key, Status::Absent, base);
     }
 }
@@ -399,7 +368,7 @@ fn park(
     waiter: Waiter,
     binding: &Binding,
     cx: &mut Context,
-) -> Result<Hold, Status> {
+) -> Result<LoadPhase, Status> {
     let (mut missing, mut held, holder) = (0, Vec::new(), binding.whose.holder);
     let Context { dram, arrivals, .. } = cx;
     for (hash, slot) in named {
@@ -413,7 +382,7 @@ fn park(
             return Err(Status::Absent);
         }
     }
-    Ok(Hold::Parked { missing, held })
+    Ok(LoadPhase::Parked { missing, held })
 }
 
 /// Tells the ranks that wait for this process; the others find out by the slots' generations.

@@ -1,27 +1,27 @@
 //! What of an engine's operations has not ended.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use shm_protocol::handshake::RANKS_MAX;
 use shm_protocol::layout::{COMPLETION_SLOTS, OPERATIONS};
 
-use super::Violation;
+use super::{OpKey, SessionId, Violation};
 
 /// Blocks of a scheduler's saves that wait for its binding or for their step, 5 MB: 16 steps of 4,096 blocks. Saves beyond that are
 /// dropped.
 const WANTED_MAX: usize = 65_536;
 /// The most LOADED that may wait for their LOAD: every operation of a session on every rank.
 const EARLY_MAX: usize = OPERATIONS * RANKS_MAX as usize;
-/// A whole save holds its slots for its engine's ACCEPT so long at most. Engines post it milliseconds after a step.
-const UNACCEPTED_MAX: Duration = Duration::from_secs(30);
 
-/// Whether the engine went on with the output of a save's step.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+/// Whether the engine went on with the output of a save's step. A later answer counts only if it is worse.
+#[derive(Copy, Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub(super) enum Acceptance {
     /// It has not said so yet.
     Awaited,
     Given,
+    /// Its answer does not matter: a copy failed, a rank or the engine is gone, or the engine is barred.
+    Void,
     /// It went on with a later step, or is of a release that accepts none.
     Refused,
 }
@@ -39,8 +39,6 @@ pub(super) struct Pending {
     pub(super) handover_step: Option<Duration>,
     /// Saves whose copies ended and that wait for a drained ring. They are committed in their order, parents before children.
     copied: BTreeSet<u64>,
-    /// Saves whose copies ended before the ring was drained, each with the time of that turn: no CANCEL concerns them any more.
-    whole: BTreeMap<u64, Duration>,
     /// The last step that the engine accepted.
     accepted: Option<u64>,
     /// Steps that may still be accepted, each with a save of it.
@@ -49,6 +47,14 @@ pub(super) struct Pending {
     newest: u64,
     /// LOADED of ranks whose rings were read before this one's LOAD: operation, rank, well.
     early: Vec<(u64, u32, bool)>,
+}
+
+// === impl Acceptance ===
+
+impl Acceptance {
+    pub(super) fn settle(&mut self, answer: Self) {
+        *self = answer.max(*self);
+    }
 }
 
 // === impl Pending ===
@@ -80,7 +86,7 @@ impl Pending {
         self.wanted + blocks <= WANTED_MAX
     }
 
-    /// A save's copies have ended: it waits for a drained ring.
+    /// A save waits for a drained ring.
     pub(super) fn await_drain(&mut self, save: u64) {
         self.copied.insert(save);
     }
@@ -98,7 +104,6 @@ impl Pending {
     pub(super) fn forget(&mut self, save: u64, step: u64) {
         self.waiting.remove(&save);
         self.copied.remove(&save);
-        self.whole.remove(&save);
         self.unaccepted.remove(&(step, save));
     }
 
@@ -126,20 +131,9 @@ impl Pending {
         settled.map(settle).collect()
     }
 
-    /// A save is whole from this turn on.
-    pub(super) fn note_whole(&mut self, save: u64, now: Duration) {
-        self.whole.entry(save).or_insert(now);
-    }
-
-    /// Since when a save is whole.
-    pub(super) fn whole_since(&self, save: u64) -> Option<Duration> {
-        self.whole.get(&save).copied()
-    }
-
-    /// Whole saves that have waited for their acceptance as long as they may.
-    pub(super) fn overdue(&self, now: Duration) -> Vec<u64> {
-        let overdue = self.whole.iter().filter(|(_, since)| now >= **since + UNACCEPTED_MAX);
-        overdue.map(|(save, _)| *save).collect()
+    /// Saves of this session without an answer of its engine.
+    pub(super) fn unaccepted(&self, session: SessionId) -> impl Iterator<Item = OpKey> + '_ {
+        self.unaccepted.iter().map(move |(_, save)| (session, *save))
     }
 
     /// A rank has ended its part of a load that is not there: its LOAD lies unread in the scheduler's ring, since rings are

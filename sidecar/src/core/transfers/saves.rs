@@ -6,6 +6,7 @@
 //! when the step is done, as any.
 
 mod ends;
+mod phases;
 
 use std::time::Duration;
 
@@ -15,6 +16,7 @@ use shm_protocol::pool::SlotRef;
 use shm_protocol::request::{self, Cancel};
 use tiers::FillError;
 
+use self::phases::{SaveEvent, SavePhase};
 use super::pending::Acceptance;
 use super::{
     Base, Binding, Context, CopyOwner, Direction, GROUP, OpKey, Piece, Queries, SessionId, Transfers,
@@ -37,10 +39,8 @@ pub(super) struct UnboundSave {
     parent: Option<BlockHash>,
     /// Blocks that are kept already are compared with these.
     checked: bool,
-    /// Another engine will load its blocks.
-    handover: bool,
-    /// How many blocks had been kept for such engines when its request came.
-    kept_before: u64,
+    /// Another engine will load the blocks. So many had been kept for such engines when the request came.
+    handover: Option<u64>,
     /// Each key, and its block unless that was given up.
     blocks: Vec<(BlockHash, Option<u32>)>,
 }
@@ -52,27 +52,26 @@ pub(super) struct Save {
     posted: Duration,
     step: u64,
     acceptance: Acceptance,
-    checked: bool,
-    pub(super) handover: bool,
-    kept_before: u64,
-    /// What of it is not kept may be.
-    commits: bool,
-    /// The key before the first one, and all of the save's.
+    aim: SaveAim,
+    /// Another engine will load the blocks; see [`UnboundSave`].
+    pub(super) handover: Option<u64>,
+    /// The key before the first one, and all keys of the save.
     parent: Option<BlockHash>,
     keys: Vec<BlockHash>,
-    /// What has no slot yet: all of it until the save begins, nothing afterwards.
-    wanted: Vec<Wanted>,
+    /// Blocks with a slot.
     blocks: Vec<SaveBlock>,
-    /// When its step was first seen to run.
-    runs_since: Option<Duration>,
-    /// When every rank was first seen to have done its step.
-    fenced: Option<Duration>,
-    /// Its copies have been started, or never will be.
-    begun: bool,
-    running: u32,
-    /// A copy failed, a rank or the engine is gone: nothing of this save is committed.
-    void: bool,
+    phase: SavePhase,
     end: Saved,
+}
+
+/// The use of the blocks of a save.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+enum SaveAim {
+    Keep,
+    /// Kept blocks are compared, the others are kept.
+    CheckOrKeep,
+    /// Kept blocks are compared. The engine has not proven the others.
+    Check,
 }
 
 #[derive(Copy, Clone, Debug)]
@@ -98,11 +97,6 @@ struct SaveBlock {
 // === impl Save ===
 
 impl Save {
-    /// The engine is barred from a namespace: nothing of it is committed or compared there.
-    pub(super) fn void_in(&mut self, namespace: u32) {
-        self.void |= self.binding.namespace == namespace;
-    }
-
     /// So many of its blocks are not kept, although the engine did not reuse them.
     fn drop_blocks(&mut self, count: u32) {
         self.end.dropped += count;
@@ -130,20 +124,20 @@ impl Transfers {
         base.cx.stats.saves_posted_blocks += u64::from(asked.keys.count);
         let blocks = keys.into_iter().zip(blocks.iter().copied().map(Some)).collect();
         let posted = base.cx.now;
-        let (step, checked, handover) = (asked.step, asked.checked, asked.handover);
-        let kept_before = queries.kept_before(session, asked.keys.log);
+        let (step, checked) = (asked.step, asked.checked);
+        let handover = asked.handover.then(|| queries.kept_before(session, asked.keys.log));
         let pending = self.pending(session);
         pending.saves += 1;
         let acceptance = match base.engines[session].accepts {
             true => pending.await_acceptance(asked.op, step),
             false => Acceptance::Refused,
         };
-        let save = UnboundSave { posted, step, acceptance, parent, checked, handover, kept_before, blocks };
+        let save = UnboundSave { posted, step, acceptance, parent, checked, handover, blocks };
         let too_many = !pending.may_want(save.blocks.len());
-        match base.engines[session].binding {
+        match base.engines[session].binding() {
             _ if base.cx.draining || too_many => self.drop_save(key, &save, &mut base.cx),
             Some(binding) => self.accept_save(key, binding, save, base),
-            None if base.engines[session].barred.is_some() || base.engines[session].lost_rank => {
+            None if base.engines[session].barred().is_some() || base.engines[session].lost_rank() => {
                 self.drop_save(key, &save, &mut base.cx);
             }
             None => {
@@ -156,8 +150,7 @@ impl Transfers {
 
     /// Takes a save whose blocks are known, to be begun with its step. What is kept already needs no copy.
     fn accept_save(&mut self, key: OpKey, binding: Binding, asked: UnboundSave, base: &mut Base) {
-        let UnboundSave { posted, step, acceptance, parent, checked, handover, kept_before, blocks: asked } =
-            asked;
+        let UnboundSave { posted, step, acceptance, parent, checked, handover, blocks: asked } = asked;
         let keys: Vec<BlockHash> = asked.iter().map(|(hash, _)| *hash).collect();
         let is_refused = acceptance == Acceptance::Refused;
         let commits = !is_refused && may_save(key.0, &binding, checked, base);
@@ -169,7 +162,7 @@ impl Transfers {
                 Some(0) => end.dropped += 1,
                 Some(_) if !checked && is_kept(&binding, hash, base) => {
                     end.present += 1;
-                    if handover {
+                    if handover.is_some() {
                         base.cx.keep(&binding.key(&hash), &binding, None);
                     }
                 }
@@ -184,31 +177,20 @@ impl Transfers {
         if end.present > 0 {
             base.cx.dram.use_run(binding.namespace, GROUP, &keys);
         }
-        let (begun, (blocks, running, void)) = (wanted.is_empty(), Default::default());
-        let save = Save {
-            binding,
-            posted,
-            step,
-            acceptance,
-            checked,
-            handover,
-            kept_before,
-            commits,
-            parent,
-            keys,
-            wanted,
-            blocks,
-            runs_since: None,
-            fenced: None,
-            begun,
-            running,
-            void,
-            end,
+        let aim = match (checked, commits) {
+            (false, _) => SaveAim::Keep,
+            (true, true) => SaveAim::CheckOrKeep,
+            (true, false) => SaveAim::Check,
         };
-        self.pending(key.0).wanted += save.wanted.len();
+        let is_empty = wanted.is_empty();
+        self.pending(key.0).wanted += wanted.len();
+        let phase = SavePhase::Wanted { wanted, runs_since: None, fenced: None };
+        let blocks = Vec::new();
+        let save =
+            Save { binding, posted, step, acceptance, aim, handover, parent, keys, blocks, phase, end };
         self.saves.insert(key, save);
-        if begun {
-            self.finish_save(key, 0, base);
+        if is_empty {
+            self.change_save(key, SaveEvent::Empty, base);
         } else {
             self.pending(key.0).waiting.insert(key.1);
             self.dispatch_save(key, base.cx.claims_max, base);
@@ -217,7 +199,7 @@ impl Transfers {
 
     /// An engine was bound, or barred: begins what has waited for that.
     pub(crate) fn begin_unbound(&mut self, session: SessionId, base: &mut Base) {
-        let binding = base.engines[session].binding.filter(|_| !base.cx.draining);
+        let binding = base.engines[session].binding().filter(|_| !base.cx.draining);
         for (key, save) in self.take_unbound(session) {
             match binding {
                 Some(binding) => self.accept_save(key, binding, save, base),
@@ -262,15 +244,13 @@ impl Transfers {
 
     /// ACCEPT: the engine went on with the output of a step. What is whole of it is committed in this turn, behind the look at the
     /// word that voids saves; earlier steps that it did not accept are void.
-    pub(crate) fn accept(&mut self, session: SessionId, step: u64) {
+    pub(crate) fn accept(&mut self, session: SessionId, step: u64, base: &mut Base) {
         for (op, acceptance) in self.pending(session).accept(step) {
             let key = (session, op);
             if let Some(save) = self.unbound.get_mut(&key) {
                 save.acceptance = acceptance;
-            } else if let Some(save) = self.saves.get_mut(&key) {
-                save.acceptance = acceptance;
-                save.begun |= acceptance == Acceptance::Refused;
-                self.settle(key);
+            } else {
+                self.change_save(key, SaveEvent::Settled(acceptance), base);
             }
         }
     }
@@ -290,31 +270,21 @@ impl Transfers {
             }
             return;
         }
-        let Some(save) = self.saves.get_mut(&key) else { return };
-        if self.pending[&session].whole_since(cancel.op).is_some() {
-            return;
-        }
-        let before = save.wanted.len();
-        save.wanted.retain(|wanted| !range.contains(&wanted.index));
-        let cancelled = before - save.wanted.len();
-        save.end.cancelled += cancelled as u32;
-        for block in save.blocks.iter_mut().filter(|block| range.contains(&block.index)) {
-            block.cancelled = true;
-        }
-        let is_over =
-            save.running == 0 && save.wanted.is_empty() && save.blocks.iter().all(|block| block.cancelled);
-        self.unwant(session, cancelled);
-        if is_over {
-            self.finish_save(key, 0, base);
+        let Some(save) = self.saves.get(&key) else { return };
+        if !matches!(save.phase, SavePhase::Whole { .. }) {
+            self.change_save(key, SaveEvent::Cancelled(range), base);
         }
     }
 
     /// Takes the slots of a save, and starts its copies once every rank has joined and passed the save's step. How many blocks it
     /// took slots for, at most so many.
     pub(super) fn dispatch_save(&mut self, key: OpKey, claims_max: usize, base: &mut Base) -> usize {
-        let Some(save) = self.saves.get(&key).filter(|save| !save.begun) else { return 0 };
-        let is_done = base.engines.every_rank(key.0, |rank| rank.done >= save.step);
-        let runs_since = save.runs_since;
+        let Some(Save { phase: SavePhase::Wanted { runs_since, .. }, step, .. }) = self.saves.get(&key)
+        else {
+            return 0;
+        };
+        let is_done = base.engines.every_rank(key.0, |rank| rank.done >= *step);
+        let runs_since = *runs_since;
         if !is_done && !self.may_claim_early(key, base) {
             return 0;
         }
@@ -322,25 +292,23 @@ impl Transfers {
             self.pending(key.0).handover_step = Some(base.cx.now.saturating_sub(since));
         }
         let mut save = self.saves.remove(&key).expect("found above");
-        if is_done {
-            save.fenced.get_or_insert(base.cx.now);
-        }
-        let claims = save.wanted.len().min(claims_max);
+        let SavePhase::Wanted { wanted, fenced, .. } = &mut save.phase else { unreachable!("matched above") };
+        let done_since = is_done.then(|| *fenced.get_or_insert(base.cx.now));
+        let claims = wanted.len().min(claims_max);
         self.unwant(key.0, claims);
-        for wanted in save.wanted.drain(..claims).collect::<Vec<_>>() {
+        for wanted in wanted.drain(..claims).collect::<Vec<_>>() {
             self.claim(key.0, &mut save, wanted, base);
         }
-        let (claimed, nothing_to_copy) = (save.wanted.is_empty(), save.blocks.is_empty());
-        save.begun = claimed && (is_done || nothing_to_copy);
+        let (claimed, nothing_to_copy) = (save.phase.wanted().is_empty(), save.blocks.is_empty());
         self.saves.insert(key, save);
         if !claimed {
             if !self.behind.contains(&key.0) {
                 self.behind.push_back(key.0);
             }
         } else if nothing_to_copy {
-            self.finish_save(key, 0, base);
-        } else if is_done {
-            self.start_save(key, base);
+            self.change_save(key, SaveEvent::Empty, base);
+        } else if let Some(fenced) = done_since {
+            self.start_save(key, fenced, base);
         }
         claims
     }
@@ -349,10 +317,14 @@ impl Transfers {
     fn may_claim_early(&mut self, key: OpKey, base: &Base) -> bool {
         let last = self.pending(key.0).handover_step;
         let save = self.saves.get_mut(&key).expect("the caller found it");
-        if !save.handover || save.checked || !base.engines.every_rank(key.0, |rank| rank.start >= save.step) {
+        let SavePhase::Wanted { runs_since, .. } = &mut save.phase else { return false };
+        if save.handover.is_none()
+            || save.aim != SaveAim::Keep
+            || !base.engines.every_rank(key.0, |rank| rank.start >= save.step)
+        {
             return false;
         }
-        save.runs_since.get_or_insert(base.cx.now);
+        runs_since.get_or_insert(base.cx.now);
         last.is_some_and(|took| took <= STEP_MAX)
     }
 
@@ -361,16 +333,16 @@ impl Transfers {
         let Wanted { index, block, hash } = wanted;
         let key = save.binding.key(&hash);
         let take = |slot, kept| SaveBlock { index, block, hash, slot, kept, cancelled: false };
-        if save.checked {
+        if save.aim != SaveAim::Keep {
             let check = self.checks.begin((session, save.end.op), index, &save.binding, &key, &mut base.cx);
             if let Some((kept, slot)) = check {
                 return save.blocks.push(take(slot, Some(kept)));
             }
         }
-        if !save.commits {
+        if save.aim == SaveAim::Check {
             return drop_unproven(&mut save.end, &mut base.cx);
         }
-        match base.cx.claim(key, &save.binding, save.handover.then_some(save.kept_before)) {
+        match base.cx.claim(key, &save.binding, save.handover) {
             Ok(slot) => {
                 base.cx.produced.claimed = true;
                 save.blocks.push(take(slot, None));
@@ -378,7 +350,7 @@ impl Transfers {
             Err(error @ (FillError::Present | FillError::Filling)) => {
                 save.end.present += 1;
                 if error == FillError::Present {
-                    if save.handover {
+                    if save.handover.is_some() {
                         base.cx.keep(&key, &save.binding, None);
                     }
                     base.sources.ssd.iter_mut().for_each(|ssd| ssd.offer_again(key, &save.binding));
@@ -392,7 +364,7 @@ impl Transfers {
         }
     }
 
-    fn start_save(&mut self, key: OpKey, base: &mut Base) {
+    fn start_save(&mut self, key: OpKey, fenced: Duration, base: &mut Base) {
         let save = self.saves.get_mut(&key).expect("the caller found it");
         let mut ready = Vec::new();
         for (session, worker) in base.engines.ranks(key.0) {
@@ -406,17 +378,19 @@ impl Transfers {
             let blocks = save.blocks.iter().filter(chosen);
             let pieces = blocks.map(|b| Piece { block: b.block, offset: b.slot.offset + offset });
             let pieces: Vec<Piece> = pieces.collect();
-            save.void |= save.blocks.iter().any(|block| block.block >= worker.blocks);
+            if save.blocks.iter().any(|block| block.block >= worker.blocks) {
+                save.acceptance.settle(Acceptance::Void);
+            }
             if !pieces.is_empty() {
-                save.running += 1;
                 ready.push((CopyOwner { key, rank, direction: Direction::Save }, session, pieces));
             }
         }
         base.cx.took(Timed::Save(Part::Waiting), save.posted);
+        let copies = ready.len() as u32;
         for (owner, session, pieces) in ready {
             self.start_copy(owner, session, pieces, &mut base.cx);
         }
-        self.settle(key);
+        self.change_save(key, SaveEvent::Started(copies, fenced), base);
     }
 }
 

@@ -36,7 +36,7 @@ fn what_is_kept_in_a_quota_takes_no_room_from_what_its_engine_hands_over_next() 
     assert_eq!(engine.query(2, 4, 0, 8).value, 8);
 
     let Base { engines, cx, .. } = &mut engine.core.base;
-    let whose = engines[SCHEDULER].binding.unwrap().whose;
+    let whose = engines[SCHEDULER].binding().unwrap().whose;
     let of_another_quota = Whose { quota: None, ..whose };
     let before = cx.kept.count();
     let gives = [(of_another_quota, SHARD_BYTES), (whose, 2 * SHARD_BYTES), (whose, SHARD_BYTES)]

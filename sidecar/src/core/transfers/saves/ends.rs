@@ -1,15 +1,23 @@
 //! The ends of saves: what is whole is committed once no CANCEL of it can be unread and its step was accepted, the rest goes back, and
 //! the engine is told.
 
+use std::collections::BTreeSet;
+use std::ops::ControlFlow::{Break, Continue};
+use std::time::Duration;
+
 use shm_protocol::message::Saved;
 use tiers::dram::Dram;
 
-use super::{Save, SaveBlock};
+use super::phases::{SaveEvent, SavePhase};
+use super::{Save, SaveAim, SaveBlock};
 use crate::core::timing::{Part, Timed};
-use crate::core::transfers::pending::{Acceptance, Pending};
+use crate::core::transfers::pending::Acceptance;
 use crate::core::transfers::{
     Action, Base, Context, CopyOwner, GROUP, OpKey, SessionId, Transfers, operations,
 };
+
+/// A whole save holds its slots for its engine's ACCEPT so long at most. Engines post it milliseconds after a step.
+const UNACCEPTED_MAX: Duration = Duration::from_secs(30);
 
 // === impl Save ===
 
@@ -33,12 +41,12 @@ impl Save {
         cx.stats.saves_lost_to_reuse += cancelled;
         cx.stats.saves_dropped += dropped;
         cx.stats.saves_unaccepted += u64::from(self.end.unaccepted);
-        if self.handover {
+        if self.handover.is_some() {
             cx.produced.over = true;
             cx.stats.handover_lost_to_reuse += cancelled;
             cx.stats.handover_dropped += dropped;
         }
-        if self.handover && cancelled + dropped > 0 {
+        if self.handover.is_some() && cancelled + dropped > 0 {
             cx.lost.note((self.binding.namespace, GROUP), &self.keys, cx.now_ms, &cx.dram);
         }
     }
@@ -47,38 +55,40 @@ impl Save {
 // === impl Transfers ===
 
 impl Transfers {
-    /// Moves a save whose copies are all started, and ended, to those that wait for a drained ring.
-    pub(super) fn settle(&mut self, key: OpKey) {
-        let (begun, running) = (self.saves[&key].begun, self.saves[&key].running);
-        if begun {
-            self.pending(key.0).waiting.remove(&key.1);
-            if running == 0 {
-                self.pending(key.0).await_drain(key.1);
+    /// Takes a save out of its phase, into the next one or to its end. Nothing else ends a save. The operation may be none.
+    pub(super) fn change_save(&mut self, key: OpKey, event: SaveEvent, base: &mut Base) {
+        let Some(save) = self.saves.remove(&key) else { return };
+        let wanted = save.phase.wanted().len();
+        match save.after(event) {
+            Continue(save) => {
+                self.unwant(key.0, wanted - save.phase.wanted().len());
+                // An orphan has none.
+                if let Some(pending) = self.pending.get_mut(&key.0) {
+                    if !matches!(save.phase, SavePhase::Wanted { .. }) {
+                        pending.waiting.remove(&key.1);
+                    }
+                    if save.awaits_drain() {
+                        pending.await_drain(key.1);
+                    }
+                }
+                self.saves.insert(key, save);
+            }
+            Break(save) => {
+                self.unwant(key.0, wanted);
+                self.finish_save(key, save, base);
             }
         }
     }
 
     pub(in crate::core::transfers) fn save_copied(&mut self, owner: CopyOwner, ok: bool, base: &mut Base) {
-        let key = owner.key;
-        let save = self.saves.get_mut(&key).expect("a save outlives its copies");
-        save.running -= 1;
-        save.void |= !ok;
-        if self.pending.contains_key(&key.0) {
-            self.settle(key);
-        } else if save.running == 0 {
-            self.finish_save(key, 0, base);
-        }
+        self.change_save(owner.key, SaveEvent::CopyEnded(ok), base);
     }
 
     /// A rank is gone, and the blocks of these saves with its memory: what has not begun must not be copied from that of another.
     pub(crate) fn fail_saves(&mut self, session: SessionId, base: &mut Base) {
         self.drop_unbound(session, &mut base.cx);
         for op in self.pending[&session].waiting.clone() {
-            let Some(save) = self.saves.get_mut(&(session, op)) else { continue };
-            if !save.begun {
-                (save.void, save.begun) = (true, true);
-                self.settle((session, op));
-            }
+            self.change_save((session, op), SaveEvent::RankLost, base);
         }
         self.dispatch(session, base);
     }
@@ -87,49 +97,36 @@ impl Transfers {
     pub(crate) fn commit_copied(&mut self, session: SessionId, void_below: u64, base: &mut Base) {
         let Some(pending) = self.pending.get_mut(&session) else { return };
         for op in pending.drained() {
-            let Some(save) = self.saves.get(&(session, op)) else { continue };
-            let is_over = save.acceptance != Acceptance::Awaited || save.void || op < void_below;
-            self.pending(session).note_whole(op, base.cx.now);
-            if is_over {
-                self.finish_save((session, op), void_below, base);
-            }
+            self.change_save((session, op), SaveEvent::Drained(base.cx.now, void_below), base);
         }
     }
 
     /// Time passed: what is whole and was not accepted so long is nobody's.
     pub(crate) fn drop_unaccepted(&mut self, base: &mut Base) {
-        let overdue = |(session, pending): (&SessionId, &Pending)| {
-            pending.overdue(base.cx.now).into_iter().map(|op| (*session, op)).collect::<Vec<_>>()
+        let is_overdue = |key: &OpKey| match self.saves.get(key).map(|save| &save.phase) {
+            Some(SavePhase::Whole { since, .. }) => base.cx.now >= *since + UNACCEPTED_MAX,
+            _ => false,
         };
-        let keys: Vec<OpKey> = self.pending.iter().flat_map(overdue).collect();
-        for key in keys {
-            let save = self.saves.get_mut(&key).expect("a whole save has not ended");
-            if save.acceptance == Acceptance::Awaited {
-                save.acceptance = Acceptance::Refused;
-                self.finish_save(key, 0, base);
-            }
-        }
+        let unaccepted = self.pending.iter().flat_map(|(session, pending)| pending.unaccepted(*session));
+        let overdue: BTreeSet<OpKey> = unaccepted.filter(is_overdue).collect();
+        overdue.into_iter().for_each(|key| self.change_save(key, SaveEvent::Overdue, base));
     }
 
     /// Ends a save: commits what is whole, gives the rest back, and tells the engine if it is still there.
-    pub(super) fn finish_save(&mut self, key: OpKey, void_below: u64, base: &mut Base) {
-        let mut save = self.saves.remove(&key).expect("the caller found it");
+    fn finish_save(&mut self, key: OpKey, mut save: Save, base: &mut Base) {
         let (session, op) = key;
         let (mut committed, mut pairs) = (Vec::new(), Vec::new());
-        let unbegun = save.wanted.len() as u32;
-        self.unwant(session, save.wanted.len());
-        match op < void_below {
-            true => save.end.cancelled += unbegun,
-            false => save.drop_blocks(unbegun),
-        }
+        save.drop_blocks(save.phase.wanted().len() as u32);
+        let (fenced, whole_since) = match save.phase {
+            SavePhase::Whole { fenced, since } => (Some(fenced), Some(since)),
+            _ => (None, None),
+        };
         let blocks = std::mem::take(&mut save.blocks);
         if !blocks.is_empty() {
             base.cx.took(Timed::Save(Part::Whole), save.posted);
         }
-        let whole_since = self.pending.get(&session).and_then(|pending| pending.whole_since(op));
         for block in &blocks {
-            let reused = block.cancelled || op < void_below;
-            let whole = !reused && !save.void && save.acceptance == Acceptance::Given;
+            let whole = !block.cancelled && save.acceptance == Acceptance::Given;
             match block.kept {
                 Some(kept) if whole => {
                     save.end.present += 1;
@@ -142,8 +139,8 @@ impl Transfers {
                     base.cx.actions.push(Action::CommitSlot { slot: block.slot, checksum: 0 });
                     committed.push((block.slot, save.binding.key(&block.hash)));
                     base.cx.end_saved(save.binding.key(&block.hash), true);
-                    if save.handover {
-                        base.cx.keep(&save.binding.key(&block.hash), &save.binding, save.fenced);
+                    if save.handover.is_some() {
+                        base.cx.keep(&save.binding.key(&block.hash), &save.binding, fenced);
                     }
                     continue;
                 }
@@ -152,7 +149,7 @@ impl Transfers {
                     base.cx.end_saved(save.binding.key(&block.hash), false);
                 }
             }
-            match reused {
+            match block.cancelled {
                 true => save.end.cancelled += 1,
                 false => save.drop_blocks(1),
             }
@@ -161,7 +158,7 @@ impl Transfers {
             self.checks.committed(session, committed.iter().map(|(_, key)| *key));
             base.cx.namespaces.note_kept(save.binding.space());
             base.cx.produced.kept.insert((save.binding.namespace, session));
-            if let Some(since) = whole_since.filter(|_| save.handover) {
+            if let Some(since) = whole_since.filter(|_| save.handover.is_some()) {
                 base.cx.took(Timed::Acceptance, since);
             }
         }
@@ -175,7 +172,7 @@ impl Transfers {
             pending.forget(op, save.step);
         }
         if pairs.is_empty() {
-            base.cx.stats.checks_undecided += u64::from(save.checked);
+            base.cx.stats.checks_undecided += u64::from(save.aim != SaveAim::Keep);
             self.tell_saved(session, save.end, &mut base.cx);
         } else {
             self.compare(key, save.binding, pairs, save.end, base);
@@ -199,12 +196,6 @@ impl Transfers {
     pub(in crate::core::transfers) fn abandon_saves(&mut self, session: SessionId, base: &mut Base) {
         self.drop_unbound(session, &mut base.cx);
         let keys: Vec<OpKey> = self.saves.range(operations(session)).map(|(key, _)| *key).collect();
-        for key in keys {
-            let save = self.saves.get_mut(&key).expect("listed above");
-            (save.void, save.begun) = (true, true);
-            if save.running == 0 {
-                self.finish_save(key, 0, base);
-            }
-        }
+        keys.into_iter().for_each(|key| self.change_save(key, SaveEvent::EngineLost, base));
     }
 }

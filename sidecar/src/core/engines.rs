@@ -149,36 +149,6 @@ pub(crate) fn whole(engine: &str) -> Option<&str> {
 // === impl Scheduler ===
 
 impl Scheduler {
-    fn state(&self) -> EngineState {
-        match self.service {
-            Service::Served { .. } => EngineState::Serving,
-            Service::Barred { .. } => EngineState::Barred,
-            Service::Unbound { .. } if self.asked_in_vain => EngineState::Unbound,
-            Service::Unbound { .. } => EngineState::Idle,
-        }
-    }
-
-    /// The namespace in service.
-    pub(super) fn binding(&self) -> Option<Binding> {
-        let Service::Served { binding } = self.service else { return None };
-        Some(binding)
-    }
-
-    /// The namespace closed to this run.
-    pub(super) fn barred(&self) -> Option<Binding> {
-        let Service::Barred { binding, .. } = self.service else { return None };
-        Some(binding)
-    }
-
-    pub(super) fn lost_rank(&self) -> bool {
-        matches!(self.service, Service::Unbound { lost_rank: true } | Service::Barred { lost_rank: true, .. })
-    }
-
-    /// Takes the session into its next phase.
-    fn change(&mut self, event: ServiceEvent) {
-        self.service = self.service.after(event);
-    }
-
     /// True for `pillion bench` and `pillion doctor`, which count as no engine.
     pub(super) fn is_probe(&self) -> bool {
         self.run == PROBE_RUN

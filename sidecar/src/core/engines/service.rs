@@ -1,6 +1,6 @@
 //! The life cycle of an engine's session: its phases, and the events between them.
 
-use super::Binding;
+use super::{Binding, EngineState, Scheduler};
 
 /// A phase of a scheduler's session, with the facts of this phase alone. [`Service::after`] is the list of the transitions.
 ///
@@ -54,5 +54,39 @@ impl Service {
             (Unbound { .. } | Served { .. } | Barred { .. }, RankLost) => Unbound { lost_rank: true },
             (service, event) => unreachable!("{event:?} of a session in {service:?}"),
         }
+    }
+}
+
+// === impl Scheduler ===
+
+impl Scheduler {
+    pub(super) fn state(&self) -> EngineState {
+        match self.service {
+            Service::Served { .. } => EngineState::Serving,
+            Service::Barred { .. } => EngineState::Barred,
+            Service::Unbound { .. } if self.asked_in_vain => EngineState::Unbound,
+            Service::Unbound { .. } => EngineState::Idle,
+        }
+    }
+
+    /// The namespace in service.
+    pub(crate) fn binding(&self) -> Option<Binding> {
+        let Service::Served { binding } = self.service else { return None };
+        Some(binding)
+    }
+
+    /// The namespace closed to this run.
+    pub(crate) fn barred(&self) -> Option<Binding> {
+        let Service::Barred { binding, .. } = self.service else { return None };
+        Some(binding)
+    }
+
+    pub(crate) fn lost_rank(&self) -> bool {
+        matches!(self.service, Service::Unbound { lost_rank: true } | Service::Barred { lost_rank: true, .. })
+    }
+
+    /// Takes the session into its next phase.
+    pub(super) fn change(&mut self, event: ServiceEvent) {
+        self.service = self.service.after(event);
     }
 }

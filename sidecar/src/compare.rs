@@ -109,6 +109,27 @@ impl Number {
         }
     }
 
+    /// Whether every number is finite. Bytes are no numbers, and pass.
+    fn are_finite(self, bytes: &[u8]) -> bool {
+        // The exponent of infinity and NaN has all bits set; e4m3 has no infinity, and one NaN.
+        let byte = |mask: u8| bytes.iter().fold(true, |finite, byte| finite & (byte & mask != mask));
+        let half = |mask: u16| {
+            let halves = bytes.as_chunks().0.iter().map(|half| u16::from_le_bytes(*half));
+            halves.fold(true, |finite, half| finite & (half & mask != mask))
+        };
+        match self {
+            Self::Float32 => {
+                let words = bytes.as_chunks().0.iter().map(|word| u32::from_le_bytes(*word));
+                words.fold(true, |finite, word| finite & (word & 0x7f80_0000 != 0x7f80_0000))
+            }
+            Self::Float16 => half(0x7c00),
+            Self::Bfloat16 => half(0x7f80),
+            Self::Float8E4m3 => byte(0x7f),
+            Self::Float8E5m2 => byte(0x7c),
+            Self::Byte => true,
+        }
+    }
+
     /// How far one layer's bytes differ from those kept, of the same length.
     fn difference(self, kept: &[u8], computed: &[u8]) -> f64 {
         if kept == computed {
@@ -170,6 +191,29 @@ impl Layers {
             return Self(vec![(shard_bytes, Number::Byte)]);
         }
         Self(stated.iter().map(|layer| (layer.bytes, Number::of(layer.dtype.text(), facts))).collect())
+    }
+
+    /// Whether any layer is known as numbers.
+    pub fn has_numbers(&self) -> bool {
+        self.0.iter().any(|(_, number)| *number != Number::Byte)
+    }
+
+    /// Whether all numbers of a block of so many shards are finite. `read` reads from so many bytes behind the block's start.
+    pub fn are_finite(&self, shards: u32, read: impl Fn(u64, &mut [u8])) -> bool {
+        let (mut page, mut from) = (Vec::new(), 0);
+        for _ in 0..shards {
+            for &(bytes, number) in &self.0 {
+                if number != Number::Byte {
+                    page.resize(bytes as usize, 0);
+                    read(from, &mut page);
+                    if !number.are_finite(&page) {
+                        return false;
+                    }
+                }
+                from += bytes;
+            }
+        }
+        true
     }
 
     /// Compares two blocks of so many shards. `kept` and `computed` read from so many bytes behind a block's start.

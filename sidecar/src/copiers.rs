@@ -14,6 +14,7 @@ use std::sync::{Arc, mpsc};
 use copy_engine::HostMemory;
 use copy_engine::cuda::Gpu;
 use shm_protocol::handshake::WorkerHello;
+use shm_protocol::pool::SlotRef;
 use shm_protocol::session::SessionMemory;
 use shm_protocol::wait;
 use tiers::pool::Pool;
@@ -23,7 +24,7 @@ use self::gpu::link::Links;
 use self::gpu::{Asked, GpuRank};
 use self::host::{HostCopiers, HostRank};
 use self::staged::StagedRank;
-use crate::core::{Comparison, CopyId, Direction, Found, Piece, SessionId};
+use crate::core::{Comparison, CopyId, Direction, Found, Piece, Scan, SessionId};
 use crate::memory::pinning::Pinned;
 use crate::system::wake::EndSignal;
 
@@ -63,6 +64,8 @@ pub struct Finished {
 
 /// The end of a comparison of a save's blocks.
 type Compared = ((SessionId, u64), Found);
+/// The end of a search of a save's blocks, with its blocks of non-finite numbers.
+type Scanned = ((SessionId, u64), Vec<SlotRef>);
 
 /// What became of a session's rank.
 #[derive(Debug)]
@@ -84,6 +87,7 @@ pub struct Copiers {
     ends: Ends,
     finished: mpsc::Receiver<Finished>,
     compared: mpsc::Receiver<Compared>,
+    scanned: mpsc::Receiver<Scanned>,
     ranks: mpsc::Receiver<(SessionId, RankNews)>,
     running: usize,
 }
@@ -93,6 +97,7 @@ pub struct Copiers {
 struct Ends {
     finished: mpsc::Sender<Finished>,
     compared: mpsc::Sender<Compared>,
+    scanned: mpsc::Sender<Scanned>,
     ranks: mpsc::Sender<(SessionId, RankNews)>,
     wake: Arc<OwnedFd>,
 }
@@ -135,6 +140,13 @@ impl Ends {
         asked
     }
 
+    /// The same of a search.
+    fn tell_scanned(&self, scanned: Scanned) -> bool {
+        let asked = self.scanned.send(scanned).is_ok();
+        self.wake();
+        asked
+    }
+
     /// A rank's memory is open, or cannot be opened.
     fn opened(&self, session: SessionId, rank: Result<Rank, String>) {
         self.tell_of(session, RankNews::Opened(rank));
@@ -168,12 +180,19 @@ impl Copiers {
     ) -> std::io::Result<Self> {
         let wake = wait::eventfd()?;
         let ((sender, finished), (teller, compared)) = (mpsc::channel(), mpsc::channel());
+        let (searcher, scanned) = mpsc::channel();
         let (herald, ranks) = mpsc::channel();
-        let ends = Ends { finished: sender, compared: teller, ranks: herald, wake: Arc::new(wake) };
+        let ends = Ends {
+            finished: sender,
+            compared: teller,
+            scanned: searcher,
+            ranks: herald,
+            wake: Arc::new(wake),
+        };
         let host = HostCopiers::start(threads, pool, &ends, ended)?;
         let (pool, pinned) = (Arc::clone(pool), Arc::clone(pinned));
         let (links, contexts) = (Links::new(), Contexts::new());
-        Ok(Self { host, pool, pinned, links, contexts, ends, finished, compared, ranks, running: 0 })
+        Ok(Self { host, pool, pinned, links, contexts, ends, finished, compared, scanned, ranks, running: 0 })
     }
 
     /// A rank in host memory, whose fence words lie in `words`.
@@ -272,6 +291,16 @@ impl Copiers {
     /// The next comparison that ended, if one did.
     pub fn compared(&self) -> Option<Compared> {
         self.compared.try_recv().ok()
+    }
+
+    /// Takes blocks to be searched for non-finite numbers.
+    pub fn scan(&self, scan: Scan) {
+        self.host.scan(scan);
+    }
+
+    /// The next end of a search, if there is one.
+    pub fn scanned(&self) -> Option<Scanned> {
+        self.scanned.try_recv().ok()
     }
 
     /// Batches that have not been reported as ended.

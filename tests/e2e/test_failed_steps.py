@@ -178,6 +178,29 @@ def test_a_fault_that_ends_an_engine_ends_no_other(options: engine.Options, plai
             running.exit()
 
 
+@pytest.mark.supports("failed-steps")
+def test_nan_is_kept_for_nobody(options: engine.Options, plain: engine.Engine, tmp_path: Path) -> None:
+    """vLLM answers with NaN in a layer and goes on: no block with NaN is kept, and the next engine computes that prompt."""
+    tokens = HEALTHY[1]
+    with sidecar.serving(tmp_path) as keeper:
+        connected = dataclasses.replace(options, socket=keeper.socket, batched_tokens=prompts.STEP_TOKENS)
+        with engine.running(connected, tmp_path / "faulty.log") as running:
+            running.alter(weights.break_a_layer)
+            _ask(running, tokens)
+            keeper.wait_metric("pillion_not_finite_blocks_total", prompts.stored_blocks(len(tokens), 1))
+            assert keeper.metrics()["pillion_blocks"] == 0
+            running.kill()
+        assert "non-finite numbers" in keeper.log.read_text()
+        with engine.running(connected, tmp_path / "healthy.log") as running:
+            answer = _ask(running, tokens)
+            assert answer["cached_tokens"] == 0
+            assert answer["tokens"] == _right(plain, tokens)[0]["tokens"]
+            assert running.reset_prefix_cache()
+            keeper.wait_metric("pillion_blocks", prompts.stored_blocks(len(tokens), 1))
+            assert _ask(running, tokens)["cached_tokens"] == prompts.hit_tokens(len(tokens))
+            running.exit()
+
+
 @pytest.mark.supports("priority")
 def test_a_block_that_vllm_lists_and_no_step_filled(options: engine.Options, tmp_path: Path) -> None:
     """A request is preempted in the schedule() that listed its blocks: vLLM computes upon them, and they are not kept."""

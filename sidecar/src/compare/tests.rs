@@ -193,3 +193,48 @@ fn the_worst_layer_of_all_shards_counts() {
     let no_number = Difference { amount: f64::NAN, ..found };
     assert!(no_number.is_too_large());
 }
+
+#[test]
+fn only_a_number_that_is_not_finite_is_noticed() {
+    let finite = |number: Number, bytes: &[u8]| {
+        Layers(vec![(bytes.len() as u64, number)]).are_finite(1, |at, out| {
+            out.copy_from_slice(&bytes[at as usize..][..out.len()]);
+        })
+    };
+    let cases: [(Number, &[&[u8]], &[&[u8]]); 5] = [
+        (
+            Number::Float32,
+            &[&f32::MAX.to_le_bytes(), &[1, 0, 0, 0]],
+            &[&f32::NAN.to_le_bytes(), &f32::NEG_INFINITY.to_le_bytes()],
+        ),
+        (Number::Bfloat16, &[&[0x7f, 0x7f], &[0, 0x80]], &[&[0x80, 0x7f], &[0xc1, 0xff]]),
+        (Number::Float16, &[&[0xff, 0x7b], &[1, 0]], &[&[0, 0x7c], &[1, 0xfe]]),
+        (Number::Float8E4m3, &[&[0x7e], &[0x80]], &[&[0x7f], &[0xff]]),
+        (Number::Float8E5m2, &[&[0x7b], &[0x01]], &[&[0x7c], &[0xfd]]),
+    ];
+    for (number, right, wrong) in cases {
+        for place in [0, 7, 40] {
+            let with =
+                |one: &[u8]| [vec![0; place * one.len()].as_slice(), one, &vec![0; 9 * one.len()]].concat();
+            assert!(right.iter().all(|one| finite(number, &with(one))), "{number:?}");
+            assert!(wrong.iter().all(|one| !finite(number, &with(one))), "{number:?}");
+        }
+    }
+    assert!(finite(Number::Byte, &[0xff; 64]));
+}
+
+#[test]
+fn every_layer_of_every_shard_is_searched() {
+    let layers = Layers(vec![(8, Number::Bfloat16), (4, Number::Byte), (8, Number::Float32)]);
+    for at in 0..40 {
+        let mut block = [0; 40];
+        block[at] = 0xff;
+        block[at ^ 1] = 0xff;
+        let found =
+            layers.are_finite(2, |from, out| out.copy_from_slice(&block[from as usize..][..out.len()]));
+        // Behind 8 and 28 lie the bytes. The lower half of a float32 says nothing.
+        let (place, half) = (at % 20, (at % 20 + 4) % 4 / 2);
+        let expected = (8..12).contains(&place) || place >= 12 && half == 0;
+        assert_eq!(found, expected, "{at}");
+    }
+}

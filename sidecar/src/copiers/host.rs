@@ -16,7 +16,7 @@ use shm_protocol::session::SessionMemory;
 use tiers::pool::Pool;
 
 use super::{Batch, Ends, Finished};
-use crate::core::{Comparison, Direction, Found, Piece, SessionId};
+use crate::core::{Comparison, Direction, Found, Piece, Scan, SessionId};
 use crate::system::wake::EndSignal;
 
 /// Blocks that one thread takes at a time: enough that taking costs nothing, few enough that a batch spreads over all
@@ -57,6 +57,8 @@ struct Waiting {
     saves: Lane,
     /// The core lets no engine have many.
     comparisons: VecDeque<Comparison>,
+    /// One for each copied save.
+    scans: VecDeque<Scan>,
     /// How often something was taken.
     taken: u32,
 }
@@ -66,6 +68,7 @@ struct Waiting {
 enum Work {
     Copy(Task),
     Compare(Comparison),
+    Scan(Scan),
 }
 
 /// Tasks of every engine that has some, whoever is next first.
@@ -188,6 +191,14 @@ impl HostCopiers {
         true
     }
 
+    /// Takes blocks to be searched.
+    pub(super) fn scan(&self, scan: Scan) {
+        let mut waiting = self.0.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        waiting.scans.push_back(scan);
+        drop(waiting);
+        self.0.work.notify_one();
+    }
+
     /// Takes blocks to be compared.
     pub(super) fn compare(&self, comparison: Comparison) {
         let mut waiting = self.0.waiting.lock().unwrap_or_else(PoisonError::into_inner);
@@ -207,6 +218,13 @@ impl Shared {
                 Work::Compare(comparison) => {
                     let found = self.compare(&comparison);
                     if !ends.tell(comparison.save, found) {
+                        return;
+                    }
+                    continue;
+                }
+                Work::Scan(scan) => {
+                    let broken = scan.carry_out(|offset, out| self.pool.read(offset, out));
+                    if !ends.tell_scanned((scan.save, broken)) {
                         return;
                     }
                     continue;
@@ -261,6 +279,7 @@ impl Waiting {
         let copy = save.or_else(|| self.loads.take(|_| true));
         copy.map(Work::Copy)
             .or_else(|| self.comparisons.pop_front().map(Work::Compare))
+            .or_else(|| self.scans.pop_front().map(Work::Scan))
             .or_else(|| self.saves.take(|_| true).map(Work::Copy))
     }
 }
@@ -330,7 +349,7 @@ mod tests {
                 let is_load = progress.batch.direction == Direction::Load;
                 Some(if is_load { letter.to_ascii_uppercase() } else { letter })
             }
-            Work::Compare(_) => unreachable!("none was posted"),
+            Work::Compare(_) | Work::Scan(_) => unreachable!("none was posted"),
         });
         letters.collect()
     }

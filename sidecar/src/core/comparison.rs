@@ -1,4 +1,4 @@
-//! Blocks that an engine computed beside those that are kept under the same keys.
+//! Looks at the numbers in blocks: beside kept blocks of the same keys, and alone.
 
 use std::sync::Arc;
 
@@ -19,6 +19,18 @@ pub struct Comparison {
     pub layers: Arc<Layers>,
 }
 
+/// Blocks to be searched for non-finite numbers; answered by [`super::Event::Scanned`].
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Scan {
+    /// The save of the blocks: its scheduler's session, and its operation.
+    pub save: (SessionId, u64),
+    pub slots: Vec<SlotRef>,
+    /// Parts of a block, each of these layers.
+    pub shards: u32,
+    /// The layers of a part.
+    pub layers: Arc<Layers>,
+}
+
 /// What a comparison found.
 #[derive(Copy, Clone, Debug, PartialEq)]
 pub struct Found {
@@ -26,6 +38,17 @@ pub struct Found {
     pub differing: u32,
     /// The largest difference of all blocks.
     pub worst: Difference,
+}
+
+// === impl Scan ===
+
+impl Scan {
+    /// Returns the blocks with a non-finite number; `read` copies bytes at a pool offset out.
+    pub fn carry_out(&self, read: impl Fn(u64, &mut [u8])) -> Vec<SlotRef> {
+        let is_broken =
+            |slot: &&SlotRef| !self.layers.are_finite(self.shards, |at, out| read(slot.offset + at, out));
+        self.slots.iter().filter(is_broken).copied().collect()
+    }
 }
 
 // === impl Comparison ===

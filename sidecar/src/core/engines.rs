@@ -258,6 +258,12 @@ impl Engines {
         ranks.into_iter().flatten().map(|id| (*id, &self.workers[id]))
     }
 
+    /// The name of a scheduler's engine.
+    pub(super) fn name(&self, scheduler: SessionId) -> Option<&str> {
+        let engine = &self.schedulers.get(&scheduler)?.engine;
+        Some(whole(engine).unwrap_or(engine))
+    }
+
     /// Whether every rank has joined a scheduler's run and is so.
     pub(super) fn every_rank(&self, scheduler: SessionId, is: impl Fn(&Worker) -> bool) -> bool {
         self[scheduler].ranks.iter().all(|id| id.is_some_and(|id| is(&self.workers[&id])))

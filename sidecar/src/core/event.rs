@@ -17,7 +17,7 @@ use shm_protocol::source::Source;
 use tiers::opener::Opened;
 use tiers::ssd::{Done, Job, Recovered};
 
-use super::comparison::{Comparison, Found};
+use super::comparison::{Comparison, Found, Scan};
 use super::{CopyId, SessionId};
 
 /// Keys whose search takes as long as binding an engine: its facts are digested, and its namespace is compared with those that are
@@ -67,6 +67,13 @@ pub enum Event {
         save: (SessionId, u64),
         /// What came of it.
         found: Found,
+    },
+    /// A search of [`Action::Scan`] ended.
+    Scanned {
+        /// The save of the blocks: its scheduler's session, and its operation.
+        save: (SessionId, u64),
+        /// Blocks with a non-finite number.
+        broken: Vec<SlotRef>,
     },
     /// A part of the pool may be used from now on, with what an earlier life left in it.
     Opened(Opened),
@@ -165,6 +172,8 @@ pub enum Action {
     },
     /// Compare blocks; answered by [`Event::Compared`]. Their slots stay as they are until then.
     Compare(Comparison),
+    /// Search blocks for non-finite numbers; answered by [`Event::Scanned`].
+    Scan(Scan),
     /// Compare a block of an earlier life with its checksum; answered by [`Event::Verified`]. Its slot stays as it is until then.
     Verify { key: BlockKey, slot: SlotRef },
     /// Hand a job to its disk; answered by [`Event::Transferred`].

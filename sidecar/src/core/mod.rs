@@ -46,7 +46,7 @@ use tiers::ssd::Log;
 
 use self::announcer::Announcer;
 use self::arrivals::Waiter;
-pub use self::comparison::{Comparison, Found};
+pub use self::comparison::{Comparison, Found, Scan};
 use self::context::Context;
 use self::engines::Engines;
 pub(crate) use self::engines::whole;
@@ -185,6 +185,7 @@ impl Core {
             Event::Behind { session } => transfers.catch_up(session, base),
             Event::Drained { session, void_below } => transfers.commit_copied(session, void_below, base),
             Event::Compared { save, found } => transfers.compared(save, found, queries, base),
+            Event::Scanned { save, broken } => transfers.scanned(save, &broken, base),
             Event::Opened(opened) => adoption::open_part(opened, &mut base.sources.ssd, &mut base.cx),
             Event::Verified { key, slot, whole } => {
                 let waiting = base.sources.verified(&key, slot, whole, &mut base.cx);

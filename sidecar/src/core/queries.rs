@@ -141,6 +141,11 @@ impl Queries {
         Ok((from.checked_sub(1).map(|before| log.keys[before as usize]), keys))
     }
 
+    /// Whether the last key of a save is that of a prompt's tail.
+    pub(super) fn ends_with_tail(&self, session: SessionId, asked: &request::Save) -> bool {
+        self.log(session, asked.keys.log).is_tail(asked.keys.end() as usize - 1)
+    }
+
     /// How many blocks had been kept for engines that await them when a request came whose log is open.
     pub(super) fn kept_before(&self, session: SessionId, log: u32) -> u64 {
         self.log(session, log).kept_before

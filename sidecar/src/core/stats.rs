@@ -74,6 +74,10 @@ pub struct Stats {
     pub saves_unproven: u64,
     /// Those of them whose step their engine did not accept.
     pub saves_unaccepted: u64,
+    /// Those of them with a non-finite number.
+    pub saves_not_finite: u64,
+    /// Blocks with such a number, also blocks removed behind their hand-over.
+    pub not_finite_blocks: u64,
     /// Checks that came to a verdict.
     pub checks: u64,
     /// Those of them whose engine computes other KV than is kept.

@@ -9,6 +9,7 @@ mod handover;
 mod ledger;
 mod proofs;
 mod quotas;
+mod scans;
 mod timing;
 
 use std::collections::{BTreeMap, BTreeSet};

@@ -5,6 +5,7 @@ mod checks;
 mod loads;
 mod pending;
 mod saves;
+mod scans;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
@@ -13,6 +14,7 @@ use self::checks::Checks;
 use self::loads::Load;
 use self::pending::Pending;
 use self::saves::{Save, UnboundSave};
+use self::scans::Scans;
 use super::context::Context;
 use super::event::{Action, Direction, Piece};
 use super::namespaces::Binding;
@@ -31,6 +33,7 @@ pub(super) struct Transfers {
     unbound: BTreeMap<OpKey, UnboundSave>,
     saves: BTreeMap<OpKey, Save>,
     checks: Checks,
+    scans: Scans,
     loads: BTreeMap<OpKey, Load>,
     /// What runs, and since when.
     copies: BTreeMap<CopyId, (CopyOwner, Duration)>,
@@ -87,6 +90,7 @@ impl Transfers {
     pub(super) fn busy(&self) -> bool {
         !self.copies.is_empty()
             || !self.checks.running.is_empty()
+            || self.scans.any()
             || self.pending.values().any(Pending::any_awaits_drain)
     }
 
@@ -148,6 +152,7 @@ impl Transfers {
         if self.saves.contains_key(&key)
             || self.loads.contains_key(&key)
             || self.checks.running.contains_key(&key)
+            || self.scans.is_running(key)
         {
             return Err(format!("operation {} was posted twice", key.1));
         }

@@ -137,6 +137,11 @@ const COUNTERS: &[Figure<Stats>] = &[
         "Blocks not saved because their engine did not accept the output of their step, or runs a release before 0.3.0.",
         |s| s.saves_unaccepted,
     ),
+    (
+        "not_finite_blocks_total",
+        "Blocks not kept because of a NaN or an infinite number in them: their engine computes wrong KV.",
+        |s| s.not_finite_blocks,
+    ),
     ("loaded_blocks_total", "Blocks loaded, counted once for each rank.", |s| s.loaded_blocks),
     ("loaded_bytes_total", "Bytes loaded by ranks.", |s| s.loaded_bytes),
     ("load_failures_total", "Loads that a rank could not complete.", |s| s.load_failures),
@@ -210,10 +215,11 @@ const SAVES_DROPPED: &[(&str, Reading<Stats>)] = &[
     ("no_room", |s| s.saves_without_room),
     ("too_large", |s| s.saves_too_large),
     ("unproven", |s| s.saves_unproven),
+    ("not_finite", |s| s.saves_not_finite),
     // All are counted at the end of their save, those of the other reasons already before.
     ("not_copied", |s| {
-        s.saves_dropped
-            .saturating_sub(s.saves_without_room + s.saves_too_large + s.saves_unproven + s.saves_unaccepted)
+        let known = s.saves_without_room + s.saves_too_large + s.saves_unproven + s.saves_not_finite;
+        s.saves_dropped.saturating_sub(known + s.saves_unaccepted)
     }),
 ];
 

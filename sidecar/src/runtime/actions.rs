@@ -53,6 +53,7 @@ impl Runtime {
                 self.refused.extend(refused);
             }
             Action::Compare(comparison) => self.copiers.compare(comparison),
+            Action::Scan(scan) => self.copiers.scan(scan),
             Action::Verify { key, slot } => self.checksums().verify(key, slot),
             Action::Transfer(job) => self.disks.as_mut().expect("the core has their tier").push(job),
             Action::Fetch(fetch) => self.mesh().fetch(fetch),

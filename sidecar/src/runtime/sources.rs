@@ -98,6 +98,11 @@ impl Runtime {
             self.handle(Event::Copied { copy, ok });
             return true;
         }
+        if let Some((save, broken)) = self.copiers.scanned() {
+            self.look_at_pool();
+            self.handle(Event::Scanned { save, broken });
+            return true;
+        }
         let Some((save, mut found)) = self.copiers.compared() else { return false };
         self.look_at_pool();
         if self.lost {

@@ -83,6 +83,10 @@ impl Words {
                 self.put([10, comparison.save.0, comparison.save.1, u64::from(comparison.shards)]);
                 self.slots(comparison.pairs.iter().flat_map(|(kept, computed)| [kept, computed]));
             }
+            Action::Scan(scan) => {
+                self.put([22, scan.save.0, scan.save.1, u64::from(scan.shards)]);
+                self.slots(&scan.slots);
+            }
             Action::Verify { key, slot } => {
                 self.put([11, slot.offset, slot.generation]);
                 self.key(u64::from(key.namespace), key.group, &key.hash);

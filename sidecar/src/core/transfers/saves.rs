@@ -16,7 +16,8 @@ use shm_protocol::pool::SlotRef;
 use shm_protocol::request::{self, Cancel};
 use tiers::FillError;
 
-use self::phases::{SaveEvent, SavePhase};
+pub(super) use self::phases::SaveEvent;
+use self::phases::{SavePhase, Search};
 use super::pending::Acceptance;
 use super::{
     Base, Binding, Context, CopyOwner, Direction, GROUP, OpKey, Piece, Queries, SessionId, Transfers,
@@ -43,6 +44,8 @@ pub(super) struct UnboundSave {
     handover: Option<u64>,
     /// Each key, and its block unless that was given up.
     blocks: Vec<(BlockHash, Option<u32>)>,
+    /// The last of them is a prompt's tail: anything lies behind its tokens.
+    tail: bool,
 }
 
 /// One SAVE message, from its binding to its completion.
@@ -58,9 +61,12 @@ pub(super) struct Save {
     /// The key before the first one, and all keys of the save.
     parent: Option<BlockHash>,
     keys: Vec<BlockHash>,
+    /// The last key is of a prompt's tail.
+    tail: bool,
     /// Blocks with a slot.
     blocks: Vec<SaveBlock>,
     phase: SavePhase,
+    search: Search,
     end: Saved,
 }
 
@@ -92,11 +98,18 @@ struct SaveBlock {
     /// The kept block that this one is to be compared with: nothing is committed then.
     kept: Option<SlotRef>,
     cancelled: bool,
+    /// A number of it is not finite.
+    broken: bool,
 }
 
 // === impl Save ===
 
 impl Save {
+    /// The key of a prompt's tail, if it has one.
+    fn tail(&self) -> Option<&BlockHash> {
+        self.keys.last().filter(|_| self.tail)
+    }
+
     /// So many of its blocks are not kept, although the engine did not reuse them.
     fn drop_blocks(&mut self, count: u32) {
         self.end.dropped += count;
@@ -132,7 +145,8 @@ impl Transfers {
             true => pending.await_acceptance(asked.op, step),
             false => Acceptance::Refused,
         };
-        let save = UnboundSave { posted, step, acceptance, parent, checked, handover, blocks };
+        let tail = queries.ends_with_tail(session, asked);
+        let save = UnboundSave { posted, step, acceptance, parent, checked, handover, blocks, tail };
         let too_many = !pending.may_want(save.blocks.len());
         match base.engines[session].binding() {
             _ if base.cx.draining || too_many => self.drop_save(key, &save, &mut base.cx),
@@ -150,7 +164,7 @@ impl Transfers {
 
     /// Takes a save whose blocks are known, to be begun with its step. What is kept already needs no copy.
     fn accept_save(&mut self, key: OpKey, binding: Binding, asked: UnboundSave, base: &mut Base) {
-        let UnboundSave { posted, step, acceptance, parent, checked, handover, blocks: asked } = asked;
+        let UnboundSave { posted, step, acceptance, parent, checked, handover, blocks: asked, tail } = asked;
         let keys: Vec<BlockHash> = asked.iter().map(|(hash, _)| *hash).collect();
         let is_refused = acceptance == Acceptance::Refused;
         let commits = !is_refused && may_save(key.0, &binding, checked, base);
@@ -185,9 +199,22 @@ impl Transfers {
         let is_empty = wanted.is_empty();
         self.pending(key.0).wanted += wanted.len();
         let phase = SavePhase::Wanted { wanted, runs_since: None, fenced: None };
-        let blocks = Vec::new();
-        let save =
-            Save { binding, posted, step, acceptance, aim, handover, parent, keys, blocks, phase, end };
+        let (blocks, search) = (Vec::new(), Search::NotBegun);
+        let save = Save {
+            binding,
+            posted,
+            step,
+            acceptance,
+            aim,
+            handover,
+            parent,
+            keys,
+            tail,
+            blocks,
+            phase,
+            search,
+            end,
+        };
         self.saves.insert(key, save);
         if is_empty {
             self.change_save(key, SaveEvent::Empty, base);
@@ -332,7 +359,7 @@ impl Transfers {
     fn claim(&mut self, session: SessionId, save: &mut Save, wanted: Wanted, base: &mut Base) {
         let Wanted { index, block, hash } = wanted;
         let key = save.binding.key(&hash);
-        let take = |slot, kept| SaveBlock { index, block, hash, slot, kept, cancelled: false };
+        let take = |slot, kept| SaveBlock { index, block, hash, slot, kept, cancelled: false, broken: false };
         if save.aim != SaveAim::Keep {
             let check = self.checks.begin((session, save.end.op), index, &save.binding, &key, &mut base.cx);
             if let Some((kept, slot)) = check {

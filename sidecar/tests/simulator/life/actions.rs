@@ -73,6 +73,7 @@ impl Life {
                 uses(&comparison).for_each(|(direction, piece)| self.ledger.begin(direction, &[piece]));
                 self.copies.compare(comparison, ctx);
             }
+            Action::Scan(scan) => self.copies.scan(scan, ctx),
             Action::Verify { key, slot } => {
                 self.verifications.push_back((key, slot, ctx.now + ctx.pause(200)))
             }

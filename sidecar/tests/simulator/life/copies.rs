@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 use shm_protocol::gate::{self, GateMemory};
 use shm_protocol::layout::header;
 use shm_protocol::session::SessionMemory;
-use sidecar::core::{Comparison, CopyId, Direction, Piece};
+use sidecar::core::{Comparison, CopyId, Direction, Piece, Scan};
 use tiers::pool::Pool;
 
 use crate::connection::Socket;
@@ -67,6 +67,9 @@ pub(super) struct Copies {
     comparisons: VecDeque<Comparison>,
     comparing: [Option<Comparison>; COPIERS],
     compared: VecDeque<Comparison>,
+    scans: VecDeque<Scan>,
+    scanning: [Option<Scan>; COPIERS],
+    scanned: VecDeque<Scan>,
 }
 
 // === impl Copies ===
@@ -100,6 +103,17 @@ impl Copies {
         ctx.wakes.push((Actor::Copier(thread), ctx.now + 1 + ctx.rng.below(30)));
     }
 
+    pub(super) fn scan(&mut self, scan: Scan, ctx: &mut Ctx) {
+        self.scans.push_back(scan);
+        let thread = ctx.rng.below(COPIERS as u64) as usize;
+        ctx.wakes.push((Actor::Copier(thread), ctx.now + 1 + ctx.rng.below(30)));
+    }
+
+    /// The next end of a search.
+    pub(super) fn scanned(&mut self) -> Option<Scan> {
+        self.scanned.pop_front()
+    }
+
     /// Blocks whose time to be compared is over.
     pub(super) fn compared(&mut self) -> Option<Comparison> {
         self.compared.pop_front()
@@ -115,14 +129,15 @@ impl Copies {
     }
 
     pub(super) fn ended(&self) -> bool {
-        !self.finished.is_empty() || !self.compared.is_empty()
+        !self.finished.is_empty() || !self.compared.is_empty() || !self.scanned.is_empty()
     }
 
     /// Whether a thread is at work or has work.
     pub(super) fn running(&self) -> bool {
         let queued = !self.loads.is_empty() || !self.saves.is_empty();
         let compares = !self.comparisons.is_empty() || self.comparing.iter().any(Option::is_some);
-        queued || compares || self.ended() || self.threads.iter().any(Option::is_some)
+        let scans = !self.scans.is_empty() || self.scanning.iter().any(Option::is_some);
+        queued || compares || scans || self.ended() || self.threads.iter().any(Option::is_some)
     }
 
     /// One move of a thread; the time until its next one, none while there is nothing to do.
@@ -131,8 +146,12 @@ impl Copies {
         let Some(mut task) = self.threads[thread].take().or_else(waiting) else {
             if let Some(comparison) = self.comparing[thread].take() {
                 self.compared.push_back(comparison);
+            } else if let Some(scan) = self.scanning[thread].take() {
+                self.scanned.push_back(scan);
+            } else if let Some(comparison) = self.comparisons.pop_front() {
+                self.comparing[thread] = Some(comparison);
             } else {
-                self.comparing[thread] = Some(self.comparisons.pop_front()?);
+                self.scanning[thread] = Some(self.scans.pop_front()?);
             }
             return Some(ctx.pause(ctx.knobs.copy_us));
         };

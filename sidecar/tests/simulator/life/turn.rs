@@ -9,6 +9,7 @@ use sidecar::runtime::turn::{self, Host, Source};
 use super::Life;
 use crate::coverage;
 use crate::ctx::{Ctx, Micros};
+use crate::origin::WORDS;
 
 /// How long a sleep lasts at most while fences are waited for.
 const FENCE_POLL: Micros = 200;
@@ -119,6 +120,15 @@ impl Life {
             let pieces = self.places.remove(&copy).expect("a batch ends once");
             self.ledger.end(&pieces);
             self.handle(Event::Copied { copy, ok }, ctx);
+            return true;
+        }
+        if let Some(scan) = self.copies.scanned() {
+            // A slot may be another save's by now, if the engine is gone: the core asks for nothing of it then.
+            let broken = scan.carry_out(|offset, out| {
+                out.fill(0);
+                self.pool.read(offset, &mut out[..WORDS * 8]);
+            });
+            self.handle(Event::Scanned { save: scan.save, broken }, ctx);
             return true;
         }
         let compared = self.copies.compared();

@@ -6,12 +6,14 @@ use std::ops::ControlFlow::{Break, Continue};
 use std::time::Duration;
 
 use shm_protocol::message::Saved;
+use shm_protocol::pool::SlotRef;
 use tiers::dram::Dram;
 
-use super::phases::{SaveEvent, SavePhase};
+use super::phases::{SaveEvent, SavePhase, Search};
 use super::{Save, SaveAim, SaveBlock};
 use crate::core::timing::{Part, Timed};
 use crate::core::transfers::pending::Acceptance;
+use crate::core::transfers::scans::count_broken;
 use crate::core::transfers::{
     Action, Base, Context, CopyOwner, GROUP, OpKey, SessionId, Transfers, operations,
 };
@@ -31,6 +33,16 @@ impl Save {
             Some(parent) => dram.commit_behind(block.slot, &self.binding.key(&parent)),
             None => dram.commit(block.slot),
         }
+    }
+
+    /// The slots to be searched for non-finite numbers, once blocks are copied. Those for another engine are searched when they
+    /// are committed: it awaits them.
+    fn to_be_searched(&self) -> Option<Vec<SlotRef>> {
+        let is_copied = matches!(self.phase, SavePhase::Copied { .. });
+        let is_meant =
+            |block: &&SaveBlock| !block.cancelled && block.kept.is_none() && Some(&block.hash) != self.tail();
+        let slots = self.blocks.iter().filter(is_meant).map(|block| block.slot);
+        (is_copied && self.search == Search::NotBegun && self.handover.is_none()).then(|| slots.collect())
     }
 
     /// The save has ended as `end` says.
@@ -56,12 +68,16 @@ impl Save {
 
 impl Transfers {
     /// Takes a save out of its phase, into the next one or to its end. Nothing else ends a save. The operation may be none.
-    pub(super) fn change_save(&mut self, key: OpKey, event: SaveEvent, base: &mut Base) {
+    pub(in crate::core::transfers) fn change_save(&mut self, key: OpKey, event: SaveEvent, base: &mut Base) {
         let Some(save) = self.saves.remove(&key) else { return };
         let wanted = save.phase.wanted().len();
         match save.after(event) {
-            Continue(save) => {
+            Continue(mut save) => {
                 self.unwant(key.0, wanted - save.phase.wanted().len());
+                if let Some(slots) = save.to_be_searched() {
+                    let is_begun = self.scan(key, save.binding, slots, Vec::new(), base);
+                    save.search = if is_begun { Search::Running } else { Search::Ended };
+                }
                 // An orphan has none.
                 if let Some(pending) = self.pending.get_mut(&key.0) {
                     if !matches!(save.phase, SavePhase::Wanted { .. }) {
@@ -126,7 +142,7 @@ impl Transfers {
             base.cx.took(Timed::Save(Part::Whole), save.posted);
         }
         for block in &blocks {
-            let whole = !block.cancelled && save.acceptance == Acceptance::Given;
+            let whole = !block.cancelled && !block.broken && save.acceptance == Acceptance::Given;
             match block.kept {
                 Some(kept) if whole => {
                     save.end.present += 1;
@@ -154,6 +170,9 @@ impl Transfers {
                 false => save.drop_blocks(1),
             }
         }
+        let broken = blocks.iter().filter(|block| block.broken && !block.cancelled).count();
+        count_broken(session, broken as u64, base);
+        base.cx.stats.saves_not_finite += broken as u64;
         if !committed.is_empty() {
             self.checks.committed(session, committed.iter().map(|(_, key)| *key));
             base.cx.namespaces.note_kept(save.binding.space());
@@ -161,6 +180,11 @@ impl Transfers {
             if let Some(since) = whole_since.filter(|_| save.handover.is_some()) {
                 base.cx.took(Timed::Acceptance, since);
             }
+        }
+        if save.handover.is_some() {
+            let searched = committed.iter().filter(|(_, key)| Some(&key.hash) != save.tail());
+            let searched: Vec<_> = searched.copied().collect();
+            self.scan(key, save.binding, searched.iter().map(|(slot, _)| *slot).collect(), searched, base);
         }
         // Head first: where a disk has no room for all of them, that part is worth more.
         for (slot, key) in committed {

@@ -4,6 +4,8 @@ use std::ops::ControlFlow::{self, Break, Continue};
 use std::ops::Range;
 use std::time::Duration;
 
+use shm_protocol::pool::SlotRef;
+
 use super::{Save, Wanted};
 use crate::core::transfers::pending::Acceptance;
 
@@ -37,9 +39,17 @@ pub(super) enum SavePhase {
     Orphan { running: u32 },
 }
 
+/// The search of copied blocks for non-finite numbers. It runs beside the phases: CANCEL and ACCEPT do not wait for it.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(super) enum Search {
+    NotBegun,
+    Running,
+    Ended,
+}
+
 /// An event in the life of a save.
 #[derive(Debug)]
-pub(super) enum SaveEvent {
+pub(in crate::core::transfers) enum SaveEvent {
     /// No block needs a copy.
     Empty,
     /// Every block has its slot. So many copies began, and the step was first seen done at this time.
@@ -52,6 +62,8 @@ pub(super) enum SaveEvent {
     Cancelled(Range<u32>),
     /// The engine accepted or refused the step.
     Settled(Acceptance),
+    /// The search ended: these blocks have a non-finite number.
+    Scanned(Vec<SlotRef>),
     /// The acceptance did not come in time.
     Overdue,
     RankLost,
@@ -72,7 +84,7 @@ impl SavePhase {
     /// The next phase, or the last one of a save at its end. `decided`: the event ends a save without copies.
     fn after(self, event: &SaveEvent, decided: bool) -> ControlFlow<Self, Self> {
         use SaveEvent::{
-            Cancelled, CopyEnded, Drained, Empty, EngineLost, Overdue, RankLost, Settled, Started,
+            Cancelled, CopyEnded, Drained, Empty, EngineLost, Overdue, RankLost, Scanned, Settled, Started,
         };
         use SavePhase::{Copied, Copying, Orphan, Stopped, Wanted, Whole};
         match (self, event) {
@@ -95,7 +107,7 @@ impl SavePhase {
             }
             (Orphan { running: 1 }, CopyEnded(_)) => Break(Orphan { running: 0 }),
             (Orphan { running }, CopyEnded(_)) => Continue(Orphan { running: running - 1 }),
-            (phase, Cancelled(_) | Settled(_)) => Continue(phase),
+            (phase, Cancelled(_) | Settled(_) | Scanned(_)) => Continue(phase),
             (phase, event) => unreachable!("{event:?} of a save in {phase:?}"),
         }
     }
@@ -110,6 +122,11 @@ impl Save {
         match &event {
             SaveEvent::CopyEnded(false) | SaveEvent::RankLost | SaveEvent::EngineLost => self.void(),
             SaveEvent::Settled(acceptance) => self.acceptance.settle(*acceptance),
+            SaveEvent::Scanned(broken) => {
+                self.search = Search::Ended;
+                let found = self.blocks.iter_mut().filter(|block| broken.contains(&block.slot));
+                found.for_each(|block| block.broken = true);
+            }
             SaveEvent::Overdue => self.acceptance.settle(Acceptance::Refused),
             SaveEvent::Cancelled(range) => {
                 self.cancel_blocks(range);
@@ -120,7 +137,7 @@ impl Save {
                 if is_void {
                     self.cancel_blocks(&(0..u32::MAX));
                 }
-                decided = self.acceptance != Acceptance::Awaited || is_void;
+                decided = self.is_decided() || is_void;
             }
             _ => {}
         }
@@ -134,7 +151,16 @@ impl Save {
         match self.phase {
             SavePhase::Wanted { .. } | SavePhase::Copying { .. } | SavePhase::Orphan { .. } => false,
             SavePhase::Copied { .. } | SavePhase::Stopped { .. } => true,
-            SavePhase::Whole { .. } => self.acceptance != Acceptance::Awaited,
+            SavePhase::Whole { .. } => self.is_decided(),
+        }
+    }
+
+    /// Whether a whole save may end.
+    fn is_decided(&self) -> bool {
+        match self.acceptance {
+            Acceptance::Awaited => false,
+            Acceptance::Given => self.search != Search::Running,
+            Acceptance::Void | Acceptance::Refused => true,
         }
     }
 

@@ -1,0 +1,115 @@
+//! Blocks with non-finite numbers: no later request finds one.
+
+use super::*;
+
+/// An engine of one rank, its pages one layer of bfloat16.
+fn of_numbers() -> Harness {
+    let form = "layers=1 tokens=16 kv_heads=1 keys=64 values=64 dtype=bfloat16";
+    let mut engine = Harness::of(core_of(64 << 20));
+    engine.connect(SCHEDULER, hello(1, Role::Scheduler { run: RUN }));
+    let facts = Facts::from([("page_form".to_owned(), form.to_owned())]);
+    engine.connect(RANKS[0], changed(rank_hello(1, 0), |worker| worker.facts = facts));
+    engine.join();
+    engine
+}
+
+impl Harness {
+    /// The search asked for since the last look.
+    fn scan(&mut self) -> Option<Scan> {
+        self.take(taken!(Action::Scan(scan) => scan)).next()
+    }
+
+    /// Ends the copies asked for since the last look.
+    fn end_copies(&mut self) {
+        self.copies().iter().for_each(|(copy, ..)| self.end_copy(*copy, true));
+    }
+
+    fn scanned(&mut self, scan: &Scan, broken: &[usize]) {
+        let broken = broken.iter().map(|at| scan.slots[*at]).collect();
+        self.event(Event::Scanned { save: scan.save, broken });
+    }
+}
+
+#[test]
+fn a_save_is_found_once_its_search_has_ended() {
+    let mut engine = of_numbers();
+    engine.open(0, 0..4);
+    engine.save(0, 1, 2, 1..5);
+    engine.fences(RANKS[0], 2, 2);
+    engine.end_copies();
+    let scan = engine.scan().expect("the pages are numbers");
+    assert_eq!((scan.save, scan.slots.len(), scan.shards), ((SCHEDULER, 1), 4, 1));
+    engine.drained();
+    assert!(engine.saved().is_none() && engine.core.busy());
+    assert_eq!(engine.query(0, 7, 0, 4).value, 0);
+    engine.scanned(&scan, &[2]);
+    engine.drained();
+    let end = engine.saved().expect("the search has ended");
+    assert_eq!((end.committed, end.dropped), (3, 1));
+    assert_eq!(engine.query(0, 8, 0, 4).value, 2);
+    let stats = engine.core.stats();
+    assert_eq!((stats.saves_not_finite, stats.not_finite_blocks, stats.saves_dropped), (1, 1, 1));
+}
+
+#[test]
+fn a_block_that_is_reused_during_the_search_is_kept() {
+    let mut engine = of_numbers();
+    engine.open(0, 0..2);
+    engine.save(0, 1, 2, 1..3);
+    engine.fences(RANKS[0], 2, 2);
+    engine.end_copies();
+    let scan = engine.scan().expect("the pages are numbers");
+    engine.drained();
+    engine.ask(SchedulerRequest::Cancel(Cancel { op: 1, from: 0, count: 2 }));
+    engine.scanned(&scan, &[]);
+    engine.drained();
+    assert_eq!(engine.saved().map(|end| (end.committed, end.cancelled)), Some((2, 0)));
+}
+
+#[test]
+fn what_was_handed_over_is_removed_behind_its_search() {
+    let mut engine = of_numbers();
+    engine.open(0, 0..3);
+    let keys = Keys::new(0, 0..3);
+    let save = request::Save { op: 1, keys, position: 0, step: 2, checked: false, handover: true };
+    engine.post(SchedulerRequest::Save(save), Vec::new(), vec![1, 2, 3]);
+    engine.fences(RANKS[0], 2, 2);
+    engine.end_copies();
+    engine.drained();
+    let scan = engine.scan().expect("the pages are numbers");
+    assert_eq!(scan.slots.len(), 3);
+    assert_eq!(engine.query(0, 7, 0, 3).value, 3, "another engine may await them");
+    engine.ask(SchedulerRequest::Release { log: 0 });
+    engine.scanned(&scan, &[1]);
+    assert_eq!(engine.query(0, 8, 0, 3).value, 1);
+    let stats = engine.core.stats();
+    assert_eq!((stats.saves_not_finite, stats.not_finite_blocks), (0, 1));
+    assert!(!engine.core.busy());
+}
+
+#[test]
+fn an_engine_that_goes_takes_its_search_along() {
+    let mut engine = of_numbers();
+    engine.open(0, 0..2);
+    engine.save(0, 1, 2, 1..3);
+    engine.fences(RANKS[0], 2, 2);
+    engine.end_copies();
+    let scan = engine.scan().expect("the pages are numbers");
+    engine.drained();
+    engine.event(Event::Disconnected { session: SCHEDULER });
+    engine.scanned(&scan, &[0]);
+    assert_eq!(engine.core.stats().pool_used_bytes, 0);
+    assert!(!engine.core.busy());
+}
+
+#[test]
+fn pages_of_bytes_are_not_searched() {
+    let mut engine = Harness::engine(1);
+    engine.open(0, 0..2);
+    engine.save(0, 1, 2, 1..3);
+    engine.fences(RANKS[0], 2, 2);
+    engine.end_copies();
+    assert!(engine.scan().is_none());
+    engine.drained();
+    assert_eq!(engine.saved().map(|end| end.committed), Some(2));
+}

@@ -7,7 +7,7 @@
 //! ([`source`]), what is told of kept blocks ([`announcement`]), and how two releases agree on a version of these ([`versions`]).
 //! `PROTOCOL.md` beside this crate states the same for other languages.
 //!
-//! Beside these, for every crate: enums that are labels of metrics ([`labels`]), and random numbers ([`random`]).
+//! Beside these, for every crate: enums whose variants have names ([`names`]), and random numbers ([`random`]).
 //!
 //! May depend on: ciborium, sha2, twox-hash, hex, serde, rustix, libc. Never: decides anything, starts a thread, reads the environment,
 //! trusts a peer's value twice, or, outside of [`blocks`], keeps a reference to plain memory that a peer can write.
@@ -19,9 +19,9 @@ pub mod blocks;
 pub mod gate;
 pub mod handshake;
 pub mod key;
-pub mod labels;
 pub mod layout;
 pub mod message;
+pub mod names;
 pub mod namespace;
 pub mod page_form;
 pub mod pool;

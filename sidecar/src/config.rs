@@ -54,6 +54,29 @@ macro_rules! texts_of_the_file {
 }
 texts_of_the_file!(Disk, IpPort, Level, LogFormat, Quota, Size, SsdAdmission, SsdIo, Time, UseGpu);
 
+/// A named enum is read from a name; the error lists all names.
+macro_rules! choices {
+    ($($name:ty: $wrong:literal),* $(,)?) => {$(
+        impl std::str::FromStr for $name {
+            type Err = String;
+            fn from_str(text: &str) -> Result<Self, String> {
+                let wrong = || {
+                    let valid = Self::ALL.map(Self::name).join(", ");
+                    format!(concat!("\"{}\" is not ", $wrong, ": write one of {}"), text, valid)
+                };
+                Self::named(text).ok_or_else(wrong)
+            }
+        }
+    )*};
+}
+choices! {
+    Level: "a log level",
+    LogFormat: "a log format",
+    SsdAdmission: "an admission rule",
+    SsdIo: "a way to move bytes",
+    UseGpu: "a value of --gpu",
+}
+
 /// Options of `pillion serve`, each as a flag and as a key of the file.
 #[derive(Args, Clone, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]

@@ -1,7 +1,7 @@
 //! What an engine process and the sidecar must agree on, byte for byte.
 //!
 //! Job: the handshake ([`handshake`]), the shared session memory ([`layout`], [`session`]), the rings in it
-//! ([`ring`]), the messages on them ([`message`]) and what they ask ([`request`]), taking loads back ([`gate`]), block keys and
+//! ([`ring`]), the messages on them (one list of all, `messages`; [`message`]) and what they ask ([`request`]), taking loads back ([`gate`]), block keys and
 //! namespaces ([`key`], [`namespace`]) with the digest of weight files ([`weight_files`]) and the inside of pages ([`page_form`])
 //! in them, the layout of the DRAM pool ([`pool`]) and the bytes of its blocks ([`blocks`]), where a query found a block
 //! ([`source`]), what is told of kept blocks ([`announcement`]), and how two releases agree on a version of these ([`versions`]).
@@ -13,6 +13,9 @@
 //! trusts a peer's value twice, or, outside of [`blocks`], keeps a reference to plain memory that a peer can write.
 
 #![warn(missing_docs)]
+
+#[macro_use]
+mod messages;
 
 pub mod announcement;
 pub mod blocks;

@@ -91,9 +91,11 @@ impl FromStr for Size {
     }
 }
 
+/// `512.0 MiB`; `{:#}` has the form of an option, `512MiB`.
 impl fmt::Display for Size {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        bytesize::ByteSize::b(self.0).display().iec().fmt(formatter)
+        let text = bytesize::ByteSize::b(self.0).display().iec().to_string();
+        formatter.write_str(&if formatter.alternate() { text.replace(".0 ", "") } else { text })
     }
 }
 
@@ -105,6 +107,12 @@ impl FromStr for IpPort {
         let wrong =
             |_| format!("\"{text}\" is not an address: write IP:PORT, such as 0.0.0.0:9440 or [::1]:9440");
         text.parse().map(Self).map_err(wrong)
+    }
+}
+
+impl fmt::Display for IpPort {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(formatter)
     }
 }
 
@@ -136,9 +144,13 @@ impl FromStr for Time {
     }
 }
 
+/// Milliseconds; `{:#}` has whole seconds as such.
 impl fmt::Display for Time {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(formatter, "{}ms", self.0)
+        match self.0 % 1000 {
+            0 if formatter.alternate() => write!(formatter, "{}s", self.0 / 1000),
+            _ => write!(formatter, "{}ms", self.0),
+        }
     }
 }
 

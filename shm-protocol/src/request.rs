@@ -94,14 +94,14 @@ macro_rules! requests {
                 match request {
                     $(
                         $(SchedulerRequest::$kind($body { $($part,)* }) => {
-                            let mut message = Self::new(Kind::$kind);
-                            $(($part_place.put)($part, &mut message);)*
-                            message
+                            let message = &mut Self::new(Kind::$kind);
+                            $(($part_place.put)($part, message);)*
+                            *message
                         })?
                         $(SchedulerRequest::$kind { $($asked,)* } => {
-                            let mut message = Self::new(Kind::$kind);
-                            $(($asked_place.put)($asked, &mut message);)*
-                            message
+                            let message = &mut Self::new(Kind::$kind);
+                            $(($asked_place.put)($asked, message);)*
+                            *message
                         })?
                     )*
                 }
@@ -112,9 +112,9 @@ macro_rules! requests {
             fn from(request: WorkerRequest) -> Self {
                 match request {
                     $($(WorkerRequest::$kind { $($told,)* } => {
-                        let mut message = Self::new(Kind::$kind);
-                        $(($told_place.put)($told, &mut message);)*
-                        message
+                        let message = &mut Self::new(Kind::$kind);
+                        $(($told_place.put)($told, message);)*
+                        *message
                     })?)*
                 }
             }

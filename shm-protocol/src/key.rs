@@ -54,6 +54,9 @@ const FOLD_TAG: &[u8] = b"pillion fold";
 #[derive(Copy, Clone, Eq, PartialEq, Ord, PartialOrd, Hash, Debug)]
 pub struct BlockHash(pub [u8; HASH_BYTES_MAX]);
 
+/// The cache group of every key: a cache group is an engine with a namespace of its own. Keys and formats have the field.
+pub const GROUP: u32 = 0;
+
 /// What a block is kept under in one process: namespaces are numbered by the sidecar.
 #[repr(C)]
 #[derive(Copy, Clone, Eq, PartialEq, Ord, PartialOrd, Hash, Debug)]

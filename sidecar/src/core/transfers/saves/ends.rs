@@ -7,9 +7,7 @@ use tiers::dram::Dram;
 use super::{Save, SaveBlock};
 use crate::core::timing::{Part, Timed};
 use crate::core::transfers::pending::{Acceptance, Pending};
-use crate::core::transfers::{
-    Action, Base, Context, CopyOwner, GROUP, OpKey, SessionId, Transfers, operations,
-};
+use crate::core::transfers::{Action, Base, Context, CopyOwner, OpKey, SessionId, Transfers, operations};
 
 // === impl Save ===
 
@@ -39,7 +37,7 @@ impl Save {
             cx.stats.handover_dropped += dropped;
         }
         if self.handover && cancelled + dropped > 0 {
-            cx.lost.note((self.binding.namespace, GROUP), &self.keys, cx.now_ms, &cx.dram);
+            cx.lost.note(self.binding.namespace, &self.keys, cx.now_ms, &cx.dram);
         }
     }
 }

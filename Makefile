@@ -116,6 +116,7 @@ lint: setup ## formatting, clippy, ruff, mypy, typos, cargo-deny, the rules of s
 	scripts/options --check
 	scripts/metrics --check
 	scripts/support --check
+	scripts/trials/check
 	typos
 	cargo-deny --log-level error check --hide-inclusion-graph bans licenses sources
 

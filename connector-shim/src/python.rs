@@ -335,7 +335,8 @@ impl WorkerSession {
     ) -> PyResult<Self> {
         let region = |(fd, offset, stride, bytes)| BlockRegion { fd, offset, stride, bytes };
         let regions = regions.into_iter().map(region).collect();
-        let copy = copier(copy)?;
+        let wrong = || argument(format!("copy is '{copy}': pass one of engine, sidecar"));
+        let copy = Copier::named(copy).map_or_else(wrong, Ok)?;
         let live_weights = some16("live_weights", live_weights)?.map(handshake::Digest);
         let worker = handshake::WorkerHello {
             rank,
@@ -461,14 +462,6 @@ fn bytes16(what: &str, bytes: &[u8]) -> Result<[u8; 16], Failure> {
 
 fn some16(what: &str, bytes: Option<&[u8]>) -> Result<Option<[u8; 16]>, Failure> {
     bytes.map(|bytes| bytes16(what, bytes)).transpose()
-}
-
-fn copier(name: &str) -> Result<Copier, Failure> {
-    match name {
-        "engine" => Ok(Copier::Engine),
-        "sidecar" => Ok(Copier::Sidecar),
-        _ => argument(format!("copy is '{name}': pass one of engine, sidecar")),
-    }
 }
 
 fn block_list(ids: &Bound<'_, PyList>) -> PyResult<Vec<u32>> {

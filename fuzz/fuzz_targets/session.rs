@@ -16,11 +16,8 @@ use libfuzzer_sys::fuzz_target;
 use shm_protocol::PROTOCOL_VERSION;
 use shm_protocol::handshake::{BlockRegion, Copier, Digest, Hello, Role, WorkerHello};
 use shm_protocol::layout::{SESSION_BYTES, header};
-use shm_protocol::message::{Kind, Message, Slot};
+use shm_protocol::message::{Kind, Message, Slot, Status};
 use shm_protocol::region::Access;
-use shm_protocol::request::{
-    Append, Cancel, Golden, Keys, Load, LoadEnd, LoadFlags, Query, Save, SchedulerRequest, WorkerRequest,
-};
 use shm_protocol::ring::RingMemory;
 use shm_protocol::session::{RegionRing, Ring, SessionMemory};
 use sidecar::config::SsdAdmission;
@@ -73,51 +70,23 @@ impl Input<'_> {
 
     /// A request whose small fields often fit together.
     fn request(&mut self) -> Message {
-        // WEIGHTS, GOLDEN and ACCEPT are younger than the corpus, in which the others are as they were.
-        let kind = match self.byte() {
-            255 => Kind::Weights,
-            254 => Kind::Golden,
-            253 => Kind::Accept,
-            byte => Kind::try_from(byte % 13 + 1).expect("1 to 13"),
-        };
+        // The corpus is older than most kinds, and has the first 13 as they were; younger ones count down from the last byte.
+        let byte = self.byte();
+        let kind = Kind::try_from((255 - byte).saturating_add(14)).unwrap_or_else(|_| {
+            Kind::try_from(byte % 13 + 1).expect("1 to 13")
+        });
         let mut small = || u32::from(self.byte());
         let (flags, log, op) = (small() & 3, small() & 3, u64::from(small()));
-        let keys = Keys { log, from: small() & 63, count: small() & 63 };
-        let (step, lease, position) = (u64::from(small() & 7), u64::from(small()), small() & 7);
-        let (sixteen, ok) = ([flags as u8 & 1; 16], flags & 1 == 0);
+        let (from, count, step) = (small() & 63, small() & 63, u64::from(small() & 7));
+        let (lease, position, ok) = (u64::from(small()), small() & 7, flags & 1 == 0);
+        let data = [position, 1, 2, 3, 4, 5];
+        let message = Message { kind, flags: flags as u8, log, op, from, count, step, lease, data };
         match kind {
-            Kind::Open => SchedulerRequest::Open { log }.into(),
-            Kind::Append => {
-                let (chunks, tail) = ([position, 1, 2, 3, 4, 5], op & 1 == 1);
-                SchedulerRequest::Append(Append { keys, chunks, promised: ok, tail }).into()
-            }
-            Kind::Query => {
-                SchedulerRequest::Query(Query { op, keys, arriving: ok, awaits: op & 1 == 1 }).into()
-            }
-            Kind::Load => {
-                let flags = LoadFlags::new(flags as u8);
-                SchedulerRequest::Load(Load { op, keys, position, step, lease, flags }).into()
-            }
-            Kind::Save => {
-                let save = Save { op, keys, position, step, checked: op & 1 == 1, handover: ok };
-                SchedulerRequest::Save(save).into()
-            }
-            Kind::Cancel => {
-                SchedulerRequest::Cancel(Cancel { op, from: keys.from, count: keys.count }).into()
-            }
-            Kind::Release => SchedulerRequest::Release { log }.into(),
-            Kind::Close => SchedulerRequest::Close { log }.into(),
-            Kind::Salt => SchedulerRequest::Salt { salt: sixteen }.into(),
-            Kind::Hint => SchedulerRequest::Hint { keys }.into(),
-            Kind::Golden => SchedulerRequest::Golden(Golden { count: keys.count.max(1), position }).into(),
-            Kind::Accept => SchedulerRequest::Accept { step }.into(),
-            Kind::Join => WorkerRequest::Join { run: sixteen, step }.into(),
-            Kind::Loaded => {
-                WorkerRequest::Loaded { op, end: if ok { LoadEnd::Whole } else { LoadEnd::Mismatch } }.into()
-            }
-            // A scheduler reads its number alone.
-            Kind::Weights => WorkerRequest::Weights { number: op, answers: step, live: sixteen }.into(),
-            Kind::Staged => WorkerRequest::Staged { tag: op, slot: keys.from, ok }.into(),
+            Kind::Open => Message { data: [0; 6], ..message },
+            Kind::Join | Kind::Salt | Kind::Weights => message.with_bytes16([flags as u8 & 1; 16]),
+            Kind::Loaded => Message { flags: if ok { Status::Ok } else { Status::Mismatch } as u8, ..message },
+            Kind::Staged => Message { flags: if ok { Status::Ok } else { Status::Failed } as u8, ..message },
+            _ => message,
         }
     }
 }

@@ -2,9 +2,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-shm_protocol::labels! {
+shm_protocol::named! {
     /// Why a connection between two nodes came to nothing, whichever of them made it.
-    #[derive(Copy, Clone, Debug, Eq, PartialEq)]
     pub enum Reason {
         /// Another version of a protocol.
         Version = "version",
@@ -41,11 +40,11 @@ shm_protocol::labels! {
 
 /// Counts by reason since the start.
 #[derive(Debug, Default)]
-pub struct Refusals([AtomicU64; Reason::ALL.len()]);
+pub struct PeerRefusals([AtomicU64; Reason::ALL.len()]);
 
-// === impl Refusals ===
+// === impl PeerRefusals ===
 
-impl Refusals {
+impl PeerRefusals {
     pub(crate) fn count(&self, reason: Reason) {
         self.0[reason as usize].fetch_add(1, Ordering::Relaxed);
     }
@@ -62,7 +61,7 @@ mod tests {
 
     #[test]
     fn every_reason_has_a_place_and_a_name_of_its_own() {
-        let refusals = Refusals::default();
+        let refusals = PeerRefusals::default();
         for (at, reason) in Reason::ALL.into_iter().enumerate() {
             (0..=at).for_each(|_| refusals.count(reason));
             assert!(Reason::ALL[..at].iter().all(|other| other.name() != reason.name()));

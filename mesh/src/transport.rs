@@ -102,17 +102,17 @@ pub enum Fault {
     Stopped,
 }
 
-/// What took too long.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub enum Stage {
-    Connect,
-    /// TLS and the first frames.
-    Handshake,
-    /// From asking to an answer.
-    FirstByte,
-    /// A part of a block.
-    Progress,
-    Whole,
+shm_protocol::named! {
+    /// What took too long.
+    pub enum Stage {
+        Connect = "connecting",
+        /// TLS and the first frames.
+        Handshake = "the handshake",
+        /// From asking to an answer.
+        FirstByte = "the answer",
+        Progress = "a part of a block",
+        Whole = "the fetch",
+    }
 }
 
 /// Why one side will not.
@@ -283,19 +283,5 @@ impl From<Refusal> for Reason {
             Refusal::Malformed => Self::Malformed,
             Refusal::Queues { .. } => Self::Queues,
         }
-    }
-}
-
-// === impl Stage ===
-
-impl fmt::Display for Stage {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Connect => "connecting",
-            Self::Handshake => "the handshake",
-            Self::FirstByte => "the answer",
-            Self::Progress => "a part of a block",
-            Self::Whole => "the fetch",
-        })
     }
 }

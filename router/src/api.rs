@@ -3,14 +3,15 @@
 use hyper::Method;
 use percent_encoding::percent_decode_str;
 
-/// An API whose prompts two engines may work on.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(super) enum Api {
-    Completions,
-    Chat,
-    Responses,
-    Messages,
-    Generate,
+sidecar::named! {
+    /// An API whose prompts two engines may work on, by its path.
+    pub(super) enum Api {
+        Completions = "/v1/completions",
+        Chat = "/v1/chat/completions",
+        Responses = "/v1/responses",
+        Messages = "/v1/messages",
+        Generate = "/inference/v1/generate",
+    }
 }
 
 /// Where a request goes.
@@ -62,22 +63,6 @@ const NOWHERE_TEXT: &str = "this request has addresses or ranks of one engine: s
 /// Stored responses stand behind this.
 const RESPONSES: &str = "/v1/responses/";
 
-// === impl Api ===
-
-impl Api {
-    const ALL: [Self; 5] = [Self::Completions, Self::Chat, Self::Responses, Self::Messages, Self::Generate];
-
-    fn path(self) -> &'static str {
-        match self {
-            Self::Completions => "/v1/completions",
-            Self::Chat => "/v1/chat/completions",
-            Self::Responses => "/v1/responses",
-            Self::Messages => "/v1/messages",
-            Self::Generate => "/inference/v1/generate",
-        }
-    }
-}
-
 // === impl Target ===
 
 impl Target {
@@ -96,7 +81,7 @@ impl Target {
             return Self::One;
         }
         let is_asked = |known: &&str| path.ends_with(*known);
-        if let Some(api) = Api::ALL.into_iter().find(|api| path.ends_with(api.path())) {
+        if let Some(api) = Api::ALL.into_iter().find(|api| path.ends_with(api.name())) {
             return Self::Prompt(api);
         }
         if EVERYWHERE.iter().any(is_asked) {
@@ -126,7 +111,7 @@ mod tests {
     fn requests_have_targets_also_behind_a_prefix() {
         for prefix in ["", "/llm", "/a/b"] {
             for api in Api::ALL {
-                assert_eq!(posted(&format!("{prefix}{}?a=b", api.path())), Target::Prompt(api));
+                assert_eq!(posted(&format!("{prefix}{}?a=b", api.name())), Target::Prompt(api));
             }
             for path in EVERYWHERE {
                 assert_eq!(posted(&format!("{prefix}{path}")), Target::Everywhere, "{path}");

@@ -27,19 +27,20 @@ pub(super) struct Counters {
     pub(super) lines_dropped: IntCounter,
 }
 
-/// Why an engine did not compute a prompt, or computed it for nobody.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(super) enum Failure {
-    Unreachable,
-    Broken,
-    Status,
-    /// Its status is the client's fault, and another engine found none.
-    Refused,
-    /// No sign of life, or of work while the other engine answered.
-    Silent,
-    Late,
-    /// The engine's answer says nothing to the one that answers.
-    NoParams,
+sidecar::named! {
+    /// Why an engine did not compute a prompt, or computed it for nobody.
+    pub(super) enum Failure {
+        Unreachable = "unreachable",
+        Broken = "broken",
+        Status = "status",
+        /// Its status is the client's fault, and another engine found none.
+        Refused = "refused",
+        /// No sign of life, or of work while the other engine answered.
+        Silent = "silent",
+        Late = "late",
+        /// The engine's answer says nothing to the one that answers.
+        NoParams = "no_params",
+    }
 }
 
 /// The label of a prompt that two engines work on.
@@ -73,11 +74,11 @@ impl Counters {
         let lines_dropped =
             "Lines of the access log that were not written, since standard output is read too slowly.";
         let lines_dropped = counter(&registry, "route_access_lines_dropped_total", lines_dropped)?;
-        for way in Whole::ALL.map(Whole::label).into_iter().chain([PAIR, OTHER, EVERYWHERE, REFUSED]) {
+        for way in Whole::ALL.map(Whole::name).into_iter().chain([PAIR, OTHER, EVERYWHERE, REFUSED]) {
             prompts.with_label_values(&[way]);
         }
         for failure in Failure::ALL {
-            failures.with_label_values(&[failure.label()]);
+            failures.with_label_values(&[failure.name()]);
         }
         for reason in [MEMORY, CLIENT, SLOW, CONNECTIONS] {
             refused.with_label_values(&[reason]);
@@ -91,7 +92,7 @@ impl Counters {
     }
 
     pub(super) fn failure(&self, failure: Failure) {
-        self.failures.with_label_values(&[failure.label()]).inc();
+        self.failures.with_label_values(&[failure.name()]).inc();
     }
 
     /// All of them, and the families of engines, in Prometheus' text format.
@@ -104,32 +105,9 @@ impl Counters {
 // === impl Failure ===
 
 impl Failure {
-    const ALL: [Self; 7] = [
-        Self::Unreachable,
-        Self::Broken,
-        Self::Status,
-        Self::Refused,
-        Self::Silent,
-        Self::Late,
-        Self::NoParams,
-    ];
-
     /// Whether it is known while the engine that answers may still wait. That one ends its own wait for a prompt that is late.
     pub(super) fn is_soon(self) -> bool {
         !matches!(self, Self::Silent | Self::Late)
-    }
-
-    /// The label of metrics.
-    pub(super) fn label(self) -> &'static str {
-        match self {
-            Self::Unreachable => "unreachable",
-            Self::Broken => "broken",
-            Self::Status => "status",
-            Self::Refused => "refused",
-            Self::Silent => "silent",
-            Self::Late => "late",
-            Self::NoParams => "no_params",
-        }
     }
 }
 
@@ -150,7 +128,7 @@ impl From<&ForwardError> for Failure {
 pub(super) fn code_of(answer: Result<StatusCode, &ForwardError>) -> Result<StatusCode, &'static str> {
     answer.or_else(|error| match error {
         ForwardError::Status(status) => Ok(*status),
-        error => Err(Failure::from(error).label()),
+        error => Err(Failure::from(error).name()),
     })
 }
 

@@ -87,13 +87,14 @@ struct Recent {
     at: Option<Instant>,
 }
 
-/// What engines do with prompts.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(super) enum Role {
-    /// They compute them: load is tokens that they do not have yet.
-    Prefill,
-    /// They answer them: load is requests.
-    Decode,
+sidecar::named! {
+    /// What engines do with prompts.
+    pub(super) enum Role {
+        /// They compute them: load is tokens that they do not have yet.
+        Prefill = "prefill",
+        /// They answer them: load is requests.
+        Decode = "decode",
+    }
 }
 
 /// A share of an engine's load, given back on drop.
@@ -137,7 +138,7 @@ struct RoleEngines {
 impl Engine {
     fn new(address: Address, role: Role, tls: Option<Arc<TowardsEngines>>, number: u32) -> Arc<Self> {
         Arc::new(Self {
-            figures: EngineFigures::new(role.role_label(), address.to_string()),
+            figures: EngineFigures::new(role.name(), address.to_string()),
             forwarder: Forwarder::new(address.clone(), tls),
             address,
             number,
@@ -286,14 +287,6 @@ impl Recent {
 // === impl Role ===
 
 impl Role {
-    /// The label of metrics.
-    pub(super) fn role_label(self) -> &'static str {
-        match self {
-            Self::Prefill => "prefill",
-            Self::Decode => "decode",
-        }
-    }
-
     /// An engine with so much under way is not passed over: requests that a step computes together, or two steps of a prompt.
     fn load_floor(self) -> f64 {
         match self {

@@ -66,7 +66,7 @@ impl EngineFigures {
         let retries = "Prompts of the engine that were put to engines once more, since the decode engine had given them up.";
         let retries = counter(&registry, "route_engine_retries_total", retries)?;
         let hand_overs = "Computed prompts at the decode engine, counted at both; taken: it had most of one; recomputed: it computed one again; unstated: it does not say.";
-        let results = HandedOver::ALL.map(HandedOver::result_label);
+        let results = HandedOver::ALL.map(HandedOver::name);
         let hand_overs =
             counters_of(&registry, "route_engine_handovers_total", hand_overs, "result", &results)?;
         Ok(Self { registry, up, load, open, answers, first, whole, retries, hand_overs })
@@ -92,7 +92,7 @@ impl EngineFigures {
     }
 
     pub(super) fn count_result(&self, result: HandedOver) {
-        self.hand_overs.with_label_values(&[result.result_label()]).inc();
+        self.hand_overs.with_label_values(&[result.name()]).inc();
     }
 
     /// The families of this engine, with its state as it is now.

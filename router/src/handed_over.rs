@@ -2,21 +2,20 @@
 
 use super::usage::Usage;
 
-/// The result of a handover, as the label `result`.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(super) enum HandedOver {
-    Taken,
-    /// The decode engine computed the prompt again.
-    Recomputed,
-    /// The decode engine states no cached tokens.
-    Unstated,
+sidecar::named! {
+    /// The result of a handover, as the label `result`.
+    pub(super) enum HandedOver {
+        Taken = "taken",
+        /// The decode engine computed the prompt again.
+        Recomputed = "recomputed",
+        /// The decode engine states no cached tokens.
+        Unstated = "unstated",
+    }
 }
 
 // === impl HandedOver ===
 
 impl HandedOver {
-    pub(super) const ALL: [Self; 3] = [Self::Taken, Self::Recomputed, Self::Unstated];
-
     /// The result by the cached tokens of both engines; `None` where the decode engine states none. It has computed the prompt again if it
     /// computed at least half as many tokens as the prefill engine, and `tokens_min`: a short rest is its own.
     pub(super) fn judge_usage(answered: Usage, computed: Usage, tokens_min: u64) -> Option<Self> {
@@ -26,14 +25,6 @@ impl HandedOver {
             computed.prompt_tokens.unwrap_or(prompt).saturating_sub(computed.cached_tokens.unwrap_or(0));
         let is_again = again >= tokens_min && again.saturating_mul(2) >= first;
         Some(if is_again { Self::Recomputed } else { Self::Taken })
-    }
-
-    pub(super) fn result_label(self) -> &'static str {
-        match self {
-            Self::Taken => "taken",
-            Self::Recomputed => "recomputed",
-            Self::Unstated => "unstated",
-        }
     }
 }
 

@@ -329,7 +329,7 @@ impl Router {
                 self.count_way(&asked.noted, EVERYWHERE);
                 return self.tell_everywhere(&asked).await;
             }
-            Target::Stored(_) => self.count_way(&asked.noted, prompt::STORED),
+            Target::Stored(_) => self.count_way(&asked.noted, Whole::Stored.name()),
             _ => self.count_way(&asked.noted, OTHER),
         }
         self.answer(asked).await
@@ -397,7 +397,7 @@ impl Router {
         let seat = match seat {
             Ok(seat) => seat,
             Err(whole) => {
-                self.count_way(&asked.noted, whole.label());
+                self.count_way(&asked.noted, whole.name());
                 return self.answer(asked.with(fields)).await;
             }
         };
@@ -535,7 +535,7 @@ impl Router {
         engine: &Engine,
         failure: Failure,
     ) -> (Response<Answer>, Option<Arc<Engine>>) {
-        asked.noted.notes().prefill_failure = Some(failure.label());
+        asked.noted.notes().prefill_failure = Some(failure.name());
         let opened = self.open(spared, asked, None).await;
         if failure == Failure::Refused && opened.0.status().is_success() {
             self.counters.failure(failure);

@@ -22,8 +22,6 @@ const DEPTH_MAX: u32 = 3;
 /// Responses API has the last three.
 const OF_MESSAGES: [&str; 6] =
     ["tool_calls", "reasoning", "reasoning_content", "arguments", "output", "summary"];
-/// The label of what goes to the engine that stored a response.
-pub(super) const STORED: &str = "stored";
 /// Types of a content's parts that are text, or JSON that a template writes as text.
 const TEXT_PARTS: [&str; 11] = [
     "text",
@@ -52,21 +50,22 @@ pub(super) struct Prompt {
     pub(super) is_one: bool,
 }
 
-/// Why the engine that answers a prompt also computes it.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(super) enum Whole {
-    /// It has fewer tokens than `--min-remote-tokens`.
-    Short,
-    /// It has images, sounds or embeddings, whose keys are not its tokens'.
-    Media,
-    /// vLLM computes such a prompt anew, whatever is kept of it.
-    PromptLogprobs,
-    /// vLLM makes other requests of it, to which it tells nothing of another engine.
-    BeamSearch,
-    /// It goes on from a response that the engine which answers has stored, or is to be stored there before it is computed.
-    Stored,
-    /// No engine that computes prompts could be reached lately.
-    NoPrefill,
+sidecar::named! {
+    /// Why the engine that answers a prompt also computes it.
+    pub(super) enum Whole {
+        /// It has fewer tokens than `--min-remote-tokens`.
+        Short = "short",
+        /// It has images, sounds or embeddings, whose keys are not its tokens'.
+        Media = "media",
+        /// vLLM computes such a prompt anew, whatever is kept of it.
+        PromptLogprobs = "prompt_logprobs",
+        /// vLLM makes other requests of it, to which it tells nothing of another engine.
+        BeamSearch = "beam_search",
+        /// It goes on from a response that the engine which answers has stored, or is to be stored there before it is computed.
+        Stored = "stored",
+        /// No engine that computes prompts could be reached lately.
+        NoPrefill = "no_prefill",
+    }
 }
 
 /// A prompt while it is read. Nothing of it is kept but sums.
@@ -81,25 +80,6 @@ struct Reading {
     pieces: u64,
     has_media: bool,
     marks: Vec<Mark>,
-}
-
-// === impl Whole ===
-
-impl Whole {
-    pub(super) const ALL: [Self; 6] =
-        [Self::Short, Self::Media, Self::PromptLogprobs, Self::BeamSearch, Self::Stored, Self::NoPrefill];
-
-    /// The label of metrics.
-    pub(super) fn label(self) -> &'static str {
-        match self {
-            Self::Short => "short",
-            Self::Media => "media",
-            Self::PromptLogprobs => "prompt_logprobs",
-            Self::BeamSearch => "beam_search",
-            Self::Stored => STORED,
-            Self::NoPrefill => "no_prefill",
-        }
-    }
 }
 
 // === impl Prompt ===

@@ -7,7 +7,6 @@
 mod check;
 
 use std::collections::BTreeMap;
-use std::fmt;
 
 use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
@@ -162,15 +161,17 @@ pub struct BlockRegion {
     pub bytes: u64,
 }
 
-/// Who writes loaded blocks into the engine's memory.
-#[derive(Copy, Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Copier {
-    /// The engine copies from the pool, which it maps read-only.
-    #[default]
-    Engine,
-    /// The sidecar copies into the engine's memory, sent with write access.
-    Sidecar,
+crate::named! {
+    /// Who writes loaded blocks into the engine's memory.
+    #[derive(Default, Deserialize, Serialize)]
+    #[serde(rename_all = "snake_case")]
+    pub enum Copier {
+        /// The engine copies from the pool, which it maps read-only.
+        #[default]
+        Engine = "engine",
+        /// The sidecar copies into the engine's memory, sent with write access.
+        Sidecar = "sidecar",
+    }
 }
 
 /// The sidecar's answer.
@@ -393,17 +394,6 @@ impl WorkerHello {
     pub fn descriptor_bytes(&self, fd: u32) -> u64 {
         let ends = self.regions.iter().filter(|region| region.fd == fd);
         ends.map(|region| region.end(self.blocks)).max().unwrap_or(0)
-    }
-}
-
-// === impl Copier ===
-
-impl fmt::Display for Copier {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str(match self {
-            Self::Engine => "'engine'",
-            Self::Sidecar => "'sidecar'",
-        })
     }
 }
 

@@ -1,17 +1,15 @@
 //! Block keys: namespace, cache group and the engine's own block hash, compared in full and never shortened; and how
 //! vLLM derives such hashes ([`Chain`], [`Derivation`]), for who has no vLLM at hand.
 
-/// The names by which a closed set is read and written.
-macro_rules! names {
-    ($name:ident, $what:literal, $valid:literal, [$($word:literal = $item:ident),* $(,)?]) => {
+/// Reads named enums from their names.
+macro_rules! read_by_name {
+    ($name:ident, $what:literal, $valid:literal) => {
         impl std::str::FromStr for $name {
             type Err = KeyError;
 
             fn from_str(name: &str) -> Result<Self, KeyError> {
-                match name {
-                    $($word => Ok(Self::$item),)*
-                    _ => Err(KeyError::Unknown { what: $what, found: name.to_owned(), valid: $valid }),
-                }
+                let unknown = || KeyError::Unknown { what: $what, found: name.to_owned(), valid: $valid };
+                Self::named(name).ok_or_else(unknown)
             }
         }
 
@@ -20,14 +18,6 @@ macro_rules! names {
 
             fn try_from(name: String) -> Result<Self, KeyError> {
                 name.parse()
-            }
-        }
-
-        impl std::fmt::Display for $name {
-            fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                formatter.write_str(match self {
-                    $(Self::$item => $word,)*
-                })
             }
         }
     };
@@ -66,6 +56,9 @@ const FOLD_TAG: &[u8] = b"pillion fold";
 #[repr(C)]
 #[derive(Copy, Clone, Eq, PartialEq, Ord, PartialOrd, Hash, Debug)]
 pub struct BlockHash(pub [u8; HASH_BYTES_MAX]);
+
+/// The cache group of every key: a cache group is an engine with a namespace of its own. Keys and formats have the field.
+pub const GROUP: u32 = 0;
 
 /// What a block is kept under in one process: namespaces are numbered by the sidecar.
 #[repr(C)]

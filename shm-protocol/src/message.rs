@@ -1,27 +1,28 @@
 //! The messages on the rings: 64 bytes each, fixed-width little-endian fields, decoded fallibly.
 
-use std::fmt;
-
 use thiserror::Error;
 
 /// Words of a ring slot.
 pub type Slot = [u64; 8];
 
-/// An enumeration whose values are bytes on a ring.
+/// A named enumeration whose values are bytes on a ring.
 macro_rules! codes {
-    ($(#[$meta:meta])* pub enum $name:ident($what:literal) { $($(#[$doc:meta])* $code:ident = $value:literal,)* }) => {
-        $(#[$meta])*
-        #[derive(Copy, Clone, Debug, Eq, PartialEq, Hash)]
-        #[repr(u8)]
-        pub enum $name {
-            $($(#[$doc])* $code = $value,)*
+    ($(#[$meta:meta])* $name:ident $what:literal {
+        $($(#[$doc:meta])* $code:literal $variant:ident $text:literal,)*
+    }) => {
+        crate::named! {
+            $(#[$meta])*
+            #[repr(u8)]
+            pub enum $name {
+                $($(#[$doc])* $variant = $text as $code,)*
+            }
         }
 
         impl TryFrom<u8> for $name {
             type Error = DecodeError;
             fn try_from(value: u8) -> Result<Self, DecodeError> {
                 match value {
-                    $($value => Ok(Self::$code),)*
+                    $($code => Ok(Self::$variant),)*
                     _ => Err(DecodeError { what: $what, value }),
                 }
             }
@@ -29,73 +30,58 @@ macro_rules! codes {
     };
 }
 
-codes! {
-/// Operation codes of the submission ring.
-pub enum Kind("kind") {
-    /// Opens key log `log`.
-    Open = 1,
-    /// Appends `count` keys from index `from` (the log's length so far); `data` names the chunks they touch.
-    Append = 2,
-    /// Asks for the leading hits of keys `from..from+count`, under a lease. Answered in the completion table.
-    Query = 3,
-    /// Promises to load keys `from..from+count` under the lease of query `lease` into the block ids at `data[0]`.
-    Load = 4,
-    /// Saves keys `from..from+count` from the block ids at `data[0]`, once step `step` is done. One completion.
-    Save = 5,
-    /// Gives up blocks `from..from+count` of save `op`, counted from the save's own first block.
-    Cancel = 6,
-    /// Ends the lease of log `log` unused.
-    Release = 7,
-    /// Ends log `log` and its lease; its chunks are the engine's again once the head has passed this message.
-    Close = 8,
-    /// Worker: takes part in the engine run whose 16-byte id is `data[0..4]`.
-    Join = 9,
-    /// Worker: its part of load `op` has ended, `flags` holding a [`Status`].
-    Loaded = 10,
-    /// Gives the engine's namespace a new generation by the 16 random bytes in `data[0..4]`.
-    Salt = 11,
-    /// Worker: the STAGE of tag `op` has ended, `flags` holding a [`Status`]; `from` is its slot.
-    Staged = 12,
-    /// Keys `from..from+count` will most likely be asked for soon. Takes no lease, and has no answer.
-    Hint = 13,
-    /// Number `op` of this session. Scheduler: the weights may have changed. Worker: the digest of what it holds now, in
-    /// `data[0..4]`, which answers the scheduler's number `step`.
-    Weights = 14,
-    /// The `count` tokens at `data[0]` are those of a root block that this engine has saved, or found kept.
-    Golden = 15,
-    /// The engine went on with the output of step `step`: its saves may be kept, and those of earlier steps are void. Since
-    /// [`crate::ACCEPT_SINCE`].
-    Accept = 16,
+/// The kinds of the list of messages.
+macro_rules! kinds {
+    ($(
+        $(#[$doc:meta])* $code:literal $variant:ident $text:literal $($reserved:ident)? { $($sent:tt)* }
+    )*) => {
+        codes! {
+            /// Operation codes of the submission ring.
+            Kind "kind" {
+                $($(#[$doc])* $code $variant $text,)*
+            }
+        }
+
+        impl Kind {
+            /// Whether the message may use the reserved slots: it gives something back or fulfils a promise.
+            pub fn reserved(self) -> bool {
+                match self {
+                    $(Self::$variant => !stringify!($($reserved)?).is_empty(),)*
+                }
+            }
+        }
+    };
 }
-}
+
+messages!(kinds);
 
 codes! {
 /// Outcome of an operation, the low byte of its word or its completion.
-pub enum Status("status") {
+Status "status" {
     /// Not known yet; the word will change.
-    Pending = 1,
+    1 Pending "PENDING",
     /// Done: `value` is the number of hit or moved blocks.
-    Ok = 2,
+    2 Ok "OK",
     /// Nothing was moved, or less than asked, for a reason that a later attempt may not meet.
-    Failed = 3,
+    3 Failed "FAILED",
     /// The lease is not one the sidecar knows.
-    LeaseUnknown = 4,
+    4 LeaseUnknown "LEASE_UNKNOWN",
     /// The lease has run out.
-    LeaseExpired = 5,
+    5 LeaseExpired "LEASE_EXPIRED",
     /// The lease belongs to another engine.
-    LeaseForeign = 6,
+    6 LeaseForeign "LEASE_FOREIGN",
     /// The lease was used already.
-    LeaseConsumed = 7,
+    7 LeaseConsumed "LEASE_CONSUMED",
     /// Not every rank has joined the run, or stated the weights that it holds now.
-    NotReady = 8,
+    8 NotReady "NOT_READY",
     /// A query: `value` is the number of hits, but some of their blocks are still on their way ([`QUERY_ARRIVING`]).
-    Arriving = 9,
+    9 Arriving "ARRIVING",
     /// A load: a block that was on its way has not come. Nothing was written, and nothing will be.
-    Absent = 10,
+    10 Absent "ABSENT",
     /// A query: what this engine computes differs from what its namespace keeps, so it is served nothing of it.
-    Barred = 11,
+    11 Barred "BARRED",
     /// The end of a load at a rank: its plan is of another namespace than the rank's blocks.
-    Mismatch = 12,
+    12 Mismatch "MISMATCH",
 }
 }
 
@@ -164,33 +150,6 @@ fn pair([low, high]: [u32; 2]) -> u64 {
 
 fn halves(word: u64) -> [u32; 2] {
     [word as u32, (word >> 32) as u32]
-}
-
-// === impl Kind ===
-
-impl Kind {
-    /// Whether the message may use the reserved slots: it gives something back or fulfils a promise.
-    pub fn reserved(self) -> bool {
-        matches!(
-            self,
-            Self::Load
-                | Self::Cancel
-                | Self::Release
-                | Self::Close
-                | Self::Join
-                | Self::Loaded
-                | Self::Staged
-                | Self::Weights
-                | Self::Accept
-        )
-    }
-}
-
-impl fmt::Display for Kind {
-    /// As the protocol's page names it.
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str(&format!("{self:?}").to_uppercase())
-    }
 }
 
 // === impl Status ===

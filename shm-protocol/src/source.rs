@@ -4,25 +4,24 @@
 const GENERATION_BITS: u32 = 56;
 const GENERATION_MASK: u64 = u64::MAX >> (u64::BITS - GENERATION_BITS);
 
-/// Where a block was found that a query names.
-#[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
-#[repr(u8)]
-pub enum Source {
-    /// In the DRAM pool, also where it came there for another request.
-    #[default]
-    Memory = 0,
-    /// On a disk, from which it was read for this request.
-    Disk = 1,
-    /// At a peer, which sent it for this request.
-    Peer = 2,
+crate::named! {
+    /// Where a block was found that a query names.
+    #[derive(Default)]
+    #[repr(u8)]
+    pub enum Source {
+        /// In the DRAM pool, also where it came there for another request.
+        #[default]
+        Memory = "memory" as 0,
+        /// On a disk, from which it was read for this request.
+        Disk = "disk" as 1,
+        /// At a peer, which sent it for this request.
+        Peer = "peer" as 2,
+    }
 }
 
 // === impl Source ===
 
 impl Source {
-    /// Every source, in the order of its numbers.
-    pub const ALL: [Self; 3] = [Self::Memory, Self::Disk, Self::Peer];
-
     /// The second word of a reference to a filling.
     pub(crate) fn mark(self, generation: u64) -> u64 {
         generation & GENERATION_MASK | u64::from(self as u8) << GENERATION_BITS

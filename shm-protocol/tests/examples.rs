@@ -8,8 +8,8 @@ use shm_protocol::handshake::{
 };
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::{self, header};
-use shm_protocol::message::{Message, Outcome, Status};
-use shm_protocol::request::{Append, Keys, Query, SchedulerRequest};
+use shm_protocol::message::{Kind, Message, Outcome, Status};
+use shm_protocol::request::{Append, Keys, Query, RequestError, SchedulerRequest, WorkerRequest};
 use shm_protocol::ring::Producer;
 use shm_protocol::session::{Ring, SessionMemory};
 use shm_protocol::{PROTOCOL_VERSION, gate, namespace};
@@ -140,4 +140,31 @@ fn offsets_of_the_page() {
     for (name, offset) in rows {
         assert_on_page(name, &format!("| {offset} | {name} |"));
     }
+}
+
+/// A row for each message and each role that may send it, and one for each status.
+#[test]
+fn messages_and_statuses_of_the_page() {
+    let mut rows = 0;
+    for kind in Kind::ALL {
+        let slot = Message::new(kind).encode();
+        let refused = [SchedulerRequest::decode(&slot).err(), WorkerRequest::decode(&slot).err()];
+        for (role, refused) in ["scheduler", "worker"].into_iter().zip(refused) {
+            if !matches!(refused, Some(RequestError::Role { .. })) {
+                assert_on_page("a message", &format!("\n| {} {kind} | {role} | ", kind as u8));
+                rows += 1;
+            }
+        }
+    }
+    assert_eq!(
+        PAGE.lines().filter(|line| line.contains(" | scheduler | ") || line.contains(" | worker | ")).count(),
+        rows
+    );
+    for status in Status::ALL {
+        assert_on_page("a status", &format!("\n| {} {status} | ", status as u8));
+    }
+    let reserved = Kind::ALL.into_iter().filter(|kind| kind.reserved()).map(Kind::name).collect::<Vec<_>>();
+    let (last, first) = reserved.split_last().unwrap();
+    let all = format!("submission ring are for {} and {last} only.", first.join(", "));
+    assert!(PAGE.split_whitespace().collect::<Vec<_>>().join(" ").contains(&all), "{all}");
 }

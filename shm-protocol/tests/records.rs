@@ -16,44 +16,10 @@ use shm_protocol::namespace;
 use shm_protocol::versions::{RELEASE, Versions};
 use shm_protocol::{PROTOCOL_OLDEST, PROTOCOL_VERSION};
 
-const KINDS: [Kind; 16] = [
-    Kind::Open,
-    Kind::Append,
-    Kind::Query,
-    Kind::Load,
-    Kind::Save,
-    Kind::Cancel,
-    Kind::Release,
-    Kind::Close,
-    Kind::Join,
-    Kind::Loaded,
-    Kind::Salt,
-    Kind::Staged,
-    Kind::Hint,
-    Kind::Weights,
-    Kind::Golden,
-    Kind::Accept,
-];
-
-const STATUSES: [Status; 12] = [
-    Status::Pending,
-    Status::Ok,
-    Status::Failed,
-    Status::LeaseUnknown,
-    Status::LeaseExpired,
-    Status::LeaseForeign,
-    Status::LeaseConsumed,
-    Status::NotReady,
-    Status::Arriving,
-    Status::Absent,
-    Status::Barred,
-    Status::Mismatch,
-];
-
 // === strategies ===
 
 fn messages() -> impl Strategy<Value = Message> {
-    let head = (prop::sample::select(&KINDS[..]), any::<u8>(), any::<u32>(), any::<u64>());
+    let head = (prop::sample::select(&Kind::ALL[..]), any::<u8>(), any::<u32>(), any::<u64>());
     let tail = (any::<u32>(), any::<u32>(), any::<u64>(), any::<u64>(), any::<[u32; 6]>());
     (head, tail).prop_map(|((kind, flags, log, op), (from, count, step, lease, data))| Message {
         kind,
@@ -219,7 +185,7 @@ proptest! {
     fn an_outcome_survives_its_word(
         op in any::<u32>(),
         value in 0..=OUTCOME_VALUE_MAX,
-        status in prop::sample::select(&STATUSES[..]),
+        status in prop::sample::select(&Status::ALL[..]),
     ) {
         let outcome = Outcome { op, value, status };
         prop_assert_eq!(Outcome::decode(outcome.encode()), Ok(outcome));
@@ -257,11 +223,11 @@ proptest! {
 
 #[test]
 fn every_kind_and_status_has_its_own_number() {
-    for (index, kind) in KINDS.into_iter().enumerate() {
+    for (index, kind) in Kind::ALL.into_iter().enumerate() {
         assert_eq!(kind as usize, index + 1);
         assert_eq!(Kind::try_from(kind as u8), Ok(kind));
     }
-    for (index, status) in STATUSES.into_iter().enumerate() {
+    for (index, status) in Status::ALL.into_iter().enumerate() {
         assert_eq!(status as usize, index + 1);
         assert_eq!(Status::try_from(status as u8), Ok(status));
     }

@@ -9,7 +9,8 @@ use shm_protocol::request::{Append, Keys, LoadEnd, Query, RequestError, Schedule
 /// Slots of known kinds whose other fields are often small, so that many are requests.
 fn slots() -> impl Strategy<Value = Slot> {
     let small = |limit: u32| prop_oneof![4 => 0..limit, 1 => any::<u32>()];
-    let head = (1..=16_u8, prop_oneof![0..16_u8, any::<u8>()], small(LOGS as u32), any::<u64>());
+    let kinds = prop::sample::select(&Kind::ALL[..]);
+    let head = (kinds, prop_oneof![0..16_u8, any::<u8>()], small(LOGS as u32), any::<u64>());
     let range = (small(LOG_KEYS as u32), small(400));
     let data = prop_oneof![
         3 => Just([0; APPEND_CHUNKS]),
@@ -18,7 +19,6 @@ fn slots() -> impl Strategy<Value = Slot> {
     ];
     (head, range, any::<u64>(), any::<u64>(), data).prop_map(
         |((kind, flags, log, op), (from, count), step, lease, data)| {
-            let kind = Kind::try_from(kind).expect("1 to 16 are known");
             Message { kind, flags, log, op, from, count, step, lease, data }.encode()
         },
     )

@@ -8,9 +8,9 @@
 use shm_protocol::namespace::Facts;
 use shm_protocol::page_form;
 
-shm_protocol::labels! {
+shm_protocol::named! {
     /// What the bytes of a layer are.
-    #[derive(Copy, Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
+    #[derive(Ord, PartialOrd)]
     pub enum Number {
         Float32 = "float32",
         Float16 = "float16",

@@ -1,5 +1,8 @@
 //! What the user asked for: command line over environment over file over defaults. The only module that reads the environment.
 
+#[macro_use]
+mod layers;
+
 mod control;
 mod disk;
 mod environment;
@@ -8,11 +11,9 @@ mod mesh;
 pub mod quotas;
 mod values;
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 
-use clap::Args;
-use serde::Deserialize;
 use thiserror::Error;
 
 pub use self::control::{Control, ControlTcp, Token, default_control_socket, read_token};
@@ -24,15 +25,11 @@ use self::quotas::Quota;
 pub use self::values::{IpPort, Level, LogFormat, Size, Time, UseGpu};
 
 /// The default address of the admin pages.
-pub const HTTP_DEFAULT: &str = "127.0.0.1:9440";
-/// A lease outlives the scheduling of a request in a busy engine; blocks under one cannot be evicted.
-pub const LEASE_TTL_DEFAULT: Time = Time::from_millis(30_000);
+pub const HTTP_DEFAULT: IpPort = IpPort(SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 9440));
 /// An engine plans loads on leases with half of their life left, and a load that is planned must come: one that is refused after all
 /// may end a worker on a GPU. A thread of a sidecar was seen to wait 3 s for a core, so half is 5 s at least. Above, a lost
 /// engine's blocks stay for too long.
 const LEASE_TTL_MS: std::ops::RangeInclusive<u64> = 10_000..=600_000;
-/// An engine whose memory is full takes a request on when others of its have ended.
-pub const HANDOVER_TTL_DEFAULT: Time = Time::from_millis(30_000);
 const HANDOVER_TTL_MS: std::ops::RangeInclusive<u64> = 1_000..=600_000;
 /// Two threads copy at the memory bandwidth that a socket has left beside a busy engine.
 pub const COPY_THREADS_DEFAULT: usize = 2;
@@ -54,126 +51,153 @@ macro_rules! texts_of_the_file {
 }
 texts_of_the_file!(Disk, IpPort, Level, LogFormat, Quota, Size, SsdAdmission, SsdIo, Time, UseGpu);
 
-/// Options of `pillion serve`, each as a flag and as a key of the file.
-#[derive(Args, Clone, Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub struct Options {
+/// A named enum is read from a name; the error lists all names.
+macro_rules! choices {
+    ($($name:ty: $wrong:literal),* $(,)?) => {$(
+        impl std::str::FromStr for $name {
+            type Err = String;
+            fn from_str(text: &str) -> Result<Self, String> {
+                let wrong = || {
+                    let valid = Self::ALL.map(Self::name).join(", ");
+                    format!(concat!("\"{}\" is not ", $wrong, ": write one of {}"), text, valid)
+                };
+                Self::named(text).ok_or_else(wrong)
+            }
+        }
+    )*};
+}
+choices! {
+    Level: "a log level",
+    LogFormat: "a log format",
+    SsdAdmission: "an admission rule",
+    SsdIo: "a way to move bytes",
+    UseGpu: "a value of --gpu",
+}
+
+options! {
+    /// Options of `pillion serve`, each as a flag and as a key of the file.
+    pub struct Options;
+    /// The same with their defaults.
+    pub struct SettledOptions;
+
     /// UNIX socket for engines [default: /run/pillion/pillion.sock; for a user with XDG_RUNTIME_DIR,
     /// $XDG_RUNTIME_DIR/pillion/pillion.sock]
     ///
     /// Engines have the same default: change both sides together (vLLM: pillion.socket). At most 107 bytes. A missing
     /// folder is created, and the socket gets mode 0660. The socket of a dead sidecar is replaced; a live one, or any
     /// other file, stops the start.
-    #[arg(long, env = "PILLION_SOCKET", value_name = "PATH")]
-    pub socket: Option<PathBuf>,
+    #[arg(long, value_name = "PATH")]
+    socket: Option<PathBuf>,
     /// Memory for KV blocks, such as 30GiB or 512MiB (required)
     ///
     /// A number with a unit (512MiB, 30GiB; MB and GB are decimal), or in Kubernetes notation (30Gi, 30G, bytes). 4
     /// MiB, one segment, to 2 TiB. The container's memory limit must also hold 64 MiB more, --mesh-directory-size in
     /// a mesh, and 100 bytes for each 2 MiB of --ssd.
-    #[arg(long, env = "PILLION_DRAM", value_name = "SIZE")]
-    pub dram: Option<Size>,
+    #[arg(long, value_name = "SIZE")]
+    dram: Option<Size>,
     /// Folder, file or block device for blocks without room in memory, and the size to use there, such as
     /// /nvme/pillion:500GiB. May be given several times
     ///
     /// At least 17 MiB, each path once. In a folder the file is named pillion.log. A missing file is created only on
     /// a mounted disk; with :create behind the size it is created on any disk, the root disk too. The configuration
     /// file takes a list.
-    #[arg(long, env = "PILLION_SSD", value_name = "PATH:SIZE[:create]", value_delimiter = ',')]
+    #[arg(long, value_name = "PATH:SIZE[:create]", value_delimiter = ',')]
     #[serde(default)]
-    pub ssd: Vec<Disk>,
+    ssd: Vec<Disk>,
     /// Stop at the start if one of the --ssd paths cannot be used, instead of serving without it
-    #[arg(long, env = "PILLION_SSD_REQUIRED", num_args = 0..=1, require_equals = true, default_missing_value = "true", value_name = "true|false")]
-    pub ssd_required: Option<bool>,
+    #[arg(long)]
+    ssd_required: Option<bool> = false,
     /// How bytes move between the --ssd paths and memory: io_uring, threads, or auto: threads only if the kernel
-    /// refuses io_uring [default: auto]
-    #[arg(long, env = "PILLION_SSD_IO", value_name = "auto|io_uring|threads")]
-    pub ssd_io: Option<SsdIo>,
-    /// Saved blocks to write to the --ssd paths: all, or second-hit for blocks requested again [default: all]
+    /// refuses io_uring
+    #[arg(long, value_name = "auto|io_uring|threads")]
+    ssd_io: Option<SsdIo> = SsdIo::Auto,
+    /// Saved blocks to write to the --ssd paths: all, or second-hit for blocks requested again
     ///
     /// With second-hit a block is written when a later request offers it again, or when it comes back after its
     /// eviction. Use it to write less, or if saves come faster than the disk writes; the first reuse of a block is
     /// then not served from a disk.
-    #[arg(long, env = "PILLION_SSD_ADMISSION", value_name = "all|second-hit")]
-    pub ssd_admission: Option<SsdAdmission>,
-    /// Address of /healthz, /readyz, /metrics and the status page at / [default: 127.0.0.1:9440]
+    #[arg(long, value_name = "all|second-hit")]
+    ssd_admission: Option<SsdAdmission> = SsdAdmission::All,
+    /// Address of /healthz, /readyz, /metrics and the status page at /
     ///
     /// Pass 0.0.0.0:9440 if probes or Prometheus connect from outside the host or pod. Port 0 takes any free port and
     /// logs it.
-    #[arg(long, env = "PILLION_HTTP", value_name = "IP:PORT")]
-    pub http: Option<IpPort>,
+    #[arg(long, value_name = "IP:PORT")]
+    http: Option<IpPort> = HTTP_DEFAULT,
     /// File on tmpfs or hugetlbfs for the blocks, instead of anonymous memory
     ///
     /// The next sidecar with the same file keeps its blocks. The file has mode 0600, is locked while in use, and
     /// never shrinks.
-    #[arg(long, env = "PILLION_POOL_PATH", value_name = "FILE")]
-    pub pool_path: Option<PathBuf>,
+    #[arg(long, value_name = "FILE")]
+    pool_path: Option<PathBuf>,
     /// Path of the --pool-path file on a read-only mount
     ///
     /// Engines then cannot write to the file. Use it if engines run as root or as the sidecar's user.
-    #[arg(long, env = "PILLION_POOL_VIEW", value_name = "FILE")]
-    pub pool_view: Option<PathBuf>,
+    #[arg(long, value_name = "FILE")]
+    pool_view: Option<PathBuf>,
     /// Keep the blocks in huge pages of 2 MiB: reserved ones, or those of a --pool-path on hugetlbfs
-    #[arg(long, env = "PILLION_HUGEPAGES", num_args = 0..=1, require_equals = true, default_missing_value = "true", value_name = "true|false")]
-    pub hugepages: Option<bool>,
+    #[arg(long)]
+    hugepages: Option<bool> = false,
     /// Most bytes of --dram for the blocks of a namespace, such as 7cec6c4d=10GiB. May be given several times
     ///
     /// The namespace is 8 to 32 hex digits, or `others` for all namespaces without a quota of their own. At most 256
     /// quotas. The configuration file takes a list.
-    #[arg(long, env = "PILLION_QUOTA", value_name = "NAMESPACE=SIZE", value_delimiter = ',')]
-    pub quota: Option<Vec<Quota>>,
+    #[arg(long, value_name = "NAMESPACE=SIZE", value_delimiter = ',')]
+    quota: Option<Vec<Quota>>,
     /// Group, by name or number, whose members may connect in addition to this user and root
     ///
     /// Members are processes with this primary group, and the group's users in /etc/group of the sidecar's container.
-    #[arg(long, env = "PILLION_SOCKET_GROUP", value_name = "GROUP")]
-    pub socket_group: Option<String>,
+    #[arg(long, value_name = "GROUP")]
+    socket_group: Option<String>,
     /// UNIX socket of pillion ctl, for this user and root [default: beside --socket, as pillion.control.sock beside
     /// pillion.sock]
-    #[arg(long, env = "PILLION_CONTROL_SOCKET", value_name = "PATH")]
-    pub control_socket: Option<PathBuf>,
+    #[arg(long, value_name = "PATH")]
+    control_socket: Option<PathBuf>,
     /// TCP address of pillion ctl, in addition to the socket; requires --control-token-file
-    #[arg(long, env = "PILLION_CONTROL_LISTEN", value_name = "IP:PORT")]
-    pub control_listen: Option<IpPort>,
+    #[arg(long, value_name = "IP:PORT")]
+    control_listen: Option<IpPort>,
     /// File with the token for clients of --control-listen. Other users must not be able to read it
-    #[arg(long, env = "PILLION_CONTROL_TOKEN_FILE", value_name = "FILE")]
-    pub control_token_file: Option<PathBuf>,
-    /// How long found blocks are held for a request that has not loaded them yet [default: 30s]
+    #[arg(long, value_name = "FILE")]
+    control_token_file: Option<PathBuf>,
+    /// How long found blocks are held for a request that has not loaded them yet
     ///
     /// 10s to 600s, in whole seconds (s) or milliseconds (ms). A load is planned only while half of its lease is
     /// left; that half must outlast a wait of the sidecar for a CPU core (3 s were measured). Raise it if loads fail
     /// because their lease has expired.
-    #[arg(long, env = "PILLION_LEASE_TTL", value_name = "TIME")]
-    pub lease_ttl: Option<Time>,
-    /// How long a prompt computed for another engine is kept for the load by that engine [default: 30s]
+    #[arg(long, value_name = "TIME")]
+    // A lease outlives the scheduling of a request in a busy engine; blocks under one cannot be evicted.
+    lease_ttl: Option<Time> = Time::from_millis(30_000),
+    /// How long a prompt computed for another engine is kept for the load by that engine
     ///
     /// 1s to 600s, in whole seconds (s) or milliseconds (ms). Raise it if the decode engine loads later. Such prompts
     /// take at most half of the memory; beyond it the oldest is kept like any other block.
-    #[arg(long, env = "PILLION_HANDOVER_TTL", value_name = "TIME")]
-    pub handover_ttl: Option<Time>,
+    #[arg(long, value_name = "TIME")]
+    // An engine with full memory takes a request on after the end of others.
+    handover_ttl: Option<Time> = Time::from_millis(30_000),
     /// What is shared with other pods.
     #[command(flatten)]
     #[serde(default)]
-    pub mesh: MeshOptions,
-    /// Number of threads for copies of blocks [default: 2]
+    mesh: MeshOptions,
+    /// Number of threads for copies of blocks
     ///
     /// 1 to 32. Raise it if the part copy of pillion_load_duration_seconds is long and CPU cores are free.
-    #[arg(long, env = "PILLION_COPY_THREADS", value_name = "COUNT")]
-    pub copy_threads: Option<usize>,
-    /// Serve engines on the visible GPUs: auto or off [default: auto]
+    #[arg(long, value_name = "COUNT")]
+    copy_threads: Option<usize> = COPY_THREADS_DEFAULT,
+    /// Serve engines on the visible GPUs: auto or off
     ///
     /// With off the sidecar does not open libcuda.
-    #[arg(long, env = "PILLION_GPU", value_name = "auto|off")]
-    pub gpu: Option<UseGpu>,
-    /// Least severe messages to log: error, warn, info or debug [default: info]
+    #[arg(long, value_name = "auto|off")]
+    gpu: Option<UseGpu> = UseGpu::Auto,
+    /// Least severe messages to log: error, warn, info or debug
     ///
     /// Messages go to standard error.
-    #[arg(long, env = "PILLION_LOG_LEVEL", value_name = "LEVEL")]
-    pub log_level: Option<Level>,
-    /// Format of log lines: text, or json with one object a line [default: text]
+    #[arg(long, value_name = "LEVEL")]
+    log_level: Option<Level> = Level::Info,
+    /// Format of log lines: text, or json with one object a line
     ///
     /// An object holds timestamp, level, message, and the fields of the message.
-    #[arg(long, env = "PILLION_LOG_FORMAT", value_name = "text|json")]
-    pub log_format: Option<LogFormat>,
+    #[arg(long, value_name = "text|json")]
+    log_format: Option<LogFormat> = LogFormat::Text,
 }
 
 /// A configuration that is complete and within its limits.
@@ -181,39 +205,13 @@ pub struct Options {
 pub struct Config {
     pub socket: PathBuf,
     pub dram: Size,
-    pub ssd: Vec<Disk>,
-    /// Whether each of them must be usable.
-    pub ssd_required: bool,
-    /// How their bytes are moved.
-    pub ssd_io: SsdIo,
-    /// Which blocks are written there.
-    pub ssd_admission: SsdAdmission,
     pub http: SocketAddr,
-    /// Pool file, if not anonymous memory.
-    pub pool_path: Option<PathBuf>,
-    /// The same on a read-only mount.
-    pub pool_view: Option<PathBuf>,
-    /// Whether the pool is of huge pages.
-    pub hugepages: bool,
-    /// What namespaces may take.
+    /// Limits of namespaces.
     pub quotas: Vec<Quota>,
-    /// The mesh that this node is in.
+    /// The mesh of this node.
     pub mesh: Option<Mesh>,
-    /// Group that may connect.
-    pub socket_group: Option<String>,
-    /// Where it is controlled.
     pub control: Control,
-    /// Life of an unused lease.
-    pub lease_ttl: Time,
-    /// Life of a prompt that was computed for another engine.
-    pub handover_ttl: Time,
-    pub copy_threads: usize,
-    /// Whether GPUs are served.
-    pub gpu: UseGpu,
-    /// Least severe messages to log.
-    pub log_level: Level,
-    /// How they are written.
-    pub log_format: LogFormat,
+    settled: SettledOptions,
 }
 
 /// A configuration that cannot be served; the text names the remedy.
@@ -281,81 +279,28 @@ impl Options {
         toml::from_str(&text).map_err(|error| malformed(error.to_string()))
     }
 
-    /// These options, and those of `other` where these say nothing.
-    pub fn or(self, other: Self) -> Self {
-        Self {
-            socket: self.socket.or(other.socket),
-            dram: self.dram.or(other.dram),
-            ssd: if self.ssd.is_empty() { other.ssd } else { self.ssd },
-            ssd_required: self.ssd_required.or(other.ssd_required),
-            ssd_io: self.ssd_io.or(other.ssd_io),
-            ssd_admission: self.ssd_admission.or(other.ssd_admission),
-            http: self.http.or(other.http),
-            pool_path: self.pool_path.or(other.pool_path),
-            pool_view: self.pool_view.or(other.pool_view),
-            hugepages: self.hugepages.or(other.hugepages),
-            quota: self.quota.or(other.quota),
-            socket_group: self.socket_group.or(other.socket_group),
-            control_socket: self.control_socket.or(other.control_socket),
-            control_listen: self.control_listen.or(other.control_listen),
-            control_token_file: self.control_token_file.or(other.control_token_file),
-            lease_ttl: self.lease_ttl.or(other.lease_ttl),
-            handover_ttl: self.handover_ttl.or(other.handover_ttl),
-            mesh: self.mesh.or(other.mesh),
-            copy_threads: self.copy_threads.or(other.copy_threads),
-            gpu: self.gpu.or(other.gpu),
-            log_level: self.log_level.or(other.log_level),
-            log_format: self.log_format.or(other.log_format),
-        }
-    }
-
     pub fn complete(self) -> Result<Config, ConfigError> {
-        let socket = self.socket.unwrap_or_else(default_socket);
-        let lease_ttl = self.lease_ttl.unwrap_or(LEASE_TTL_DEFAULT);
-        if !LEASE_TTL_MS.contains(&lease_ttl.as_millis()) {
-            let value = lease_ttl.to_string();
-            let rule = "10s to 600s: a shorter lease may end before its load is read";
-            return Err(ConfigError::Range { option: "lease-ttl", value, rule });
-        }
-        let handover_ttl = self.handover_ttl.unwrap_or(HANDOVER_TTL_DEFAULT);
-        if !HANDOVER_TTL_MS.contains(&handover_ttl.as_millis()) {
-            let value = handover_ttl.to_string();
-            return Err(ConfigError::Range { option: "handover-ttl", value, rule: "1s to 600s" });
-        }
-        let copy_threads = self.copy_threads.unwrap_or(COPY_THREADS_DEFAULT);
-        if !COPY_THREADS.contains(&copy_threads) {
-            let value = copy_threads.to_string();
-            return Err(ConfigError::Range { option: "copy-threads", value, rule: "1 to 32" });
-        }
-        if self.pool_view.is_some() && self.pool_path.is_none() {
+        let settled = self.settle();
+        let (lease, handover) = (settled.lease_ttl, settled.handover_ttl);
+        let rule = "10s to 600s: a shorter lease may end before its load is read";
+        check_range("lease-ttl", lease, LEASE_TTL_MS.contains(&lease.as_millis()), rule)?;
+        check_range("handover-ttl", handover, HANDOVER_TTL_MS.contains(&handover.as_millis()), "1s to 600s")?;
+        let threads = settled.copy_threads;
+        check_range("copy-threads", threads, COPY_THREADS.contains(&threads), "1 to 32")?;
+        if settled.pool_view.is_some() && settled.pool_path.is_none() {
             return Err(ConfigError::ViewAlone);
         }
-        let control = self.control_socket.unwrap_or_else(|| default_control_socket(&socket));
+        let socket = settled.socket.clone().unwrap_or_else(default_socket);
+        let control = settled.control_socket.clone().unwrap_or_else(|| default_control_socket(&socket));
+        let listen = settled.control_listen.map(|listen| listen.0);
         let config = Config {
-            control: control::complete(
-                control,
-                self.control_listen.map(|listen| listen.0),
-                self.control_token_file.as_deref(),
-            )?,
+            control: control::complete(control, listen, settled.control_token_file.as_deref())?,
             socket,
-            dram: self.dram.ok_or(ConfigError::DramMissing)?,
-            ssd: self.ssd,
-            ssd_required: self.ssd_required.unwrap_or(false),
-            ssd_io: self.ssd_io.unwrap_or(SsdIo::Auto),
-            ssd_admission: self.ssd_admission.unwrap_or(SsdAdmission::All),
-            http: self.http.map_or_else(|| HTTP_DEFAULT.parse().expect("a constant address"), |http| http.0),
-            pool_path: self.pool_path,
-            pool_view: self.pool_view,
-            hugepages: self.hugepages.unwrap_or(false),
-            quotas: self.quota.unwrap_or_default(),
-            mesh: self.mesh.complete()?,
-            socket_group: self.socket_group,
-            lease_ttl,
-            handover_ttl,
-            copy_threads,
-            gpu: self.gpu.unwrap_or(UseGpu::Auto),
-            log_level: self.log_level.unwrap_or(Level::Info),
-            log_format: self.log_format.unwrap_or(LogFormat::Text),
+            dram: settled.dram.ok_or(ConfigError::DramMissing)?,
+            http: settled.http.0,
+            quotas: settled.quota.clone().unwrap_or_default(),
+            mesh: settled.mesh.clone().complete()?,
+            settled,
         };
         quotas::check(&config.quotas)?;
         disk::check(&config.ssd)?;
@@ -364,7 +309,24 @@ impl Options {
     }
 }
 
+fn check_range(
+    option: &'static str,
+    value: impl ToString,
+    valid: bool,
+    rule: &'static str,
+) -> Result<(), ConfigError> {
+    if valid { Ok(()) } else { Err(ConfigError::Range { option, value: value.to_string(), rule }) }
+}
+
 // === impl Config ===
+
+impl std::ops::Deref for Config {
+    type Target = SettledOptions;
+
+    fn deref(&self) -> &SettledOptions {
+        &self.settled
+    }
+}
 
 impl Config {
     /// A warning for a sidecar with a GPU whose container grants it little memory beside the pool.

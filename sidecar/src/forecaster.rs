@@ -74,7 +74,7 @@ fn play(requests: &Receiver<Ended>, config: &dram::Config, foretold: &Foretold) 
         });
         // A miniature has slots of one size.
         if *bytes == block_bytes {
-            forecast.request(namespace, 0, &keys, asked);
+            forecast.request(namespace, &keys, asked);
             foretold.show(forecast);
         }
     }

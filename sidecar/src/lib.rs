@@ -26,3 +26,5 @@ pub mod pages;
 pub mod ports;
 pub mod runtime;
 pub mod system;
+
+pub use shm_protocol::named;

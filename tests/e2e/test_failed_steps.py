@@ -180,7 +180,7 @@ def test_a_fault_that_ends_an_engine_ends_no_other(options: engine.Options, plai
 
 @pytest.mark.supports("failed-steps")
 def test_nan_is_kept_for_nobody(options: engine.Options, plain: engine.Engine, tmp_path: Path) -> None:
-    """vLLM answers with NaN in a layer and goes on: no block with NaN is kept, and the next engine computes that prompt."""
+    """vLLM answers with NaN in a layer and goes on: no block of it is kept, and the next engine computes the prompt."""
     tokens = HEALTHY[1]
     with sidecar.serving(tmp_path) as keeper:
         connected = dataclasses.replace(options, socket=keeper.socket, batched_tokens=prompts.STEP_TOKENS)

@@ -80,7 +80,7 @@ fn lease(dram: &mut Dram, keys: u64) -> usize {
         let hashes: Vec<BlockHash> =
             (first..first + BATCH as u64).map(|number| hash(keys - 1 - number)).collect();
         slots.clear();
-        dram.grant(OWNER, HolderId::NOBODY, 1, NAMESPACE, 0, &hashes, 0, &mut slots).expect("hits");
+        dram.grant(OWNER, HolderId::NOBODY, 1, NAMESPACE, &hashes, 0, &mut slots).expect("hits");
         leased += slots.len();
     }
     leased
@@ -96,7 +96,7 @@ fn lookups(dram: &mut Dram, hashes: &[BlockHash]) -> (f64, f64, usize) {
         let start = Instant::now();
         for batch in hashes.chunks(BATCH) {
             found.clear();
-            dram.lookup(NAMESPACE, 0, batch, &mut found);
+            dram.lookup(NAMESPACE, batch, &mut found);
             hits += found.iter().filter(|found| **found).count();
         }
         rates.push(hashes.len() as f64 / start.elapsed().as_secs_f64());
@@ -120,7 +120,7 @@ fn timed<T>(work: impl FnOnce() -> T) -> (T, f64) {
 /// Microseconds of a leading-run probe over 1,024 random resident keys, the median of many.
 fn probe_1024_us(dram: &mut Dram, hits: &[BlockHash]) -> f64 {
     let probe = |run| {
-        let (found, us) = timed(|| dram.probe(NAMESPACE, 0, run));
+        let (found, us) = timed(|| dram.probe(NAMESPACE, run));
         assert_eq!(found, 1024);
         us
     };
@@ -133,7 +133,7 @@ fn grant_us(dram: &mut Dram, hits: &[BlockHash], count: usize) -> f64 {
     let grant = |run| {
         slots.clear();
         let (lease, us) =
-            timed(|| dram.grant(OWNER, HolderId::NOBODY, 1, NAMESPACE, 0, run, 0, &mut slots).expect("hits"));
+            timed(|| dram.grant(OWNER, HolderId::NOBODY, 1, NAMESPACE, run, 0, &mut slots).expect("hits"));
         assert_eq!(slots.len(), count);
         dram.release(lease, OWNER).expect("granted");
         us
@@ -149,17 +149,17 @@ fn touch_us(dram: &mut Dram, keys: u64, count: u64) -> [f64; 3] {
         let chain: Vec<BlockHash> = (first..first + count).map(hash).collect();
         // The first time, index and entries are in no cache.
         for times in &mut times[..2] {
-            times.push(timed(|| dram.use_run(NAMESPACE, 0, &chain)).1);
+            times.push(timed(|| dram.use_run(NAMESPACE, &chain)).1);
         }
         let opened_at = dram.generation();
-        times[2].push(timed(|| dram.end_chain(HolderId::NOBODY, NAMESPACE, 0, &chain, opened_at)).1);
+        times[2].push(timed(|| dram.end_chain(HolderId::NOBODY, NAMESPACE, &chain, opened_at)).1);
     }
     times.map(median)
 }
 
 /// The same of blocks that lie anywhere, each run of them used once.
 fn touch_random_us(dram: &mut Dram, hits: &[BlockHash]) -> f64 {
-    median(hits.chunks_exact(BATCH).map(|run| timed(|| dram.use_run(NAMESPACE, 0, run)).1).collect())
+    median(hits.chunks_exact(BATCH).map(|run| timed(|| dram.use_run(NAMESPACE, run)).1).collect())
 }
 
 /// Microseconds of 512 reads of random lines in a table as large as the entries of `keys` blocks, and of as many pairs of reads, the

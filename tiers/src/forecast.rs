@@ -7,7 +7,7 @@
 use std::collections::{HashSet, VecDeque};
 use std::ops::Range;
 
-use shm_protocol::key::{BlockHash, BlockKey};
+use shm_protocol::key::{BlockHash, BlockKey, GROUP};
 use shm_protocol::pool::{SlotRef, slot_count};
 
 use crate::dram::{Config, Dram, HolderId, Whose};
@@ -69,7 +69,7 @@ impl Forecast {
     }
 
     /// A request with these keys of a namespace is over, which had asked for those in `asked`.
-    pub fn request(&mut self, namespace: u32, group: u32, keys: &[BlockHash], asked: Range<usize>) {
+    pub fn request(&mut self, namespace: u32, keys: &[BlockHash], asked: Range<usize>) {
         let Some((first, rest)) = keys.split_first() else { return };
         let Self { stride, rooms, endless, found, chain, .. } = self;
         let stride = *stride;
@@ -90,9 +90,9 @@ impl Forecast {
             found[room] += (twice.clamp(2 * start, 2 * end) - 2 * start) as u64;
         };
         for (at, room) in rooms.iter_mut().enumerate() {
-            note(at, room.request(namespace, group, chain, from));
+            note(at, room.request(namespace, chain, from));
         }
-        note(HALVES.len(), endless.request(namespace, group, chain, from));
+        note(HALVES.len(), endless.request(namespace, chain, from));
         self.asked += (end - start) as u64;
     }
 
@@ -118,16 +118,16 @@ impl Miniature {
     }
 
     /// Keeps a chain as the sidecar does; how far it was kept before, of which the first `from` are not asked for.
-    fn request(&mut self, namespace: u32, group: u32, chain: &[BlockHash], from: usize) -> usize {
-        let key = |at: usize| BlockKey { namespace, group, hash: chain[at] };
+    fn request(&mut self, namespace: u32, chain: &[BlockHash], from: usize) -> usize {
+        let key = |at: usize| BlockKey { namespace, group: GROUP, hash: chain[at] };
         let opened_at = self.dram.generation();
         let from = from.min(chain.len());
-        let run = from + self.dram.probe(namespace, group, &chain[from..]);
+        let run = from + self.dram.probe(namespace, &chain[from..]);
         for at in 0..chain.len() {
             let slot = self.dram.begin_fill(key(at), BLOCK_BYTES, Whose::default());
             self.slots.extend(slot.map(|slot| (at, slot)));
         }
-        self.dram.use_run(namespace, group, chain);
+        self.dram.use_run(namespace, chain);
         self.dram.drain_evicted().for_each(drop);
         self.dram.drain_assigned().for_each(drop);
         for (at, slot) in self.slots.drain(..) {
@@ -136,7 +136,7 @@ impl Miniature {
                 _ => self.dram.commit_behind(slot, &key(at - 1)),
             };
         }
-        self.dram.end_chain(HolderId::NOBODY, namespace, group, chain, opened_at);
+        self.dram.end_chain(HolderId::NOBODY, namespace, chain, opened_at);
         run
     }
 }
@@ -145,8 +145,8 @@ impl Miniature {
 
 impl Endless {
     /// Remembers a chain; how far it was known before, of which the first `from` are not asked for.
-    fn request(&mut self, namespace: u32, group: u32, chain: &[BlockHash], from: usize) -> usize {
-        let prints = || chain.iter().map(|hash| Print::new(namespace, group, hash));
+    fn request(&mut self, namespace: u32, chain: &[BlockHash], from: usize) -> usize {
+        let prints = || chain.iter().map(|hash| Print::new(namespace, GROUP, hash));
         let run = from + prints().skip(from).take_while(|print| self.known.contains(print)).count();
         for print in prints() {
             if self.known.insert(print) {

@@ -2,9 +2,8 @@
 
 use std::fmt;
 
-shm_protocol::labels! {
+shm_protocol::named! {
     /// Why a pool file or a log is given up.
-    #[derive(Copy, Clone, Debug, Eq, PartialEq)]
     pub enum Cause {
         /// Its layout is another release's, and this release does not read it.
         Version = "version",

@@ -133,9 +133,8 @@ pub enum Fault {
     Stopped,
 }
 
-shm_protocol::labels! {
+shm_protocol::named! {
     /// Faults as they are counted.
-    #[derive(Copy, Clone, Debug, Eq, PartialEq)]
     pub enum FaultKind {
         /// ENOSPC, EDQUOT or EFBIG: the file cannot hold what it was made for.
         NoSpace = "no_space",

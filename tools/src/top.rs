@@ -30,7 +30,7 @@ const PICTURE: Duration = Duration::from_millis(100);
 #[derive(Args, Clone, Debug)]
 pub struct Options {
     /// Address of the sidecar's pages, its --http
-    #[arg(long, env = "PILLION_HTTP", default_value = HTTP_DEFAULT, value_name = "IP:PORT")]
+    #[arg(long, env = "PILLION_HTTP", default_value_t = HTTP_DEFAULT, value_name = "IP:PORT")]
     pub http: IpPort,
     /// Time between two updates
     #[arg(long, default_value = "1s", value_name = "TIME")]

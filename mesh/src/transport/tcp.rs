@@ -35,7 +35,7 @@ use self::threads::Threads;
 use super::{BootId, Fault, Fetch, Granted, NodeId, Peer, PeerNumber, Transport, Up};
 use crate::Error;
 use crate::listen::listen;
-use crate::refusals::{Reason, Refusals};
+use crate::refusals::{PeerRefusals, Reason};
 use crate::sync::{Rarely, lock};
 use crate::tls::Credentials;
 pub use crate::tls::{Security, Tls};
@@ -62,7 +62,7 @@ pub struct Config {
     /// How long anything may take.
     pub limits: Limits,
     /// Where it is counted whom this node turns away, and who it.
-    pub refusals: Arc<Refusals>,
+    pub refusals: Arc<PeerRefusals>,
 }
 
 /// How long anything may take.

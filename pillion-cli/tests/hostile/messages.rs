@@ -61,7 +61,7 @@ const fn by_rank(breach: Breach) -> Breach {
 /// The villain's scheduler has log 0 with 70 keys in chunks 0 and 1, and block id 5 at position 7.
 const BREACHES: &[Breach] = &[
     breach("kind 0", "kind 0", || vec![[0; 8]]),
-    breach("kind 17", "kind 17", || vec![[17, 0, 0, 0, 0, 0, 0, 0]]),
+    breach("a kind of the future", "kind 100", || vec![[100, 0, 0, 0, 0, 0, 0, 0]]),
     breach("kind 255", "kind 255", || vec![[u64::MAX; 8]]),
     breach("OPEN of a log there is not", "log 65536", || one(Message { log: LOGS as u32, ..of(Kind::Open) })),
     breach("OPEN of a bundle there is not", "OPEN with bundle 1: this release serves one bundle", || {

@@ -157,7 +157,12 @@ impl WorkerHello {
         let offset = self.regions[0].offset;
         let behind = offset >= STAGING_WORDS_BYTES as u64;
         range("region.offset", offset, behind, "at least 4,096, behind the words of the slots")?;
-        range("copy", self.copy, self.copy == Copier::Engine, "'engine' where saves are staged")
+        range(
+            "copy",
+            format_args!("'{}'", self.copy),
+            self.copy == Copier::Engine,
+            "'engine' where saves are staged",
+        )
     }
 
     /// Checks where a block is cut into the parts of a load: also of a rank that sends no cuts, but copies by them.
@@ -188,6 +193,6 @@ impl CudaMemory {
         }
         worker.check_cuts(&self.cuts)?;
         let by_sidecar = worker.copy == Copier::Sidecar;
-        range("copy", worker.copy, by_sidecar, "'sidecar' where the memory is a GPU's")
+        range("copy", format_args!("'{}'", worker.copy), by_sidecar, "'sidecar' where the memory is a GPU's")
     }
 }

@@ -6,29 +6,33 @@ use twox_hash::XxHash3_128;
 
 use super::{BlockHash, HASH_BYTES_MAX, HASH_BYTES_SHORT, KeyError};
 
-/// vLLM's `--prefix-caching-hash-algo`.
-#[derive(Copy, Clone, Eq, PartialEq, Debug, Deserialize)]
-#[serde(try_from = "String")]
-pub enum Algorithm {
-    /// XXH3-128, big-endian, over canonical CBOR.
-    XxhashCbor,
-    /// SHA-256 over canonical CBOR.
-    Sha256Cbor,
-    /// SHA-256 over a Python pickle of protocol 5; vLLM's default.
-    Sha256,
-    /// XXH3-128, big-endian, over a Python pickle of protocol 5.
-    Xxhash,
+crate::named! {
+    /// vLLM's `--prefix-caching-hash-algo`.
+    #[derive(Deserialize)]
+    #[serde(try_from = "String")]
+    pub enum Algorithm {
+        /// XXH3-128, big-endian, over canonical CBOR.
+        XxhashCbor = "xxhash_cbor",
+        /// SHA-256 over canonical CBOR.
+        Sha256Cbor = "sha256_cbor",
+        /// SHA-256 over a Python pickle of protocol 5; vLLM's default.
+        Sha256 = "sha256",
+        /// XXH3-128, big-endian, over a Python pickle of protocol 5.
+        Xxhash = "xxhash",
+    }
 }
 
-/// How vLLM makes NONE_HASH, the parent of a first block.
-#[derive(Copy, Clone, Eq, PartialEq, Debug, Default, Deserialize)]
-#[serde(try_from = "String")]
-pub enum NoneHashRule {
-    /// vLLM 0.29 and later: without a seed, random for the xxhash kinds alone.
-    #[default]
-    Since029,
-    /// vLLM up to 0.28: without a seed, random for all.
-    Before029,
+crate::named! {
+    /// How vLLM makes NONE_HASH, the parent of a first block.
+    #[derive(Default, Deserialize)]
+    #[serde(try_from = "String")]
+    pub enum NoneHashRule {
+        /// vLLM 0.29 and later: without a seed, random for the xxhash kinds alone.
+        #[default]
+        Since029 = "0.29",
+        /// vLLM up to 0.28: without a seed, random for all.
+        Before029 = "0.28",
+    }
 }
 
 /// The end of the fact where keys have the second digest.
@@ -99,14 +103,8 @@ pub(super) fn hash_sha256(message: &mut Vec<u8>) -> [u8; 32] {
     hash
 }
 
-names!(
-    Algorithm,
-    "algorithm",
-    "xxhash_cbor, sha256_cbor, sha256, xxhash",
-    ["xxhash_cbor" = XxhashCbor, "sha256_cbor" = Sha256Cbor, "sha256" = Sha256, "xxhash" = Xxhash]
-);
-
-names!(NoneHashRule, "rule", "0.29 (and later), 0.28 (and earlier)", ["0.29" = Since029, "0.28" = Before029]);
+read_by_name!(Algorithm, "algorithm", "xxhash_cbor, sha256_cbor, sha256, xxhash");
+read_by_name!(NoneHashRule, "rule", "0.29 (and later), 0.28 (and earlier)");
 
 #[cfg(test)]
 mod tests {

@@ -6,15 +6,17 @@ use serde::Deserialize;
 
 use super::KeyError;
 
-/// How extra keys are hashed.
-#[derive(Copy, Clone, Eq, PartialEq, Debug, Default, Deserialize)]
-#[serde(try_from = "String")]
-pub enum ExtraForm {
-    /// vLLM 0.31 and later: tuples that begin with the kind.
-    #[default]
-    Tagged,
-    /// vLLM up to 0.30: values alone.
-    Bare,
+crate::named! {
+    /// How extra keys are hashed.
+    #[derive(Default, Deserialize)]
+    #[serde(try_from = "String")]
+    pub enum ExtraForm {
+        /// vLLM 0.31 and later: tuples that begin with the kind.
+        #[default]
+        Tagged = "tagged",
+        /// vLLM up to 0.30: values alone.
+        Bare = "bare",
+    }
 }
 
 /// One extra key of a block. In JSON as vLLM has it, tuples as arrays and bytes as `{"bytes": hex}`; bare ones are
@@ -81,14 +83,7 @@ enum Captured {
 /// `{"bytes": hex}`: a map, because a struct would be read from an array too.
 type CapturedBytes = BTreeMap<String, String>;
 
-// === impl ExtraForm ===
-
-names!(
-    ExtraForm,
-    "form",
-    "tagged (vLLM 0.31 and later), bare (up to 0.30)",
-    ["tagged" = Tagged, "bare" = Bare]
-);
+read_by_name!(ExtraForm, "form", "tagged (vLLM 0.31 and later), bare (up to 0.30)");
 
 // === impl ExtraKey ===
 

@@ -9,9 +9,8 @@ use shm_protocol::transport;
 
 use crate::pages::metrics::figures::counters_of;
 
-shm_protocol::labels! {
+shm_protocol::named! {
     /// Why a connection is refused; the label of `pillion_connections_refused_total`.
-    #[derive(Copy, Clone, Debug, Eq, PartialEq)]
     pub enum Cause {
         /// It is another user's.
         User = "user",

@@ -26,22 +26,27 @@ pub struct Disk {
     pub create: bool,
 }
 
-/// Which saved blocks are written to disks.
-#[derive(Copy, Clone, Debug, Deserialize, Eq, PartialEq)]
-#[serde(try_from = "String")]
-pub enum SsdAdmission {
-    All,
-    /// Those that were asked for again, or that came back after their eviction.
-    SecondHit,
+shm_protocol::named! {
+    /// Which saved blocks are written to disks.
+    #[derive(Deserialize)]
+    #[serde(try_from = "String")]
+    pub enum SsdAdmission {
+        All = "all",
+        /// Those that were asked for again, or that came back after their eviction.
+        SecondHit = "second-hit",
+    }
 }
 
-/// How bytes are moved between disks and memory.
-#[derive(Copy, Clone, Debug, Deserialize, Eq, PartialEq)]
-#[serde(try_from = "String")]
-pub enum SsdIo {
-    /// By io_uring where the kernel allows it, else by threads.
-    Auto,
-    Always(Backend),
+shm_protocol::named! {
+    /// How bytes are moved between disks and memory.
+    #[derive(Deserialize)]
+    #[serde(try_from = "String")]
+    pub enum SsdIo {
+        /// By io_uring where the kernel allows it, else by threads.
+        Auto = "auto",
+        IoUring = "io_uring",
+        Threads = "threads",
+    }
 }
 
 /// Refuses a place that is named twice, and more of them than any host has.
@@ -83,19 +88,6 @@ impl fmt::Display for Disk {
     }
 }
 
-// === impl SsdAdmission ===
-
-impl FromStr for SsdAdmission {
-    type Err = String;
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "all" => Ok(Self::All),
-            "second-hit" => Ok(Self::SecondHit),
-            _ => Err(format!("\"{text}\" is not an admission rule: write one of all, second-hit")),
-        }
-    }
-}
-
 // === impl SsdIo ===
 
 impl SsdIo {
@@ -103,21 +95,9 @@ impl SsdIo {
     pub fn wanted(self) -> Option<Backend> {
         match self {
             Self::Auto => None,
-            Self::Always(backend) => Some(backend),
+            Self::IoUring => Some(Backend::IoUring),
+            Self::Threads => Some(Backend::Threads),
         }
-    }
-}
-
-impl FromStr for SsdIo {
-    type Err = String;
-    fn from_str(text: &str) -> Result<Self, String> {
-        if text == "auto" {
-            return Ok(Self::Auto);
-        }
-        let backend = Backend::ALL.into_iter().find(|backend| backend.name() == text);
-        backend.map(Self::Always).ok_or_else(|| {
-            format!("\"{text}\" is not a way to move bytes: write one of auto, io_uring, threads")
-        })
     }
 }
 

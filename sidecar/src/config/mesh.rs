@@ -3,114 +3,114 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
-use clap::Args;
 use mesh::control::{self, Etcd, Members};
 use mesh::tls::{Security, Tls};
 use mesh::transport::NodeId;
 use mesh::transport::{rdma, tcp};
-use serde::Deserialize;
 
-use super::{ConfigError, IpPort, Size};
+use super::{ConfigError, IpPort, Size, check_range};
 
 /// Bytes of what all peers keep together: less is of no use, and more no mesh has.
 const DIRECTORY_BYTES: std::ops::RangeInclusive<u64> = 1 << 20..=64 << 30;
 
-/// Options of the mesh, each as a flag and as a key of the file's table `mesh`.
-#[derive(Args, Clone, Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub struct MeshOptions {
+options! {
+    /// Options of the mesh, each as a flag and as a key of the file's table `mesh`.
+    pub struct MeshOptions;
+    /// The same with their defaults.
+    struct SettledMesh;
+
     /// Share blocks with the sidecars of other pods, which follow this sidecar's inventory at this address, such as
     /// the pod's IP and port 9441
     ///
     /// Peers fetch blocks at the next port, and with --nics arrange RDMA at the one after it. The address is sent to
     /// peers, so 0.0.0.0 is refused.
-    #[arg(long = "mesh-listen", env = "PILLION_MESH_LISTEN", value_name = "IP:PORT")]
-    pub listen: Option<IpPort>,
+    #[arg(long = "mesh-listen", value_name = "IP:PORT")]
+    listen: Option<IpPort>,
     /// Name of this node in the mesh, different for each sidecar [default: the host's name]
     ///
     /// Keep it the same across restarts. 1 to 253 printable ASCII characters.
-    #[arg(long = "node-id", env = "PILLION_NODE_ID", value_name = "NAME")]
-    pub node_id: Option<String>,
+    #[arg(long = "node-id", value_name = "NAME")]
+    node_id: Option<String>,
     /// Another sidecar's --mesh-listen, or a name with the addresses of several sidecars, such as a headless Service.
     /// May be given several times
     ///
     /// Every address of a name is followed, and names are resolved again every 10 s. This node's own address may be
     /// among them. A node serves only members that it has found itself; a peer that starts later is dialled as soon
     /// as it follows this node. Excludes --etcd. The configuration file takes a list.
-    #[arg(long = "peer", env = "PILLION_PEER", value_name = "HOST:PORT", value_delimiter = ',')]
+    #[arg(long = "peer", value_name = "HOST:PORT", value_delimiter = ',')]
     #[serde(default)]
-    pub peer: Vec<String>,
+    peer: Vec<String>,
     /// Find the other sidecars in etcd, at http://HOST:PORT or https://HOST:PORT of one of its members. May be given
     /// several times
     ///
     /// Each sidecar registers one key under a lease of 10 s. A killed sidecar registers again when that lease has
     /// ended, or at once if it returns with its pool file. While etcd is unreachable the last known members stay in
     /// use. Excludes --peer. The configuration file takes a list.
-    #[arg(long = "etcd", env = "PILLION_ETCD", value_name = "URL", value_delimiter = ',')]
+    #[arg(long = "etcd", value_name = "URL", value_delimiter = ',')]
     #[serde(default)]
-    pub etcd: Vec<String>,
+    etcd: Vec<String>,
     /// CA certificates, in PEM, that etcd's certificate must be signed by
-    #[arg(long = "etcd-ca", env = "PILLION_ETCD_CA", value_name = "FILE")]
-    pub etcd_ca: Option<PathBuf>,
+    #[arg(long = "etcd-ca", value_name = "FILE")]
+    etcd_ca: Option<PathBuf>,
     /// This node's certificate for etcd, in PEM; requires --etcd-key
-    #[arg(long = "etcd-cert", env = "PILLION_ETCD_CERT", value_name = "FILE")]
-    pub etcd_cert: Option<PathBuf>,
+    #[arg(long = "etcd-cert", value_name = "FILE")]
+    etcd_cert: Option<PathBuf>,
     /// Private key of --etcd-cert, in PEM
-    #[arg(long = "etcd-key", env = "PILLION_ETCD_KEY", value_name = "FILE")]
-    pub etcd_key: Option<PathBuf>,
+    #[arg(long = "etcd-key", value_name = "FILE")]
+    etcd_key: Option<PathBuf>,
     /// User name at etcd; requires --etcd-password-file
-    #[arg(long = "etcd-user", env = "PILLION_ETCD_USER", value_name = "NAME")]
-    pub etcd_user: Option<String>,
+    #[arg(long = "etcd-user", value_name = "NAME")]
+    etcd_user: Option<String>,
     /// File with the password of --etcd-user
-    #[arg(long = "etcd-password-file", env = "PILLION_ETCD_PASSWORD_FILE", value_name = "FILE")]
-    pub etcd_password_file: Option<PathBuf>,
-    /// Name of the mesh; sidecars of a mesh with another name are refused [default: default]
-    #[arg(long = "mesh-name", env = "PILLION_MESH_NAME", value_name = "NAME")]
-    pub name: Option<String>,
+    #[arg(long = "etcd-password-file", value_name = "FILE")]
+    etcd_password_file: Option<PathBuf>,
+    /// Name of the mesh; sidecars of a mesh with another name are refused
+    #[arg(long = "mesh-name", value_name = "NAME")]
+    name: Option<String> = control::MESH_DEFAULT.to_owned(),
     /// This node's certificate for its peers, in PEM; requires --mesh-key, --mesh-ca and --mesh-cert-name
     ///
     /// All ports of the mesh then use mutual TLS 1.3. Changed files are read again without a restart.
-    #[arg(long = "mesh-cert", env = "PILLION_MESH_CERT", value_name = "FILE")]
-    pub cert: Option<PathBuf>,
+    #[arg(long = "mesh-cert", value_name = "FILE")]
+    cert: Option<PathBuf>,
     /// Private key of --mesh-cert, in PEM
-    #[arg(long = "mesh-key", env = "PILLION_MESH_KEY", value_name = "FILE")]
-    pub key: Option<PathBuf>,
+    #[arg(long = "mesh-key", value_name = "FILE")]
+    key: Option<PathBuf>,
     /// CA certificates, in PEM, that peers' certificates must be signed by
-    #[arg(long = "mesh-ca", env = "PILLION_MESH_CA", value_name = "FILE")]
-    pub ca: Option<PathBuf>,
+    #[arg(long = "mesh-ca", value_name = "FILE")]
+    ca: Option<PathBuf>,
     /// DNS name or IP address that the certificate of every node carries
-    #[arg(long = "mesh-cert-name", env = "PILLION_MESH_CERT_NAME", value_name = "NAME")]
-    pub cert_name: Option<String>,
+    #[arg(long = "mesh-cert-name", value_name = "NAME")]
+    cert_name: Option<String>,
     /// Run the mesh without encryption and authentication
     ///
     /// Anybody who reaches the ports and knows a member's name can then read blocks. Use it only in a network where
     /// everybody may read every block. A mesh needs either this or certificates.
-    #[arg(long = "mesh-plaintext", env = "PILLION_MESH_PLAINTEXT", num_args = 0..=1, require_equals = true, default_missing_value = "true", value_name = "true|false")]
-    pub plaintext: Option<bool>,
-    /// Memory for the directory of the blocks that peers keep, about 2.4 bytes a block [default: 512MiB]
+    #[arg(long = "mesh-plaintext")]
+    plaintext: Option<bool> = false,
+    /// Memory for the directory of the blocks that peers keep, about 2.4 bytes a block
     ///
     /// 1MiB to 64GiB, in equal shares for all peers. If a peer keeps more blocks than its share holds, only one of 2
     /// to 256 of them is known, and the log says so: raise the size. About once an hour the sidecar checks whether
     /// more would fit.
-    #[arg(long = "mesh-directory-size", env = "PILLION_MESH_DIRECTORY_SIZE", value_name = "SIZE")]
-    pub directory_size: Option<Size>,
-    /// TCP connections to each peer that blocks are fetched from [default: 4]
+    #[arg(long = "mesh-directory-size", value_name = "SIZE")]
+    directory_size: Option<Size> = Size::new(control::DIRECTORY_BYTES_DEFAULT as u64),
+    /// TCP connections to each peer that blocks are fetched from
     ///
     /// 1 to 64. Lower it on every node if pillion_mesh_refusals_total{reason="full"} grows.
-    #[arg(long = "tcp-streams", env = "PILLION_TCP_STREAMS", value_name = "COUNT")]
-    pub tcp_streams: Option<usize>,
+    #[arg(long = "tcp-streams", value_name = "COUNT")]
+    tcp_streams: Option<usize> = tcp::STREAMS_DEFAULT,
     /// Move blocks by RDMA over these NICs, such as mlx5_0,mlx5_1; peers without NICs are reached over TCP
     ///
     /// All nodes with NICs need the same number of them; others are refused. NICs of two nodes are paired by NUMA
     /// node, then by order. RDMA traffic is neither encrypted nor authenticated, even with TLS. Needs libibverbs, and
     /// the right to lock the pool in memory; blocks to and from a node without that right travel over TCP, and its
     /// log names the remedy. The configuration file takes a list.
-    #[arg(long = "nics", env = "PILLION_NICS", value_name = "NAME,...", value_delimiter = ',')]
+    #[arg(long = "nics", value_name = "NAME,...", value_delimiter = ',')]
     #[serde(default)]
-    pub nics: Vec<String>,
-    /// Queue pairs of each NIC to each peer that has NICs; the same number on both sides [default: 2]
-    #[arg(long = "qps-per-peer", env = "PILLION_QPS_PER_PEER", value_name = "COUNT")]
-    pub qps_per_peer: Option<usize>,
+    nics: Vec<String>,
+    /// Queue pairs of each NIC to each peer that has NICs; the same number on both sides
+    #[arg(long = "qps-per-peer", value_name = "COUNT")]
+    qps_per_peer: Option<usize> = rdma::QPS_PER_PEER_DEFAULT,
 }
 
 /// A mesh that this node is to be in.
@@ -154,38 +154,9 @@ fn wrong<T>(text: impl Into<String>) -> Result<T, ConfigError> {
     Err(ConfigError::Mesh(text.into()))
 }
 
-fn given<T>(value: Vec<T>) -> Option<Vec<T>> {
-    (!value.is_empty()).then_some(value)
-}
-
 // === impl MeshOptions ===
 
 impl MeshOptions {
-    /// These options, and those of `other` where these say nothing.
-    pub(super) fn or(self, other: Self) -> Self {
-        Self {
-            listen: self.listen.or(other.listen),
-            node_id: self.node_id.or(other.node_id),
-            peer: given(self.peer).unwrap_or(other.peer),
-            etcd: given(self.etcd).unwrap_or(other.etcd),
-            etcd_ca: self.etcd_ca.or(other.etcd_ca),
-            etcd_cert: self.etcd_cert.or(other.etcd_cert),
-            etcd_key: self.etcd_key.or(other.etcd_key),
-            etcd_user: self.etcd_user.or(other.etcd_user),
-            etcd_password_file: self.etcd_password_file.or(other.etcd_password_file),
-            name: self.name.or(other.name),
-            cert: self.cert.or(other.cert),
-            key: self.key.or(other.key),
-            ca: self.ca.or(other.ca),
-            cert_name: self.cert_name.or(other.cert_name),
-            plaintext: self.plaintext.or(other.plaintext),
-            directory_size: self.directory_size.or(other.directory_size),
-            tcp_streams: self.tcp_streams.or(other.tcp_streams),
-            nics: given(self.nics).unwrap_or(other.nics),
-            qps_per_peer: self.qps_per_peer.or(other.qps_per_peer),
-        }
-    }
-
     /// The mesh, if there is to be one.
     pub(super) fn complete(self) -> Result<Option<Mesh>, ConfigError> {
         let Some(IpPort(listen)) = self.listen else {
@@ -203,16 +174,23 @@ impl MeshOptions {
                  this node, such as the pod's IP"
             ));
         }
-        let tcp = self.tcp(next_port(listen)?)?;
-        let rdma = self.rdma(tcp.listen)?;
+        let settled = self.clone().settle();
+        let tcp = Tcp { listen: next_port(listen)?, streams: settled.tcp_streams };
+        check_range("tcp-streams", tcp.streams, (1..=tcp::STREAMS_MAX).contains(&tcp.streams), "1 to 64")?;
+        let rdma = self.rdma(tcp.listen, settled.qps_per_peer)?;
         let node = self.node_id.clone().map_or_else(host_name, Ok)?;
         let Ok(node) = NodeId::new(&node) else {
             return wrong(format!("--node-id '{node}' must be 1 to 253 printable ASCII characters"));
         };
-        let name = self.name.clone().unwrap_or_else(|| control::MESH_DEFAULT.to_owned());
-        let (security, directory_bytes) = (self.security()?, self.directory_bytes()?);
-        let members = self.members()?;
-        Ok(Some(Mesh { listen, node, name, members, security, directory_bytes, tcp, rdma }))
+        let (security, size) = (self.security()?, settled.directory_size);
+        check_range(
+            "mesh-directory-size",
+            size,
+            DIRECTORY_BYTES.contains(&size.as_bytes()),
+            "1MiB to 64GiB",
+        )?;
+        let (members, directory_bytes) = (self.members()?, size.as_bytes() as usize);
+        Ok(Some(Mesh { listen, node, name: settled.name, members, security, directory_bytes, tcp, rdma }))
     }
 
     /// An option that means nothing alone.
@@ -247,26 +225,8 @@ impl MeshOptions {
         given.into_iter().find_map(|(given, name)| given.then_some(name))
     }
 
-    fn directory_bytes(&self) -> Result<usize, ConfigError> {
-        let Some(size) = self.directory_size else { return Ok(control::DIRECTORY_BYTES_DEFAULT) };
-        if DIRECTORY_BYTES.contains(&size.as_bytes()) {
-            return Ok(size.as_bytes() as usize);
-        }
-        let value = size.to_string();
-        Err(ConfigError::Range { option: "mesh-directory-size", value, rule: "1MiB to 64GiB" })
-    }
-
-    fn tcp(&self, listen: SocketAddr) -> Result<Tcp, ConfigError> {
-        let streams = self.tcp_streams.unwrap_or(tcp::STREAMS_DEFAULT);
-        if (1..=tcp::STREAMS_MAX).contains(&streams) {
-            return Ok(Tcp { listen, streams });
-        }
-        let value = streams.to_string();
-        Err(ConfigError::Range { option: "tcp-streams", value, rule: "1 to 64" })
-    }
-
     /// The NICs, if any are named, beside TCP at this address.
-    fn rdma(&self, tcp: SocketAddr) -> Result<Option<Nics>, ConfigError> {
+    fn rdma(&self, tcp: SocketAddr, qps_per_peer: usize) -> Result<Option<Nics>, ConfigError> {
         if self.nics.is_empty() {
             return match self.qps_per_peer {
                 Some(_) => {
@@ -276,7 +236,6 @@ impl MeshOptions {
             };
         }
         let (listen, names) = (next_port(tcp)?, self.nics.clone());
-        let qps_per_peer = self.qps_per_peer.unwrap_or(rdma::QPS_PER_PEER_DEFAULT);
         Ok(Some(Nics { listen, names, qps_per_peer }))
     }
 

@@ -24,35 +24,41 @@ pub struct IpPort(pub SocketAddr);
 #[serde(try_from = "String")]
 pub struct Time(u64);
 
-/// Least severe messages that are logged.
-#[derive(Copy, Clone, Debug, Deserialize, Eq, PartialEq)]
-#[serde(try_from = "String")]
-pub enum Level {
-    /// What stops the sidecar or an engine's use of it.
-    Error,
-    Warn,
-    /// Sessions that come and go.
-    Info,
-    Debug,
+shm_protocol::named! {
+    /// Least severe messages that are logged.
+    #[derive(Deserialize)]
+    #[serde(try_from = "String")]
+    pub enum Level {
+        /// What stops the sidecar or an engine's use of it.
+        Error = "error",
+        Warn = "warn",
+        /// Sessions that come and go.
+        Info = "info",
+        Debug = "debug",
+    }
 }
 
-/// How log lines are written.
-#[derive(Copy, Clone, Debug, Deserialize, Eq, PartialEq)]
-#[serde(try_from = "String")]
-pub enum LogFormat {
-    Text,
-    /// A JSON object a line.
-    Json,
+shm_protocol::named! {
+    /// How log lines are written.
+    #[derive(Deserialize)]
+    #[serde(try_from = "String")]
+    pub enum LogFormat {
+        Text = "text",
+        /// A JSON object a line.
+        Json = "json",
+    }
 }
 
-/// Whether GPUs are served.
-#[derive(Copy, Clone, Debug, Deserialize, Eq, PartialEq)]
-#[serde(try_from = "String")]
-pub enum UseGpu {
-    /// Every GPU that is visible here; without one, as `Off`.
-    Auto,
-    /// None; libcuda is not even looked for.
-    Off,
+shm_protocol::named! {
+    /// Whether GPUs are served.
+    #[derive(Deserialize)]
+    #[serde(try_from = "String")]
+    pub enum UseGpu {
+        /// Every GPU that is visible here; without one, as `Off`.
+        Auto = "auto",
+        /// None; libcuda is not even looked for.
+        Off = "off",
+    }
 }
 
 // === impl Size ===
@@ -85,9 +91,11 @@ impl FromStr for Size {
     }
 }
 
+/// `512.0 MiB`; `{:#}` has the form of an option, `512MiB`.
 impl fmt::Display for Size {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        bytesize::ByteSize::b(self.0).display().iec().fmt(formatter)
+        let text = bytesize::ByteSize::b(self.0).display().iec().to_string();
+        formatter.write_str(&if formatter.alternate() { text.replace(".0 ", "") } else { text })
     }
 }
 
@@ -99,6 +107,12 @@ impl FromStr for IpPort {
         let wrong =
             |_| format!("\"{text}\" is not an address: write IP:PORT, such as 0.0.0.0:9440 or [::1]:9440");
         text.parse().map(Self).map_err(wrong)
+    }
+}
+
+impl fmt::Display for IpPort {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(formatter)
     }
 }
 
@@ -130,61 +144,12 @@ impl FromStr for Time {
     }
 }
 
+/// Milliseconds; `{:#}` has whole seconds as such.
 impl fmt::Display for Time {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(formatter, "{}ms", self.0)
-    }
-}
-
-// === impl Level ===
-
-impl Level {
-    /// As the user writes it.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Error => "error",
-            Self::Warn => "warn",
-            Self::Info => "info",
-            Self::Debug => "debug",
-        }
-    }
-}
-
-impl FromStr for Level {
-    type Err = String;
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "error" => Ok(Self::Error),
-            "warn" => Ok(Self::Warn),
-            "info" => Ok(Self::Info),
-            "debug" => Ok(Self::Debug),
-            _ => Err(format!("\"{text}\" is not a log level: write one of error, warn, info, debug")),
-        }
-    }
-}
-
-// === impl LogFormat ===
-
-impl FromStr for LogFormat {
-    type Err = String;
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "text" => Ok(Self::Text),
-            "json" => Ok(Self::Json),
-            _ => Err(format!("\"{text}\" is not a log format: write one of text, json")),
-        }
-    }
-}
-
-// === impl UseGpu ===
-
-impl FromStr for UseGpu {
-    type Err = String;
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "auto" => Ok(Self::Auto),
-            "off" => Ok(Self::Off),
-            _ => Err(format!("\"{text}\" is not a value of --gpu: write one of auto, off")),
+        match self.0 % 1000 {
+            0 if formatter.alternate() => write!(formatter, "{}s", self.0 / 1000),
+            _ => write!(formatter, "{}ms", self.0),
         }
     }
 }

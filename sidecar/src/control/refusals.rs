@@ -5,9 +5,8 @@ use prometheus::{IntCounterVec, Registry};
 
 use crate::pages::metrics::figures::counters_of;
 
-shm_protocol::labels! {
+shm_protocol::named! {
     /// Why a request is refused; the label of `pillion_control_refused_total`.
-    #[derive(Copy, Clone, Debug, Eq, PartialEq)]
     pub(super) enum Cause {
         /// It is another user's.
         User = "user",
@@ -41,7 +40,7 @@ pub(super) struct Refused {
 
 /// Counts requests that are refused.
 #[derive(Debug)]
-pub(super) struct Refusals(IntCounterVec);
+pub(super) struct ControlRefusals(IntCounterVec);
 
 // === impl Cause ===
 
@@ -69,9 +68,9 @@ impl Refused {
     }
 }
 
-// === impl Refusals ===
+// === impl ControlRefusals ===
 
-impl Refusals {
+impl ControlRefusals {
     /// The counters, every one there from the start.
     pub(super) fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
         let help = "Control requests refused, by reason; each answer says what to change. user, token: the client may \

@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
-use shm_protocol::key::{BlockHash, BlockKey};
+use shm_protocol::key::{BlockHash, BlockKey, GROUP};
 use shm_protocol::pool::SlotRef;
 use tiers::dram::{Dram, HolderId, Whose};
 
@@ -252,17 +252,11 @@ fn is_kept(blocks: &BTreeMap<u64, KeptBlock>, kind: Kind, (offset, until_ms): (u
 
 impl Lost {
     /// Of these blocks of a save those that the pool has not are lost.
-    pub(super) fn note(
-        &mut self,
-        (namespace, group): (u32, u32),
-        hashes: &[BlockHash],
-        now_ms: u64,
-        dram: &Dram,
-    ) {
+    pub(super) fn note(&mut self, namespace: u32, hashes: &[BlockHash], now_ms: u64, dram: &Dram) {
         let mut found = Vec::with_capacity(hashes.len());
-        dram.lookup(namespace, group, hashes, &mut found);
+        dram.lookup(namespace, hashes, &mut found);
         for (hash, _) in hashes.iter().zip(found).filter(|(_, found)| !found) {
-            self.insert(BlockKey { namespace, group, hash: *hash }, now_ms);
+            self.insert(BlockKey { namespace, group: GROUP, hash: *hash }, now_ms);
         }
     }
 

@@ -6,10 +6,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use mesh::digest::Digest;
 use mesh::transport::PeerNumber;
 use shm_protocol::announcement::Medium;
-use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
+use shm_protocol::key::{BlockHash, BlockKey, GROUP, NamespaceDigest};
 use tiers::dram::{Dram, Walk};
 
-use super::{Base, GROUP};
+use super::Base;
 
 /// Blocks of a namespace, by where they are kept.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
@@ -173,7 +173,7 @@ pub(super) fn locate(namespace: NamespaceDigest, hashes: &[BlockHash], base: &Ba
 
 fn in_memory(key: &BlockKey, dram: &Dram) -> bool {
     let mut found = Vec::with_capacity(1);
-    dram.lookup(key.namespace, key.group, &[key.hash], &mut found);
+    dram.lookup(key.namespace, &[key.hash], &mut found);
     found == [true] || dram.is_adopted(key)
 }
 

@@ -73,8 +73,6 @@ use crate::config::quotas::Quota;
 pub type SessionId = u64;
 /// A batch of copies, unique within an epoch.
 pub type CopyId = u64;
-/// The only cache group of version 1.
-const GROUP: u32 = 0;
 
 /// Why a peer's session must end.
 type Violation = String;

@@ -4,10 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 use mesh::digest::Digest;
-use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
+use shm_protocol::key::{BlockHash, BlockKey, GROUP, NamespaceDigest};
 use tiers::dram::Whose;
-
-use super::GROUP;
 
 /// Namespaces that are remembered, of engines past and present: at 40 bytes each, 3 MB.
 const NAMESPACES_MAX: usize = 65_536;

@@ -29,7 +29,7 @@ use super::engines::{Engines, Scheduler};
 use super::event::{Action, Ended};
 use super::namespaces::Binding;
 use super::timing::{Part, Timed};
-use super::{Base, GROUP, SessionId, Violation};
+use super::{Base, SessionId, Violation};
 
 #[derive(Debug, Default)]
 pub(super) struct Queries {
@@ -191,7 +191,7 @@ impl Queries {
         let closed = self.logs(session).close(log).filter(|log| is_promised || !log.tail);
         if let (Some(log), Some(binding)) = (closed, base.engines[session].binding()) {
             let Binding { whose, namespace, .. } = binding;
-            base.cx.dram.end_chain(whose.holder, namespace, GROUP, &log.keys, log.opened_at);
+            base.cx.dram.end_chain(whose.holder, namespace, &log.keys, log.opened_at);
             let (block_bytes, asked) = (binding.block_bytes(), log.first_asked.unwrap_or_default());
             base.cx.ended.push(Ended { namespace, block_bytes, keys: log.keys, asked });
         }
@@ -323,7 +323,7 @@ impl Queries {
             // An earlier answer may have named fewer hits than the lease holds: what is added follows what was named.
             let kept = dram.truncate(lease.id, session, 0, known);
             let added =
-                kept.and_then(|()| dram.extend(lease.id, session, namespace, GROUP, more, now_ms, &mut refs));
+                kept.and_then(|()| dram.extend(lease.id, session, namespace, more, now_ms, &mut refs));
             added.ok().map(|_| lease.id)
         } else {
             if let Some(stale) = log.lease {
@@ -331,7 +331,7 @@ impl Queries {
                 let _ = dram.release(stale.id, session);
             }
             let holder = binding.whose.holder;
-            dram.grant(session, holder, world_size, namespace, GROUP, wanted, now_ms, &mut refs)
+            dram.grant(session, holder, world_size, namespace, wanted, now_ms, &mut refs)
         };
         let (op, from, hits) = (question.op, question.from, (known + refs.len()) as u32);
         logs.lease(question.log, granted.map(|id| QueryLease { id, op, from, hits }));

@@ -16,7 +16,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use shm_protocol::handshake::{BlockRegion, Copier, Digest, Role, WorkerHello};
-use shm_protocol::key::{BlockKey, NamespaceDigest};
+use shm_protocol::key::{BlockKey, GROUP, NamespaceDigest};
 use shm_protocol::message::{APPEND_CHUNKS, LOAD_BY_ENGINE, LOAD_EARLY, Outcome, Saved, Status};
 use shm_protocol::namespace::Facts;
 use shm_protocol::pool::SlotRef;

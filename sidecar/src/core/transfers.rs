@@ -20,7 +20,7 @@ use super::event::{Action, Direction, Piece};
 use super::namespaces::Binding;
 use super::queries::Queries;
 use super::timing::{Part, Timed};
-use super::{Base, CopyId, GROUP, SessionId, Violation};
+use super::{Base, CopyId, SessionId, Violation};
 use crate::compare::Number;
 
 /// A save or a load: its scheduler's session and its operation.

@@ -8,7 +8,7 @@ mod peers;
 mod process;
 mod ssd;
 
-use mesh::refusals::Refusals;
+use mesh::refusals::PeerRefusals;
 use mesh::transport::PeerNumber;
 use std::time::Duration;
 
@@ -25,9 +25,8 @@ use crate::config::Disk;
 use crate::core::{Holder, PeersStats, SsdStats, Stats, Timed};
 use crate::pages::quotas::Levels;
 
-shm_protocol::labels! {
+shm_protocol::named! {
     /// Why a session ended; the label of `pillion_sessions_closed_total`.
-    #[derive(Copy, Clone, Debug, Eq, PartialEq)]
     pub enum CloseReason {
         /// The engine process ended or closed its socket.
         HangUp = "hang_up",
@@ -403,7 +402,7 @@ impl Metrics {
     }
 
     /// Makes visible how often peers and this node would not have each other.
-    pub fn publish_refusals(&self, refusals: &Refusals) {
+    pub fn publish_refusals(&self, refusals: &PeerRefusals) {
         if let Some(metrics) = &self.peers {
             metrics.publish_refusals(refusals);
         }

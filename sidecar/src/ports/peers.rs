@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use mesh::control::{self, Asker, Control, News, Room};
 use mesh::digest::{Change, Digest};
-use mesh::refusals::Refusals;
+use mesh::refusals::PeerRefusals;
 use mesh::transport::{self, BootId, Done, Fetch, Grant, Granted, PeerNumber};
 use shm_protocol::blocks::Blocks;
 use shm_protocol::pool::SlotRef;
@@ -51,7 +51,7 @@ pub enum Told {
 pub struct Peers {
     control: Control,
     carriers: Carriers,
-    refusals: Arc<Refusals>,
+    refusals: Arc<PeerRefusals>,
     /// What is said by what carries blocks.
     ups: mpsc::Receiver<transport::Up>,
     /// Taken from `ups`, and its turn has not come.
@@ -178,7 +178,7 @@ impl Peers {
     }
 
     /// How often peers were turned away, and this node, by reason.
-    pub fn refusals(&self) -> &Refusals {
+    pub fn refusals(&self) -> &PeerRefusals {
         &self.refusals
     }
 

@@ -2,13 +2,15 @@
 
 use std::collections::BTreeMap;
 
-use shm_protocol::request::{SchedulerRequest, WorkerRequest};
+use shm_protocol::message::{Kind, Message};
 use sidecar::core::{Action, Direction, Event, Heard, Request};
 use tiers::opener::Opened;
 use tiers::ssd::Work;
 
-/// Every point, in the order in which it is printed.
-pub(crate) const POINTS: &[&str] = &[
+/// Messages without a sender in the simulator.
+const NEVER_SENT: [Kind; 2] = [Kind::Staged, Kind::Golden];
+/// Every point but the messages, in printed order.
+const POINTS: &[&str] = &[
     "event Connected",
     "event Disconnected",
     "event Message",
@@ -61,20 +63,6 @@ pub(crate) const POINTS: &[&str] = &[
     "action Bind",
     "action Warn",
     "action Close",
-    "message OPEN",
-    "message APPEND",
-    "message QUERY",
-    "message LOAD",
-    "message SAVE",
-    "message CANCEL",
-    "message RELEASE",
-    "message CLOSE",
-    "message JOIN",
-    "message LOADED",
-    "message SALT",
-    "message HINT",
-    "message WEIGHTS",
-    "message ACCEPT",
     "fault engine crash",
     "fault rank dies first",
     "fault engine crash, copy running",
@@ -162,6 +150,12 @@ pub(crate) const POINTS: &[&str] = &[
     "namespace began anew",
 ];
 
+/// Every point; a message is a point by its name.
+pub(crate) fn points() -> impl Iterator<Item = &'static str> {
+    let messages = Kind::ALL.into_iter().filter(|kind| !NEVER_SENT.contains(kind)).map(Kind::name);
+    POINTS.iter().copied().chain(messages)
+}
+
 /// How often each point was reached.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Coverage(BTreeMap<&'static str, u64>);
@@ -174,7 +168,7 @@ impl Coverage {
     }
 
     pub(crate) fn add(&mut self, point: &'static str, count: u64) {
-        debug_assert!(POINTS.contains(&point), "{point} is not listed");
+        debug_assert!(points().any(|listed| listed == point), "{point} is not listed");
         if count > 0 {
             *self.0.entry(point).or_default() += count;
         }
@@ -190,7 +184,7 @@ impl Coverage {
 
     /// Points that were never reached.
     pub(crate) fn missing(&self) -> Vec<&'static str> {
-        POINTS.iter().copied().filter(|point| self.count(point) == 0).collect()
+        points().filter(|point| self.count(point) == 0).collect()
     }
 }
 
@@ -260,27 +254,9 @@ pub(crate) fn action(action: &Action) -> &'static str {
 
 /// The name of a message.
 pub(crate) fn message(request: &Request) -> &'static str {
-    match request {
-        Request::Scheduler { request, .. } => match request {
-            SchedulerRequest::Open { .. } => "message OPEN",
-            SchedulerRequest::Append(_) => "message APPEND",
-            SchedulerRequest::Query(_) => "message QUERY",
-            SchedulerRequest::Load(_) => "message LOAD",
-            SchedulerRequest::Save(_) => "message SAVE",
-            SchedulerRequest::Cancel(_) => "message CANCEL",
-            SchedulerRequest::Release { .. } => "message RELEASE",
-            SchedulerRequest::Close { .. } => "message CLOSE",
-            SchedulerRequest::Salt { .. } => "message SALT",
-            SchedulerRequest::Hint { .. } => "message HINT",
-            SchedulerRequest::Weights { .. } => "message WEIGHTS",
-            SchedulerRequest::Golden(_) => "message GOLDEN",
-            SchedulerRequest::Accept { .. } => "message ACCEPT",
-        },
-        Request::Worker(request) => match request {
-            WorkerRequest::Join { .. } => "message JOIN",
-            WorkerRequest::Loaded { .. } => "message LOADED",
-            WorkerRequest::Staged { .. } => "message STAGED",
-            WorkerRequest::Weights { .. } => "message WEIGHTS",
-        },
-    }
+    let message = match request {
+        Request::Scheduler { request, .. } => Message::from(*request),
+        Request::Worker(request) => Message::from(*request),
+    };
+    message.kind.name()
 }

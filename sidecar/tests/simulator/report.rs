@@ -7,7 +7,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 
-use crate::coverage::{Coverage, POINTS};
+use crate::coverage::{Coverage, points};
 use crate::rng::mix;
 use crate::world::World;
 
@@ -146,7 +146,7 @@ impl Report {
     /// Prints what was reached; false where enough runs left something out.
     fn print_coverage(&self, runs: u64) -> bool {
         let coverage = self.coverage.lock().expect("no panic under it");
-        for point in POINTS {
+        for point in points() {
             say(&format!("{:>12}  {point}", coverage.count(point)));
         }
         let missing = coverage.missing();

@@ -148,7 +148,7 @@ impl Tier {
             let slot = self.dram.begin_fill(key(at), BLOCK_BYTES, self.whose);
             self.slots.extend(slot.map(|slot| (at, slot)));
         }
-        self.dram.use_run(0, 0, &chain[blocks]);
+        self.dram.use_run(0, &chain[blocks]);
         self.dram.drain_evicted().for_each(drop);
         self.dram.drain_assigned().for_each(drop);
         for (at, slot) in self.slots.drain(..) {
@@ -165,7 +165,7 @@ impl Tier {
         let (mut unreachable, mut kept) = (0, 0);
         for chain in requests {
             found.clear();
-            self.dram.lookup(0, 0, chain, &mut found);
+            self.dram.lookup(0, chain, &mut found);
             for (at, hash) in chain.iter().enumerate().filter(|(at, _)| found[*at]) {
                 if seen.insert(*hash) {
                     kept += 1;
@@ -180,7 +180,7 @@ impl Tier {
 impl Cache for Tier {
     fn request(&mut self, chain: &[BlockHash], found: usize) -> usize {
         let opened_at = self.dram.generation();
-        let found_here = self.dram.probe(0, 0, &chain[found..]);
+        let found_here = self.dram.probe(0, &chain[found..]);
         let began_on = found + found_here;
         let in_steps = self.step_blocks < usize::MAX;
         let mut next = chain.len().min(began_on.saturating_add(self.step_blocks));
@@ -194,7 +194,7 @@ impl Cache for Tier {
             self.save(chain, next..end);
             next = end;
         }
-        self.dram.end_chain(HolderId::NOBODY, 0, 0, chain, opened_at);
+        self.dram.end_chain(HolderId::NOBODY, 0, chain, opened_at);
         began_on
     }
 }

@@ -237,7 +237,7 @@ impl Cache for Disked {
         let opened_at = self.tier.dram.generation();
         let mut began_on = found;
         loop {
-            began_on += self.tier.dram.probe(0, 0, &chain[began_on..]);
+            began_on += self.tier.dram.probe(0, &chain[began_on..]);
             let promoted = self.promote(&chain[began_on..]);
             began_on += promoted;
             if promoted == 0 {
@@ -252,7 +252,7 @@ impl Cache for Disked {
             self.flow();
             next = end;
         }
-        self.tier.dram.end_chain(HolderId::NOBODY, 0, 0, chain, opened_at);
+        self.tier.dram.end_chain(HolderId::NOBODY, 0, chain, opened_at);
         began_on
     }
 }

@@ -38,7 +38,7 @@ fn foretell(room: usize, stride: usize, requests: &[Chain]) -> [f64; ROOMS.len()
         if at == requests.len() / 4 {
             before = (forecast.asked(), forecast.found());
         }
-        forecast.request(0, 0, chain, 0..chain.len());
+        forecast.request(0, chain, 0..chain.len());
     }
     let asked = (forecast.asked() - before.0) as f64;
     std::array::from_fn(|room| (forecast.found()[room] - before.1[room]) as f64 / asked)

@@ -152,17 +152,17 @@ fn pods_of_tiers(room: usize, requests: &[Chain], counts: OwnerCounts, keeps: bo
             }
         }
         held.into_iter().for_each(|(pod, slot)| pods[pod].dram.unhold(slot, HolderId::NOBODY));
-        pods[pod].dram.use_run(0, 0, &chain[..found]);
+        pods[pod].dram.use_run(0, &chain[..found]);
         if keeps || read.is_empty() {
             pods[pod].save(chain, found..chain.len());
         }
-        pods[pod].dram.end_chain(HolderId::NOBODY, 0, 0, chain, opened_at);
+        pods[pod].dram.end_chain(HolderId::NOBODY, 0, chain, opened_at);
         if !read.is_empty() {
             let owner = &mut pods[1 - pod].dram;
             match counts {
                 OwnerCounts::Nothing => {}
-                OwnerCounts::Touch => owner.use_run(0, 0, &chain[..found]),
-                OwnerCounts::Use => owner.end_chain(HolderId::NOBODY, 0, 0, &chain[..found], owner_opened_at),
+                OwnerCounts::Touch => owner.use_run(0, &chain[..found]),
+                OwnerCounts::Use => owner.end_chain(HolderId::NOBODY, 0, &chain[..found], owner_opened_at),
             }
         }
         found

@@ -21,13 +21,12 @@ impl Dram {
         holder: HolderId,
         workers: u32,
         namespace: u32,
-        group: u32,
         hashes: &[BlockHash],
         now_ms: u64,
         out: &mut Vec<SlotRef>,
     ) -> Option<LeaseId> {
         let lease = self.leases.grant(owner, holder, workers, now_ms)?;
-        let hits = self.lease_hits(lease, owner, namespace, group, hashes, out).expect("granted above");
+        let hits = self.lease_hits(lease, owner, namespace, hashes, out).expect("granted above");
         if hits == 0 {
             self.release(lease, owner).expect("granted above");
             return None;
@@ -36,13 +35,11 @@ impl Dram {
     }
 
     /// Extends a lease that no worker has used yet by the leading hits of further hashes, and renews it.
-    #[expect(clippy::too_many_arguments, reason = "a query's fields, and the hot path's reused buffer")]
     pub fn extend(
         &mut self,
         lease: LeaseId,
         owner: u64,
         namespace: u32,
-        group: u32,
         hashes: &[BlockHash],
         now_ms: u64,
         out: &mut Vec<SlotRef>,
@@ -51,7 +48,7 @@ impl Dram {
         if self.leases.begun(lease, owner)? {
             return Err(LeaseError::Consumed);
         }
-        self.lease_hits(lease, owner, namespace, group, hashes, out)
+        self.lease_hits(lease, owner, namespace, hashes, out)
     }
 
     fn lease_hits(
@@ -59,14 +56,13 @@ impl Dram {
         lease: LeaseId,
         owner: u64,
         namespace: u32,
-        group: u32,
         hashes: &[BlockHash],
         out: &mut Vec<SlotRef>,
     ) -> Result<usize, LeaseError> {
         let (holder, is_promised) = self.leases.whose(lease, owner)?;
         let mut entries = std::mem::take(self.leases.entries_mut(lease, owner)?);
         let (before, room, mut bytes) = (entries.len(), self.room(holder), 0);
-        self.leading_hits(namespace, group, hashes, |dram, id| {
+        self.leading_hits(namespace, hashes, |dram, id| {
             let with_it = bytes + dram.slab.block_bytes(id);
             dram.stats.leases_cut_total += u64::from(with_it > room);
             let pinned = with_it <= room && dram.pin_id(id);

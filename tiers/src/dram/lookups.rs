@@ -2,7 +2,7 @@
 
 use std::hint::black_box;
 
-use shm_protocol::key::{BlockHash, BlockKey};
+use shm_protocol::key::{BlockHash, BlockKey, GROUP};
 use shm_protocol::pool::SlotRef;
 
 use super::{Dram, HolderId};
@@ -19,9 +19,9 @@ const NEAR: u32 = 8;
 
 impl Dram {
     /// The leading run of `hashes` that is committed, which is used as of now. No lease.
-    pub fn probe(&mut self, namespace: u32, group: u32, hashes: &[BlockHash]) -> usize {
+    pub fn probe(&mut self, namespace: u32, hashes: &[BlockHash]) -> usize {
         self.chain.clear();
-        self.leading_hits(namespace, group, hashes, |dram, id| {
+        self.leading_hits(namespace, hashes, |dram, id| {
             dram.chain.push(id);
             true
         });
@@ -31,18 +31,18 @@ impl Dram {
     }
 
     /// Whether each of `hashes` is committed, one answer appended to `found` for each. No access.
-    pub fn lookup(&self, namespace: u32, group: u32, hashes: &[BlockHash], found: &mut Vec<bool>) {
+    pub fn lookup(&self, namespace: u32, hashes: &[BlockHash], found: &mut Vec<bool>) {
         for batch in hashes.chunks(BATCH) {
-            let ids = self.find_batch(namespace, group, batch);
+            let ids = self.find_batch(namespace, batch);
             found.extend(ids[..batch.len()].iter().map(|id| *id != NO_ENTRY));
         }
     }
 
     /// A request computes on these blocks, wherever it found them: those that are committed are used as of now.
-    pub fn use_run(&mut self, namespace: u32, group: u32, hashes: &[BlockHash]) {
+    pub fn use_run(&mut self, namespace: u32, hashes: &[BlockHash]) {
         let mut child_kept = false;
         self.chain.clear();
-        self.deepest_first(namespace, group, hashes, |dram, id| {
+        self.deepest_first(namespace, hashes, |dram, id| {
             dram.stats.unreachable_blocks_total += u64::from(child_kept && id.is_none());
             child_kept = id.is_some();
             dram.chain.extend(id);
@@ -53,22 +53,15 @@ impl Dram {
     /// The request with these keys is over, which came when [`Dram::generation`] was `opened_at`: what is kept of them is
     /// ranked by it. Blocks that are younger are its own, which using them says nothing of. Those whose holder is gone are
     /// `holder`'s from now on.
-    pub fn end_chain(
-        &mut self,
-        holder: HolderId,
-        namespace: u32,
-        group: u32,
-        hashes: &[BlockHash],
-        opened_at: u64,
-    ) {
+    pub fn end_chain(&mut self, holder: HolderId, namespace: u32, hashes: &[BlockHash], opened_at: u64) {
         if hashes.is_empty() || self.slab.assigned() == 0 {
             return;
         }
-        let prints = hashes.iter().map(|hash| Print::new(namespace, group, hash));
+        let prints = hashes.iter().map(|hash| Print::new(namespace, GROUP, hash));
         let room = self.below.room(self.slots_in_service(), self.config.pool_bytes);
         let turn = self.policy.turn(prints, room);
         self.chain.clear();
-        self.deepest_first(namespace, group, hashes, |dram, id| {
+        self.deepest_first(namespace, hashes, |dram, id| {
             let Some(id) = id else { return };
             let before = dram.slab.entries.get(id).claims.holder();
             if before != holder && !dram.ledger.is_here(before) {
@@ -84,14 +77,13 @@ impl Dram {
     fn deepest_first(
         &mut self,
         namespace: u32,
-        group: u32,
         hashes: &[BlockHash],
         mut take: impl FnMut(&mut Self, Option<u32>),
     ) {
         let mut rest = hashes;
         while !rest.is_empty() {
             let (before, batch) = rest.split_at(rest.len().saturating_sub(BATCH));
-            let ids = self.find_batch(namespace, group, batch);
+            let ids = self.find_batch(namespace, batch);
             for id in ids[..batch.len()].iter().rev() {
                 take(self, (*id != NO_ENTRY).then_some(*id));
             }
@@ -102,7 +94,7 @@ impl Dram {
             let mut ahead = self.slab.entries.get_or_vacant(child).link.previous;
             while let Some((hash, before)) = rest.split_last() {
                 let entry = self.slab.entries.get_or_vacant(ahead);
-                if ahead.abs_diff(child) > NEAR || !entry.is_committed_as(namespace, group, hash) {
+                if ahead.abs_diff(child) > NEAR || !entry.is_committed_as(namespace, GROUP, hash) {
                     break;
                 }
                 (child, ahead, rest) = (ahead, entry.link.previous, before);
@@ -120,12 +112,11 @@ impl Dram {
     pub(super) fn leading_hits(
         &mut self,
         namespace: u32,
-        group: u32,
         hashes: &[BlockHash],
         mut take: impl FnMut(&mut Self, u32) -> bool,
     ) {
         for batch in hashes.chunks(BATCH) {
-            let ids = self.find_batch(namespace, group, batch);
+            let ids = self.find_batch(namespace, batch);
             for id in &ids[..batch.len()] {
                 if *id == NO_ENTRY || !take(self, *id) {
                     return;
@@ -137,10 +128,10 @@ impl Dram {
     /// The committed entries of up to [`BATCH`] keys. Each of the two loads that miss the cache, bucket and entry, is
     /// first done for all keys in a loop that does nothing else: then the core keeps some twenty misses in flight, and
     /// the loops that compare find everything near.
-    fn find_batch(&self, namespace: u32, group: u32, hashes: &[BlockHash]) -> [u32; BATCH] {
+    fn find_batch(&self, namespace: u32, hashes: &[BlockHash]) -> [u32; BATCH] {
         let mut homes = [(Print::default(), Bucket::NONE); BATCH];
         for (home, hash) in homes.iter_mut().zip(hashes) {
-            let print = Print::new(namespace, group, hash);
+            let print = Print::new(namespace, GROUP, hash);
             *home = (print, self.index.home(print));
         }
         let homes = &homes[..hashes.len()];
@@ -159,13 +150,13 @@ impl Dram {
         black_box(entries.iter().fold(0, |sum, entry| sum ^ entry.generation));
 
         for (at, (entry, hash)) in entries.iter().zip(hashes).enumerate() {
-            let different = !entry.is_committed_as(namespace, group, hash);
+            let different = !entry.is_committed_as(namespace, GROUP, hash);
             unsure |= u64::from(different & (ids[at] != NO_ENTRY)) << at;
             ids[at] |= u32::from(different).wrapping_neg();
         }
         while unsure != 0 {
             let at = unsure.trailing_zeros() as usize;
-            ids[at] = self.find(namespace, group, &hashes[at]).unwrap_or(NO_ENTRY);
+            ids[at] = self.find(namespace, GROUP, &hashes[at]).unwrap_or(NO_ENTRY);
             unsure &= unsure - 1;
         }
         ids

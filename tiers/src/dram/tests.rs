@@ -241,9 +241,8 @@ impl Model {
             Step::Commit(nth) | Step::Abandon(nth) => self.end_fill(nth, matches!(step, Step::Commit(_))),
             Step::Probe { first, count } => {
                 let wanted = self.run(first, count).len();
-                assert_eq!(self.dram.probe(7, 0, &hashes(first..first + count)), wanted);
-                assert_eq!(self.dram.probe(8, 0, &hashes(first..first + count)), 0, "another namespace");
-                assert_eq!(self.dram.probe(7, 1, &hashes(first..first + count)), 0, "another group");
+                assert_eq!(self.dram.probe(7, &hashes(first..first + count)), wanted);
+                assert_eq!(self.dram.probe(8, &hashes(first..first + count)), 0, "another namespace");
             }
             Step::Grant { owner, workers, first, count } => self.grant(owner, workers, first, count),
             Step::ReleaseOwner(owner) => {
@@ -305,16 +304,8 @@ impl Model {
     fn grant(&mut self, owner: u64, workers: u32, first: u64, count: u64) {
         let slots = self.run(first, count);
         let mut out = Vec::new();
-        let lease = self.dram.grant(
-            owner,
-            NOBODY,
-            workers,
-            7,
-            0,
-            &hashes(first..first + count),
-            self.now_ms,
-            &mut out,
-        );
+        let lease =
+            self.dram.grant(owner, NOBODY, workers, 7, &hashes(first..first + count), self.now_ms, &mut out);
         assert_eq!(out, slots);
         assert_eq!(lease.is_some(), !slots.is_empty());
         let deadline_ms = self.now_ms + TTL_MS;
@@ -343,7 +334,7 @@ impl Model {
                 let slots = if wanted.is_ok() { self.run(first, count) } else { Vec::new() };
                 let mut out = Vec::new();
                 let run = hashes(first..first + count);
-                let got = self.dram.extend(self.leases[at].id, owner, 7, 0, &run, now_ms, &mut out);
+                let got = self.dram.extend(self.leases[at].id, owner, 7, &run, now_ms, &mut out);
                 assert_eq!((got, &out), (wanted.map(|()| slots.len()), &slots));
                 self.leases[at].slots.extend(slots);
             }
@@ -507,7 +498,7 @@ fn a_new_block_size_takes_a_whole_segment_from_the_largest_class() {
     };
     let (first, third) = (in_segment(0).expect("some"), in_segment(2).expect("some"));
     for number in [first, third] {
-        dram.grant(1, NOBODY, 1, 7, 0, &hashes(number..number + 1), 0, &mut out).expect("a hit");
+        dram.grant(1, NOBODY, 1, 7, &hashes(number..number + 1), 0, &mut out).expect("a hit");
     }
     dram.drain_assigned().for_each(drop);
     let slot = fill(&mut dram, 100, 2_000_000);
@@ -515,7 +506,7 @@ fn a_new_block_size_takes_a_whole_segment_from_the_largest_class() {
     assert_eq!(dram.drain_assigned().collect::<Vec<_>>(), [Assigned { segment: 1, block_bytes: 2_000_000 }]);
     assert_eq!(dram.drain_evicted().count(), 3);
     // Its own only slot goes before another's segment; with it leased and the others too, there is no room.
-    dram.grant(1, NOBODY, 1, 7, 0, &hashes(100..101), 0, &mut out).expect("a hit");
+    dram.grant(1, NOBODY, 1, 7, &hashes(100..101), 0, &mut out).expect("a hit");
     assert_eq!(begin(&mut dram, 101, 2_000_000), Err(FillError::NoSpace));
 }
 
@@ -525,7 +516,7 @@ fn an_expired_lease_says_so_until_its_table_entry_serves_another() {
     fill(&mut dram, 1, 4096);
     let mut out = Vec::new();
     let mut grant = |dram: &mut Dram, now_ms| {
-        dram.grant(1, NOBODY, 1, 7, 0, &hashes(1..2), now_ms, &mut out).expect("a hit")
+        dram.grant(1, NOBODY, 1, 7, &hashes(1..2), now_ms, &mut out).expect("a hit")
     };
     let old = grant(&mut dram, 0);
     assert_eq!(dram.expire(TTL_MS - 1), 0);
@@ -548,14 +539,14 @@ fn long_runs_are_found_whole_and_end_at_the_first_miss() {
     let mut dram = tier(8);
     fill_all(&mut dram, 0..2000, 4096);
     for count in [0, 1, 31, 32, 33, 64, 1999, 2000] {
-        assert_eq!(dram.probe(7, 0, &hashes(0..count)), count as usize);
+        assert_eq!(dram.probe(7, &hashes(0..count)), count as usize);
     }
     for miss in [0, 1, 31, 32, 33, 500] {
         let mut run = hashes(0..1000);
         run[miss] = hash(99_999);
-        assert_eq!(dram.probe(7, 0, &run), miss);
+        assert_eq!(dram.probe(7, &run), miss);
         let mut found = Vec::new();
-        dram.lookup(7, 0, &run, &mut found);
+        dram.lookup(7, &run, &mut found);
         assert_eq!(found.len(), 1000);
         assert!(found.iter().enumerate().all(|(at, found)| *found == (at != miss)));
     }
@@ -603,7 +594,7 @@ fn verify_all(dram: &mut Dram) {
 fn a_block_of_an_earlier_life_is_found_once_it_is_verified() {
     let mut dram = adopted([whole(1, 5), whole(2, 6), whole(3, 7)]);
     dram.watch();
-    assert_eq!((dram.probe(7, 0, &hashes(1..4)), dram.stats().unverified_blocks), (0, 3));
+    assert_eq!((dram.probe(7, &hashes(1..4)), dram.stats().unverified_blocks), (0, 3));
     assert_eq!(begin(&mut dram, 1, SIZES[0]), Err(FillError::Filling), "it is not saved again");
     assert!(dram.is_adopted(&key(2)) && !dram.is_adopted(&key(4)));
     let asked = dram.begin_verification(&key(2)).expect("adopted");
@@ -613,7 +604,7 @@ fn a_block_of_an_earlier_life_is_found_once_it_is_verified() {
     dram.end_verification(slot, true);
     dram.end_verification(asked, false);
     assert_eq!(dram.drain_changes().collect::<Vec<_>>(), [(key(1), true)]);
-    assert_eq!((dram.probe(7, 0, &hashes(1..2)), dram.probe(7, 0, &hashes(2..3))), (1, 0));
+    assert_eq!((dram.probe(7, &hashes(1..2)), dram.probe(7, &hashes(2..3))), (1, 0));
     let stats = dram.stats();
     assert_eq!((stats.blocks, stats.adopted_blocks_total, stats.unverified_blocks), (1, 1, 1));
     assert_eq!(stats.bytes_used, 2 * SIZES[0]);
@@ -637,10 +628,10 @@ fn a_block_of_an_earlier_life_is_found_once_it_is_verified() {
 fn blocks_of_an_earlier_life_are_found_and_stay_while_the_hold_lasts() {
     let mut dram = adopted([whole(1, 5), whole(2, 6), whole(3, 7)]);
     verify_all(&mut dram);
-    assert_eq!(dram.probe(7, 0, &hashes(1..4)), 3);
+    assert_eq!(dram.probe(7, &hashes(1..4)), 3);
     assert_eq!((dram.stats().blocks, dram.stats().adopted_blocks_total), (3, 3));
     let mut slots = Vec::new();
-    let lease = dram.grant(1, NOBODY, 1, 7, 0, &hashes(1..2), 1000, &mut slots).expect("a hit");
+    let lease = dram.grant(1, NOBODY, 1, 7, &hashes(1..2), 1000, &mut slots).expect("a hit");
     assert_eq!(slots[0].generation, 5);
     assert_eq!(dram.release(lease, 1), Ok(()));
     dram.expire(1000 + HOLD - 1);
@@ -697,7 +688,7 @@ fn a_key_is_kept_once_whoever_wrote_it_twice() {
     dram.open_empty(1);
     let slot = begin(&mut dram, 2, SIZES[0]).expect("a new segment");
     assert!(dram.commit(slot));
-    assert_eq!(dram.probe(7, 0, &hashes(1..3)), 2);
+    assert_eq!(dram.probe(7, &hashes(1..3)), 2);
 }
 
 #[test]
@@ -728,7 +719,7 @@ fn a_held_block_is_not_evicted_and_the_hold_is_no_access() {
     assert_eq!(dram.stats().bytes_leased, 0);
     // An access would keep it.
     fill_all(&mut dram, 4 * slots..6 * slots, 600_000);
-    assert_eq!(dram.probe(7, 0, &hashes(0..1)), 0);
+    assert_eq!(dram.probe(7, &hashes(0..1)), 0);
 }
 
 #[test]
@@ -740,10 +731,10 @@ fn a_held_block_comes_back_to_the_tail_where_many_lie_there_that_were_filled_lat
         fill_all(&mut dram, 0..slots, bytes);
         let held = dram.hold(&key(0), NOBODY).expect("kept");
         fill(&mut dram, 1000, bytes);
-        assert_eq!(dram.probe(7, 0, &hashes(1..2)), 0, "the next one went");
+        assert_eq!(dram.probe(7, &hashes(1..2)), 0, "the next one went");
         dram.unhold(held, NOBODY);
         fill(&mut dram, 1001, bytes);
-        assert_eq!(dram.probe(7, 0, &hashes(0..1)), usize::from(!goes_next), "{slots} slots");
+        assert_eq!(dram.probe(7, &hashes(0..1)), usize::from(!goes_next), "{slots} slots");
     }
 }
 

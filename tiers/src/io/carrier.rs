@@ -12,9 +12,8 @@ use super::threads::Threads;
 use super::transfer::Transfer;
 use super::uring::Ring;
 
-shm_protocol::labels! {
+shm_protocol::named! {
     /// How bytes are moved between a device and memory.
-    #[derive(Copy, Clone, Debug, Eq, PartialEq)]
     pub enum Backend {
         IoUring = "io_uring",
         /// Threads that each wait for one transfer.

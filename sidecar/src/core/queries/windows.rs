@@ -18,7 +18,7 @@ use shm_protocol::key::BlockHash;
 use shm_protocol::layout::QUERY_WAIT_MS_MAX;
 
 use super::waits::{Wait, WaitPhase};
-use super::{Action, Base, Binding, Context, GROUP, Queries, Question, Scheduler, SessionId};
+use super::{Action, Base, Binding, Context, Queries, Question, Scheduler, SessionId};
 use crate::core::engines::{Engines, Waits};
 use crate::core::peers::PeersStats;
 
@@ -245,7 +245,7 @@ impl Queries {
     /// Whether the next block can be had.
     fn next_is_here(&self, question: Question, base: &mut Base) -> bool {
         let Some((binding, missing)) = self.missing(question, base) else { return true };
-        base.cx.dram.probe(binding.namespace, GROUP, &missing[..1]) > 0
+        base.cx.dram.probe(binding.namespace, &missing[..1]) > 0
             || base.sources.may_arrive(&binding, missing, question.awaits, &base.cx)
     }
 

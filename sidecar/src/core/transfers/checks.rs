@@ -22,12 +22,12 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 
-use shm_protocol::key::{BlockHash, BlockKey};
+use shm_protocol::key::{BlockHash, BlockKey, GROUP};
 use shm_protocol::message::Saved;
 use shm_protocol::pool::SlotRef;
 use tiers::dram::HolderId;
 
-use super::{Action, Base, Binding, Context, GROUP, OpKey, Queries, SessionId, Transfers, operations};
+use super::{Action, Base, Binding, Context, OpKey, Queries, SessionId, Transfers, operations};
 use crate::compare::{Difference, Number, millionths};
 use crate::core::comparison::{Comparison, Found};
 use crate::core::engines::Proof;

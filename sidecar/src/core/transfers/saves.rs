@@ -20,8 +20,8 @@ pub(super) use self::phases::SaveEvent;
 use self::phases::{SavePhase, Search};
 use super::pending::Acceptance;
 use super::{
-    Base, Binding, Context, CopyOwner, Direction, GROUP, OpKey, Piece, Queries, SessionId, Transfers,
-    Violation, operations,
+    Base, Binding, Context, CopyOwner, Direction, OpKey, Piece, Queries, SessionId, Transfers, Violation,
+    operations,
 };
 use crate::core::engines::Proof;
 use crate::core::timing::{Part, Timed};
@@ -189,7 +189,7 @@ impl Transfers {
             }
         }
         if end.present > 0 {
-            base.cx.dram.use_run(binding.namespace, GROUP, &keys);
+            base.cx.dram.use_run(binding.namespace, &keys);
         }
         let aim = match (checked, commits) {
             (false, _) => SaveAim::Keep,
@@ -448,7 +448,7 @@ fn drop_unproven(end: &mut Saved, cx: &mut Context) {
 /// Whether a block needs no copy; one that a disk may lack is offered to it again.
 fn is_kept(binding: &Binding, hash: BlockHash, base: &mut Base) -> bool {
     let key = binding.key(&hash);
-    let kept = base.cx.dram.probe(key.namespace, key.group, &[hash]) == 1;
+    let kept = base.cx.dram.probe(key.namespace, &[hash]) == 1;
     if kept {
         base.sources.ssd.iter_mut().for_each(|ssd| ssd.offer_again(key, binding));
     }

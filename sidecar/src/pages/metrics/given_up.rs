@@ -10,9 +10,8 @@ const HELP: &str = "Files of earlier sidecars that start empty, by file (pool, o
      earlier sidecar ended before the file was whole, or memory was taken from it since; version: its release is too \
      far from this one.";
 
-shm_protocol::labels! {
+shm_protocol::named! {
     /// What a file is for.
-    #[derive(Copy, Clone, Debug, Eq, PartialEq)]
     pub enum File {
         Pool = "pool",
         Ssd = "ssd",

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use mesh::directory::PeerStats;
-use mesh::refusals::{Reason, Refusals};
+use mesh::refusals::{PeerRefusals, Reason};
 use mesh::transport::PeerNumber;
 use prometheus::{Gauge, IntCounterVec, IntGauge, IntGaugeVec, Registry};
 
@@ -155,7 +155,7 @@ impl PeersMetrics {
     }
 
     /// Makes visible who would not have whom. Called by one thread alone.
-    pub(super) fn publish_refusals(&self, refusals: &Refusals) {
+    pub(super) fn publish_refusals(&self, refusals: &PeerRefusals) {
         for (reason, total) in Reason::ALL.iter().zip(refusals.totals()) {
             raise(&self.refusals.with_label_values(&[reason.name()]), total);
         }

@@ -77,7 +77,7 @@ fn whoever_is_alone_at_work_has_everything() {
         for number in numbers {
             let opened_at = dram.generation();
             save(&mut dram, holder, number, BLOCK).expect("room");
-            dram.end_chain(holder, 7, 0, &hashes(number..number + 1), opened_at);
+            dram.end_chain(holder, 7, &hashes(number..number + 1), opened_at);
         }
     };
     compute(idle, 0..30);
@@ -92,7 +92,7 @@ fn whoever_has_leased_all_its_own_takes_none_of_what_is_within_a_share() {
     dram.work(greedy, 0);
     save_all(&mut dram, good, 0..15, BLOCK);
     save_all(&mut dram, greedy, 100..115, BLOCK);
-    dram.grant(2, greedy, 1, 7, 0, &hashes(100..115), 0, &mut Vec::new()).expect("hits");
+    dram.grant(2, greedy, 1, 7, &hashes(100..115), 0, &mut Vec::new()).expect("hits");
     assert_eq!(save(&mut dram, greedy, 115, BLOCK), Err(FillError::NoSpace));
     assert_eq!(kept(&dram, 0..15), 15);
 }
@@ -123,7 +123,7 @@ fn leases_and_fillings_leave_others_at_work_their_share() {
     save_all(&mut dram, good, 0..30, BLOCK);
     let lease = |dram: &mut Dram, holder, numbers: std::ops::Range<u64>| {
         let mut out = Vec::new();
-        let lease = dram.grant(1, holder, 1, 7, 0, &hashes(numbers), 0, &mut out);
+        let lease = dram.grant(1, holder, 1, 7, &hashes(numbers), 0, &mut out);
         (lease, out.len() as u64)
     };
     let (alone, hits) = lease(&mut dram, good, 0..30);
@@ -149,7 +149,7 @@ fn a_lease_from_before_others_came_is_cut_when_it_is_asked_for_again() {
     let (mut dram, [good, greedy]) = shared();
     dram.work(greedy, 0);
     save_all(&mut dram, greedy, 0..30, BLOCK);
-    let lease = dram.grant(1, greedy, 1, 7, 0, &hashes(0..30), 0, &mut Vec::new()).expect("hits");
+    let lease = dram.grant(1, greedy, 1, 7, &hashes(0..30), 0, &mut Vec::new()).expect("hits");
     assert_eq!(dram.fitting(lease, 1), Ok(30));
     dram.work(good, 0);
     let share = dram.config().pool_bytes / 2 / BLOCK;
@@ -160,10 +160,10 @@ fn a_lease_from_before_others_came_is_cut_when_it_is_asked_for_again() {
 fn a_block_whose_holder_is_gone_is_its_next_users() {
     let (mut dram, [gone, user]) = shared();
     save_all(&mut dram, gone, 0..10, BLOCK);
-    dram.end_chain(user, 7, 0, &hashes(0..2), dram.generation());
+    dram.end_chain(user, 7, &hashes(0..2), dram.generation());
     assert_eq!(dram.holdings(user).kept, 0, "it is another's");
     dram.leave(gone);
-    dram.end_chain(user, 7, 0, &hashes(0..4), dram.generation());
+    dram.end_chain(user, 7, &hashes(0..4), dram.generation());
     assert_eq!((dram.holdings(user).kept, dram.holdings(gone).kept), (4 * BLOCK, 6 * BLOCK));
 }
 
@@ -175,7 +175,7 @@ fn numbers_serve_again_and_those_with_the_least_first() {
     let others: Vec<HolderId> = (2..255).map(|_| dram.enter()).collect();
     assert!(!others.contains(&HolderId::NOBODY));
     assert_eq!(dram.enter(), HolderId::NOBODY, "none is left");
-    let lease = dram.grant(1, second, 1, 7, 0, &hashes(0..1), 0, &mut Vec::new()).expect("a hit");
+    let lease = dram.grant(1, second, 1, 7, &hashes(0..1), 0, &mut Vec::new()).expect("a hit");
     dram.leave(first);
     dram.leave(second);
     assert_eq!(dram.enter(), first, "the other's loads go on");
@@ -204,7 +204,7 @@ proptest! {
                 }
                 5 => {
                     let run = hashes(number..number + 3);
-                    leases.extend(dram.grant(1, holder, 1, 7, 0, &run, now_ms, &mut Vec::new()));
+                    leases.extend(dram.grant(1, holder, 1, 7, &run, now_ms, &mut Vec::new()));
                 }
                 6 if !leases.is_empty() => {
                     let lease = leases[number as usize % leases.len()];
@@ -219,7 +219,7 @@ proptest! {
                     dram.unhold(slot, holder);
                 }
                 _ if who < 3 => {
-                    dram.end_chain(holder, 7, 0, &hashes(number..number + 5), dram.generation());
+                    dram.end_chain(holder, 7, &hashes(number..number + 5), dram.generation());
                     dram.leave(holder);
                     holders[who] = dram.enter();
                 }

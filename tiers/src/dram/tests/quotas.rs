@@ -44,11 +44,11 @@ fn what_was_asked_for_outlives_what_was_not() {
     let (mut dram, quota, _) = at_its_quota();
     for round in 0..40 {
         let opened_at = dram.generation();
-        dram.end_chain(NOBODY, 7, 0, &hashes(0..40), opened_at);
+        dram.end_chain(NOBODY, 7, &hashes(0..40), opened_at);
         for number in 100 + round * 20..120 + round * 20 {
             let opened_at = dram.generation();
             try_fill(&mut dram, number, BLOCK, Some(quota)).expect("its own make room");
-            dram.end_chain(NOBODY, 7, 0, &hashes(number..number + 1), opened_at);
+            dram.end_chain(NOBODY, 7, &hashes(number..number + 1), opened_at);
         }
     }
     for number in 10_000..10_100 {
@@ -61,7 +61,7 @@ fn what_was_asked_for_outlives_what_was_not() {
 fn leased_blocks_and_those_being_filled_make_no_room() {
     let (mut dram, quota, _) = at_its_quota();
     let mut out = Vec::new();
-    let lease = dram.grant(1, NOBODY, 1, 7, 0, &hashes(0..99), 0, &mut out).expect("hits");
+    let lease = dram.grant(1, NOBODY, 1, 7, &hashes(0..99), 0, &mut out).expect("hits");
     let filling = dram
         .begin_fill(key(200), BLOCK, Whose { quota: Some(quota), ..Whose::default() })
         .expect("the one that is not leased goes");
@@ -128,7 +128,7 @@ proptest! {
                 bytes_used + bytes > bytes_max
             });
             match act {
-                0 => leases.extend(dram.grant(1, NOBODY, 1, 7, 0, &[hash(number)], 0, &mut Vec::new())),
+                0 => leases.extend(dram.grant(1, NOBODY, 1, 7, &[hash(number)], 0, &mut Vec::new())),
                 1 => leases.pop().into_iter().for_each(|lease| dram.release(lease, 1).expect("live")),
                 _ => {
                     let _ = try_fill(&mut dram, number, bytes, quotas[group]);

@@ -12,7 +12,7 @@ fn request(dram: &mut Dram, chain: &[u64]) {
     let opened_at = dram.generation();
     let hashes: Vec<BlockHash> = chain.iter().map(|number| hash(*number)).collect();
     let mut leased = Vec::new();
-    let lease = dram.grant(1, NOBODY, 1, 7, 0, &hashes, 0, &mut leased);
+    let lease = dram.grant(1, NOBODY, 1, 7, &hashes, 0, &mut leased);
     let hits = leased.len();
     let filled: Vec<_> = (hits..chain.len())
         .map(|at| (at, dram.begin_fill(key(chain[at]), 600_000, Whose::default())))
@@ -25,7 +25,7 @@ fn request(dram: &mut Dram, chain: &[u64]) {
         });
     }
     lease.into_iter().for_each(|lease| dram.release(lease, 1).expect("live"));
-    dram.end_chain(NOBODY, 7, 0, &hashes, opened_at);
+    dram.end_chain(NOBODY, 7, &hashes, opened_at);
 }
 
 #[test]
@@ -65,15 +65,15 @@ fn a_request_uses_what_was_there_before_it_and_nothing_of_its_own() {
     for (number, there) in [(1, FillError::Present), (2, FillError::Filling)] {
         assert_eq!(dram.begin_fill(key(number), 600_000, Whose::default()), Err(there));
     }
-    dram.use_run(7, 0, &hashes(1..3));
+    dram.use_run(7, &hashes(1..3));
     assert_eq!(ranks(&dram), [0, 0], "a request that goes on has not used it more than once");
-    dram.end_chain(NOBODY, 7, 0, &hashes(1..3), came);
+    dram.end_chain(NOBODY, 7, &hashes(1..3), came);
     assert_eq!(ranks(&dram), [1, 0], "one that is being filled is nobody's");
     assert!(dram.commit(own));
-    dram.end_chain(NOBODY, 7, 0, &hashes(1..3), came);
+    dram.end_chain(NOBODY, 7, &hashes(1..3), came);
     assert_eq!(ranks(&dram), [2, 0]);
     let generation = dram.generation();
-    dram.end_chain(NOBODY, 7, 0, &hashes(1..3), generation);
+    dram.end_chain(NOBODY, 7, &hashes(1..3), generation);
     assert_eq!(ranks(&dram), [3, 1], "a request that came later");
 }
 
@@ -81,10 +81,10 @@ fn a_request_uses_what_was_there_before_it_and_nothing_of_its_own() {
 fn a_kept_block_whose_parent_is_not_is_counted_when_its_chain_is_saved_anew() {
     let mut dram = tier(1);
     fill_all(&mut dram, 0..3, 600_000);
-    dram.use_run(7, 0, &hashes(0..3));
+    dram.use_run(7, &hashes(0..3));
     assert_eq!(dram.stats().unreachable_blocks_total, 0);
     assert!(dram.remove(&key(1)));
-    dram.use_run(7, 0, &hashes(0..3));
+    dram.use_run(7, &hashes(0..3));
     assert_eq!(dram.stats().unreachable_blocks_total, 1);
 }
 
@@ -109,7 +109,7 @@ fn a_block_enters_behind_its_parent_wherever_that_is() {
     // Three slots: what is last goes first.
     for gone in [1, 0, 10] {
         fill(&mut dram, 20 + gone, 600_000);
-        assert_eq!(dram.probe(7, 0, &hashes(gone..gone + 1)), 0, "{gone}");
+        assert_eq!(dram.probe(7, &hashes(gone..gone + 1)), 0, "{gone}");
     }
 }
 
@@ -130,7 +130,7 @@ fn the_first_steps_of_a_prompt_outlive_what_is_older() {
         let slot = dram.begin_fill(key(9000 + depth), 600_000, Whose::default()).expect("room");
         assert!(if depth == 0 { dram.commit(slot) } else { dram.commit_behind(slot, &key(8999 + depth)) });
     }
-    assert_eq!(dram.probe(7, 0, &hashes(9000..9003)), 3, "others went");
+    assert_eq!(dram.probe(7, &hashes(9000..9003)), 3, "others went");
 }
 
 #[test]
@@ -140,7 +140,7 @@ fn a_block_without_its_parent_goes_next() {
     let orphan = dram.begin_fill(key(1), 600_000, Whose::default()).expect("room");
     assert!(dram.commit_behind(orphan, &key(0)));
     fill(&mut dram, 20, 600_000);
-    assert_eq!([1, 10, 11].map(|number| dram.probe(7, 0, &hashes(number..number + 1))), [0, 1, 1]);
+    assert_eq!([1, 10, 11].map(|number| dram.probe(7, &hashes(number..number + 1))), [0, 1, 1]);
 }
 
 #[test]

@@ -1,7 +1,7 @@
 use super::*;
 
 fn grant(dram: &mut Dram, numbers: std::ops::Range<u64>) -> LeaseId {
-    dram.grant(1, NOBODY, 1, 7, 0, &hashes(numbers), 0, &mut Vec::new()).expect("kept")
+    dram.grant(1, NOBODY, 1, 7, &hashes(numbers), 0, &mut Vec::new()).expect("kept")
 }
 
 #[test]
@@ -11,7 +11,7 @@ fn a_removed_block_is_found_by_nobody_and_its_slot_is_free_at_once() {
     let slot = fill(&mut dram, 1, SIZES[2]);
     assert!(dram.remove(&key(1)) && !dram.remove(&key(1)));
     dram.end_removal();
-    assert_eq!(dram.probe(7, 0, &hashes(1..2)), 0);
+    assert_eq!(dram.probe(7, &hashes(1..2)), 0);
     assert_eq!(dram.drain_evicted().collect::<Vec<_>>(), [slot]);
     assert_eq!(dram.drain_changes().collect::<Vec<_>>(), [(key(1), true), (key(1), false)]);
     let stats = dram.stats();
@@ -55,7 +55,7 @@ fn a_namespace_is_removed_whole_and_no_other_one() {
     assert_eq!((dram.remove_namespace(7), dram.remove_namespace(7)), (11, 0));
     dram.end_removal();
     assert_eq!(dram.drain_evicted().count(), 10, "one is held");
-    assert_eq!((dram.probe(7, 0, &hashes(0..11)), dram.probe(8, 0, &hashes(1..2))), (0, 1));
+    assert_eq!((dram.probe(7, &hashes(0..11)), dram.probe(8, &hashes(1..2))), (0, 1));
     dram.unhold(held, NOBODY);
     assert!(dram.commit(filling), "what is being filled is its caller's to give up");
     assert_eq!(dram.stats().blocks, 2);

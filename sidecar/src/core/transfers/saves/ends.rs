@@ -14,9 +14,7 @@ use super::{Save, SaveAim, SaveBlock};
 use crate::core::timing::{Part, Timed};
 use crate::core::transfers::pending::Acceptance;
 use crate::core::transfers::scans::count_broken;
-use crate::core::transfers::{
-    Action, Base, Context, CopyOwner, GROUP, OpKey, SessionId, Transfers, operations,
-};
+use crate::core::transfers::{Action, Base, Context, CopyOwner, OpKey, SessionId, Transfers, operations};
 
 /// A whole save holds its slots for its engine's ACCEPT so long at most. Engines post it milliseconds after a step.
 const UNACCEPTED_MAX: Duration = Duration::from_secs(30);
@@ -59,7 +57,7 @@ impl Save {
             cx.stats.handover_dropped += dropped;
         }
         if self.handover.is_some() && cancelled + dropped > 0 {
-            cx.lost.note((self.binding.namespace, GROUP), &self.keys, cx.now_ms, &cx.dram);
+            cx.lost.note(self.binding.namespace, &self.keys, cx.now_ms, &cx.dram);
         }
     }
 }

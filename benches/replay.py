@@ -29,6 +29,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import core
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
@@ -103,9 +104,6 @@ class Engine:
         size = DEVICE_BLOCKS * BLOCK_BYTES
         tensor = KVCacheTensor(size, [LAYER], size, BLOCK_BYTES)
         cache = KVCacheConfig(DEVICE_BLOCKS, [tensor], [KVCacheGroupSpec([LAYER], spec)])
-        hash_function = get_hash_fn_by_name("xxhash_cbor")
-        kv_cache_utils.init_none_hash(hash_function)
-        self._hasher = kv_cache_utils.get_request_block_hasher(BLOCK_TOKENS, hash_function)
         self._kv = torch.zeros((DEVICE_BLOCKS, 1, BLOCK_TOKENS, 2 * HEAD), dtype=torch.bfloat16)
         self._worker = PillionConnector(config, KVConnectorRole.WORKER, cache)
         self._worker.register_kv_caches({LAYER: self._kv})
@@ -116,6 +114,10 @@ class Engine:
             block_size=BLOCK_TOKENS,
             log_stats=True,
         )
+        hash_function = get_hash_fn_by_name("xxhash_cbor")
+        kv_cache_utils.init_none_hash(hash_function)
+        # As vLLM's engine core makes it: the connector has put another in its place.
+        self._hasher = core.get_request_block_hasher(BLOCK_TOKENS, hash_function)
         self.now = 0.0
         self._flights: collections.deque[Flight] = collections.deque()
         self.steps = 0

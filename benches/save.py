@@ -27,6 +27,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.engine import core
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
@@ -121,7 +122,8 @@ class Engine:
         size = blocks * LAYERS * spec.page_size_bytes
         tensor = KVCacheTensor(size, names, blocks * spec.page_size_bytes, spec.page_size_bytes)
         kv_config = KVCacheConfig(blocks, [tensor], [KVCacheGroupSpec(names, spec)])
-        storage = torch.empty((LAYERS, blocks, *PAGE_SHAPE), dtype=torch.bfloat16)
+        # Blocks of anything else than finite numbers are not kept.
+        storage = torch.ones((LAYERS, blocks, *PAGE_SHAPE), dtype=torch.bfloat16)
         self.kv = storage
         self.worker = PillionConnector(config, KVConnectorRole.WORKER, kv_config)
         self.worker.register_kv_caches({name: storage[layer] for layer, name in enumerate(names)})
@@ -130,7 +132,8 @@ class Engine:
         kv_cache_utils.init_none_hash(hash_fn)
         # Whether its KV events are followed, those of the round, and CPU microseconds of those of each round behind its step.
         self.events, self.told, self.told_us = events, list[Any](), list[float]()
-        self._hasher = kv_cache_utils.get_request_block_hasher(BLOCK_TOKENS, hash_fn)
+        # As vLLM's engine core makes it: the connector has put another in its place.
+        self._hasher = core.get_request_block_hasher(BLOCK_TOKENS, hash_fn)
 
     def request(self, name: str, blocks: int, seed: int, extra_tokens: int = 1) -> Request:
         """A request of whole blocks and some tokens more."""

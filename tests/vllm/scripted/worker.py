@@ -22,8 +22,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 VOCAB = 512
-# No position's content, or one of 2^16 at the most.
-DISCARDED = 0x5A5A
+# No position's content: the content of a position is finite in bfloat16, since it lacks the highest bit of the exponent.
+DISCARDED, HIGHEST_BIT = 0x5A5A, np.int16(0x4000)
 CONTENT_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 # Whether this vLLM tells connectors of a sleep.
 TELLS_OF_SLEEP = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
@@ -78,11 +78,12 @@ def channels(layers: Iterable[int]) -> np.ndarray:
 
 
 def content(digests: list[int], channels: np.ndarray) -> np.ndarray:
-    """What the KV of these positions must hold: [positions, channels] of 16 bits."""
+    """The right KV of these positions: [positions, channels] of 16 bits."""
     mixed: np.ndarray = np.array(digests, dtype=np.uint64)[:, None] * CONTENT_MULTIPLIER ^ channels
     mixed *= CONTENT_MULTIPLIER
     # The top bits of a product are its best mixed ones: the last 16 of a little-endian word.
-    return mixed.view(np.int16)[:, 3::4]
+    words: np.ndarray = mixed.view(np.int16)[:, 3::4] & ~HIGHEST_BIT
+    return words
 
 
 def right_answer(prompt: list[int], output_tokens: int, weights: int = 0) -> list[int]:

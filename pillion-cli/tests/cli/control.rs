@@ -1,16 +1,14 @@
 //! A running sidecar as an operator meets it: `pillion ctl` and the requests behind it.
 
-mod client;
-
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use client::engine::{Engine, SAVED};
-use client::sidecar::{Sidecar, free_port};
-use client::{BLOCK_BYTES, hex, pillion, watch};
+use crate::client::engine::{Engine, SAVED};
+use crate::client::sidecar::{Sidecar, free_port};
+use crate::client::{BLOCK_BYTES, hex, pillion, watch};
 use serde_json::{Value, json};
 use shm_protocol::message::{Kind, Message, Status};
 use tools::ctl::CtlError;
@@ -231,9 +229,9 @@ fn the_log_level_changes_what_is_logged() {
     assert_eq!(ctl(&sidecar, &["log-level", "error"]), json!({"level": "error", "before": "debug"}));
     be_refused();
     let warned = log(folder.path()).len();
-    let none = client::greet(
+    let none = crate::client::greet(
         &sidecar.socket,
-        &client::hello("", 1, shm_protocol::handshake::Role::Scheduler { run: [1; 16] }),
+        &crate::client::hello("", 1, shm_protocol::handshake::Role::Scheduler { run: [1; 16] }),
         &[],
     );
     drop(none);

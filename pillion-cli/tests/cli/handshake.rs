@@ -1,14 +1,12 @@
 //! The rules of the handshake hold on both sides, in the same words: the engine's session refuses before it connects what
 //! the sidecar refuses when the record is sent as it is.
 
-mod client;
-
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::time::Duration;
 
-use client::sidecar::Sidecar;
-use client::{BLOCKS, Kv, greet, hello};
+use crate::client::sidecar::Sidecar;
+use crate::client::{BLOCKS, Kv, greet, hello};
 use connector_shim::scheduler::{self, Config, Scheduler};
 use connector_shim::worker::{self, Memory};
 use shm_protocol::handshake::{

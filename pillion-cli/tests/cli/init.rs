@@ -1,7 +1,5 @@
 //! `pillion serve` as process 1 of a process namespace, as in a container of its own.
 
-mod client;
-
 use std::io::Write;
 use std::net::TcpListener;
 use std::os::unix::net::UnixStream;
@@ -9,8 +7,8 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use client::sidecar::Sidecar;
-use client::{Session, in_time, now, watch};
+use crate::client::sidecar::Sidecar;
+use crate::client::{Session, in_time, now, watch};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 

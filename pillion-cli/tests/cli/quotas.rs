@@ -1,11 +1,9 @@
 //! Quotas, as a user of `pillion serve --quota` meets them.
 
-mod client;
-
 use std::ffi::OsStr;
 
-use client::sidecar::Sidecar;
-use client::{BLOCK_BYTES, Kv, Session, hello, save_log};
+use crate::client::sidecar::Sidecar;
+use crate::client::{BLOCK_BYTES, Kv, Session, hello, save_log};
 use serde_json::{Value, json};
 use shm_protocol::handshake::Copier;
 use shm_protocol::key::BlockHash;

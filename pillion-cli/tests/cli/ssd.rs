@@ -1,12 +1,10 @@
 //! The SSD tier as an engine meets it: a real sidecar over real files, every served byte compared.
 
-mod client;
-
 use std::path::{Path, PathBuf};
 
-use client::engine::Engine;
-use client::sidecar::Sidecar;
-use client::{BLOCK_BYTES, corrupt, watch};
+use crate::client::engine::Engine;
+use crate::client::sidecar::Sidecar;
+use crate::client::{BLOCK_BYTES, corrupt, watch};
 use shm_protocol::key::BlockHash;
 
 const DRAM: &str = "16MiB";

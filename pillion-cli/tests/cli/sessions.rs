@@ -1,14 +1,12 @@
 //! A whole sidecar in this process, spoken to as engines do.
 
-mod client;
-
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use client::in_process::InProcess;
-use client::{BLOCK_BYTES, Kv, Session, greet, hello, keys, save, watch};
+use crate::client::in_process::InProcess;
+use crate::client::{BLOCK_BYTES, Kv, Session, greet, hello, keys, save, watch};
 use shm_protocol::gate;
 use shm_protocol::handshake::{self, Copier, CudaAllocation, CudaMemory, Reply, Role};
 use shm_protocol::layout;
@@ -112,8 +110,8 @@ fn load_back(sidecar: &Sidecar, world_size: u32, copy: Copier) {
 fn check_pool(scheduler: &Session, rank: &Session, number: u64) {
     for (index, block) in SAVED.enumerate() {
         let slot = scheduler.memory.read_ref((index / 64) as u32, index % 64);
-        let expected: Vec<u8> = (0..client::LAYERS)
-            .flat_map(|layer| client::pattern(u64::from(block) * 100 + number, layer))
+        let expected: Vec<u8> = (0..crate::client::LAYERS)
+            .flat_map(|layer| crate::client::pattern(u64::from(block) * 100 + number, layer))
             .collect();
         let start = slot.offset + number * BLOCK_BYTES;
         let aligned = (start / 8 * 8) as usize;

@@ -1,13 +1,13 @@
 //! Engines whose memory the sidecar cannot reach: saves through the staging segment, loads by the engine. The engine is the
 //! real shim over host memory where it behaves, and spoken by hand where it does not.
 
-mod client;
-
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use client::in_process::InProcess;
-use client::{BLOCK_BYTES, BLOCKS, Kv, LAYERS, Session, hello, in_time, keys, now, pattern, save, watch};
+use crate::client::in_process::InProcess;
+use crate::client::{
+    BLOCK_BYTES, BLOCKS, Kv, LAYERS, Session, hello, in_time, keys, now, pattern, save, watch,
+};
 use connector_shim::error::ShimError;
 use connector_shim::scheduler::{self, Config, Scheduler};
 use connector_shim::worker::{self, Memory};
@@ -375,7 +375,7 @@ fn a_segment_that_is_too_small_or_shrinks_harms_nobody_else() {
     let role = Role::Worker(WorkerHello { regions, staging: Some(SLOTS), ..worker });
     let small = rustix::fs::memfd_create("staging", MemfdFlags::CLOEXEC).unwrap();
     rustix::fs::ftruncate(&small, 4096).unwrap();
-    let (_, reply, _) = client::greet(&sidecar.socket, &hello("engine", 1, role), &[&small]);
+    let (_, reply, _) = crate::client::greet(&sidecar.socket, &hello("engine", 1, role), &[&small]);
     assert!(format!("{reply:?}").contains("smaller than its regions"), "{reply:?}");
     let (mut scheduler, mut rank) = saving(&sidecar, "engine", RUN, 3);
     rustix::fs::ftruncate(rank.segment.as_fd(), 100).unwrap();

@@ -1,14 +1,12 @@
 //! `pillion bench`, in small.
 
-mod client;
-
 use std::io::{BufRead, BufReader, Write};
 use std::net::TcpListener;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
-use client::pillion;
-use client::sidecar::Sidecar;
+use crate::client::pillion;
+use crate::client::sidecar::Sidecar;
 use serde_json::Value;
 
 /// The last line of a benchmark that was run to its end.

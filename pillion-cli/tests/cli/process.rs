@@ -1,7 +1,5 @@
 //! The `pillion` binary as a user meets it.
 
-mod client;
-
 use std::collections::BTreeMap;
 use std::io::Write;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -9,8 +7,8 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use client::sidecar::{Sidecar, free_port};
-use client::{BLOCK_BYTES, Kv, Session, hello, in_time, now, pillion, watch};
+use crate::client::sidecar::{Sidecar, free_port};
+use crate::client::{BLOCK_BYTES, Kv, Session, hello, in_time, now, pillion, watch};
 use nix::sys::ptrace;
 use nix::sys::signal::Signal;
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
@@ -154,7 +152,7 @@ fn who_is_turned_away_is_counted_by_reason() {
         |reason: &str| sidecar.shows(&format!("pillion_connections_refused_total{{reason=\"{reason}\"}} 1"));
     for (reason, record, descriptors) in &refusals {
         assert!(!counted(reason), "{reason}");
-        let connection = transport::connect(&sidecar.socket, client::WATCHDOG).unwrap();
+        let connection = transport::connect(&sidecar.socket, crate::client::WATCHDOG).unwrap();
         if !record.is_empty() {
             transport::send(&connection, record, descriptors).unwrap();
         }
@@ -171,7 +169,7 @@ fn an_engine_s_state_is_shown_while_it_is_connected() {
     let (kv, run) = (Kv::new(), [6; 16]);
     let mut scheduler = Session::scheduler(&sidecar.socket, "tiny", 1, run);
     sidecar.wait_line("pillion_engine_state{engine=\"tiny\",state=\"idle\"} 1");
-    scheduler.open_log(0, &client::keys(1));
+    scheduler.open_log(0, &crate::client::keys(1));
     scheduler.query(0, 1, 1);
     sidecar.wait_line("pillion_engine_state{engine=\"tiny\",state=\"unbound\"} 1");
     let hello = hello("tiny", 1, kv.worker(0, 1, Copier::Engine));

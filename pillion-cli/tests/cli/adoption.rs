@@ -1,15 +1,13 @@
 //! A sidecar is killed at any moment under saves; the next one serves what was whole in the same pool file, and nothing
 //! else. `KILLS=200 SEED=7 cargo test -p pillion-cli --test adoption -- --nocapture` tells what came of it.
 
-mod client;
-
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use client::engine::{Engine, SAVED};
-use client::sidecar::Sidecar;
-use client::{BLOCK_BYTES, in_time, now};
+use crate::client::engine::{Engine, SAVED};
+use crate::client::sidecar::Sidecar;
+use crate::client::{BLOCK_BYTES, in_time, now};
 use shm_protocol::key::BlockHash;
 use shm_protocol::pool;
 use shm_protocol::random::Random;

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.xdist_group("hosts" if SETUP == "two" else "handover")
 
 # Steps of P.
 CHUNK = prompts.STEP_TOKENS
-PROMPTS = int(os.environ.get("HANDOVERS", "40"))
+PROMPTS = int(os.environ.get("HANDOVERS", "16"))
 # A frozen sidecar costs a step so much.
 QUERY_MS = 200
 DRAM = "32MiB"

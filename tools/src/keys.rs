@@ -55,7 +55,7 @@ mod tests {
         assert_eq!(answers.len(), questions.len());
         assert_eq!(answers[0]["none_hash"], "1ebe36576dcb573f26b99533a20aaeca");
         assert_eq!(answers[0]["hashes"].as_array().map(Vec::len), Some(1));
-        assert_eq!(answers[0]["tail"].as_str().map(str::len), Some(32));
+        assert_eq!(answers[0]["tail"].as_str().map(str::len), Some(64));
         assert!(answers[1]["error"].as_str().is_some_and(|error| error.contains("PYTHONHASHSEED")));
         assert!(answers[2]["error"].is_string());
         let first = "9bd96a485ad84efdafb72ee48a1d7a69bcead0f8f0433173941b276b9581eef0";

@@ -143,7 +143,8 @@ impl Queries {
 
     /// Whether the last key of a save is that of a prompt's tail.
     pub(super) fn ends_with_tail(&self, session: SessionId, asked: &request::Save) -> bool {
-        self.log(session, asked.keys.log).is_tail(asked.keys.end() as usize - 1)
+        let last = asked.keys.end().checked_sub(1).filter(|_| asked.keys.count > 0);
+        last.is_some_and(|last| self.log(session, asked.keys.log).is_tail(last as usize))
     }
 
     /// How many blocks had been kept for engines that await them when a request came whose log is open.

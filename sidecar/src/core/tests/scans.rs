@@ -113,3 +113,19 @@ fn pages_of_bytes_are_not_searched() {
     engine.drained();
     assert_eq!(engine.saved().map(|end| end.committed), Some(2));
 }
+
+#[test]
+fn a_save_of_nothing_has_no_tail() {
+    let mut engine = of_numbers();
+    engine.open(0, 0..2);
+    let save = request::Save {
+        op: 1,
+        keys: Keys::new(0, 0..0),
+        position: 0,
+        step: 2,
+        checked: false,
+        handover: true,
+    };
+    engine.post(SchedulerRequest::Save(save), Vec::new(), Vec::new());
+    assert!(engine.saved().is_some(), "it ends at once");
+}

@@ -194,14 +194,17 @@ fn the_worst_layer_of_all_shards_counts() {
     assert!(no_number.is_too_large());
 }
 
+/// Numbers as bytes: finite ones, and others.
+type Case<'a> = (Number, &'a [&'a [u8]], &'a [&'a [u8]]);
+
 #[test]
-fn only_a_number_that_is_not_finite_is_noticed() {
+fn only_non_finite_numbers_are_noticed() {
     let finite = |number: Number, bytes: &[u8]| {
         Layers(vec![(bytes.len() as u64, number)]).are_finite(1, |at, out| {
             out.copy_from_slice(&bytes[at as usize..][..out.len()]);
         })
     };
-    let cases: [(Number, &[&[u8]], &[&[u8]]); 5] = [
+    let cases: [Case<'_>; 5] = [
         (
             Number::Float32,
             &[&f32::MAX.to_le_bytes(), &[1, 0, 0, 0]],

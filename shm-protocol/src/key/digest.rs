@@ -23,20 +23,32 @@ pub(super) fn second_digest<T: Copy + Into<u64>>(
     encoded.extend_from_slice(&TAG);
     encoded.extend_from_slice(&(tokens.len() as u32).to_le_bytes());
     encoded.extend_from_slice(parent);
-    for token in tokens {
+    let begin = encoded.len();
+    encoded.resize(begin + 4 * tokens.len(), 0);
+    let mut any_wide = false;
+    for (word, token) in encoded[begin..].as_chunks_mut().0.iter_mut().zip(tokens) {
         let token: u64 = (*token).into();
-        match u32::try_from(token) {
-            Ok(token) if token != WIDE => encoded.extend_from_slice(&token.to_le_bytes()),
-            _ => {
-                encoded.extend_from_slice(&WIDE.to_le_bytes());
-                encoded.extend_from_slice(&token.to_le_bytes());
-            }
-        }
+        any_wide |= token >= u64::from(WIDE);
+        *word = (token as u32).to_le_bytes();
+    }
+    if any_wide {
+        encoded.truncate(begin);
+        tokens.iter().for_each(|token| append_token(encoded, (*token).into()));
     }
     if !extra.is_empty() {
         cbor::append_extra(encoded, extra, form);
     }
     *hash_sha256(encoded).first_chunk().expect("32 bytes")
+}
+
+fn append_token(encoded: &mut Vec<u8>, token: u64) {
+    match u32::try_from(token) {
+        Ok(token) if token != WIDE => encoded.extend_from_slice(&token.to_le_bytes()),
+        _ => {
+            encoded.extend_from_slice(&WIDE.to_le_bytes());
+            encoded.extend_from_slice(&token.to_le_bytes());
+        }
+    }
 }
 
 /// Returns the keys of blocks behind one with the key `before` (none: of the first ones), from their `hashes` of 16 bytes. Each block has `tokens.len() / hashes.len()` tokens; `extra` has an entry for each, or none at all.

@@ -24,6 +24,14 @@ impl Harness {
         self.copies().iter().for_each(|(copy, ..)| self.end_copy(*copy, true));
     }
 
+    /// Keys `0..count` of log 0, copied by operation 1 in step 2.
+    fn copy_keys(&mut self, count: u32) {
+        self.open(0, 0..count);
+        self.save(0, 1, 2, 1..count + 1);
+        self.fences(RANKS[0], 2, 2);
+        self.end_copies();
+    }
+
     fn scanned(&mut self, scan: &Scan, broken: &[usize]) {
         let broken = broken.iter().map(|at| scan.slots[*at]).collect();
         self.event(Event::Scanned { save: scan.save, broken });
@@ -33,10 +41,7 @@ impl Harness {
 #[test]
 fn a_save_is_found_once_its_search_has_ended() {
     let mut engine = of_numbers();
-    engine.open(0, 0..4);
-    engine.save(0, 1, 2, 1..5);
-    engine.fences(RANKS[0], 2, 2);
-    engine.end_copies();
+    engine.copy_keys(4);
     let scan = engine.scan().expect("the pages are numbers");
     assert_eq!((scan.save, scan.slots.len(), scan.shards), ((SCHEDULER, 1), 4, 1));
     engine.drained();
@@ -54,10 +59,7 @@ fn a_save_is_found_once_its_search_has_ended() {
 #[test]
 fn a_block_that_is_reused_during_the_search_is_kept() {
     let mut engine = of_numbers();
-    engine.open(0, 0..2);
-    engine.save(0, 1, 2, 1..3);
-    engine.fences(RANKS[0], 2, 2);
-    engine.end_copies();
+    engine.copy_keys(2);
     let scan = engine.scan().expect("the pages are numbers");
     engine.drained();
     engine.ask(SchedulerRequest::Cancel(Cancel { op: 1, from: 0, count: 2 }));
@@ -90,10 +92,7 @@ fn what_was_handed_over_is_removed_behind_its_search() {
 #[test]
 fn an_engine_that_goes_takes_its_search_along() {
     let mut engine = of_numbers();
-    engine.open(0, 0..2);
-    engine.save(0, 1, 2, 1..3);
-    engine.fences(RANKS[0], 2, 2);
-    engine.end_copies();
+    engine.copy_keys(2);
     let scan = engine.scan().expect("the pages are numbers");
     engine.drained();
     engine.event(Event::Disconnected { session: SCHEDULER });
@@ -105,10 +104,7 @@ fn an_engine_that_goes_takes_its_search_along() {
 #[test]
 fn pages_of_bytes_are_not_searched() {
     let mut engine = Harness::engine(1);
-    engine.open(0, 0..2);
-    engine.save(0, 1, 2, 1..3);
-    engine.fences(RANKS[0], 2, 2);
-    engine.end_copies();
+    engine.copy_keys(2);
     assert!(engine.scan().is_none());
     engine.drained();
     assert_eq!(engine.saved().map(|end| end.committed), Some(2));

@@ -20,6 +20,8 @@ from pillion.tracked import Tracked
 ENCODED_MAX = 1 << 16
 # Steps that wait for vLLM to take their output; vLLM has two in flight at most. Beyond it no output is ever taken.
 OPEN_STEPS_MAX = 32
+# vLLM's block that stands for those before a window: nothing is ever written to it.
+NULL_BLOCK = 0
 logger = vllm_compat.init_logger("vllm.pillion")
 
 
@@ -30,9 +32,9 @@ class OpenStep:
     number: int
     # Requests whose tokens the step computes.
     req_ids: Collection[str]
-    # Blocks that the step fills: cache group, block, and the request that computes the block; None for a load, whose content
+    # Blocks that the step fills: cache group, blocks, and the request that computes them; None for a load, whose content
     # depends on no block before it.
-    fills: list[tuple[int, int, Tracked | None]]
+    fills: list[tuple[int, list[int], Tracked | None]]
     # The blocks under each request at its begin in the step. A request with a window forgets them before vLLM takes the output.
     begins: list[tuple[Tracked, list[int]]]
 
@@ -92,7 +94,8 @@ class Proof:
 
     def schedule(self, step: int, req_ids: Collection[str], begun: Iterable[str]) -> None:
         """A step is scheduled that computes tokens of these requests. Some of them begin on new block tables."""
-        self._doubted_before = {req_id for req_id in begun if self._doubts.pop(req_id, None) is not None}
+        doubts = self._doubts
+        self._doubted_before = {req_id for req_id in begun if doubts.pop(req_id, None) is not None} if doubts else set()
         if self.stalled:
             # One of them is enough to tell that vLLM has passed steps over.
             return
@@ -106,17 +109,16 @@ class Proof:
                 OPEN_STEPS_MAX,
             )
 
-    def overwrite(self, blocks: Iterable[int]) -> None:
+    def overwrite(self, blocks: Collection[int]) -> None:
         """The step writes these blocks."""
-        for keys in self._keys:
-            for block in blocks:
-                keys.pop(block, None)
+        for group in range(len(self._keys)):
+            self._forget(group, blocks)
 
     def load(self, tracked: Tracked) -> None:
         """The step waits for the request's load, so its blocks are filled by the step."""
         if self.stalled:
             return
-        self._open[-1].fills += [(tracked.group, block, None) for block, _ in tracked.loading]
+        self._open[-1].fills.append((tracked.group, [block for block, _ in tracked.loading], None))
         self.loaded(tracked, ())
 
     def begin(self, tracked: Tracked, computed_tokens: int) -> None:
@@ -166,12 +168,15 @@ class Proof:
         first = min(tracked.filled, start // size)
         full = tracked.keys_of(first, end // size)
         blocks = tracked.blocks[first : first + len(full)]
-        keys, fills, group = self._keys[tracked.group], self._open[-1].fills, tracked.group
-        for block, key in zip(blocks, full, strict=False):
-            if block:
-                keys[block] = key
-                fills.append((group, block, tracked))
         tracked.filled = first + len(blocks)
+        if not blocks:
+            return
+        keys = self._keys[tracked.group]
+        keys.update(zip(blocks, full, strict=False))
+        if NULL_BLOCK in blocks:
+            del keys[NULL_BLOCK]
+            blocks = [block for block in blocks if block != NULL_BLOCK]
+        self._open[-1].fills.append((tracked.group, blocks, tracked))
 
     def accept(self, step: int, requests: Collection[Tracked]) -> Passed:
         """vLLM has taken the output of `step`, which proves what that step has filled, and nothing of the steps before it that
@@ -201,7 +206,7 @@ class Proof:
         """Nothing of these steps is proven, nor what was computed while this run was told of no output. Returns whether steps
         that are still open have computed upon them."""
         req_ids = {req_id for each in passed for req_id in each.req_ids}
-        lost = {block for each in passed for _, block, _ in each.fills}
+        lost = {block for each in passed for _, blocks, _ in each.fills for block in blocks}
         for each in passed:
             self._forget_fills(each)
         affected = {tracked for tracked in requests if self.stalled or tracked.request.request_id in req_ids}
@@ -220,9 +225,14 @@ class Proof:
             self._forget_fills(step)
 
     def _forget_fills(self, step: OpenStep) -> None:
-        for group, block, _ in step.fills:
-            self._keys[group].pop(block, None)
+        for group, blocks, _ in step.fills:
+            self._forget(group, blocks)
         step.fills = []
+
+    def _forget(self, group: int, blocks: Collection[int]) -> None:
+        keys = self._keys[group]
+        for block in keys.keys() & blocks:
+            del keys[block]
 
     def fail(self, blocks: Iterable[int], requests: Iterable[Tracked]) -> None:
         """Blocks were not loaded; what the open steps have computed upon them, and upon that, is not proven."""
@@ -249,9 +259,9 @@ class Proof:
                 gone = [fill for fill in step.fills if fill[2] in affected]
                 step.fills = [fill for fill in step.fills if fill[2] not in affected]
                 voids |= not req_ids.isdisjoint(step.req_ids)
-                for group, block, _ in gone:
-                    self._keys[group].pop(block, None)
-                    lost.add(block)
+                for group, blocks, _ in gone:
+                    self._forget(group, blocks)
+                    lost.update(blocks)
             for tracked in affected:
                 self.fall_back(tracked)
             affected = set()

@@ -45,23 +45,26 @@ class Reports:
 
     def ended(self, req_ids: set[str] | None) -> set[str] | None:
         """Requests whose load has ended, with those that vLLM has not learned of."""
+        if not (req_ids or self._again.ended):
+            return None
         told, self._again.ended = (req_ids or set()) | self._again.ended, set()
-        if told:
-            self._now.ended |= told
-        return told or None
+        self._now.ended |= told
+        return told
 
     def failed(self, req_ids: set[str]) -> set[str]:
         """Requests whose load failed as a whole."""
+        if not (req_ids or self._again.failed):
+            return req_ids
         told, self._again.failed = req_ids | self._again.failed, set()
-        if told:
-            self._now.failed |= told
+        self._now.failed |= told
         return told
 
     def blocks(self, block_ids: set[int]) -> set[int]:
         """Blocks of such requests that were not loaded."""
+        if not (block_ids or self._again.blocks):
+            return block_ids
         told, self._again.blocks = block_ids | self._again.blocks, set()
-        if told:
-            self._now.blocks |= told
+        self._now.blocks |= told
         return told
 
     @property

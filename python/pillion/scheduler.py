@@ -295,9 +295,9 @@ class Scheduler:
     def open_step(self, output: SchedulerOutput) -> None:
         """A step waits for vLLM to take its output. A step without tokens does so, too: its output may tell ends of loads. Once
         for all groups, before `follow_step`."""
-        begun = output.scheduled_cached_reqs.resumed_req_ids
+        begun: Collection[str] = output.scheduled_cached_reqs.resumed_req_ids
         if output.scheduled_new_reqs:
-            begun = {*begun, *(new.req_id for new in output.scheduled_new_reqs)}
+            begun = [*begun, *[new.req_id for new in output.scheduled_new_reqs]]
         self._proof.schedule(self._next.step, output.num_scheduled_tokens, begun)
 
     def follow_step(self, output: SchedulerOutput) -> None:
@@ -376,7 +376,8 @@ class Scheduler:
             self._open_loads = [loads for loads in self._open_loads if loads.step > step]
         if self._passed:
             self._passed = {lost: told for lost, told in self._passed.items() if told > step}
-        self._passed |= dict.fromkeys(passed.steps, self._next.step)
+        if passed.steps:
+            self._passed |= dict.fromkeys(passed.steps, self._next.step)
         self._saving.accept(step, passed)
 
     def take_unkept(self) -> dict[str, int]:

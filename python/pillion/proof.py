@@ -20,7 +20,7 @@ from pillion.tracked import Tracked
 ENCODED_MAX = 1 << 16
 # Steps that wait for vLLM to take their output; vLLM has two in flight at most. Beyond it no output is ever taken.
 OPEN_STEPS_MAX = 32
-# vLLM's block that stands for those before a window: nothing is ever written to it.
+# vLLM's null block, in place of each block before a window. Nothing is ever written to it.
 NULL_BLOCK = 0
 logger = vllm_compat.init_logger("vllm.pillion")
 

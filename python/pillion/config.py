@@ -153,6 +153,14 @@ class Config:
             "differences sooner, at the cost of computing more.",
         ),
     )
+    check_per_mille: int = field(
+        default=2,
+        metadata=_told(
+            _count(1000, "tokens", "0 (none)"),
+            "Of 1,000 loaded tokens so many may be computed again by checks of whole hits, which see a wrong block anywhere in "
+            "a prompt. The other checks compute the end of a hit.",
+        ),
+    )
     hasher: str = field(
         default="native",
         metadata=_told(

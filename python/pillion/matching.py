@@ -114,7 +114,9 @@ class Matching:
     def _trim(self, tracked: Tracked, first: int, hits: int, reach: int, subject: Subject, step: int) -> int:
         """How many blocks of a hit up to `reach` tokens to load, where the last whole ones may be computed to be compared."""
         whole = reach // self._block_tokens - first
-        kept = self._check.trim(tracked, first, whole, subject, step) if whole > 0 else whole
+        # A prompt that another engine has computed for this one is not computed again, and of a window not all is there.
+        may_be_long = not tracked.awaits and not tracked.window
+        kept = self._check.trim(tracked, first, whole, subject, step, may_be_long) if whole > 0 else whole
         return hits if kept == whole else kept
 
     def _is_too_much(self, tracked: Tracked, tokens: int) -> bool:
@@ -162,6 +164,7 @@ class Matching:
             step.lost.append((request.request_id, tracked.loaded, sync))
             return tracked.loaded
         self.count(tracked, first, count, external_tokens)
+        self._check.loaded(external_tokens)
         self._pacing.load(request, count, request.num_tokens - first * self._block_tokens - external_tokens, sync)
         step.fills_tail |= sync and external_tokens % self._block_tokens > 0
         ids: list[int] = blocks.get_block_ids()[self._group][first : first + count]

@@ -99,7 +99,7 @@ class Scheduler:
         # A block fewer of one group would be another hit than that of the others. A drafter's KV may differ under one key.
         comparable = not group.several and not vllm_compat.drafts_from_hidden_states(vllm_config)
         checks = config.loads and config.saves and comparable
-        self._check = check = Check(block_tokens, config.check_every if checks else 0)
+        self._check = check = Check(block_tokens, config.check_every if checks else 0, config.check_per_mille)
         self._matching = Matching(
             session,
             requests,

@@ -99,7 +99,7 @@ class Session:
 
     def stats(self) -> dict[str, int]:
         """Of checks alone."""
-        return {"blocks_checked": self.compared}
+        return {"blocks_checked": self.compared, "blocks_differing": 0}
 
     def load(self, log: int, start: int, blocks: list[int], step: int, sync: bool) -> list[bytes]:
         """A plan."""

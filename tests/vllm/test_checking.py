@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from pillion.checking import STEPS_MAX, TOKENS, Check
+from pillion.checking import STEPS_MAX, TOKENS, WITNESSES, Check
 
 BLOCK_TOKENS, EVERY, HITS = 16, 100, 10
 BLOCKS = TOKENS // BLOCK_TOKENS
 SUBJECT, OTHER = (1, None), (1, b"adapter")
+
+
+def told(compared: int, differing: int = 0) -> dict[str, int]:
+    """What the session has counted."""
+    return {"blocks_checked": compared, "blocks_differing": differing}
 
 
 def is_checked(check: Check, subject: tuple[int, bytes | None] = SUBJECT, step: int = 0) -> bool:
@@ -25,7 +30,7 @@ def approve(check: Check, compared: int, subject: tuple[int, bytes | None] = SUB
     owner = object()
     assert check.trim(owner, 0, HITS, subject, 0) == HITS - BLOCKS
     check.saved()
-    check.learn({"blocks_checked": compared}, 0)
+    check.learn(told(compared), 0)
     assert not check.goes_on
 
 
@@ -59,12 +64,12 @@ def test_a_lost_verdict_is_not_waited_for_for_ever() -> None:
     check = Check(BLOCK_TOKENS, EVERY)
     check.trim(object(), 0, HITS, SUBJECT, 5)
     check.saved()
-    check.learn({"blocks_checked": 0}, 4 + STEPS_MAX)
+    check.learn(told(0), 4 + STEPS_MAX)
     assert check.goes_on
     assert not is_checked(check, OTHER), "one at a time"
-    check.learn({"blocks_checked": 0}, 5 + STEPS_MAX)
+    check.learn(told(0), 5 + STEPS_MAX)
     assert not check.goes_on
-    check.learn({"blocks_checked": 4}, 6 + STEPS_MAX)
+    check.learn(told(4), 6 + STEPS_MAX)
     assert [is_checked(check) for _ in range(2)] == [False, True]
 
 
@@ -72,11 +77,40 @@ def test_a_verdict_that_comes_before_the_save_is_another_ones() -> None:
     """Of a check that was given up."""
     check, owner = Check(BLOCK_TOKENS, EVERY), object()
     check.trim(owner, 0, HITS, SUBJECT, 0)
-    check.learn({"blocks_checked": 4}, 1)
+    check.learn(told(4), 1)
     assert check.goes_on
     check.saved()
-    check.learn({"blocks_checked": 4}, 2)
+    check.learn(told(4), 2)
     assert check.goes_on
+
+
+def test_after_a_difference_the_next_hits_are_checked() -> None:
+    """Of any subject, so that the sidecar has witnesses; not for ever, where they bring no verdict."""
+    check, owner = Check(BLOCK_TOKENS, EVERY), object()
+    check.trim(owner, 0, HITS, SUBJECT, 0)
+    check.saved()
+    check.learn(told(4, 1), 0)
+    assert check.trim(owner, 3, HITS, OTHER, 0, whole=True) == 0
+    assert check.span(owner) == (3, 3 + HITS)
+    assert check.trim(object(), 3, HITS, OTHER, 0, whole=True) == 0, "one at a time, and none is believed"
+    check.give_up()
+    assert [is_checked(check, OTHER) for _ in range(WITNESSES - 1)] == [True] * (WITNESSES - 1)
+    assert not is_checked(check) and not is_checked(check)
+
+
+def test_a_long_check_loads_nothing_and_is_paid_by_what_was_loaded() -> None:
+    """Of 1,000 loaded tokens 2."""
+    check, owner = Check(BLOCK_TOKENS, EVERY, 2), object()
+    check.loaded(HITS * BLOCK_TOKENS * 500 - 1)
+    assert check.trim(owner, 3, HITS, SUBJECT, 0, whole=True) == HITS - BLOCKS
+    check.give_up()
+    check.loaded(1)
+    assert check.trim(owner, 3, HITS, OTHER, 0, whole=False) == HITS - BLOCKS
+    check.give_up()
+    assert check.trim(owner, 3, HITS, (3, None), 0, whole=True) == 0
+    assert check.span(owner) == (3, 3 + HITS)
+    check.give_up()
+    assert check.trim(owner, 3, HITS, (4, None), 0, whole=True) == HITS - BLOCKS
 
 
 def test_what_was_right_is_forgotten() -> None:

@@ -429,6 +429,26 @@ def test_a_checked_hit_that_is_computed_in_parts(checking: Engine) -> None:
     assert checking.session.saves == [(0, 7, [8, 9])]
 
 
+def test_a_long_check_computes_the_whole_hit_in_as_many_steps_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block that was found is compared, and nothing is loaded."""
+    engine = Engine(monkeypatch, check_every=1, check_per_mille=1000)
+    engine.session.hits = 7
+    first, second, third = (engine.arrive(9 * BLOCK_TOKENS + 1) for _ in range(3))
+    assert engine.ask(first) == 3 * BLOCK_TOKENS, "nothing was loaded yet"
+    engine.compute(first, found=3 * BLOCK_TOKENS)
+    engine.session.compared += 4
+    engine.decode(first)
+    assert engine.ask(second) == 7 * BLOCK_TOKENS
+    engine.compute(second, found=7 * BLOCK_TOKENS)
+    del engine.session.checked[:]
+    assert engine.ask(third) == 0
+    engine.compute(third, most=4 * BLOCK_TOKENS)
+    assert engine.session.checked == []
+    engine.go_on(third)
+    [(_, first_block, blocks)] = engine.session.checked
+    assert (first_block, len(blocks)) == (0, 7)
+
+
 def test_a_short_hit_is_computed_wholly(checking: Engine) -> None:
     """Then nothing is loaded."""
     checking.session.hits = 3

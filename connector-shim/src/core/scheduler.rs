@@ -471,10 +471,10 @@ fn differing(namespace: u64, saved: Saved) -> String {
     let millionths = |part: u32| f64::from(part) / 1e6;
     let digits: String = namespace.to_le_bytes().iter().map(|byte| format!("{byte:02x}")).collect();
     format!(
-        "PILLION STAYS OUT of namespace {digits}...: KV that this engine computed differs from the kept KV by {} (limit \
-         {}). Pillion is off for this engine until it restarts, and its saved blocks are removed. Its weights, code or \
-         settings differ under equal facts from those of the engine that saved: find the difference and restart it, or \
-         set pillion.model_id to a text of its own",
+        "KV that this engine computed in namespace {digits}... differs from the kept KV by {} (limit {}). This engine is \
+         wrong, or the one that saved the blocks. The blocks are removed, and nothing that this engine computes is kept until \
+         its checks agree with two other prompts, or for 4 minutes. Pillion is off for this engine if they differ again, or if \
+         it took over the facts of its namespace",
         millionths(saved.difference),
         millionths(saved.limit)
     )

@@ -36,6 +36,8 @@ pub struct Scan {
 pub struct Found {
     /// Blocks that differ by more than computing them twice does.
     pub differing: u32,
+    /// The first of them, by its place among the pairs.
+    pub first: u32,
     /// The largest difference of all blocks.
     pub worst: Difference,
 }
@@ -66,7 +68,8 @@ impl Comparison {
         };
         let found: Vec<Difference> = self.pairs.iter().map(compare).collect();
         let differing = found.iter().filter(|difference| difference.is_too_large()).count() as u32;
+        let first = found.iter().position(Difference::is_too_large).unwrap_or_default() as u32;
         let worst = found.into_iter().reduce(Difference::max).expect("at least one pair");
-        Found { differing, worst }
+        Found { differing, first, worst }
     }
 }

@@ -75,7 +75,7 @@ pub(super) struct Scheduler {
     pub(super) engine: String,
     /// By which the tier counts what it holds.
     pub(super) holder: HolderId,
-    run: [u8; 16],
+    pub(super) run: [u8; 16],
     pub(super) world_size: u32,
     /// It says which steps it accepted. What one of an earlier version saves is never kept.
     pub(super) accepts: bool,

@@ -128,17 +128,19 @@ impl Queries {
         self.log(question.session, question.log).wanted(question)
     }
 
-    /// The keys of a save, and the key before them.
+    /// The keys before those of a save: all, where its blocks are compared, else the last one. And the keys of the save.
     pub(super) fn keys_of(
         &self,
         session: SessionId,
         asked: &request::Save,
-    ) -> Result<(Option<BlockHash>, Vec<BlockHash>), Violation> {
+    ) -> Result<(Vec<BlockHash>, Vec<BlockHash>), Violation> {
         let Keys { log, from, .. } = asked.keys;
+        let from = from as usize;
         let log = self.askers[&session].logs.get(log)?;
-        let keys = log.keys.get(from as usize..asked.keys.end() as usize);
+        let keys = log.keys.get(from..asked.keys.end() as usize);
         let keys = keys.ok_or_else(|| format!("query {asked:?} names keys that were not appended"))?.to_vec();
-        Ok((from.checked_sub(1).map(|before| log.keys[before as usize]), keys))
+        let first = if asked.checked { 0 } else { from.saturating_sub(1) };
+        Ok((log.keys[first..from].to_vec(), keys))
     }
 
     /// Whether the last key of a save is that of a prompt's tail.

@@ -2,6 +2,7 @@
 //! comparisons of what was saved with what is kept.
 
 mod checks;
+mod doubts;
 mod loads;
 mod pending;
 mod saves;
@@ -11,6 +12,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 use self::checks::Checks;
+use self::doubts::Doubts;
 use self::loads::Load;
 use self::pending::Pending;
 use self::saves::{Save, UnboundSave};
@@ -33,6 +35,7 @@ pub(super) struct Transfers {
     unbound: BTreeMap<OpKey, UnboundSave>,
     saves: BTreeMap<OpKey, Save>,
     checks: Checks,
+    doubts: Doubts,
     scans: Scans,
     loads: BTreeMap<OpKey, Load>,
     /// What runs, and since when.
@@ -76,6 +79,7 @@ impl Transfers {
         self.abandon_loads(session, &mut base.cx);
         self.pending.remove(&session);
         self.checks.forget(session);
+        self.doubts.leave(session, base.engines[session].run);
     }
 
     /// An operation of a scheduler was read.
@@ -92,6 +96,11 @@ impl Transfers {
             || !self.checks.running.is_empty()
             || self.scans.any()
             || self.pending.values().any(Pending::any_awaits_drain)
+    }
+
+    #[cfg(test)]
+    pub(super) fn forget_origins(&mut self) {
+        self.doubts = Doubts::default();
     }
 
     #[cfg(test)]

@@ -214,10 +214,15 @@ const SAVES_DROPPED: &[(&str, Reading<Stats>)] = &[
     ("no_room", |s| s.saves_without_room),
     ("too_large", |s| s.saves_too_large),
     ("unproven", |s| s.saves_unproven),
+    ("doubted", |s| s.saves_doubted),
     ("not_finite", |s| s.saves_not_finite),
     // All are counted at the end of their save, those of the other reasons already before.
     ("not_copied", |s| {
-        let known = s.saves_without_room + s.saves_too_large + s.saves_unproven + s.saves_not_finite;
+        let known = s.saves_without_room
+            + s.saves_too_large
+            + s.saves_unproven
+            + s.saves_doubted
+            + s.saves_not_finite;
         s.saves_dropped.saturating_sub(known + s.saves_unaccepted)
     }),
 ];

@@ -211,17 +211,12 @@ impl Ledger {
         }
     }
 
-    /// A comparison of these slots has ended: whether they are of different models, and the namespace. Panics where one of them
-    /// is not a whole block of the key.
-    pub(crate) fn compared(
-        &self,
-        kept: SlotRef,
-        computed: SlotRef,
-        memory: &Region,
-    ) -> (bool, NamespaceDigest) {
+    /// A comparison of these slots has ended: whether they are of different models. Panics where one of them is not a whole block of
+    /// the key.
+    pub(crate) fn compared(&self, kept: SlotRef, computed: SlotRef, memory: &Region) -> bool {
         let slot = &self.slots[&kept.offset];
         assert!(slot.committed && !self.slots[&computed.offset].committed, "{kept:?} and {computed:?}");
-        (slot.check(kept, memory, "kept") != slot.check(computed, memory, "computed"), slot.digest)
+        slot.check(kept, memory, "kept") != slot.check(computed, memory, "computed")
     }
 
     /// At rest: every slot is whole, its header says so, and its bytes are its key's.

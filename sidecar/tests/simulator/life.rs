@@ -11,7 +11,7 @@ mod turn;
 mod waits;
 
 use std::cell::{Cell, RefCell};
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::rc::Rc;
@@ -56,8 +56,8 @@ struct Peer {
     engine: String,
     /// Schedulers: the last SALT, open logs, and which log each query asks about.
     salt: Option<[u8; 16]>,
-    /// The last namespace that a check of its found to be another model's.
-    barred: Option<NamespaceDigest>,
+    /// Blocks that a check of its found to be another model's.
+    contradicted: BTreeSet<SlotRef>,
     logs: BTreeMap<u32, Vec<BlockHash>>,
     asked: BTreeMap<u64, u32>,
 }

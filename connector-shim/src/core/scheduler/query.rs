@@ -258,11 +258,12 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
                  did not state its weights after they may have changed, or the ranks state different facts. Look at \
                  the logs of the workers and of the sidecar",
             ),
-            // Its own check has said more.
-            Status::Barred if self.counters.blocks_differing == 0 => self.notices.say(
+            Status::Barred => self.notices.say(
                 Cause::Barred,
-                "PILLION STAYS OUT: KV of this engine differs from what its namespace keeps, so Pillion is off for it \
-                 until its weights change or it restarts; the sidecar's log names the difference",
+                "PILLION STAYS OUT: KV of this engine differs from the kept KV of its namespace, so Pillion is off for it \
+                 until its weights change or it restarts, and its saved blocks are removed. Its weights, code or settings \
+                 differ under equal facts from those of the engines that saved: find the difference, which the sidecar's \
+                 log names, and restart it, or set pillion.model_id to a text of its own",
             ),
             _ => {}
         }

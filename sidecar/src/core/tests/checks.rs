@@ -24,7 +24,7 @@ pub(super) fn run(engine: u64) -> [u8; 16] {
 
 pub(crate) fn found(differing: u32) -> Found {
     let amount = if differing == 0 { 1e-3 } else { 0.4 };
-    Found { differing, worst: Difference { layer: 3, number: Number::Bfloat16, amount } }
+    Found { differing, first: 0, worst: Difference { layer: 3, number: Number::Bfloat16, amount } }
 }
 
 impl Harness {
@@ -82,6 +82,26 @@ impl Harness {
         self.copy_all(engine, op);
         self.compared(differing);
         self.saved().expect("it has ended")
+    }
+
+    /// Engine 0 keeps a chain that it computed in a step of its own.
+    fn keep_another(&mut self, op: u64) {
+        self.speaker = SCHEDULER;
+        self.open(50, 500..502);
+        self.post_save(50, op, 0..2, false);
+        self.copy_all(0, op);
+        assert_eq!(self.saved().unwrap().committed, 2);
+        self.ask(SchedulerRequest::Close { log: 50 });
+    }
+
+    /// An engine that has begun computes other KV than that chain: the chain goes, and the engine is in doubt.
+    fn doubt(&mut self, engine: u64, op: u64) {
+        let removed = self.core.stats().removed_blocks;
+        self.open(51, 500..502);
+        assert_eq!(self.check(engine, 51, op, 0..2, 2).differing, 2);
+        assert_eq!(self.core.stats().removed_blocks - removed, 2);
+        self.ask(SchedulerRequest::Close { log: 51 });
+        self.out.clear();
     }
 
     fn warnings(&self) -> Vec<&str> {
@@ -183,7 +203,9 @@ fn what_is_not_kept_is_saved_and_what_has_no_room_is_left() {
 fn a_comparison_keeps_its_blocks_in_place_and_no_engine_has_many() {
     let mut engine = Harness::keeping(1, 100);
     engine.post_save(0, 5, 0..100, true);
-    assert_eq!(engine.copy(0, 5).len(), 64);
+    let copied: Vec<u32> = engine.copy(0, 5).iter().map(|piece| piece.block).collect();
+    assert_eq!((copied.len(), copied[63]), (64, 100));
+    assert!(copied.windows(2).all(|two| two[1] - two[0] <= 2), "evenly spread: {copied:?}");
     engine.drained();
     let comparison = engine.comparison().unwrap();
     engine.post_save(0, 6, 0..100, true);
@@ -207,19 +229,18 @@ fn a_comparison_keeps_its_blocks_in_place_and_no_engine_has_many() {
 #[test]
 fn an_engine_that_differs_is_barred_and_what_it_saved_is_gone() {
     let mut engine = Harness::keeping(1, 4);
+    engine.keep_another(2);
     engine.begin(1);
     engine.open(1, 100..110);
-    engine.post_save(1, 1, 0..3, false);
+    engine.post_save(1, 1, 0..6, false);
     engine.copy_all(1, 1);
-    assert_eq!(engine.saved().unwrap().committed, 3);
+    assert_eq!(engine.saved().unwrap().committed, 6);
+    engine.doubt(1, 2);
     engine.open(2, 0..4);
-    assert_eq!(engine.query(2, 2, 0, 4).value, 4);
-    // One save is under way when the verdict falls.
-    engine.post_save(1, 3, 3..6, false);
+    assert_eq!(engine.query(2, 3, 0, 4).value, 4);
     engine.post_save(2, 4, 3..4, true);
     engine.copy_all(1, 4);
     let save = engine.comparison().unwrap().save;
-    engine.post_save(1, 5, 6..9, false);
     engine.event(Event::Compared { save, found: found(1) });
     let warnings = engine.warnings();
     assert_eq!(warnings.len(), 1, "{warnings:?}");
@@ -233,12 +254,10 @@ fn an_engine_that_differs_is_barred_and_what_it_saved_is_gone() {
     let saved = engine.saved().unwrap();
     assert_eq!((saved.checked, saved.differing, saved.difference, saved.limit), (1, 1, 400_000, 22_517));
     let stats = engine.core.stats();
-    assert_eq!((stats.barred_engines, stats.checks_differing, stats.removed_blocks), (1, 1, 6));
+    assert_eq!((stats.barred_engines, stats.checks_differing, stats.removed_blocks), (1, 2, 8));
     assert_eq!(stats.leases, 0);
     assert_eq!(stats.blocks, 4, "what another engine saved stays");
     assert_eq!(engine.status(2, 6, 4), (Status::Barred, 0));
-    engine.copy_all(1, 5);
-    assert_eq!(engine.saved().unwrap().dropped, 3, "it was under way");
     engine.post_save(1, 7, 0..9, false);
     assert_eq!(engine.saved().unwrap().dropped, 9);
     engine.load(2, 8, 2, 0..4, 0);
@@ -256,7 +275,9 @@ fn an_engine_that_differs_is_barred_and_what_it_saved_is_gone() {
 #[test]
 fn a_bar_lasts_for_the_run_and_for_one_namespace() {
     let mut engine = Harness::keeping(1, 2);
+    engine.keep_another(2);
     engine.begin_with_log(1);
+    engine.doubt(1, 1);
     assert_eq!(engine.check(1, 0, 2, 0..2, 2).differing, 2);
     assert_eq!(engine.status(0, 3, 2), (Status::Barred, 0));
     engine.ask(SchedulerRequest::Salt { salt: [5; 16] });
@@ -281,7 +302,9 @@ fn a_bar_lasts_for_the_run_and_for_one_namespace() {
 fn most_engines_are_believed_and_then_the_namespace_begins_anew() {
     let mut engine = Harness::keeping(1, 2);
     for (number, retired) in [(1, false), (2, true)] {
+        engine.keep_another(1 + number);
         engine.begin_with_log(number);
+        engine.doubt(number, 1);
         engine.query(0, 2, 0, 2);
         engine.post_save(0, 3, 1..2, true);
         engine.copy_all(number, 3);
@@ -298,7 +321,12 @@ fn most_engines_are_believed_and_then_the_namespace_begins_anew() {
     engine.post_save(0, 3, 0..2, false);
     engine.copy_all(3, 3);
     assert_eq!(engine.saved().unwrap().committed, 2);
+    engine.open(50, 500..502);
+    engine.post_save(50, 4, 0..2, false);
+    engine.copy_all(3, 4);
     engine.begin_with_log(4);
+    engine.out.clear();
+    engine.doubt(4, 1);
     assert_eq!(engine.status(0, 2, 2), (Status::Ok, 2));
     assert_eq!(engine.check(4, 0, 3, 0..2, 1).differing, 1);
     assert_eq!(engine.core.stats().barred_engines, 4, "one of two is not most of them");
@@ -317,24 +345,37 @@ fn what_engines_disagree_about_is_found_by_no_later_life_and_nothing_of_before_c
     base.sources.ssd = Some(Ssd::new(log, SsdAdmission::SecondHit, &mut base.cx.dram));
     let life_end = u64::from(u32::MAX);
     for (number, bounds) in [(1, vec![life_end]), (2, vec![life_end, 7])] {
+        engine.keep_another(1 + number);
         engine.begin_with_log(number);
-        engine.query(0, 2, 0, 2);
-        engine.post_save(0, 3, 1..2, true);
-        engine.copy_all(number, 3);
-        engine.compared(1);
-        for before in bounds {
-            let jobs: Vec<Job> = engine.take(taken!(Action::Transfer(job) => job)).collect();
-            let work: Vec<Work> = jobs.iter().map(|job| job.work).collect();
-            let told = Work::Distrust { namespace: binding.digest, before };
-            assert_eq!(work, [told; 2], "each disk is told, of one after the other");
-            assert!(engine.core.busy(), "an orderly end waits for it");
-            jobs.iter().for_each(|job| {
-                let Job { device, ticket, .. } = *job;
-                engine.event(Event::Transferred(Done { device, ticket, micros: 1, result: Ok(()) }));
-            });
+        engine.open(51, 500..502);
+        for (log, op, bounds) in [(51, 1, vec![life_end]), (0, 3, bounds)] {
+            engine.query(log, 2 * op, 0, 2);
+            engine.post_save(log, op, 1..2, true);
+            engine.copy_all(number, op);
+            engine.compared(1);
+            engine.end_distrust(binding.digest, bounds);
         }
         assert!(!engine.core.busy());
         assert_eq!(engine.core.base.cx.namespaces.adopt(binding.space()).is_none(), number == 2);
+    }
+}
+
+impl Harness {
+    /// Both disks are told what no later life finds, up to one bound after the other.
+    fn end_distrust(&mut self, namespace: NamespaceDigest, bounds: Vec<u64>) {
+        for before in bounds {
+            let jobs: Vec<Job> = self.take(taken!(Action::Transfer(job) => job)).collect();
+            let work: Vec<Work> = jobs.iter().map(|job| job.work).collect();
+            assert_eq!(
+                work,
+                [Work::Distrust { namespace, before }; 2],
+                "each disk is told, of one after the other"
+            );
+            assert!(self.core.busy(), "an orderly end waits for it");
+            for Job { device, ticket, .. } in jobs {
+                self.event(Event::Transferred(Done { device, ticket, micros: 1, result: Ok(()) }));
+            }
+        }
     }
 }
 
@@ -367,19 +408,21 @@ fn asked_for(engine: &mut Harness, log: u32, op: u64, count: u32) -> usize {
 #[test]
 fn a_block_that_was_removed_does_not_come_back_from_a_peer_that_had_fetched_it() {
     let mut engine = with_peer();
+    engine.keep_another(2);
     engine.begin_with_log(1);
     engine.open(1, 100..104);
     engine.post_save(1, 1, 0..4, false);
     engine.copy_all(1, 1);
-    engine.post_save(0, 2, 0..2, true);
-    engine.copy_all(1, 2);
+    engine.doubt(1, 2);
+    engine.post_save(0, 3, 0..2, true);
+    engine.copy_all(1, 3);
     engine.compared(1);
-    assert_eq!(engine.core.stats().removed_blocks, 4);
+    assert_eq!(engine.core.stats().removed_blocks, 6);
     let told = engine.warnings();
     let remedy =
         "requests none of these blocks from them until it restarts: run pillion ctl evict at the peers first";
     assert!(told.len() == 1 && told[0].ends_with(remedy), "{told:?}");
-    assert_eq!(engine.core.peers_stats().unwrap().distrusted, 4);
+    assert_eq!(engine.core.peers_stats().unwrap().distrusted, 6);
     hear_of(&mut engine, 100..110);
 
     engine.speaker = SCHEDULER;
@@ -412,8 +455,9 @@ fn a_block_that_was_removed_does_not_come_back_from_a_peer_that_had_fetched_it()
 fn nothing_of_a_namespace_that_began_anew_comes_from_a_peer() {
     let mut engine = with_peer();
     for number in [1, 2] {
-        engine.out.clear();
+        engine.keep_another(1 + number);
         engine.begin_with_log(number);
+        engine.doubt(number, 1);
         engine.post_save(0, 3, 1..2, true);
         engine.copy_all(number, 3);
         engine.compared(1);
@@ -437,14 +481,148 @@ fn nothing_of_a_namespace_that_began_anew_comes_from_a_peer() {
 fn engines_that_lie_again_and_again_cost_the_others_nothing() {
     let mut engine = Harness::keeping(1, 2);
     for number in 1..20 {
+        engine.speaker = SCHEDULER;
+        if engine.status(0, 2 * number, 2).1 == 0 {
+            engine.post_save(0, 2 * number + 1, 0..2, false);
+            engine.copy_all(0, 2 * number + 1);
+        }
         engine.begin_with_log(number);
         assert_eq!(engine.check(number, 0, 3, 0..2, 2).differing, 2);
         engine.disconnect([scheduler(number), rank(number)]);
     }
     engine.speaker = SCHEDULER;
     let stats = engine.core.stats();
-    assert_eq!((stats.barred_engines, stats.removed_blocks), (0, 0));
-    assert_eq!(engine.status(0, 5, 2), (Status::Ok, 2));
+    assert_eq!((stats.barred_engines, stats.removed_blocks), (0, 16), "eight of them cost two blocks each");
+    assert_eq!(engine.status(0, 50, 2), (Status::Ok, 2));
+}
+
+/// An engine with its log of the two blocks that engine 0 keeps, in doubt; two more chains of engine 0.
+fn in_doubt() -> Harness {
+    let mut engine = Harness::keeping(1, 2);
+    for (op, log) in [(2, 60), (3, 61)] {
+        engine.open(log, 10 * log..10 * log + 2);
+        engine.post_save(log, op, 0..2, false);
+        engine.copy_all(0, op);
+    }
+    engine.keep_another(4);
+    engine.begin_with_log(1);
+    engine.doubt(1, 1);
+    engine
+}
+
+#[test]
+fn one_contradiction_bars_nobody_and_what_was_computed_in_that_step_goes() {
+    let mut engine = Harness::keeping(1, 2);
+    // One step computes two prompts, another one goes on with the first.
+    engine.open(60, 600..604);
+    engine.open(61, 610..612);
+    for (op, log, keys, step) in [(2, 60, 0..2, 5), (3, 61, 0..2, 5), (4, 60, 2..4, 6)] {
+        let save = request::Save {
+            op,
+            keys: Keys::new(log, keys),
+            position: 0,
+            step,
+            checked: false,
+            handover: false,
+        };
+        engine.post(SchedulerRequest::Save(save), Vec::new(), vec![1, 2]);
+    }
+    engine.copy_all(0, 6);
+    assert_eq!(engine.core.stats().blocks, 8);
+    engine.begin_with_log(1);
+    engine.open(2, 600..604);
+    engine.post_save(2, 1, 0..4, true);
+    engine.copy_all(1, 1);
+    let save = engine.comparison().unwrap().save;
+    engine.out.clear();
+    engine.event(Event::Compared { save, found: Found { first: 1, ..found(2) } });
+    let [told] = engine.warnings()[..] else { panic!("{:?}", engine.warnings()) };
+    for part in ["6 blocks", "engine e1", "4.00e-1", "layer 3", "2 other chains", "240 s"] {
+        assert!(told.contains(part), "{part} in {told}");
+    }
+    let stats = engine.core.stats();
+    assert_eq!((stats.barred_engines, stats.removed_blocks, stats.blocks), (0, 6, 2));
+    assert_eq!(engine.status(2, 3, 4), (Status::Ok, 0), "of the same step: also before the first difference");
+    assert_eq!(engine.status(0, 4, 2), (Status::Ok, 2), "it is served");
+}
+
+#[test]
+fn of_a_chain_whose_end_differs_the_beginning_goes_too() {
+    let mut engine = Harness::keeping(1, 2);
+    engine.open(60, 600..608);
+    for (op, keys) in [(2, 0..4), (3, 4..8)] {
+        engine.post_save(60, op, keys, false);
+        engine.copy_all(0, op);
+    }
+    engine.begin_with_log(1);
+    engine.open(60, 600..608);
+    assert_eq!(engine.check(1, 60, 1, 6..8, 2).differing, 2);
+    assert_eq!((engine.status(60, 2, 8), engine.core.stats().blocks), ((Status::Ok, 0), 2));
+    assert_eq!(engine.core.stats().barred_engines, 0);
+}
+
+#[test]
+fn a_long_chain_goes_from_the_last_block_on_that_was_found_equal() {
+    let mut engine = Harness::keeping(1, 128);
+    engine.begin(1);
+    engine.open(0, 0..128);
+    engine.post_save(0, 1, 0..128, true);
+    engine.copy_all(1, 1);
+    let save = engine.comparison().unwrap().save;
+    // Every second block was compared. The origin is forgotten, so that the chain alone goes.
+    engine.core.transfers.forget_origins();
+    engine.event(Event::Compared { save, found: Found { first: 10, ..found(54) } });
+    assert_eq!(engine.core.stats().blocks, 20);
+    assert_eq!(engine.status(0, 2, 128), (Status::Ok, 20));
+}
+
+#[test]
+fn of_an_engine_in_doubt_nothing_is_kept_until_it_agrees_with_two_other_chains() {
+    let mut engine = in_doubt();
+    engine.open(51, 500..502);
+    engine.post_save(51, 2, 0..2, false);
+    assert_eq!(engine.saved().unwrap().dropped, 2);
+    for (log, op) in [(60, 3), (61, 6)] {
+        engine.open(log, 10 * log..10 * log + 2);
+        // The same chain twice is one witness.
+        for op in op..op + 2 {
+            assert_eq!(engine.check(1, log, op, 0..2, 0).differing, 0);
+        }
+        engine.post_save(51, op + 2, 0..2, false);
+        if log == 60 {
+            assert_eq!(engine.saved().unwrap().dropped, 2);
+        }
+    }
+    engine.copy_all(1, 8);
+    assert_eq!(engine.saved().unwrap().committed, 2);
+    let stats = engine.core.stats();
+    assert_eq!((stats.saves_doubted, stats.saves_dropped, stats.barred_engines), (4, 4, 0));
+    assert_eq!(engine.check(1, 0, 30, 0..2, 2).differing, 2);
+    assert_eq!(engine.core.stats().barred_engines, 0, "its next contradiction is a first one");
+}
+
+#[test]
+fn what_it_saved_itself_is_no_witness_and_a_doubt_ends_by_itself() {
+    let mut engine = Harness::keeping(1, 2);
+    engine.keep_another(2);
+    engine.begin_with_log(1);
+    engine.open(60, 600..602);
+    engine.open(61, 610..612);
+    for (op, log) in [(1, 60), (2, 61)] {
+        engine.post_save(log, op, 0..2, false);
+        engine.copy_all(1, op);
+    }
+    engine.doubt(1, 3);
+    for (op, log) in [(4, 60), (5, 61)] {
+        assert_eq!(engine.check(1, log, op, 0..2, 0).differing, 0);
+    }
+    engine.open(51, 500..502);
+    engine.post_save(51, 6, 0..2, false);
+    assert_eq!(engine.saved().unwrap().dropped, 2);
+    engine.now_ms = 240_000;
+    engine.post_save(51, 7, 0..2, false);
+    engine.copy_all(1, 7);
+    assert_eq!(engine.saved().unwrap().committed, 2);
 }
 
 #[test]

@@ -7,9 +7,8 @@
 //!   cancelled, or not copied whole, is never compared.
 //! - Until a comparison has ended, both slots are its own: the kept block is held, the other one is being filled.
 //! - Without room, or where a block or a rank is gone, there is no verdict. Nothing is lost: the engine checks its next hit.
-//! - What is kept is believed against one engine. That one is barred: for the rest of its run the namespace is closed to it,
-//!   over new connections too, and what it saved itself is removed. What others saved stays, so an engine that is wrong, or
-//!   lies, costs itself alone.
+//! - Who is believed is for [`super::doubts`]. An engine that is wrong is barred: for the rest of its run the namespace is closed to it,
+//!   over new connections too, and what it saved itself is removed.
 //! - Where more of the connected engines of a namespace are barred from it than served, and at least two are, nobody is
 //!   believed: all are barred, all that is kept is removed, and for runs that come later the namespace begins anew. Engines
 //!   that may not save count on neither side.
@@ -19,7 +18,7 @@
 //! one wrote to disks. Other pods keep what they have fetched: there the first hit of every engine is checked as well. It does not come
 //! back from them in this life: nobody is asked for a removed block, nor for any of a namespace that has begun anew.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use shm_protocol::key::{BlockHash, BlockKey, GROUP};
@@ -27,6 +26,7 @@ use shm_protocol::message::Saved;
 use shm_protocol::pool::SlotRef;
 use tiers::dram::HolderId;
 
+use super::doubts::{DOUBT_MAX, Verdict, WITNESSES};
 use super::{Action, Base, Binding, Context, OpKey, Queries, SessionId, Transfers, operations};
 use crate::compare::{Difference, Number, millionths};
 use crate::core::comparison::{Comparison, Found};
@@ -36,9 +36,12 @@ use crate::core::engines::Proof;
 const BLOCKS_MAX: usize = 64;
 /// Bytes of the same, unless one block is larger: threads that copy loads compare them, too.
 const BYTES_MAX: u64 = 256 << 20;
-/// Blocks that an engine committed last: those that go if it is barred. 2.6 MB of keys for each engine; of one that saved more
-/// without being found out, the oldest stay.
-const RECENT_MAX: usize = 65_536;
+/// Whether a block of a checked save of so many is compared, if it is kept. Of a long save some are, evenly spread, with the last.
+pub(super) fn is_chosen(place: usize, count: usize, block_bytes: u64) -> bool {
+    let most = BLOCKS_MAX.min((BYTES_MAX / block_bytes.max(1)).max(1) as usize);
+    count <= most || (place + 1) * most / count > place * most / count
+}
+
 /// The namespace of keys that nobody asks for: [`crate::core::namespaces::Namespaces`] never gives it out.
 const SCRATCH: u32 = u32::MAX;
 
@@ -46,7 +49,8 @@ const SCRATCH: u32 = u32::MAX;
 #[derive(Debug, Default)]
 pub(super) struct Checks {
     pub(super) running: BTreeMap<OpKey, Running>,
-    records: BTreeMap<SessionId, Record>,
+    /// By scheduler's session, blocks that are compared, or will be once they are copied.
+    checking: BTreeMap<SessionId, usize>,
     /// The largest difference that was within its limit, as a part of that, by [`Number`].
     pub(super) largest: [f64; Number::ALL.len()],
 }
@@ -55,36 +59,44 @@ pub(super) struct Checks {
 #[derive(Debug)]
 pub(super) struct Running {
     binding: Binding,
-    pairs: Vec<(SlotRef, SlotRef)>,
+    chain: Chain,
+    pairs: Vec<Pair>,
     end: Saved,
 }
 
-/// What is known of a scheduler's session.
-#[derive(Debug, Default)]
-struct Record {
-    /// Blocks that are compared, or will be once they are copied.
-    checking: usize,
-    /// Blocks that it committed last, oldest first.
-    recent: VecDeque<BlockKey>,
+/// The chain of a save, head first.
+#[derive(Debug)]
+pub(super) struct Chain {
+    /// Keys before those of the save.
+    pub(super) before: Vec<BlockHash>,
+    pub(super) keys: Vec<BlockHash>,
+}
+
+/// A block that was computed, and the kept one.
+#[derive(Copy, Clone, Debug)]
+pub(super) struct Pair {
+    /// Position within the save.
+    pub(super) place: u32,
+    pub(super) kept: SlotRef,
+    pub(super) computed: SlotRef,
+}
+
+/// Other KV than is kept, computed by an engine.
+#[derive(Debug)]
+struct Contradiction {
+    binding: Binding,
+    /// The first block that differs, and all of its chain that may be wrong.
+    key: BlockKey,
+    chain: BTreeSet<BlockKey>,
+    worst: Difference,
 }
 
 // === impl Checks ===
 
 impl Checks {
-    /// A save has committed these blocks, deepest first.
-    pub(super) fn committed(&mut self, session: SessionId, keys: impl Iterator<Item = BlockKey>) {
-        let recent = &mut self.records.entry(session).or_default().recent;
-        for key in keys {
-            if recent.len() == RECENT_MAX {
-                recent.pop_front();
-            }
-            recent.push_back(key);
-        }
-    }
-
     /// A scheduler is gone.
     pub(super) fn forget(&mut self, session: SessionId) {
-        self.records.remove(&session);
+        self.checking.remove(&session);
     }
 
     /// Begins to check a block: holds what is kept under its key, and takes a slot for what was computed. `None`: there is no
@@ -97,7 +109,7 @@ impl Checks {
         key: &BlockKey,
         cx: &mut Context,
     ) -> Option<(SlotRef, SlotRef)> {
-        let checking = self.records.get(&session).map_or(0, |record| record.checking);
+        let checking = self.checking.get(&session).copied().unwrap_or_default();
         let bytes = (checking as u64 + 1) * binding.block_bytes();
         if checking == BLOCKS_MAX || checking > 0 && bytes > BYTES_MAX {
             return None;
@@ -109,7 +121,7 @@ impl Checks {
             cx.dram.unhold(kept, HolderId::NOBODY);
             return None;
         };
-        self.records.entry(session).or_default().checking += 1;
+        self.checking.insert(session, checking + 1);
         Some((kept, computed))
     }
 
@@ -117,20 +129,32 @@ impl Checks {
     pub(super) fn end(&mut self, session: SessionId, kept: SlotRef, computed: SlotRef, cx: &mut Context) {
         cx.dram.unhold(kept, HolderId::NOBODY);
         cx.abandon(computed);
-        if let Some(record) = self.records.get_mut(&session) {
-            record.checking -= 1;
+        if let Some(checking) = self.checking.get_mut(&session) {
+            *checking -= 1;
         }
     }
 
-    fn end_all(&mut self, session: SessionId, pairs: Vec<(SlotRef, SlotRef)>, cx: &mut Context) {
-        pairs.into_iter().for_each(|(kept, computed)| self.end(session, kept, computed, cx));
+    fn end_all(&mut self, session: SessionId, pairs: &[Pair], cx: &mut Context) {
+        pairs.iter().for_each(|pair| self.end(session, pair.kept, pair.computed, cx));
+    }
+}
+
+// === impl Running ===
+
+impl Running {
+    /// The key of a pair.
+    fn key(&self, pair: usize) -> BlockKey {
+        self.binding.key(&self.chain.keys[self.pairs[pair].place as usize])
     }
 
-    /// What an engine committed last under a namespace's id, which is told of no more.
-    fn take_recent(&mut self, session: SessionId, namespace: u32) -> BTreeSet<BlockKey> {
-        let recent = self.records.get_mut(&session).map(|record| std::mem::take(&mut record.recent));
-        let recent = recent.unwrap_or_default().into_iter();
-        recent.filter(|key| key.namespace == namespace).collect()
+    /// The keys of the chain that nobody vouches for once a pair differs: those behind the pair before, and all where there is none.
+    fn doubtful(&self, pair: usize) -> BTreeSet<BlockKey> {
+        let Chain { before, keys } = &self.chain;
+        let doubtful = match pair.checked_sub(1) {
+            Some(equal) => (&[][..], &keys[self.pairs[equal].place as usize + 1..]),
+            None => (&before[..], &keys[..]),
+        };
+        doubtful.0.iter().chain(doubtful.1).map(|hash| self.binding.key(hash)).collect()
     }
 }
 
@@ -142,28 +166,30 @@ impl Transfers {
         &mut self,
         save: OpKey,
         binding: Binding,
-        pairs: Vec<(SlotRef, SlotRef)>,
+        chain: Chain,
+        pairs: Vec<Pair>,
         end: Saved,
         base: &mut Base,
     ) {
         let Some((_, rank)) = base.engines.ranks(save.0).next() else {
             // Nobody is left to say what the bytes are.
             base.cx.stats.checks_undecided += 1;
-            self.checks.end_all(save.0, pairs, &mut base.cx);
+            self.checks.end_all(save.0, &pairs, &mut base.cx);
             return self.tell_saved(save.0, end, &mut base.cx);
         };
         let (layers, shards) = (Arc::clone(&rank.layers), binding.shards);
-        base.cx.actions.push(Action::Compare(Comparison { save, pairs: pairs.clone(), shards, layers }));
-        self.checks.running.insert(save, Running { binding, pairs, end });
+        let slots = pairs.iter().map(|pair| (pair.kept, pair.computed)).collect();
+        base.cx.actions.push(Action::Compare(Comparison { save, pairs: slots, shards, layers }));
+        self.checks.running.insert(save, Running { binding, chain, pairs, end });
     }
 
     /// A comparison has ended.
     pub(crate) fn compared(&mut self, save: OpKey, found: Found, queries: &mut Queries, base: &mut Base) {
         let running = self.checks.running.remove(&save).expect("a comparison ends once");
-        let Running { binding, pairs, mut end } = running;
-        (end.checked, end.differing) = (pairs.len() as u32, found.differing);
+        let Running { binding, mut end, .. } = running;
+        (end.checked, end.differing) = (running.pairs.len() as u32, found.differing);
         (end.difference, end.limit) = (millionths(found.worst.amount), millionths(found.worst.limit()));
-        self.checks.end_all(save.0, pairs, &mut base.cx);
+        self.checks.end_all(save.0, &running.pairs, &mut base.cx);
         if !base.engines.has_scheduler(save.0) {
             return;
         }
@@ -174,16 +200,54 @@ impl Transfers {
             if !base.engines.may_save(save.0) {
                 base.engines.prove(save.0, binding.space(), Proof::Compared);
             }
+            self.doubts.agree(save.0, base.engines[save.0].run, &running.key(running.pairs.len() - 1));
         } else {
             base.cx.stats.checks_differing += 1;
             if !base.engines.is_barred(save.0, binding.space()) {
-                self.differs(save.0, &binding, found.worst, queries, base);
+                let first = found.first as usize;
+                let (key, chain) = (running.key(first), running.doubtful(first));
+                let said = Contradiction { binding, key, chain, worst: found.worst };
+                self.contradicts(save.0, &said, queries, base);
             }
         }
         self.tell_saved(save.0, end, &mut base.cx);
     }
 
-    /// What an engine computes is not what is kept.
+    /// What an engine computes is not what is kept. Nobody takes the word of one that has proven nothing.
+    fn contradicts(
+        &mut self,
+        session: SessionId,
+        said: &Contradiction,
+        queries: &mut Queries,
+        base: &mut Base,
+    ) {
+        let namespace = said.binding.namespace;
+        let against = self.doubts.origin(&said.key);
+        let has_word = base.engines.may_save(session);
+        if !has_word
+            || self.doubts.contradict(session, namespace, against.clone(), base.cx.now) == Verdict::Wrong
+        {
+            return self.differs(session, &said.binding, said.worst, queries, base);
+        }
+        self.void_saves_of(session, namespace);
+        let mut gone = self.doubts.saved_with(&against, namespace);
+        gone.extend(&said.chain);
+        let kept = base.cx.dram.stats().blocks;
+        let at_peers = remove(&gone, &said.binding, base);
+        base.cx.actions.push(Action::Warn(format!(
+            "{} blocks of namespace {} are removed: engine {} computed other KV ({}), so it or the engine that saved them is \
+             wrong. Nothing that engine {} computes is kept until it agrees with {WITNESSES} other chains, or for {} s. If it \
+             contradicts another one, the namespace is closed to it{at_peers}",
+            kept - base.cx.dram.stats().blocks,
+            said.binding.digest,
+            base.engines[session].engine,
+            described(said.worst),
+            base.engines[session].engine,
+            DOUBT_MAX.as_secs()
+        )));
+    }
+
+    /// An engine is wrong.
     fn differs(
         &mut self,
         session: SessionId,
@@ -193,24 +257,15 @@ impl Transfers {
         base: &mut Base,
     ) {
         self.bar(session, binding, Some(worst), queries, base);
-        let recent = self.checks.take_recent(session, binding.namespace);
-        base.sources.remove(&recent, &mut base.cx);
-        base.sources.distrust(binding, false);
-        base.sources.peers.iter_mut().for_each(|peers| peers.distrust(&recent, &base.cx));
-        base.cx.dram.end_removal();
-        base.cx.apply_evictions();
-        let Difference { layer, number, amount } = worst;
-        let at_peers =
-            if recent.is_empty() { String::new() } else { kept_by_peers("these blocks", binding, base) };
+        let recent = self.doubts.take_recent(base.engines[session].run, binding.namespace);
+        let at_peers = remove(&recent, binding, base);
         base.cx.actions.push(Action::Warn(format!(
-            "namespace {} is closed to engine {}: its KV differs from the kept KV by {amount:.2e} in layer {layer} ({}; \
-             the limit is {:.0e}). {} blocks that it saved are removed. It runs other weights, code or settings than \
-             the engines that saved: find the difference and restart it, or give it a pillion.model_id of its own if \
-             it is right{at_peers}",
+            "namespace {} is closed to engine {}: its KV differs from the kept KV by {}. {} blocks that it saved are removed. It \
+             runs other weights, code or settings than the engines that saved: find the difference and restart it, or \
+             give it a pillion.model_id of its own if it is right{at_peers}",
             binding.digest,
             base.engines[session].engine,
-            number.name(),
-            worst.limit(),
+            described(worst),
             recent.len()
         )));
         self.retire(binding, queries, base);
@@ -225,12 +280,14 @@ impl Transfers {
         queries: &mut Queries,
         base: &mut Base,
     ) {
-        for save in self.saves.range_mut(operations(session)).map(|(_, save)| save) {
-            save.void_in(binding.namespace);
-        }
+        self.void_saves_of(session, binding.namespace);
         if base.engines.bar(session, binding, worst) {
             queries.end_leases(session, &mut base.cx);
         }
+    }
+
+    fn void_saves_of(&mut self, session: SessionId, namespace: u32) {
+        self.saves.range_mut(operations(session)).for_each(|(_, save)| save.void_in(namespace));
     }
 
     /// Nothing of the saves under way is kept in a namespace.
@@ -270,6 +327,22 @@ impl Transfers {
             served.len()
         )));
     }
+}
+
+/// Removes blocks for good; what a warning says of peers.
+fn remove(keys: &BTreeSet<BlockKey>, binding: &Binding, base: &mut Base) -> String {
+    base.sources.remove(keys, &mut base.cx);
+    base.sources.distrust(binding, false);
+    base.sources.peers.iter_mut().for_each(|peers| peers.distrust(keys, &base.cx));
+    base.cx.dram.end_removal();
+    base.cx.apply_evictions();
+    if keys.is_empty() { String::new() } else { kept_by_peers("these blocks", binding, base) }
+}
+
+/// A difference in words.
+fn described(worst: Difference) -> String {
+    let Difference { layer, number, amount } = worst;
+    format!("{amount:.2e} in layer {layer} ({}; the limit is {:.0e})", number.name(), worst.limit())
 }
 
 /// What a warning says of peers, in a mesh, where what is removed here may be shared.

@@ -18,6 +18,7 @@ use tiers::FillError;
 
 pub(super) use self::phases::SaveEvent;
 use self::phases::{SavePhase, Search};
+use super::checks::is_chosen;
 use super::pending::Acceptance;
 use super::{
     Base, Binding, Context, CopyOwner, Direction, OpKey, Piece, Queries, SessionId, Transfers, Violation,
@@ -36,8 +37,8 @@ pub(super) struct UnboundSave {
     posted: Duration,
     step: u64,
     acceptance: Acceptance,
-    /// The key before the first one.
-    parent: Option<BlockHash>,
+    /// Keys before the first one: all, where blocks are compared, else the last one.
+    before: Vec<BlockHash>,
     /// Blocks that are kept already are compared with these.
     checked: bool,
     /// Another engine will load the blocks. So many had been kept for such engines when the request came.
@@ -58,8 +59,8 @@ pub(super) struct Save {
     aim: SaveAim,
     /// Another engine will load the blocks; see [`UnboundSave`].
     pub(super) handover: Option<u64>,
-    /// The key before the first one, and all keys of the save.
-    parent: Option<BlockHash>,
+    /// See [`UnboundSave`]; and all keys of the save.
+    before: Vec<BlockHash>,
     keys: Vec<BlockHash>,
     /// The last key is of a prompt's tail.
     tail: bool,
@@ -133,7 +134,7 @@ impl Transfers {
         let key = (session, asked.op);
         self.check_new(key)?;
         self.pending[&session].check_save()?;
-        let (parent, keys) = queries.keys_of(session, asked)?;
+        let (before, keys) = queries.keys_of(session, asked)?;
         base.cx.stats.saves_posted_blocks += u64::from(asked.keys.count);
         let blocks = keys.into_iter().zip(blocks.iter().copied().map(Some)).collect();
         let posted = base.cx.now;
@@ -146,7 +147,7 @@ impl Transfers {
             false => Acceptance::Refused,
         };
         let tail = queries.ends_with_tail(session, asked);
-        let save = UnboundSave { posted, step, acceptance, parent, checked, handover, blocks, tail };
+        let save = UnboundSave { posted, step, acceptance, before, checked, handover, blocks, tail };
         let too_many = !pending.may_want(save.blocks.len());
         match base.engines[session].binding() {
             _ if base.cx.draining || too_many => self.drop_save(key, &save, &mut base.cx),
@@ -164,17 +165,19 @@ impl Transfers {
 
     /// Takes a save whose blocks are known, to be begun with its step. What is kept already needs no copy.
     fn accept_save(&mut self, key: OpKey, binding: Binding, asked: UnboundSave, base: &mut Base) {
-        let UnboundSave { posted, step, acceptance, parent, checked, handover, blocks: asked, tail } = asked;
+        let UnboundSave { posted, step, acceptance, before, checked, handover, blocks: asked, tail } = asked;
         let keys: Vec<BlockHash> = asked.iter().map(|(hash, _)| *hash).collect();
+        let compares = |place| checked && is_chosen(place, keys.len(), binding.block_bytes());
         let is_refused = acceptance == Acceptance::Refused;
-        let commits = !is_refused && may_save(key.0, &binding, checked, base);
+        let is_doubted = self.doubts.holds(key.0, binding.namespace, base.cx.now);
+        let commits = !is_refused && !is_doubted && may_save(key.0, &binding, checked, base);
         let mut end = Saved { op: key.1, ..Saved::default() };
         let mut wanted = Vec::new();
         for (index, (hash, block)) in asked.into_iter().enumerate() {
             match block {
                 // vLLM's null block: it never holds a request's KV.
                 Some(0) => end.dropped += 1,
-                Some(_) if !checked && is_kept(&binding, hash, base) => {
+                Some(_) if !compares(index) && is_kept(&binding, hash, base) => {
                     end.present += 1;
                     if handover.is_some() {
                         base.cx.keep(&binding.key(&hash), &binding, None);
@@ -183,6 +186,7 @@ impl Transfers {
                 Some(_) if is_refused => {
                     (end.dropped, end.unaccepted) = (end.dropped + 1, end.unaccepted + 1)
                 }
+                Some(_) if !checked && is_doubted => drop_doubted(&mut end, &mut base.cx),
                 Some(_) if !checked && !commits => drop_unproven(&mut end, &mut base.cx),
                 Some(block) => wanted.push(Wanted { index: index as u32, block, hash }),
                 None => end.cancelled += 1,
@@ -207,7 +211,7 @@ impl Transfers {
             acceptance,
             aim,
             handover,
-            parent,
+            before,
             keys,
             tail,
             blocks,
@@ -367,7 +371,9 @@ impl Transfers {
             }
         }
         if save.aim == SaveAim::Check {
-            return drop_unproven(&mut save.end, &mut base.cx);
+            let is_doubted = self.doubts.holds(session, save.binding.namespace, base.cx.now);
+            let drop = if is_doubted { drop_doubted } else { drop_unproven };
+            return drop(&mut save.end, &mut base.cx);
         }
         match base.cx.claim(key, &save.binding, save.handover) {
             Ok(slot) => {
@@ -443,6 +449,12 @@ fn drop_unproven(end: &mut Saved, cx: &mut Context) {
     end.dropped += 1;
     end.unproven += 1;
     cx.stats.saves_unproven += 1;
+}
+
+/// The engine is in doubt.
+fn drop_doubted(end: &mut Saved, cx: &mut Context) {
+    end.dropped += 1;
+    cx.stats.saves_doubted += 1;
 }
 
 /// Whether a block needs no copy; one that a disk may lack is offered to it again.

@@ -112,9 +112,10 @@ impl Life {
     pub(super) fn end_comparison(&mut self, comparison: &Comparison, ctx: &mut Ctx) {
         let memory = self.pool.region();
         let pairs = comparison.pairs.iter();
-        let different: Vec<_> =
-            pairs.map(|(kept, computed)| self.ledger.compared(*kept, *computed, memory)).collect();
-        let differing = different.iter().filter(|(different, _)| *different).count() as u32;
+        let is_different =
+            |(kept, computed): &&(SlotRef, SlotRef)| self.ledger.compared(*kept, *computed, memory);
+        let different: Vec<SlotRef> = pairs.filter(is_different).map(|(kept, _)| *kept).collect();
+        let differing = different.len() as u32;
         // What lies behind a shard's words is not the block's.
         let shard_bytes = self.ledger.form_at(comparison.pairs[0].0.offset).shard_bytes;
         let found = comparison.carry_out(|offset, out| {
@@ -127,8 +128,8 @@ impl Life {
         ctx.hit(if differing > 0 { "check differed" } else { "check agreed" });
         uses(comparison).for_each(|(_, piece)| self.ledger.end(&[piece]));
         let save = comparison.save;
-        if let Some(peer) = self.sessions.get_mut(&save.0).filter(|_| differing > 0) {
-            peer.barred = Some(different[0].1);
+        if let Some(peer) = self.sessions.get_mut(&save.0) {
+            peer.contradicted.extend(different);
         }
         self.handle(Event::Compared { save, found }, ctx);
     }
@@ -151,11 +152,10 @@ impl Life {
         let Some(peer) = self.sessions.get(&session).filter(|_| !refs.is_empty()) else { return };
         let base = self.namespaces[&peer.engine];
         let digest: NamespaceDigest = peer.salt.map_or(base, |salt| namespace::salted(base, salt));
-        assert_ne!(
-            peer.barred,
-            Some(digest),
-            "session {session} was answered with blocks that differ from its own"
-        );
+        let is_contradicted = refs.iter().any(|slot| peer.contradicted.contains(slot));
+        assert!(!is_contradicted, "session {session} was answered with blocks that differ from its own");
+        let is_barred = self.core.barred().iter().any(|barred| barred.engine == peer.engine);
+        assert!(!is_barred, "session {session} was answered although it is barred");
         let keys = &peer.logs[&peer.asked[&op]][from as usize..];
         assert!(refs.len() <= keys.len(), "an answer of more keys than the log has");
         self.ledger.answered(refs, digest, keys, arriving, self.pool.region());

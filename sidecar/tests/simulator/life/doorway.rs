@@ -55,7 +55,7 @@ impl Life {
             hung_up,
             engine,
             salt: None,
-            barred: None,
+            contradicted: Default::default(),
             logs,
             asked: BTreeMap::new(),
         };

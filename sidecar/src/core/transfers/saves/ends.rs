@@ -12,6 +12,7 @@ use tiers::dram::Dram;
 use super::phases::{SaveEvent, SavePhase, Search};
 use super::{Save, SaveAim, SaveBlock};
 use crate::core::timing::{Part, Timed};
+use crate::core::transfers::checks::{Chain, Pair};
 use crate::core::transfers::pending::Acceptance;
 use crate::core::transfers::scans::count_broken;
 use crate::core::transfers::{Action, Base, Context, CopyOwner, OpKey, SessionId, Transfers, operations};
@@ -25,7 +26,8 @@ impl Save {
     /// Commits a block behind the one before it, from its beginning on: the tier never drops a parent before its child. Of windows
     /// that block may never have been saved.
     fn commit(&self, block: &SaveBlock, dram: &mut Dram) -> bool {
-        let parent = block.index.checked_sub(1).map_or(self.parent, |at| Some(self.keys[at as usize]));
+        let parent =
+            block.index.checked_sub(1).map_or(self.before.last().copied(), |at| Some(self.keys[at as usize]));
         match parent {
             Some(parent) if self.binding.windows => dram.commit_apart(block.slot, &self.binding.key(&parent)),
             Some(parent) => dram.commit_behind(block.slot, &self.binding.key(&parent)),
@@ -144,7 +146,7 @@ impl Transfers {
             match block.kept {
                 Some(kept) if whole => {
                     save.end.present += 1;
-                    pairs.push((kept, block.slot));
+                    pairs.push(Pair { place: block.index, kept, computed: block.slot });
                     continue;
                 }
                 Some(kept) => self.checks.end(session, kept, block.slot, &mut base.cx),
@@ -172,7 +174,10 @@ impl Transfers {
         count_broken(session, broken as u64, base);
         base.cx.stats.saves_not_finite += broken as u64;
         if !committed.is_empty() {
-            self.checks.committed(session, committed.iter().map(|(_, key)| *key));
+            if base.engines.has_scheduler(session) {
+                let (run, keys) = (base.engines[session].run, committed.iter().map(|(_, key)| *key));
+                self.doubts.committed(run, save.step, keys);
+            }
             base.cx.namespaces.note_kept(save.binding.space());
             base.cx.produced.kept.insert((save.binding.namespace, session));
             if let Some(since) = whole_since.filter(|_| save.handover.is_some()) {
@@ -197,7 +202,8 @@ impl Transfers {
             base.cx.stats.checks_undecided += u64::from(save.aim != SaveAim::Keep);
             self.tell_saved(session, save.end, &mut base.cx);
         } else {
-            self.compare(key, save.binding, pairs, save.end, base);
+            let chain = Chain { before: save.before, keys: save.keys };
+            self.compare(key, save.binding, chain, pairs, save.end, base);
         }
     }
 

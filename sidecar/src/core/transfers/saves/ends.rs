@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use std::ops::ControlFlow::{Break, Continue};
 use std::time::Duration;
 
+use shm_protocol::key::BlockKey;
 use shm_protocol::message::Saved;
 use shm_protocol::pool::SlotRef;
 use tiers::dram::Dram;
@@ -174,12 +175,7 @@ impl Transfers {
         count_broken(session, broken as u64, base);
         base.cx.stats.saves_not_finite += broken as u64;
         if !committed.is_empty() {
-            if base.engines.has_scheduler(session) {
-                let (run, keys) = (base.engines[session].run, committed.iter().map(|(_, key)| *key));
-                self.doubts.committed(run, save.step, keys);
-            }
-            base.cx.namespaces.note_kept(save.binding.space());
-            base.cx.produced.kept.insert((save.binding.namespace, session));
+            self.note_committed(session, &save, &committed, base);
             if let Some(since) = whole_since.filter(|_| save.handover.is_some()) {
                 base.cx.took(Timed::Acceptance, since);
             }
@@ -205,6 +201,22 @@ impl Transfers {
             let chain = Chain { before: save.before, keys: save.keys };
             self.compare(key, save.binding, chain, pairs, save.end, base);
         }
+    }
+
+    /// Others may find these blocks from now on.
+    fn note_committed(
+        &mut self,
+        session: SessionId,
+        save: &Save,
+        committed: &[(SlotRef, BlockKey)],
+        base: &mut Base,
+    ) {
+        if base.engines.has_scheduler(session) {
+            let keys = committed.iter().map(|(_, key)| *key);
+            self.doubts.committed(base.engines[session].run, save.step, keys);
+        }
+        base.cx.namespaces.note_kept(save.binding.space());
+        base.cx.produced.kept.insert((save.binding.namespace, session));
     }
 
     /// Tells the engine of a save's end, if it is still there.

@@ -5,8 +5,8 @@ each namespace and adapter after every start and reset, and of one in some hundr
 time; one that brings no verdict, because a block was evicted or a request aborted, is tried again after 1, 2, 4, ... hits.
 
 - A short check computes the last blocks of a hit, upon the loaded ones. It sees another model, and no error in the blocks before.
-- A long check computes the whole hit, and so sees an error in any block. Its tokens are a small share of all that are loaded.
-- After a check that differs nothing is believed: the next hits are checked by long checks, or count as misses.
+- A long check computes the whole hit, and so sees an error in any block. Its tokens are a small share of all loaded ones.
+- A difference puts the engine in doubt: its next hits have long checks, or count as misses.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 # Tokens that a check has the engine compute although they were found, at most. A block that has more is checked whole.
 TOKENS = 64
-# Checks behind one that differs: more than the sidecar needs, since some are of one chain or bring no verdict.
+# Checks of an engine in doubt: more than the sidecar needs, since some are of one chain or bring no verdict.
 WITNESSES = 4
 # Steps after which a check without a verdict is given up: its save may have been dropped anywhere on its way.
 STEPS_MAX = 1000
@@ -28,18 +28,18 @@ class Check:
     """Chooses hits to check, and follows the one that is being checked."""
 
     def __init__(self, block_tokens: int, every: int, per_mille: int = 0) -> None:
-        """`every`: hits from one verdict to the next check; 0: nothing is checked. `per_mille`: tokens of 1,000 loaded ones that
-        long checks compute."""
+        """`every`: hits from one verdict to the next check; 0: nothing is checked. `per_mille`: tokens
+        of long checks for 1,000 loaded ones."""
         self._block_tokens, self._per_mille = block_tokens, per_mille
-        # Thousandths of tokens that a long check may compute.
+        # Thousandths of tokens, to be spent by long checks.
         self._room = 0
         self._blocks = max(1, TOKENS // block_tokens)
         self._every = every
         # Of each subject: hits to let pass, and how many it will be after a check without a verdict.
         self._waits: dict[Subject, tuple[int, int]] = {}
-        # Blocks that were compared since the start of the session, and those of them that differed.
+        # Blocks that were compared since the start of the session, and differing ones.
         self._compared = self._differing = 0
-        # Checks that are still to be made since one differed.
+        # Further checks of an engine in doubt.
         self._sought = 0
         self._subject: Subject | None = None
         # Whose hit it is and its blocks, until they are saved.

@@ -157,8 +157,8 @@ class Config:
         default=2,
         metadata=_told(
             _count(1000, "tokens", "0 (none)"),
-            "Of 1,000 loaded tokens so many may be computed again by checks of whole hits, which see a wrong block anywhere in "
-            "a prompt. The other checks compute the end of a hit.",
+            "Tokens that checks of whole hits may compute again for 1,000 loaded ones. Such a check sees a wrong block anywhere in a "
+            "prompt; other checks compute the end of a hit alone.",
         ),
     )
     hasher: str = field(

@@ -114,7 +114,7 @@ class Matching:
     def _trim(self, tracked: Tracked, first: int, hits: int, reach: int, subject: Subject, step: int) -> int:
         """How many blocks of a hit up to `reach` tokens to load, where the last whole ones may be computed to be compared."""
         whole = reach // self._block_tokens - first
-        # A prompt that another engine has computed for this one is not computed again, and of a window not all is there.
+        # A handed-over prompt is not computed again, and a window's first blocks are not there.
         may_be_long = not tracked.awaits and not tracked.window
         kept = self._check.trim(tracked, first, whole, subject, step, may_be_long) if whole > 0 else whole
         return hits if kept == whole else kept

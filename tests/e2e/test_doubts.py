@@ -10,7 +10,7 @@ from testkit.asking import again, ask, keep, whole
 
 GOOD = [asking.prompt(seed) for seed in (400, 401, 402)]
 BAD = asking.prompt(403)
-# Its beginning is computed by a fault, and the rest upon that.
+# A fault computes its beginning, and the rest is computed upon it.
 MIXED = asking.prompt(404)
 MIXED_TOKENS = prompts.STEP_TOKENS // 4
 # Every second hit is checked.
@@ -19,7 +19,7 @@ SHORT, LONG = OFTEN | {"pillion.check_per_mille": 0}, OFTEN | {"pillion.check_pe
 
 
 def keep_wrong(keeper: sidecar.Sidecar, options: engine.Options, log: Path) -> None:
-    """An engine keeps good prompts, a wrong one, and one whose beginning is wrong. Its own weights are right at the end."""
+    """An engine keeps good prompts, a wrong one, and one with a wrong beginning. Its own weights are right at the end."""
     with engine.running(options, log) as running:
         for prompt in GOOD:
             keep(keeper, running, prompt)
@@ -35,7 +35,7 @@ def keep_wrong(keeper: sidecar.Sidecar, options: engine.Options, log: Path) -> N
 
 
 def test_wrong_blocks_go_and_bar_nobody(options: engine.Options, tmp_path: Path) -> None:
-    """The end of a hit tells of the beginning only by a long check. One contradiction is a doubt, which good prompts end."""
+    """The end of a hit tells of the beginning only by a long check. One contradiction is a doubt. Good prompts end it."""
     options = dataclasses.replace(options, batched_tokens=prompts.STEP_TOKENS)
     *good, bad, mixed = asking.right(options, tmp_path / "plain.log", *GOOD, BAD, MIXED)
     with sidecar.serving(tmp_path) as keeper:

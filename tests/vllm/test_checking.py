@@ -12,7 +12,7 @@ SUBJECT, OTHER = (1, None), (1, b"adapter")
 
 
 def told(compared: int, differing: int = 0) -> dict[str, int]:
-    """What the session has counted."""
+    """The session's counters."""
     return {"blocks_checked": compared, "blocks_differing": differing}
 
 
@@ -85,7 +85,7 @@ def test_a_verdict_that_comes_before_the_save_is_another_ones() -> None:
 
 
 def test_after_a_difference_the_next_hits_are_checked() -> None:
-    """Of any subject, so that the sidecar has witnesses; not for ever, where they bring no verdict."""
+    """Hits of any subject: the sidecar wants witnesses. Checks without a verdict are not repeated for ever."""
     check, owner = Check(BLOCK_TOKENS, EVERY), object()
     check.trim(owner, 0, HITS, SUBJECT, 0)
     check.saved()
@@ -99,7 +99,7 @@ def test_after_a_difference_the_next_hits_are_checked() -> None:
 
 
 def test_a_long_check_loads_nothing_and_is_paid_by_what_was_loaded() -> None:
-    """Of 1,000 loaded tokens 2."""
+    """Two tokens for 1,000 loaded ones."""
     check, owner = Check(BLOCK_TOKENS, EVERY, 2), object()
     check.loaded(HITS * BLOCK_TOKENS * 500 - 1)
     assert check.trim(owner, 3, HITS, SUBJECT, 0, whole=True) == HITS - BLOCKS

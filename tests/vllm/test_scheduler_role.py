@@ -430,7 +430,7 @@ def test_a_checked_hit_that_is_computed_in_parts(checking: Engine) -> None:
 
 
 def test_a_long_check_computes_the_whole_hit_in_as_many_steps_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every block that was found is compared, and nothing is loaded."""
+    """All blocks of the hit are compared, and nothing is loaded."""
     engine = Engine(monkeypatch, check_every=1, check_per_mille=1000)
     engine.session.hits = 7
     first, second, third = (engine.arrive(9 * BLOCK_TOKENS + 1) for _ in range(3))

@@ -72,7 +72,7 @@ pub struct Stats {
     pub saves_too_large: u64,
     /// Those of them whose engine has not proven what it computes.
     pub saves_unproven: u64,
-    /// Blocks that were not kept since their engine had contradicted a kept chain.
+    /// Those of them from an engine in doubt.
     pub saves_doubted: u64,
     /// Those of them whose step their engine did not accept.
     pub saves_unaccepted: u64,

@@ -79,7 +79,7 @@ impl Transfers {
         self.abandon_loads(session, &mut base.cx);
         self.pending.remove(&session);
         self.checks.forget(session);
-        self.doubts.leave(session, base.engines[session].run);
+        self.doubts.end_session(session, base.engines[session].run);
     }
 
     /// An operation of a scheduler was read.
@@ -99,7 +99,7 @@ impl Transfers {
     }
 
     #[cfg(test)]
-    pub(super) fn forget_origins(&mut self) {
+    pub(super) fn forget_sources(&mut self) {
         self.doubts = Doubts::default();
     }
 

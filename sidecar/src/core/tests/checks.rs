@@ -84,7 +84,7 @@ impl Harness {
         self.saved().expect("it has ended")
     }
 
-    /// Engine 0 keeps a chain that it computed in a step of its own.
+    /// Engine 0 keeps another chain, of a step of its own.
     fn keep_another(&mut self, op: u64) {
         self.speaker = SCHEDULER;
         self.open(50, 500..502);
@@ -94,7 +94,7 @@ impl Harness {
         self.ask(SchedulerRequest::Close { log: 50 });
     }
 
-    /// An engine that has begun computes other KV than that chain: the chain goes, and the engine is in doubt.
+    /// An engine contradicts that chain: the chain goes, and the engine is in doubt.
     fn doubt(&mut self, engine: u64, op: u64) {
         let removed = self.core.stats().removed_blocks;
         self.open(51, 500..502);
@@ -361,7 +361,7 @@ fn what_engines_disagree_about_is_found_by_no_later_life_and_nothing_of_before_c
 }
 
 impl Harness {
-    /// Both disks are told what no later life finds, up to one bound after the other.
+    /// Both disks learn the bounds of distrust, one after the other.
     fn end_distrust(&mut self, namespace: NamespaceDigest, bounds: Vec<u64>) {
         for before in bounds {
             let jobs: Vec<Job> = self.take(taken!(Action::Transfer(job) => job)).collect();
@@ -496,7 +496,7 @@ fn engines_that_lie_again_and_again_cost_the_others_nothing() {
     assert_eq!(engine.status(0, 50, 2), (Status::Ok, 2));
 }
 
-/// An engine with its log of the two blocks that engine 0 keeps, in doubt; two more chains of engine 0.
+/// An engine in doubt. Engine 0 keeps two more chains.
 fn in_doubt() -> Harness {
     let mut engine = Harness::keeping(1, 2);
     for (op, log) in [(2, 60), (3, 61)] {
@@ -569,8 +569,8 @@ fn a_long_chain_goes_from_the_last_block_on_that_was_found_equal() {
     engine.post_save(0, 1, 0..128, true);
     engine.copy_all(1, 1);
     let save = engine.comparison().unwrap().save;
-    // Every second block was compared. The origin is forgotten, so that the chain alone goes.
-    engine.core.transfers.forget_origins();
+    // Every second block was compared. The source is forgotten: the chain alone goes.
+    engine.core.transfers.forget_sources();
     engine.event(Event::Compared { save, found: Found { first: 10, ..found(54) } });
     assert_eq!(engine.core.stats().blocks, 20);
     assert_eq!(engine.status(0, 2, 128), (Status::Ok, 20));

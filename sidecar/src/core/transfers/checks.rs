@@ -7,8 +7,8 @@
 //!   cancelled, or not copied whole, is never compared.
 //! - Until a comparison has ended, both slots are its own: the kept block is held, the other one is being filled.
 //! - Without room, or where a block or a rank is gone, there is no verdict. Nothing is lost: the engine checks its next hit.
-//! - Who is believed is for [`super::doubts`]. An engine that is wrong is barred: for the rest of its run the namespace is closed to it,
-//!   over new connections too, and what it saved itself is removed.
+//! - A contradiction is for [`super::doubts`] to judge. A wrong engine is barred: for the rest of its run the namespace is closed to it,
+//!   over new connections too, and its own blocks are removed.
 //! - Where more of the connected engines of a namespace are barred from it than served, and at least two are, nobody is
 //!   believed: all are barred, all that is kept is removed, and for runs that come later the namespace begins anew. Engines
 //!   that may not save count on neither side.
@@ -26,7 +26,7 @@ use shm_protocol::message::Saved;
 use shm_protocol::pool::SlotRef;
 use tiers::dram::HolderId;
 
-use super::doubts::{DOUBT_MAX, Verdict, WITNESSES};
+use super::doubts::{ContradictionVerdict, DOUBT_MAX, WITNESSES};
 use super::{Action, Base, Binding, Context, OpKey, Queries, SessionId, Transfers, operations};
 use crate::compare::{Difference, Number, millionths};
 use crate::core::comparison::{Comparison, Found};
@@ -36,7 +36,7 @@ use crate::core::engines::Proof;
 const BLOCKS_MAX: usize = 64;
 /// Bytes of the same, unless one block is larger: threads that copy loads compare them, too.
 const BYTES_MAX: u64 = 256 << 20;
-/// Whether a block of a checked save of so many is compared, if it is kept. Of a long save some are, evenly spread, with the last.
+/// Whether a kept block of a checked save is compared, by its place among so many: some of a long save, evenly spread, and the last.
 pub(super) fn is_chosen(place: usize, count: usize, block_bytes: u64) -> bool {
     let most = BLOCKS_MAX.min((BYTES_MAX / block_bytes.max(1)).max(1) as usize);
     count <= most || (place + 1) * most / count > place * most / count
@@ -49,7 +49,7 @@ const SCRATCH: u32 = u32::MAX;
 #[derive(Debug, Default)]
 pub(super) struct Checks {
     pub(super) running: BTreeMap<OpKey, Running>,
-    /// By scheduler's session, blocks that are compared, or will be once they are copied.
+    /// Blocks under comparison, or on their way to it, by scheduler's session.
     checking: BTreeMap<SessionId, usize>,
     /// The largest difference that was within its limit, as a part of that, by [`Number`].
     pub(super) largest: [f64; Number::ALL.len()],
@@ -59,20 +59,20 @@ pub(super) struct Checks {
 #[derive(Debug)]
 pub(super) struct Running {
     binding: Binding,
-    chain: Chain,
+    chain: SaveChain,
     pairs: Vec<Pair>,
     end: Saved,
 }
 
 /// The chain of a save, head first.
 #[derive(Debug)]
-pub(super) struct Chain {
+pub(super) struct SaveChain {
     /// Keys before those of the save.
     pub(super) before: Vec<BlockHash>,
     pub(super) keys: Vec<BlockHash>,
 }
 
-/// A block that was computed, and the kept one.
+/// A computed block, and the kept one.
 #[derive(Copy, Clone, Debug)]
 pub(super) struct Pair {
     /// Position within the save.
@@ -81,11 +81,11 @@ pub(super) struct Pair {
     pub(super) computed: SlotRef,
 }
 
-/// Other KV than is kept, computed by an engine.
+/// An engine's KV against a kept chain.
 #[derive(Debug)]
 struct Contradiction {
     binding: Binding,
-    /// The first block that differs, and all of its chain that may be wrong.
+    /// The first differing block, and the doubtful part of its chain.
     key: BlockKey,
     chain: BTreeSet<BlockKey>,
     worst: Difference,
@@ -147,9 +147,9 @@ impl Running {
         self.binding.key(&self.chain.keys[self.pairs[pair].place as usize])
     }
 
-    /// The keys of the chain that nobody vouches for once a pair differs: those behind the pair before, and all where there is none.
+    /// The keys of the chain without a witness if a pair differs: all behind the equal pair before it, or all.
     fn doubtful(&self, pair: usize) -> BTreeSet<BlockKey> {
-        let Chain { before, keys } = &self.chain;
+        let SaveChain { before, keys } = &self.chain;
         let doubtful = match pair.checked_sub(1) {
             Some(equal) => (&[][..], &keys[self.pairs[equal].place as usize + 1..]),
             None => (&before[..], &keys[..]),
@@ -166,7 +166,7 @@ impl Transfers {
         &mut self,
         save: OpKey,
         binding: Binding,
-        chain: Chain,
+        chain: SaveChain,
         pairs: Vec<Pair>,
         end: Saved,
         base: &mut Base,
@@ -213,7 +213,7 @@ impl Transfers {
         self.tell_saved(save.0, end, &mut base.cx);
     }
 
-    /// What an engine computes is not what is kept. Nobody takes the word of one that has proven nothing.
+    /// An engine's KV is not the kept one. An engine without a proof has no word.
     fn contradicts(
         &mut self,
         session: SessionId,
@@ -222,10 +222,11 @@ impl Transfers {
         base: &mut Base,
     ) {
         let namespace = said.binding.namespace;
-        let against = self.doubts.origin(&said.key);
+        let against = self.doubts.source(&said.key);
         let has_word = base.engines.may_save(session);
         if !has_word
-            || self.doubts.contradict(session, namespace, against.clone(), base.cx.now) == Verdict::Wrong
+            || self.doubts.contradict(session, namespace, against.clone(), base.cx.now)
+                == ContradictionVerdict::Wrong
         {
             return self.differs(session, &said.binding, said.worst, queries, base);
         }
@@ -329,7 +330,7 @@ impl Transfers {
     }
 }
 
-/// Removes blocks for good; what a warning says of peers.
+/// Removes blocks. Returns the warning's words about peers.
 fn remove(keys: &BTreeSet<BlockKey>, binding: &Binding, base: &mut Base) -> String {
     base.sources.remove(keys, &mut base.cx);
     base.sources.distrust(binding, false);

@@ -1,13 +1,11 @@
-//! Who is believed where an engine has computed other KV than is kept.
+//! Engines in doubt: the KV of such an engine contradicts a kept chain.
 //!
-//! - A contradicted chain goes at once, but for the beginning that was found equal, with all that its saver saved in the same step. A
-//!   miss is always right.
-//! - One contradiction bars nobody. Its engine is in doubt: it loads, and nothing that it computes is kept.
-//! - It was right once it agrees with kept chains of two other origins.
-//! - It is wrong once it contradicts a chain of another origin: the namespace is closed to it.
-//! - Where nothing else is kept to compare with, a doubt ends by itself.
-//! - Few contradictions an hour remove anything. A further one closes the namespace to its engine and removes what that saved: an engine
-//!   that lies costs the others these few chains.
+//! - A contradicted chain goes at once, but for an equal beginning. All other blocks of its saver and step go, too. A miss is always right.
+//! - One contradiction bars nobody. Its engine is in doubt: it loads, and none of its blocks is kept.
+//! - An engine in doubt was right once it agrees with kept chains of two other sources.
+//! - An engine in doubt is wrong once it contradicts a chain of another source: the namespace is closed to it.
+//! - A doubt ends by itself if no other chain is kept.
+//! - Few contradictions an hour remove a chain. A further one closes the namespace to its engine: a liar costs the others these few chains.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
@@ -16,43 +14,43 @@ use shm_protocol::key::{BlockHash, BlockKey};
 
 use super::SessionId;
 
-/// The last blocks of a saver that are remembered: 3.1 MB. Of a saver with more the oldest ones stay where it is barred.
+/// Remembered blocks of a saver: 3.1 MB. Older blocks stay if it is barred.
 const RECENT_MAX: usize = 65_536;
-/// Savers without a connection that are remembered.
+/// Remembered savers without a connection.
 const ENDED_MAX: usize = 4;
-/// Other chains that an engine in doubt agrees with, if it was right.
+/// Other chains in agreement with an engine in doubt, if it was right.
 pub(super) const WITNESSES: usize = 2;
 /// A doubt lasts so long at most.
 pub(super) const DOUBT_MAX: Duration = Duration::from_secs(240);
-/// So many contradictions in so long a time remove what they contradict.
+/// Contradictions with a removal, and the time for so many.
 const REMOVALS_MAX: usize = 8;
 const REMOVALS_IN: Duration = Duration::from_secs(3600);
 
 type Run = [u8; 16];
 
-/// Where a kept block comes from: its saver's run and step, or a key of its chain where nobody knows them any more.
+/// The source of a kept block: its saver's run and step, or a key of its chain if these are forgotten.
 #[derive(Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
-pub(super) enum Origin {
+pub(super) enum SaveSource {
     Saved(Run, u64),
     Unknown(BlockHash),
 }
 
-/// What a contradiction means.
+/// The meaning of a contradiction.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Verdict {
+pub(super) enum ContradictionVerdict {
     /// Either may be wrong.
     Doubt,
     /// The engine is.
     Wrong,
 }
 
-/// The blocks that engines committed last, and the engines in doubt.
+/// The last blocks of every saver, and the engines in doubt.
 #[derive(Debug, Default)]
 pub(super) struct Doubts {
-    /// Those without a connection first, the longest ended first.
+    /// Savers without a connection come first, the longest ended before the others.
     savers: VecDeque<Saver>,
     open: BTreeMap<SessionId, Doubt>,
-    /// When contradictions removed something, within the last hour.
+    /// Times of the removals within the last hour.
     removals: VecDeque<Duration>,
 }
 
@@ -67,10 +65,10 @@ struct Saver {
 #[derive(Debug)]
 struct Doubt {
     namespace: u32,
-    /// The origin of the contradicted chain.
-    against: Origin,
-    /// Origins of chains that it agreed with since.
-    agreed: BTreeSet<Origin>,
+    /// The source of the contradicted chain.
+    against: SaveSource,
+    /// Sources of the chains in agreement since then.
+    agreed: BTreeSet<SaveSource>,
     until: Duration,
 }
 
@@ -96,7 +94,7 @@ impl Doubts {
     }
 
     /// The scheduler of a run is gone.
-    pub(super) fn leave(&mut self, session: SessionId, run: Run) {
+    pub(super) fn end_session(&mut self, session: SessionId, run: Run) {
         self.open.remove(&session);
         let Some(at) = self.savers.iter().position(|saver| saver.run == run) else { return };
         let saver = self.savers.remove(at).expect("found above");
@@ -107,66 +105,66 @@ impl Doubts {
         }
     }
 
-    /// What a run committed last under a namespace's id, which is told of no more.
+    /// The last blocks of a run in a namespace, for the last time.
     pub(super) fn take_recent(&mut self, run: Run, namespace: u32) -> BTreeSet<BlockKey> {
         let saver = self.savers.iter_mut().find(|saver| saver.run == run);
         let recent = saver.map(|saver| std::mem::take(&mut saver.recent)).unwrap_or_default();
         recent.into_iter().map(|(key, _)| key).filter(|key| key.namespace == namespace).collect()
     }
 
-    /// Where a kept block comes from.
-    pub(super) fn origin(&self, key: &BlockKey) -> Origin {
+    /// The source of a kept block.
+    pub(super) fn source(&self, key: &BlockKey) -> SaveSource {
         let saved = self.savers.iter().find_map(|saver| {
             let found = saver.recent.iter().rev().find(|(saved, _)| saved == key)?;
-            Some(Origin::Saved(saver.run, found.1))
+            Some(SaveSource::Saved(saver.run, found.1))
         });
-        saved.unwrap_or(Origin::Unknown(key.hash))
+        saved.unwrap_or(SaveSource::Unknown(key.hash))
     }
 
-    /// All that its saver saved in the step of a block's origin, in the same namespace.
-    pub(super) fn saved_with(&self, origin: &Origin, namespace: u32) -> BTreeSet<BlockKey> {
-        let Origin::Saved(run, step) = origin else { return BTreeSet::new() };
+    /// All remembered blocks of a source in a namespace.
+    pub(super) fn saved_with(&self, source: &SaveSource, namespace: u32) -> BTreeSet<BlockKey> {
+        let SaveSource::Saved(run, step) = source else { return BTreeSet::new() };
         let savers = self.savers.iter().filter(|saver| saver.run == *run);
         let saved = savers.flat_map(|saver| &saver.recent).filter(|(_, saved_in)| saved_in == step);
         saved.map(|(key, _)| *key).filter(|key| key.namespace == namespace).collect()
     }
 
-    /// Whether nothing that an engine computes in a namespace is kept for now.
+    /// Whether an engine is in doubt in a namespace: none of its blocks is kept.
     pub(super) fn holds(&self, session: SessionId, namespace: u32, now: Duration) -> bool {
         self.open.get(&session).is_some_and(|doubt| doubt.namespace == namespace && now < doubt.until)
     }
 
-    /// An engine has computed other KV than is kept of this origin.
+    /// An engine's KV contradicts a kept chain of this source.
     pub(super) fn contradict(
         &mut self,
         session: SessionId,
         namespace: u32,
-        against: Origin,
+        against: SaveSource,
         now: Duration,
-    ) -> Verdict {
+    ) -> ContradictionVerdict {
         if self.holds(session, namespace, now) && self.open[&session].against != against {
-            return Verdict::Wrong;
+            return ContradictionVerdict::Wrong;
         }
         self.removals.retain(|removed| now < *removed + REMOVALS_IN);
         if self.removals.len() == REMOVALS_MAX {
-            return Verdict::Wrong;
+            return ContradictionVerdict::Wrong;
         }
         self.removals.push_back(now);
         let agreed = BTreeSet::new();
         self.open.insert(session, Doubt { namespace, against, agreed, until: now + DOUBT_MAX });
-        Verdict::Doubt
+        ContradictionVerdict::Doubt
     }
 
-    /// An engine has computed what is kept under this key by another run.
+    /// An engine's KV agrees with the kept block of this key.
     pub(super) fn agree(&mut self, session: SessionId, run: Run, key: &BlockKey) {
         if !self.open.contains_key(&session) {
             return;
         }
-        let origin = self.origin(key);
+        let source = self.source(key);
         let doubt = self.open.get_mut(&session).expect("looked at above");
-        let is_own = matches!(&origin, Origin::Saved(saver, _) if *saver == run);
-        if doubt.namespace == key.namespace && !is_own && origin != doubt.against {
-            doubt.agreed.insert(origin);
+        let is_own = matches!(&source, SaveSource::Saved(saver, _) if *saver == run);
+        if doubt.namespace == key.namespace && !is_own && source != doubt.against {
+            doubt.agreed.insert(source);
         }
         if doubt.agreed.len() == WITNESSES {
             self.open.remove(&session);

@@ -13,7 +13,7 @@ use tiers::dram::Dram;
 use super::phases::{SaveEvent, SavePhase, Search};
 use super::{Save, SaveAim, SaveBlock};
 use crate::core::timing::{Part, Timed};
-use crate::core::transfers::checks::{Chain, Pair};
+use crate::core::transfers::checks::{Pair, SaveChain};
 use crate::core::transfers::pending::Acceptance;
 use crate::core::transfers::scans::count_broken;
 use crate::core::transfers::{Action, Base, Context, CopyOwner, OpKey, SessionId, Transfers, operations};
@@ -198,7 +198,7 @@ impl Transfers {
             base.cx.stats.checks_undecided += u64::from(save.aim != SaveAim::Keep);
             self.tell_saved(session, save.end, &mut base.cx);
         } else {
-            let chain = Chain { before: save.before, keys: save.keys };
+            let chain = SaveChain { before: save.before, keys: save.keys };
             self.compare(key, save.binding, chain, pairs, save.end, base);
         }
     }

@@ -13,6 +13,8 @@ BAD = asking.prompt(403)
 # A fault computes its beginning, and the rest is computed upon it.
 MIXED = asking.prompt(404)
 MIXED_TOKENS = prompts.STEP_TOKENS // 4
+# Another prompt upon that beginning.
+BESIDE = MIXED[:MIXED_TOKENS] + asking.prompt(405)
 # Every second hit is checked.
 OFTEN = {"pillion.check_every": 1}
 SHORT, LONG = OFTEN | {"pillion.check_per_mille": 0}, OFTEN | {"pillion.check_per_mille": 1000}
@@ -28,8 +30,10 @@ def keep_wrong(keeper: sidecar.Sidecar, options: engine.Options, log: Path) -> N
         keep(keeper, running, MIXED[:MIXED_TOKENS])
         running.alter(weights.unscale_norms)
         before = keeper.metrics()["pillion_saved_blocks_total"]
-        ask(running, MIXED)
-        rest = prompts.stored_blocks(len(MIXED), 0) - prompts.stored_blocks(MIXED_TOKENS, 0)
+        rest = 0
+        for prompt in (MIXED, BESIDE):
+            ask(running, prompt)
+            rest += prompts.stored_blocks(len(prompt), 0) - prompts.stored_blocks(MIXED_TOKENS, 0)
         keeper.wait_metric("pillion_saved_blocks_total", before + rest)
         running.exit()
 
@@ -37,7 +41,7 @@ def keep_wrong(keeper: sidecar.Sidecar, options: engine.Options, log: Path) -> N
 def test_wrong_blocks_go_and_bar_nobody(options: engine.Options, tmp_path: Path) -> None:
     """The end of a hit tells of the beginning only by a long check. One contradiction is a doubt. Good prompts end it."""
     options = dataclasses.replace(options, batched_tokens=prompts.STEP_TOKENS)
-    *good, bad, mixed = asking.right(options, tmp_path / "plain.log", *GOOD, BAD, MIXED)
+    *good, bad, mixed, beside = asking.right(options, tmp_path / "plain.log", *GOOD, BAD, MIXED, BESIDE)
     with sidecar.serving(tmp_path) as keeper:
 
         def checked(checks: int, differing: int) -> None:
@@ -75,5 +79,8 @@ def test_wrong_blocks_go_and_bar_nobody(options: engine.Options, tmp_path: Path)
             for prompt, answer in zip([*GOOD, BAD], [*good, bad], strict=True):
                 found, hits = ask(running, prompt)
                 assert found == answer and whole(hits)
+            # The beginning is kept again, and the blocks upon the wrong one are gone.
+            assert ask(running, MIXED) == (mixed, 0)
+            assert again(running, BESIDE)[0] == beside
             running.exit()
     assert "STAYS OUT" not in (tmp_path / "healthy.log").read_text()

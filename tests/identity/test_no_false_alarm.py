@@ -1,4 +1,4 @@
-"""The standing check of right KV: an engine that asks in ever other batches and steps is never told that it differs.
+"""Standing checks of right KV, short and long ones: an engine that asks in ever other batches and steps is never told that it differs.
 
 `CHECKS=2500` asks for longer.
 """
@@ -15,6 +15,8 @@ import pytest
 
 from testkit import engine, model, prompts, sidecar
 
+# As many long checks as their tokens were loaded.
+CHECKING = {"pillion.check_every": 1, "pillion.check_per_mille": 1000}
 # Comparisons of each engine.
 CHECKS = int(os.environ.get("CHECKS", "60"))
 LENGTHS = (80, 200, 333, 500, 900)
@@ -25,11 +27,11 @@ MARGIN = re.compile(r"^pillion_check_difference_max\S* (\S+)$", re.MULTILINE)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_right_kv_is_never_said_to_differ(dtype: Literal["bfloat16", "float32"], ranks: int, tmp_path: Path) -> None:
-    """One engine keeps, another one computes the ends of its hits: alone or together, whole or in chunks of 256 tokens."""
+    """One engine keeps, another one computes its hits or their ends: alone or together, whole or in chunks of 256 tokens."""
     chance = random.Random(ranks)
     with sidecar.serving(tmp_path) as keeper:
         options = engine.Options(
-            model.write(tmp_path / "model"), keeper.socket, dtype=dtype, tensor_parallel=ranks, extra={"pillion.check_every": 1}
+            model.write(tmp_path / "model"), keeper.socket, dtype=dtype, tensor_parallel=ranks, extra=CHECKING
         )
         with engine.running(options, tmp_path / "keeps.log") as keeps:
             keeps.generate(PROMPTS, max_tokens=4)

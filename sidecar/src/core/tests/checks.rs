@@ -562,6 +562,31 @@ fn of_a_chain_whose_end_differs_the_beginning_goes_too() {
 }
 
 #[test]
+fn blocks_upon_a_contradicted_chain_go_whoever_saved_them() {
+    let mut engine = Harness::keeping(1, 2);
+    engine.open(60, 600..604);
+    engine.post_save(60, 2, 0..4, false);
+    engine.copy_all(0, 2);
+    // Another engine has loaded the beginning. Its prompt goes on otherwise, and so does a third one upon that.
+    engine.begin(1);
+    for (log, op, end) in [(61, 1, 702), (62, 2, 704)] {
+        let keys: Vec<BlockHash> = (600..602).chain(700..end).map(hash).collect();
+        engine.ask(SchedulerRequest::Open { log });
+        let count = keys.len() as u32;
+        let chunks = [log * 8, 0, 0, 0, 0, 0];
+        engine.append(Append { keys: Keys::new(log, 0..count), chunks, promised: false, tail: false }, keys);
+        engine.post_save(log, op, count - 2..count, false);
+        engine.copy_all(1, op);
+    }
+    assert_eq!(engine.core.stats().blocks, 10);
+    engine.begin(2);
+    engine.open(60, 600..604);
+    assert_eq!(engine.check(2, 60, 1, 0..4, 4).differing, 4);
+    let stats = engine.core.stats();
+    assert_eq!((stats.blocks, stats.removed_blocks), (2, 8));
+}
+
+#[test]
 fn a_long_chain_goes_from_the_last_block_on_that_was_found_equal() {
     let mut engine = Harness::keeping(1, 128);
     engine.begin(1);

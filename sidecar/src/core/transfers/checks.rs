@@ -233,6 +233,7 @@ impl Transfers {
         self.void_saves_of(session, namespace);
         let mut gone = self.doubts.saved_with(&against, namespace);
         gone.extend(&said.chain);
+        self.doubts.add_descendants(&mut gone, namespace);
         let kept = base.cx.dram.stats().blocks;
         let at_peers = remove(&gone, &said.binding, base);
         base.cx.actions.push(Action::Warn(format!(

@@ -1,20 +1,21 @@
 //! Engines in doubt: the KV of such an engine contradicts a kept chain.
 //!
-//! - A contradicted chain goes at once, but for an equal beginning. All other blocks of its saver and step go, too. A miss is always right.
+//! - A contradicted chain goes at once, but for an equal beginning. All other blocks of its saver and step go, too, and all remembered
+//!   blocks upon these. A miss is always right.
 //! - One contradiction bars nobody. Its engine is in doubt: it loads, and none of its blocks is kept.
 //! - An engine in doubt was right once it agrees with kept chains of two other sources.
 //! - An engine in doubt is wrong once it contradicts a chain of another source: the namespace is closed to it.
 //! - A doubt ends by itself if no other chain is kept.
 //! - Few contradictions an hour remove a chain. A further one closes the namespace to its engine: a liar costs the others these few chains.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::time::Duration;
 
 use shm_protocol::key::{BlockHash, BlockKey};
 
 use super::SessionId;
 
-/// Remembered blocks of a saver: 3.1 MB. Older blocks stay if it is barred.
+/// Remembered blocks of a saver: 3.7 MB. Older blocks stay if it is barred.
 const RECENT_MAX: usize = 65_536;
 /// Remembered savers without a connection.
 const ENDED_MAX: usize = 4;
@@ -58,8 +59,17 @@ pub(super) struct Doubts {
 struct Saver {
     run: Run,
     is_connected: bool,
-    /// Each block with its step, oldest first.
-    recent: VecDeque<(BlockKey, u64)>,
+    /// Oldest first.
+    recent: VecDeque<SavedBlock>,
+}
+
+/// A block of a saver.
+#[derive(Debug)]
+struct SavedBlock {
+    key: BlockKey,
+    step: u64,
+    /// The key before it, in short; zero for a first block.
+    parent: u64,
 }
 
 #[derive(Debug)]
@@ -75,14 +85,19 @@ struct Doubt {
 // === impl Doubts ===
 
 impl Doubts {
-    /// A save of a run's step has committed these blocks, deepest first.
-    pub(super) fn committed(&mut self, run: Run, step: u64, keys: impl Iterator<Item = BlockKey>) {
+    /// A save of a run's step has committed these blocks, each behind a parent.
+    pub(super) fn committed(
+        &mut self,
+        run: Run,
+        step: u64,
+        blocks: impl Iterator<Item = (BlockKey, Option<BlockHash>)>,
+    ) {
         let recent = &mut self.saver(run).recent;
-        for key in keys {
+        for (key, parent) in blocks {
             if recent.len() == RECENT_MAX {
                 recent.pop_front();
             }
-            recent.push_back((key, step));
+            recent.push_back(SavedBlock { key, step, parent: parent.map_or(0, |parent| short(&parent)) });
         }
     }
 
@@ -109,14 +124,14 @@ impl Doubts {
     pub(super) fn take_recent(&mut self, run: Run, namespace: u32) -> BTreeSet<BlockKey> {
         let saver = self.savers.iter_mut().find(|saver| saver.run == run);
         let recent = saver.map(|saver| std::mem::take(&mut saver.recent)).unwrap_or_default();
-        recent.into_iter().map(|(key, _)| key).filter(|key| key.namespace == namespace).collect()
+        recent.into_iter().map(|saved| saved.key).filter(|key| key.namespace == namespace).collect()
     }
 
     /// The source of a kept block.
     pub(super) fn source(&self, key: &BlockKey) -> SaveSource {
         let saved = self.savers.iter().find_map(|saver| {
-            let found = saver.recent.iter().rev().find(|(saved, _)| saved == key)?;
-            Some(SaveSource::Saved(saver.run, found.1))
+            let found = saver.recent.iter().rev().find(|saved| saved.key == *key)?;
+            Some(SaveSource::Saved(saver.run, found.step))
         });
         saved.unwrap_or(SaveSource::Unknown(key.hash))
     }
@@ -125,8 +140,25 @@ impl Doubts {
     pub(super) fn saved_with(&self, source: &SaveSource, namespace: u32) -> BTreeSet<BlockKey> {
         let SaveSource::Saved(run, step) = source else { return BTreeSet::new() };
         let savers = self.savers.iter().filter(|saver| saver.run == *run);
-        let saved = savers.flat_map(|saver| &saver.recent).filter(|(_, saved_in)| saved_in == step);
-        saved.map(|(key, _)| *key).filter(|key| key.namespace == namespace).collect()
+        let saved = savers.flat_map(|saver| &saver.recent).filter(|saved| saved.step == *step);
+        saved.map(|saved| saved.key).filter(|key| key.namespace == namespace).collect()
+    }
+
+    /// Adds all remembered blocks upon these of a namespace. It looks at every remembered block.
+    pub(super) fn add_descendants(&self, keys: &mut BTreeSet<BlockKey>, namespace: u32) {
+        let mut children: HashMap<u64, Vec<&BlockKey>> = HashMap::new();
+        let saved = self.savers.iter().flat_map(|saver| &saver.recent);
+        for saved in saved.filter(|saved| saved.key.namespace == namespace && saved.parent != 0) {
+            children.entry(saved.parent).or_default().push(&saved.key);
+        }
+        let mut left: Vec<BlockKey> = keys.iter().copied().collect();
+        while let Some(parent) = left.pop() {
+            for child in children.remove(&short(&parent.hash)).into_iter().flatten() {
+                if keys.insert(*child) {
+                    left.push(*child);
+                }
+            }
+        }
     }
 
     /// Whether an engine is in doubt in a namespace: none of its blocks is kept.
@@ -170,6 +202,11 @@ impl Doubts {
             self.open.remove(&session);
         }
     }
+}
+
+/// The first bytes of a hash.
+fn short(hash: &BlockHash) -> u64 {
+    u64::from_le_bytes(*hash.0.first_chunk().expect("32 bytes"))
 }
 
 // === impl Saver ===

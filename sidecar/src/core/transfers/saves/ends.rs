@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::ops::ControlFlow::{Break, Continue};
 use std::time::Duration;
 
-use shm_protocol::key::BlockKey;
+use shm_protocol::key::{BlockHash, BlockKey};
 use shm_protocol::message::Saved;
 use shm_protocol::pool::SlotRef;
 use tiers::dram::Dram;
@@ -27,12 +27,18 @@ impl Save {
     /// Commits a block behind the one before it, from its beginning on: the tier never drops a parent before its child. Of windows
     /// that block may never have been saved.
     fn commit(&self, block: &SaveBlock, dram: &mut Dram) -> bool {
-        let parent =
-            block.index.checked_sub(1).map_or(self.before.last().copied(), |at| Some(self.keys[at as usize]));
-        match parent {
+        match self.parent(block) {
             Some(parent) if self.binding.windows => dram.commit_apart(block.slot, &self.binding.key(&parent)),
             Some(parent) => dram.commit_behind(block.slot, &self.binding.key(&parent)),
             None => dram.commit(block.slot),
+        }
+    }
+
+    /// The key before a block's.
+    fn parent(&self, block: &SaveBlock) -> Option<BlockHash> {
+        match block.index.checked_sub(1) {
+            Some(before) => Some(self.keys[before as usize]),
+            None => self.before.last().copied(),
         }
     }
 
@@ -132,7 +138,7 @@ impl Transfers {
     /// Ends a save: commits what is whole, gives the rest back, and tells the engine if it is still there.
     fn finish_save(&mut self, key: OpKey, mut save: Save, base: &mut Base) {
         let (session, op) = key;
-        let (mut committed, mut pairs) = (Vec::new(), Vec::new());
+        let (mut committed, mut parents, mut pairs) = (Vec::new(), Vec::new(), Vec::new());
         save.drop_blocks(save.phase.wanted().len() as u32);
         let (fenced, whole_since) = match save.phase {
             SavePhase::Whole { fenced, since } => (Some(fenced), Some(since)),
@@ -155,6 +161,7 @@ impl Transfers {
                     save.end.committed += 1;
                     base.cx.actions.push(Action::CommitSlot { slot: block.slot, checksum: 0 });
                     committed.push((block.slot, save.binding.key(&block.hash)));
+                    parents.push(save.parent(block));
                     base.cx.end_saved(save.binding.key(&block.hash), true);
                     if save.handover.is_some() {
                         base.cx.keep(&save.binding.key(&block.hash), &save.binding, fenced);
@@ -175,7 +182,7 @@ impl Transfers {
         count_broken(session, broken as u64, base);
         base.cx.stats.saves_not_finite += broken as u64;
         if !committed.is_empty() {
-            self.note_committed(session, &save, &committed, base);
+            self.note_committed(session, &save, &committed, &parents, base);
             if let Some(since) = whole_since.filter(|_| save.handover.is_some()) {
                 base.cx.took(Timed::Acceptance, since);
             }
@@ -209,11 +216,12 @@ impl Transfers {
         session: SessionId,
         save: &Save,
         committed: &[(SlotRef, BlockKey)],
+        parents: &[Option<BlockHash>],
         base: &mut Base,
     ) {
         if base.engines.has_scheduler(session) {
-            let keys = committed.iter().map(|(_, key)| *key);
-            self.doubts.committed(base.engines[session].run, save.step, keys);
+            let blocks = committed.iter().map(|(_, key)| *key).zip(parents.iter().copied());
+            self.doubts.committed(base.engines[session].run, save.step, blocks);
         }
         base.cx.namespaces.note_kept(save.binding.space());
         base.cx.produced.kept.insert((save.binding.namespace, session));

@@ -567,7 +567,7 @@ fn blocks_upon_a_contradicted_chain_go_whoever_saved_them() {
     engine.open(60, 600..604);
     engine.post_save(60, 2, 0..4, false);
     engine.copy_all(0, 2);
-    // Another engine has loaded the beginning. Its prompt goes on otherwise, and so does a third one upon that.
+    // Another engine goes on otherwise behind the loaded beginning, twice.
     engine.begin(1);
     for (log, op, end) in [(61, 1, 702), (62, 2, 704)] {
         let keys: Vec<BlockHash> = (600..602).chain(700..end).map(hash).collect();

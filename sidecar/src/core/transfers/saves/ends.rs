@@ -34,7 +34,7 @@ impl Save {
         }
     }
 
-    /// The key before a block's.
+    /// The key before that of a block.
     fn parent(&self, block: &SaveBlock) -> Option<BlockHash> {
         match block.index.checked_sub(1) {
             Some(before) => Some(self.keys[before as usize]),

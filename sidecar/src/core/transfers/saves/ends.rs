@@ -34,7 +34,7 @@ impl Save {
         }
     }
 
-    /// The key before that of a block.
+    /// The preceding key in the chain.
     fn parent(&self, block: &SaveBlock) -> Option<BlockHash> {
         match block.index.checked_sub(1) {
             Some(before) => Some(self.keys[before as usize]),

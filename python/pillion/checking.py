@@ -4,7 +4,7 @@ Everything else says why what is kept should be what this engine would compute. 
 each namespace and adapter after every start and reset, and of one in some hundreds later. At most one check goes on at a
 time; one that brings no verdict, because a block was evicted or a request aborted, is tried again after 1, 2, 4, ... hits.
 
-- A short check computes the last blocks of a hit, upon the loaded ones. It sees another model, and no error in the blocks before.
+- A short check computes the last blocks of a hit, upon the loaded ones. It sees another model, and no error in earlier blocks.
 - A long check computes the whole hit, and so sees an error in any block. Its tokens are a small share of all loaded ones.
 - A difference puts the engine in doubt: its next hits have long checks, or count as misses.
 """
@@ -56,8 +56,8 @@ class Check:
         self._room += tokens * self._per_mille
 
     def trim(self, owner: object, first: int, hits: int, subject: Subject, step: int, whole: bool = False) -> int:
-        """How many of the hit's blocks to load, `first` being its first; `whole`: it may be computed as a whole. `owner` may have
-        asked before, in vain."""
+        """How many of the hit's blocks to load, `first` being its first; `whole`: it may be computed as a whole. `owner` may
+        have asked before, in vain."""
         doubtful = whole and self._sought > 0
         if self.span(owner) is None and not self._is_due(subject):
             return 0 if doubtful else hits
@@ -94,11 +94,12 @@ class Check:
         if owner is None or self.span(owner) is not None:
             self._span = self._subject = None
 
-    def learn(self, stats: Mapping[str, int], step: int) -> None:
-        """Looks for the verdict."""
+    def learn(self, stats: Mapping[str, int], step: int) -> bool:
+        """Looks for the verdict, and returns whether blocks differ."""
         compared, differing = stats["blocks_checked"], stats["blocks_differing"]
+        differs = differing > self._differing
         if compared > self._compared:
-            if differing > self._differing:
+            if differs:
                 self._sought = WITNESSES
             self._compared, self._differing = compared, differing
             if self._subject is not None and self._span is None:
@@ -106,6 +107,7 @@ class Check:
                 self._subject = None
         if step >= self._ends_at:
             self.give_up()
+        return differs
 
     def forget(self) -> None:
         """Drops every verdict: the weights may have changed, so each subject's next hit is checked."""

@@ -157,8 +157,8 @@ class Config:
         default=2,
         metadata=_told(
             _count(1000, "tokens", "0 (none)"),
-            "Tokens that checks of whole hits may compute again for 1,000 loaded ones. Such a check sees a wrong block anywhere in a "
-            "prompt; other checks compute the end of a hit alone.",
+            "Tokens that checks of whole hits may compute again for 1,000 loaded ones. Such a check sees a wrong block at any "
+            "place; other checks compute the end of a hit alone.",
         ),
     )
     hasher: str = field(

@@ -33,6 +33,11 @@ class Held:
         """The pool whose blocks are told by number."""
         self._pool = pool
 
+    def forget_cached(self) -> None:
+        """Has no request find a block of before in vLLM's own prefix cache."""
+        if self._pool is not None:
+            vllm_compat.forget_cached(self._pool)
+
     def hold(self, blocks: list[int]) -> None:
         """A request that had these blocks is over. A preempted one has them no more: they may be vLLM's, or held, already."""
         if self._pool is None or not self._session.saving:

@@ -175,8 +175,15 @@ class Saving:
         self.disown()
         self._session.weights(self.weights)
 
-    def follow(self, step: int) -> None:
-        """Learns of verdicts, and that ranks compute with something else than before although nothing was seen to change it."""
+    def contradicts(self, step: int) -> bool:
+        """Whether a check has found other KV since the last call. Earlier blocks do not count then."""
+        contradicts = self._check.goes_on and self._check.learn(self._session.stats(), step)
+        if contradicts:
+            self.disown()
+        return contradicts
+
+    def follow(self) -> None:
+        """Learns that ranks compute with something else than before although nothing was seen to change it."""
         namespace = self._session.namespace
         if namespace not in (0, self._namespace):
             if self._namespace:
@@ -186,5 +193,3 @@ class Saving:
                 )
                 self.disown()
             self._namespace = namespace
-        if self._check.goes_on:
-            self._check.learn(self._session.stats(), step)

@@ -150,6 +150,10 @@ class Scheduler:
 
     def announced(self, request: Request, blocks: range | None = None) -> None:
         """A request has arrived, and waits for its turn. It will need its whole prompt, or these `blocks` of it."""
+        if self._check.goes_on:
+            # A verdict may have come since the last step, and vLLM looks for the request in its own cache before the next one.
+            self._session.end_step()
+            self._follow_check()
         self._requests.look(request)
         brought = self._others is not None and self._others.brings(request)
         fetches = self._config.loads and not request.skip_reading_prefix_cache and not brought
@@ -303,7 +307,8 @@ class Scheduler:
     def follow_step(self, output: SchedulerOutput) -> None:
         """Follows the block tables, and gives up what the step may overwrite."""
         metadata, session = self._next, self._session
-        self._saving.follow(metadata.step)
+        self._saving.follow()
+        self._follow_check()
         self._held.release_saved()
         self._begun, written = self._requests.take_blocks(output, metadata.step)
         loaded, self._loaded = self._loaded, []
@@ -313,6 +318,11 @@ class Scheduler:
             session.overwrite(written + filled)
         if self._config.saves and (filled or written or self._begun or self._proof.encodes):
             self._follow_proof(output, filled, written)
+
+    def _follow_check(self) -> None:
+        """After a difference no request finds earlier blocks in vLLM's own cache: some were loaded, and may be wrong."""
+        if self._saving.contradicts(self._next.step):
+            self._held.forget_cached()
 
     def _follow_proof(self, output: SchedulerOutput, filled: list[int], written: list[int]) -> None:
         """Learns what the step fills by other means than computing tokens, and upon what its requests begin, before it computes

@@ -420,6 +420,11 @@ def hold(pool: BlockPool, block: int) -> bool:
     return True
 
 
+def forget_cached(pool: BlockPool) -> None:
+    """Empties vLLM's own prefix cache. Blocks in use stay with their requests, and no other request finds them."""
+    pool.evict_blocks({block.block_id for block in pool.blocks if block.block_hash is not None})
+
+
 def free(pool: BlockPool, blocks: list[int]) -> None:
     """Is a user of these blocks no more."""
     pool.free_blocks([pool.blocks[block] for block in blocks])

@@ -1,4 +1,4 @@
-"""Standing checks of right KV, short and long ones: an engine that asks in ever other batches and steps is never told that it differs.
+"""Checks of right KV, short and long: an engine that asks in ever other batches and steps is never told that it differs.
 
 `CHECKS=2500` asks for longer.
 """

@@ -44,7 +44,7 @@ class Session:
         self.saves: list[tuple[int, int, list[int]]] = []
         # (log, first key, blocks) of each save whose blocks are compared, and how many blocks the sidecar has compared.
         self.checked: list[tuple[int, int, list[int]]] = []
-        self.compared = 0
+        self.compared = self.differing = 0
         self.queries: list[int] = []
         # Logs for whose blocks a step waited.
         self.lingered: list[int] = []
@@ -99,7 +99,7 @@ class Session:
 
     def stats(self) -> dict[str, int]:
         """Of checks alone."""
-        return {"blocks_checked": self.compared, "blocks_differing": 0}
+        return {"blocks_checked": self.compared, "blocks_differing": self.differing}
 
     def load(self, log: int, start: int, blocks: list[int], step: int, sync: bool) -> list[bytes]:
         """A plan."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from played import BLOCK_TOKENS, ELSEWHERE, HERE, Engine
 from specs import full_attention, kv_cache_config
+from vllm.v1.core.block_pool import BlockPool
 
 from pillion import tracked, vllm_compat
 from pillion.adapters import NO_CACHE
@@ -447,6 +448,25 @@ def test_a_long_check_computes_the_whole_hit_in_as_many_steps_as_it_takes(monkey
     engine.go_on(third)
     [(_, first_block, blocks)] = engine.session.checked
     assert (first_block, len(blocks)) == (0, 7)
+
+
+def test_after_a_difference_no_block_of_before_is_found_or_kept(checking: Engine) -> None:
+    """Also blocks of the hit in vLLM's own cache: the next request arrives before the next step."""
+    pool = BlockPool(16, True, BLOCK_TOKENS)
+    [block] = pool.get_new_blocks(1)
+    block.set_block_hash(bytes(36), BLOCK_TOKENS)
+    checking.role.bind(pool)
+    request = checking.arrive(9 * BLOCK_TOKENS + 1)
+    checking.ask(request)
+    checking.compute(request, found=3 * BLOCK_TOKENS)
+    checking.session.compared, checking.session.differing = 4, 1
+    another = checking.arrive(9 * BLOCK_TOKENS + 1)
+    checking.role.announced(another)
+    assert block.block_hash is None
+    saves = len(checking.session.saves)
+    checking.decode(request)
+    assert len(checking.session.saves) == saves, "computed upon what was loaded"
+    assert checking.ask(another) == 0, "in doubt"
 
 
 def test_a_short_hit_is_computed_wholly(checking: Engine) -> None:

@@ -116,7 +116,9 @@ def main() -> None:
             return metrics.totals(fetch(f"{routed}/metrics") or "").get("pillion_route_first_tokens_total", 0)
 
         # Until the router has asked both engines for their longest prompt, it sends prompts to the second one alone.
-        wait_for(lambda: bool(first_token(routed, warm_up) and passed_on()), "a first token that is passed on at once", WATCHDOG_S)
+        wait_for(
+            lambda: bool(first_token(routed, warm_up) and passed_on()), "a first token that is passed on at once", WATCHDOG_S
+        )
         before = passed_on()
         for tokens in LENGTHS:
             prompts = [[random.randrange(VOCABULARY) for _ in range(tokens)] for _ in range(REQUESTS)]

@@ -24,7 +24,7 @@ impl Host for Runtime {
         match source {
             Source::Copies => self.take_copied().into(),
             Source::Ranks => self.take_rank_news().into(),
-            Source::Disks => self.take_transfer(),
+            Source::Tiers => self.take_transfer(),
             Source::Checksums => self.take_checksum().into(),
             Source::Mesh => self.hear_peer(),
             Source::Pool => self.open_part().into(),

@@ -21,8 +21,9 @@ use ::mesh::directory::{Config, Directory};
 use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::pool::SlotRef;
 use shm_protocol::region::{Access, Region};
+use shm_protocol::source::Source;
 use sidecar::clients::session::Session;
-use sidecar::core::{Action, Core, Event, Piece, Request, SessionId};
+use sidecar::core::{Action, Core, Event, JobEnd, Piece, Request, SessionId};
 use sidecar::runtime::turn::{self as order, Turn};
 use tiers::dram::{self, Dram};
 use tiers::opener::{Opened, Opener};
@@ -128,13 +129,13 @@ impl Life {
         ctx.wakes.push((Actor::Data, ctx.now + 1));
         let core = Core::new(dram).with_claims(ctx.knobs.turn_cost);
         let (mut core, mut disk, mut recovered) = (core.with_handover_ttl(lease_ttl_ms), None, Vec::new());
-        let mesh = ctx.knobs.mesh.then(Mesh::default);
-        if mesh.is_some() {
-            core = core.with_peers(Directory::new(Config { seed: epoch, ..Config::default() }));
-        }
         if let Some(medium) = medium {
             let started = Disk::start(medium, core);
             (disk, core, recovered) = (Some(started.0), started.1, started.2);
+        }
+        let mesh = ctx.knobs.mesh.then(Mesh::default);
+        if mesh.is_some() {
+            core = core.with_peers(Directory::new(Config { seed: epoch, ..Config::default() }));
         }
         Self {
             epoch,
@@ -268,10 +269,16 @@ impl Life {
         }
     }
 
+    /// Tells the core about ended jobs of a tier.
+    fn end_jobs(&mut self, source: Source, ends: Vec<JobEnd>, ctx: &mut Ctx) {
+        let tier = self.core.tier_of(source).expect("the core has their tier");
+        self.handle(Event::Transferred { tier, ends }, ctx);
+    }
+
     /// Whether the disk has something to say; the core is told.
     fn take_transfer(&mut self, ctx: &mut Ctx) -> bool {
         if let Some(found) = self.recovered.pop_front() {
-            self.handle(Event::Recovered(found), ctx);
+            self.end_jobs(Source::Disk, vec![JobEnd::Recovered(found)], ctx);
             return true;
         }
         let Some(disk) = &mut self.disk else { return false };
@@ -280,7 +287,7 @@ impl Life {
         let form = piece.map(|piece| self.ledger.form_at(piece.offset));
         let done = disk.carry_out(&job, form, self.pool.region(), ctx);
         piece.into_iter().for_each(|piece| self.ledger.end(&[piece]));
-        self.handle(Event::Transferred(done), ctx);
+        self.end_jobs(Source::Disk, vec![JobEnd::Disk(done)], ctx);
         true
     }
 

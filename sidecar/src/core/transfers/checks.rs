@@ -31,6 +31,7 @@ use super::{Action, Base, Binding, Context, OpKey, Queries, SessionId, Transfers
 use crate::compare::{Difference, Number, millionths};
 use crate::core::comparison::{Comparison, Found};
 use crate::core::engines::Proof;
+use crate::core::tier::Notice;
 
 /// Blocks of one engine that are compared at once: the 64 tokens that a check is allowed to cost, a token each.
 const BLOCKS_MAX: usize = 64;
@@ -195,8 +196,8 @@ impl Transfers {
         self.bar(session, binding, Some(worst), queries, base);
         let recent = self.checks.take_recent(session, binding.namespace);
         base.sources.remove(&recent, &mut base.cx);
-        base.sources.distrust(binding, false);
-        base.sources.peers.iter_mut().for_each(|peers| peers.distrust(&recent, &base.cx));
+        base.sources.tell_tiers(Notice::Distrusted(binding, false), &mut base.cx);
+        base.sources.tell_tiers(Notice::Refuted(&recent), &mut base.cx);
         base.cx.dram.end_removal();
         base.cx.apply_evictions();
         let Difference { layer, number, amount } = worst;
@@ -256,7 +257,7 @@ impl Transfers {
         // Of engines that have another namespace by now, too.
         self.void_saves(binding.namespace);
         base.cx.namespaces.retire(space);
-        base.sources.distrust(binding, true);
+        base.sources.tell_tiers(Notice::Distrusted(binding, true), &mut base.cx);
         base.cx.arrivals.distrust(|key| key.namespace == binding.namespace);
         base.cx.dram.remove_namespace(binding.namespace);
         base.cx.dram.end_removal();
@@ -274,7 +275,7 @@ impl Transfers {
 
 /// What a warning says of peers, in a mesh, where what is removed here may be shared.
 fn kept_by_peers(what: &str, binding: &Binding, base: &Base) -> String {
-    if base.sources.peers.is_none() || binding.is_private() {
+    if base.sources.mesh().is_none() || binding.is_private() {
         return String::new();
     }
     format!(

@@ -29,7 +29,7 @@ impl Host for Living<'_> {
             Source::Copies => life.take_copied(ctx),
             // A rank's memory is open as soon as it is connected.
             Source::Ranks => false,
-            Source::Disks => life.take_transfer(ctx),
+            Source::Tiers => life.take_transfer(ctx),
             Source::Checksums => life.take_checksum(ctx),
             Source::Mesh => life.hear_mesh(ctx),
             Source::Pool => life.open_part(ctx),

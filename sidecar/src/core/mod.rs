@@ -63,6 +63,7 @@ use self::sources::Sources;
 pub use self::ssd::SsdStats;
 pub use self::stats::Stats;
 use self::tier::Notice;
+pub use self::tier::TierStats;
 pub use self::timing::{Part, Timed, Took};
 use self::transfers::Transfers;
 use crate::compare::Number;
@@ -569,6 +570,11 @@ impl Core {
     /// The largest differences that were within their limits, as parts of those, each by the kind of numbers that it is of.
     pub fn largest_differences(&self) -> impl Iterator<Item = (Number, f64)> + '_ {
         self.transfers.largest_differences()
+    }
+
+    /// Figures of the reads of each tier, by number.
+    pub fn tier_stats(&self) -> &[TierStats] {
+        &self.base.sources.stats
     }
 
     /// Figures of the SSD tier, if there is one.

@@ -54,7 +54,7 @@ pub(super) struct Peers {
 impl Sources {
     /// Adds the members of a directory. They may be reading so many bytes at once.
     pub(super) fn add_peers(&mut self, directory: Directory, granted_bytes_max: u64) {
-        self.tiers.push(Box::new(Peers::new(self.tiers.len(), directory, granted_bytes_max)));
+        self.add_tier(Peers::new(self.tiers.len(), directory, granted_bytes_max));
     }
 
     /// The mesh, if there is one, with its members, asks and promises.

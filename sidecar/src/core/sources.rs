@@ -15,7 +15,7 @@ use super::arrivals::Waiter;
 use super::context::Context;
 use super::event::{Action, JobEnd};
 use super::namespaces::Binding;
-use super::tier::{Notice, ReadEnd, Span, Tier};
+use super::tier::{Notice, ReadEnd, Span, Tier, TierStats};
 use super::timing::Timed;
 
 #[derive(Debug, Default)]
@@ -23,6 +23,8 @@ pub(super) struct Sources {
     pub(super) verification: Verification,
     /// The tiers below DRAM, by number: a block is looked for in this order.
     pub(super) tiers: Vec<Box<dyn Tier>>,
+    /// Figures of each.
+    pub(super) stats: Vec<TierStats>,
 }
 
 /// How far a run was followed.
@@ -41,6 +43,12 @@ pub(super) struct Followed {
 // === impl Sources ===
 
 impl Sources {
+    /// Adds a tier behind the others.
+    pub(super) fn add_tier(&mut self, tier: impl Tier) {
+        self.stats.push(TierStats { source: tier.source(), ..TierStats::default() });
+        self.tiers.push(Box::new(tier));
+    }
+
     /// The first tier of this kind, if there is one.
     pub(super) fn tier<T: Tier>(&self) -> Option<&T> {
         self.tiers.iter().find_map(|tier| (&**tier as &dyn Any).downcast_ref())
@@ -125,12 +133,56 @@ impl Sources {
         let mut followed = self.follow(binding, run, most, awaits, cx);
         followed.coming.extend(self.verification.begin(&followed.adopted, cx));
         let mut gap = usize::MAX;
-        for (tier, spans) in self.tiers.iter_mut().zip(std::mem::take(&mut followed.spans)) {
+        for (number, spans) in std::mem::take(&mut followed.spans).into_iter().enumerate() {
             for span in spans {
-                gap = begin_span(&mut **tier, binding, &span, (parts, gap), &mut followed.coming, cx);
+                gap = self.begin_span(number, binding, &span, (parts, gap), &mut followed.coming, cx);
             }
         }
         followed
+    }
+
+    /// Begins reads of a span as far as there is room, and adds them to what is coming. Nothing is read from the place `gap` of the run
+    /// on; the place of the first block that is not read, by now.
+    fn begin_span(
+        &mut self,
+        tier: usize,
+        binding: &Binding,
+        span: &Span,
+        (parts, mut gap): (u64, usize),
+        coming: &mut Vec<BlockKey>,
+        cx: &mut Context,
+    ) -> usize {
+        let mut slots = Vec::with_capacity(span.blocks.len());
+        for (at, key) in span.wanted().take_while(|(at, _)| *at < gap) {
+            let Some(slot) = self.begin_block(tier, binding, key, parts, cx) else {
+                gap = at;
+                break;
+            };
+            coming.push(key);
+            slots.push(slot);
+        }
+        self.tiers[tier].read(binding, span, &slots, cx);
+        gap
+    }
+
+    /// Begins the read of a block, if there is a slot for it and its tier can in time.
+    fn begin_block(
+        &mut self,
+        tier: usize,
+        binding: &Binding,
+        key: BlockKey,
+        parts: u64,
+        cx: &mut Context,
+    ) -> Option<SlotRef> {
+        let (slot, bytes) = (cx.take_slot(key, binding).ok()?, binding.block_bytes());
+        if !self.tiers[tier].begin_read(key, slot, parts, cx.now) {
+            cx.dram.abandon(slot);
+            return None;
+        }
+        cx.fill(slot, key, binding);
+        cx.arrivals.begin(key, slot, bytes, self.stats[tier].source);
+        self.stats[tier].begin_read(bytes, cx.now);
+        Some(slot)
     }
 
     /// Follows a run, as long as no more than `most` bytes are on their way, and of engines at work each has its part of those; a
@@ -211,8 +263,10 @@ impl Sources {
     }
 
     /// A block has ended: with its checksum it is whole, without it is not to be had. Who has waited for it.
-    fn arrived(&mut self, read: &ReadEnd, cx: &mut Context) -> (BlockKey, Vec<Waiter>) {
+    fn arrived(&mut self, tier: usize, read: &ReadEnd, cx: &mut Context) -> (BlockKey, Vec<Waiter>) {
         let ReadEnd { key, slot, checksum, .. } = *read;
+        let bytes = cx.dram.block_bytes(slot).expect("a slot belongs to a read until its end");
+        self.stats[tier].end_read(read, bytes, cx.now);
         let (trusted, waiting) = cx.arrivals.end(&key);
         match checksum.filter(|_| trusted && self.commit_arrived(&key, slot, cx)) {
             Some(checksum) => cx.actions.push(Action::CommitSlot { slot, checksum }),
@@ -253,18 +307,17 @@ impl Sources {
         waits: impl Fn(&Waiter) -> bool,
         cx: &mut Context,
     ) -> Option<(BlockKey, Vec<Waiter>)> {
-        let tier = &mut self.tiers[tier];
-        let read = tier.ended(end, &waits, cx)?;
+        let read = self.tiers[tier].ended(end, &waits, cx)?;
         if read.checksum.is_some() {
-            cx.took(Timed::Read(tier.source()), read.since);
+            cx.took(Timed::Read(self.stats[tier].source), read.since);
         }
-        Some(self.arrived(&read, cx))
+        Some(self.arrived(tier, &read, cx))
     }
 
     /// A tier goes on with reads that have failed. Blocks that are not to be had, and who has waited for each.
     pub(super) fn retry(&mut self, tier: usize, cx: &mut Context) -> Vec<(BlockKey, Vec<Waiter>)> {
         let left = self.tiers[tier].retry(cx);
-        left.iter().map(|read| self.arrived(read, cx)).collect()
+        left.iter().map(|read| self.arrived(tier, read, cx)).collect()
     }
 
     /// Removes blocks from memory and from all tiers, those on their way too. Leases of them are the caller's to end.
@@ -276,45 +329,4 @@ impl Sources {
         cx.arrivals.distrust(|key| keys.contains(key));
         cx.apply_evictions();
     }
-}
-
-/// Begins reads of a span as far as there is room, and adds them to what is coming. Nothing is read from the place `gap` of the run
-/// on; the place of the first block that is not read, by now.
-fn begin_span(
-    tier: &mut dyn Tier,
-    binding: &Binding,
-    span: &Span,
-    (parts, mut gap): (u64, usize),
-    coming: &mut Vec<BlockKey>,
-    cx: &mut Context,
-) -> usize {
-    let mut slots = Vec::with_capacity(span.blocks.len());
-    for (at, key) in span.wanted().take_while(|(at, _)| *at < gap) {
-        let Some(slot) = begin_block(tier, binding, key, parts, cx) else {
-            gap = at;
-            break;
-        };
-        coming.push(key);
-        slots.push(slot);
-    }
-    tier.read(binding, span, &slots, cx);
-    gap
-}
-
-/// Begins the read of a block, if there is a slot for it and its tier can in time.
-fn begin_block(
-    tier: &mut dyn Tier,
-    binding: &Binding,
-    key: BlockKey,
-    parts: u64,
-    cx: &mut Context,
-) -> Option<SlotRef> {
-    let slot = cx.take_slot(key, binding).ok()?;
-    if !tier.begin_read(key, slot, parts, cx.now) {
-        cx.dram.abandon(slot);
-        return None;
-    }
-    cx.fill(slot, key, binding);
-    cx.arrivals.begin(key, slot, binding.block_bytes(), tier.source());
-    Some(slot)
 }

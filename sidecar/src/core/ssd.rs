@@ -71,7 +71,7 @@ pub struct SsdStats {
 impl Sources {
     pub(super) fn add_ssd(&mut self, mut log: Log, admission: SsdAdmission, dram: &mut Dram) {
         log.put_below(dram);
-        self.tiers.push(Box::new(Ssd::new(self.tiers.len(), log, admission)));
+        self.add_tier(Ssd::new(self.tiers.len(), log, admission));
     }
 
     /// Figures of the disks, if there are any.

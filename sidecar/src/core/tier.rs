@@ -43,6 +43,26 @@ pub(super) struct ReadEnd {
     pub(super) checksum: Option<u64>,
 }
 
+/// Figures of a tier's reads: counters since the start, and levels now.
+#[derive(Clone, Debug, Default)]
+pub struct TierStats {
+    pub source: Source,
+    /// Blocks and bytes on their way into DRAM.
+    pub reading_blocks: u64,
+    pub reading_bytes: u64,
+    /// Blocks and bytes of reads that ended well.
+    pub read_blocks: u64,
+    pub read_bytes: u64,
+    /// Blocks that did not come.
+    pub failed_blocks: u64,
+    /// Time with a read under way, up to the last end of one.
+    pub busy: Duration,
+    /// Time from the request for a block of the idle tier until it was in DRAM, at the last such request.
+    pub first: Duration,
+    /// Begin of the time that is not in `busy` yet.
+    pub(super) since: Duration,
+}
+
 /// A change in the core, for all tiers.
 #[derive(Copy, Clone, Debug)]
 pub(super) enum Notice<'a> {
@@ -147,6 +167,40 @@ pub(super) trait Tier: Any + Debug + Send {
     /// True if time must pass for it to go on.
     fn waits(&self) -> bool {
         false
+    }
+}
+
+// === impl TierStats ===
+
+impl TierStats {
+    /// A read of so many bytes begins.
+    pub(super) fn begin_read(&mut self, bytes: u64, now: Duration) {
+        if self.reading_blocks == 0 {
+            self.since = now;
+        }
+        self.reading_blocks += 1;
+        self.reading_bytes += bytes;
+    }
+
+    /// A read of so many bytes has ended.
+    pub(super) fn end_read(&mut self, read: &ReadEnd, bytes: u64, now: Duration) {
+        self.reading_blocks -= 1;
+        self.reading_bytes -= bytes;
+        let is_whole = read.checksum.is_some();
+        self.read_blocks += u64::from(is_whole);
+        self.read_bytes += if is_whole { bytes } else { 0 };
+        self.failed_blocks += u64::from(!is_whole);
+        if is_whole && self.since == read.since {
+            self.first = now.saturating_sub(read.since);
+        }
+        self.busy += now.saturating_sub(self.since);
+        self.since = now;
+    }
+
+    /// Bytes that the tier gave per second with a read under way.
+    pub fn bytes_per_second(&self) -> u64 {
+        u64::try_from(u128::from(self.read_bytes) * 1_000_000 / self.busy.as_micros().max(1))
+            .unwrap_or(u64::MAX)
     }
 }
 

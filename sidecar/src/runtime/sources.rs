@@ -72,8 +72,7 @@ impl Host for Runtime {
             self.next_tick = self.now + TICK;
             self.look_at_pool();
             Runtime::handle(self, Event::Tick);
-            self.show_disks();
-            self.show_peers();
+            self.show_tiers();
             self.show_checks();
             self.metrics.publish_holders(self.core.holders());
             self.metrics.publish_parked(self.copiers.parked());

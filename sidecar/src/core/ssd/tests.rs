@@ -565,6 +565,10 @@ fn a_load_waits_for_a_slow_disk_no_longer_than_a_question() {
     }
     scene.end_well(reads[1..].to_vec());
     assert_eq!(scene.stats().promoted_blocks, 8, "they come nevertheless");
+    let [disk] = scene.engine.core.tier_stats() else { panic!("one tier") };
+    let figures = (disk.reading_blocks, disk.reading_bytes, disk.read_blocks, disk.read_bytes);
+    assert_eq!((figures, disk.failed_blocks), ((0, 0, 8, 8 * BLOCK_BYTES), 0));
+    assert!(disk.first > Duration::ZERO && disk.bytes_per_second() > 0);
 }
 
 #[test]

@@ -77,14 +77,13 @@ impl Life {
             Action::Verify { key, slot } => {
                 self.verifications.push_back((key, slot, ctx.now + ctx.pause(200)))
             }
-            Action::Transfer { job: TierJob::Disk(job), .. } => {
+            Action::Transfer { tier, job: TierJob::Disk(job) } => {
                 let used = super::disk::use_of(&job);
                 if let Some((direction, piece)) = used {
                     self.ledger.begin(direction, &[piece]);
                 }
                 let form = used.map(|(_, piece)| self.ledger.form_at(piece.offset));
-                let disk = self.disk.as_mut().expect("the core has its tier");
-                disk.post(job, form, self.pool.region(), ctx);
+                self.disks[tier].post(job, form, self.pool.region(), ctx);
             }
             Action::Bind { engine, facts, block_bytes, words, .. } => {
                 let base = namespace::digest(&facts);

@@ -276,7 +276,8 @@ impl Life {
                 std::mem::take(&mut mesh.coming).into_iter().partition(|coming| due(coming.due));
             mesh.coming = coming;
             let ends = self.end_coming(ended);
-            self.end_jobs(Source::Peer, ends, ctx);
+            let tier = self.core.tier_of(Source::Peer).expect("the core has its part");
+            self.end_jobs(tier, ends, ctx);
             return true;
         } else if let Some(&ask) =
             mesh.reading.iter().find(|(_, reading)| due(reading.due)).map(|(ask, _)| ask)

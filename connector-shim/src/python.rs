@@ -15,10 +15,11 @@ use pyo3::create_exception;
 use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
-use shm_protocol::announcement::{Located, Medium};
+use shm_protocol::announcement::Located;
 use shm_protocol::handshake::{self, BlockRegion, Copier};
 use shm_protocol::key::BlockHash;
 use shm_protocol::namespace;
+use shm_protocol::source::Source;
 
 use crate::core::plan::Plan;
 use crate::error::{ShimError as Failure, argument, refuse_forked};
@@ -191,7 +192,7 @@ impl SchedulerSession {
         self.0.with(|session| session.arriving(log))
     }
 
-    fn sources(&self, log: i64, start: u32, count: u32) -> PyResult<[u32; 3]> {
+    fn sources(&self, log: i64, start: u32, count: u32) -> PyResult<[u32; Source::ALL.len()]> {
         self.0.with(|session| session.sources(log, start, count))
     }
 
@@ -275,7 +276,7 @@ impl SchedulerSession {
         let (changes, saving) = self.0.with(|session| (session.take_changes(), session.saving() > 0))?;
         let told = |change: &BlockChange| {
             let Located { medium, hash, .. } = &change.located;
-            (change.stored, *medium == Medium::Disk, PyBytes::new(py, hash.unpadded()))
+            (change.stored, *medium != Source::Memory, PyBytes::new(py, hash.unpadded()))
         };
         Ok((changes.iter().map(told).collect(), saving))
     }

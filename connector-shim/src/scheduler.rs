@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use shm_protocol::handshake::{Digest, Hello, Role};
 use shm_protocol::message::Status;
+use shm_protocol::source::Source;
 use shm_protocol::wait;
 
 use crate::client::{Change, Client};
@@ -284,7 +285,7 @@ impl Scheduler {
     }
 
     /// [`Session::sources`] of hits that the log's lease names.
-    pub fn sources(&mut self, handle: i64, start: u32, count: u32) -> [u32; 3] {
+    pub fn sources(&mut self, handle: i64, start: u32, count: u32) -> [u32; Source::ALL.len()] {
         self.session.sources(handle, start, count)
     }
 

@@ -2,22 +2,13 @@
 
 use crate::key::BlockHash;
 use crate::message::{DecodeError, Slot};
-
-/// Where a block is kept that is told of.
-#[derive(Copy, Clone, Debug, Eq, Hash, PartialEq)]
-#[repr(u8)]
-pub enum Medium {
-    /// In the DRAM pool.
-    Memory = 0,
-    /// On a disk of the sidecar's.
-    Disk = 1,
-}
+use crate::source::Source;
 
 /// A block of the engine's namespace, at one of the places where it may be.
 #[derive(Copy, Clone, Debug, Eq, Hash, PartialEq)]
 pub struct Located {
-    /// Where it is.
-    pub medium: Medium,
+    /// Where it is kept.
+    pub medium: Source,
     /// Number of its bundle of cache groups.
     pub group: u32,
     /// The key that the engine gave it.
@@ -66,11 +57,8 @@ impl Announcement {
         let [head, a, b, c, d, ..] = *slot;
         let [kind, medium, ..] = head.to_le_bytes();
         let located = || {
-            let medium = match medium {
-                0 => Medium::Memory,
-                1 => Medium::Disk,
-                value => return Err(DecodeError { what: "medium", value }),
-            };
+            let known = Source::ALL.get(usize::from(medium)).copied();
+            let medium = known.ok_or(DecodeError { what: "medium", value: medium })?;
             Ok(Located { medium, group: (head >> 32) as u32, hash: BlockHash::from_words([a, b, c, d]) })
         };
         match kind {
@@ -90,8 +78,8 @@ mod tests {
     #[test]
     fn slots_invert_and_others_are_refused() {
         let hash = BlockHash(std::array::from_fn(|index| index as u8));
-        let disk = Located { medium: Medium::Disk, group: 7, hash };
-        let memory = Located { medium: Medium::Memory, group: 0, hash };
+        let disk = Located { medium: Source::Disk, group: 7, hash };
+        let memory = Located { medium: Source::Memory, group: 0, hash };
         let all = [
             Announcement::Stored(disk),
             Announcement::Removed(memory),
@@ -101,7 +89,7 @@ mod tests {
         for announcement in all {
             assert_eq!(Announcement::decode(&announcement.encode()), Ok(announcement));
         }
-        for head in [0, 5, 1 | 2 << 8] {
+        for head in [0, 5, 1 | 9 << 8] {
             assert!(Announcement::decode(&[head, 0, 0, 0, 0, 0, 0, 0]).is_err(), "{head}");
         }
     }

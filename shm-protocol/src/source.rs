@@ -1,12 +1,12 @@
-//! Where a query found a block: the top byte of its reference's generation.
+//! Sources of blocks. A source's number is the top byte of a reference's generation, and an announcement's medium.
 
 /// Bits of a generation; one filling a nanosecond uses them up in two years.
 const GENERATION_BITS: u32 = 56;
 const GENERATION_MASK: u64 = u64::MAX >> (u64::BITS - GENERATION_BITS);
 
 crate::named! {
-    /// Where a block was found that a query names.
-    #[derive(Default)]
+    /// Where a query found a block, or an announced block is kept.
+    #[derive(Default, Hash)]
     #[repr(u8)]
     pub enum Source {
         /// In the DRAM pool, also where it came there for another request.

@@ -176,7 +176,7 @@ impl Runtime {
     /// The same with disks and in a mesh, as the core has parts for them, and with checksums of a pool file's blocks.
     pub fn with(mut self, disks: Option<Disks>, peers: Option<Peers>, checksums: Option<Checksums>) -> Self {
         (self.disks, self.peers, self.checksums) = (disks, peers, checksums);
-        self.show_disks();
+        self.show_tiers();
         self
     }
 
@@ -199,8 +199,7 @@ impl Runtime {
         drop(turns);
         self.sessions.values().filter_map(Session::rank).for_each(|rank| rank.stop());
         self.publish();
-        self.show_disks();
-        self.show_peers();
+        self.show_tiers();
         self.copiers.end();
     }
 
@@ -211,6 +210,12 @@ impl Runtime {
         }
         self.metrics.publish(&self.core.stats());
         self.metrics.publish_quotas(self.core.quotas_used());
+    }
+
+    fn show_tiers(&mut self) {
+        self.metrics.publish_tiers(self.core.tier_stats());
+        self.show_disks();
+        self.show_peers();
     }
 
     fn show_checks(&self) {

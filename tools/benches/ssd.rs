@@ -20,7 +20,7 @@ use shm_protocol::pool::SEGMENT_ALIGN;
 use shm_protocol::random::Random;
 use shm_protocol::region::{Access, Region};
 use tiers::ssd::{Backend, Log, Missing, Opened};
-use tools::bench::tier::{Load, Tier, Times, key};
+use tools::bench::tier::{BenchTier, Load, Times, key};
 
 const POOL_BYTES: u64 = 256 << 20;
 const GIB: f64 = (1u64 << 30) as f64;
@@ -36,13 +36,13 @@ fn cpu_s() -> f64 {
     time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
 }
 
-fn start(path: &Path, bytes: u64) -> (Tier, Arc<Region>) {
+fn start(path: &Path, bytes: u64) -> (BenchTier, Arc<Region>) {
     let fd = rustix::fs::memfd_create("bench", MemfdFlags::CLOEXEC).expect("memfd");
     rustix::fs::ftruncate(&fd, SEGMENT_ALIGN + POOL_BYTES).expect("memory");
     let len = (SEGMENT_ALIGN + POOL_BYTES) as usize;
     let pool = Arc::new(Region::map(fd.as_fd(), len, Access::ReadWrite).expect("map"));
     let opened = Opened::open(path, bytes, Missing::Create).unwrap_or_else(|error| panic!("{error}"));
-    let tier = Tier::start(opened, &pool, wanted()).unwrap_or_else(|error| panic!("{error}"));
+    let tier = BenchTier::start(opened, &pool, wanted()).unwrap_or_else(|error| panic!("{error}"));
     (tier, pool)
 }
 

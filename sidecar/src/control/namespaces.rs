@@ -67,7 +67,7 @@ impl Handler {
         let entries = self.parts.catalog.lock().entries(&self.parts.quotas);
         let mut merged = Merged { disks, shown: BTreeMap::new() };
         entries.into_iter().for_each(|(digest, entry)| merged.at(digest).entry = Some(entry));
-        for (digest, Kept { memory, disk }) in kept {
+        for (digest, Kept { memory, below: disk }) in kept {
             let shown = merged.at(digest);
             shown.memory_blocks = memory;
             shown.disk_blocks = disks.then_some(disk);

@@ -124,7 +124,7 @@ impl Handler {
     async fn evict(&self, Evict { namespace }: Evict) -> Result<Value, Refused> {
         let digest = namespace_of(&namespace)?;
         match self.ask(EVICTION_TIME_MAX, |reply| Ask::Evict(digest, reply)).await? {
-            Evicted::Removed(Kept { memory, disk }) => {
+            Evicted::Removed(Kept { memory, below: disk }) => {
                 tracing::info!(namespace, memory, disk, "the control socket evicted a namespace");
                 Ok(json!({ "namespace": namespace, "memory_blocks": memory, "disk_blocks": disk }))
             }

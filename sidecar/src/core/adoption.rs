@@ -7,10 +7,10 @@ use shm_protocol::source::Source;
 use tiers::dram::Dram;
 use tiers::opener::Opened;
 
-use super::Action;
 use super::context::Context;
 use super::namespaces::Space;
-use super::ssd::Ssd;
+use super::tier::Notice;
+use super::{Action, Base};
 
 /// Bytes of blocks that nobody asked for and that are being verified: what a block that is asked for waits for, some
 /// milliseconds, and enough to keep the thread at work.
@@ -25,13 +25,12 @@ pub(super) struct Verification {
 }
 
 /// Takes in what can be used from now on. A verified block is found by engines of its namespace as soon as one connects.
-pub(super) fn open_part(opened: Opened, ssd: &mut Option<Ssd>, cx: &mut Context) {
-    let Context { now_ms, dram, namespaces, quotas, .. } = cx;
+pub(super) fn open_part(opened: Opened, Base { sources, cx, .. }: &mut Base) {
     let (segment, block_bytes, first, remains) = match opened {
-        Opened::Empty { segment } => return dram.open_empty(segment),
+        Opened::Empty { segment } => return cx.dram.open_empty(segment),
         Opened::Used { segment, block_bytes, first, remains } => (segment, block_bytes, first, remains),
     };
-    if first == 0 && !dram.open_used(segment, block_bytes, *now_ms) {
+    if first == 0 && !cx.dram.open_used(segment, block_bytes, cx.now_ms) {
         // More block sizes than any engines have: nobody's pool.
         return;
     }
@@ -43,17 +42,17 @@ pub(super) fn open_part(opened: Opened, ssd: &mut Option<Ssd>, cx: &mut Context)
                 Some((digest, known)) if digest == *namespace => known,
                 _ => {
                     let space = Space { digest: *namespace, block_bytes };
-                    let known = (namespaces.adopt(space), quotas.of(*namespace));
-                    if let (Some(ssd), Some(number)) = (&mut *ssd, known.0) {
-                        // Disks may take its blocks before an engine of it connects.
-                        ssd.log.learn(number, *namespace, known.1);
+                    let known = (cx.namespaces.adopt(space), cx.quotas.of(*namespace));
+                    if let Some(number) = known.0 {
+                        // Tiers may take its blocks before an engine of it connects.
+                        sources.tell_tiers(Notice::Learned(number, *namespace, known.1), cx);
                     }
                     last.insert((*namespace, known)).1
                 }
             },
             Remains::Free | Remains::Debris { .. } => (None, None),
         };
-        dram.adopt(segment, index, remains, namespace, quota);
+        cx.dram.adopt(segment, index, remains, namespace, quota);
     }
 }
 

@@ -1,14 +1,16 @@
 //! What engines that ask for it are told of the blocks that they could find here: all of them once, then what changes.
 //!
-//! The blocks are shown by a walk over both tiers while they go on changing. What changes meanwhile is told, too, in its order, so a
+//! The blocks are shown by a walk over all tiers while they go on changing. What changes meanwhile is told, too, in its order, so a
 //! block may be told of twice before the walk's end, and none is missed.
 
 use std::collections::{BTreeMap, VecDeque};
 
-use shm_protocol::announcement::{Announcement, Located, Medium};
+use shm_protocol::announcement::{Announcement, Located};
 use shm_protocol::key::BlockKey;
+use shm_protocol::source::Source;
 
 use super::inventory::At;
+use super::tier::Notice;
 use super::{Base, SessionId};
 
 /// Announcements that wait for room in one engine's ring at most: 3 MB. With more, all is told anew once there is room.
@@ -32,14 +34,14 @@ struct Reader {
 }
 
 /// What all that is told rests on: once it differs, all is told anew.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+#[derive(Clone, Debug, Eq, PartialEq)]
 struct Basis {
     /// How often the engine has asked.
     asked: u64,
     /// Number of its namespace, while it is bound.
     namespace: Option<u32>,
-    /// Devices whose blocks can be read, and how often one could not any more.
-    devices: (usize, u64),
+    /// The health of each tier.
+    tiers: Vec<(usize, u64)>,
 }
 
 // === impl Announcer ===
@@ -57,14 +59,14 @@ impl Announcer {
     }
 
     /// Blocks may be found there from now on, those with true, or may not any more.
-    pub(super) fn note(&mut self, medium: Medium, changes: impl Iterator<Item = (BlockKey, bool)>) {
+    pub(super) fn note(&mut self, medium: Source, changes: impl Iterator<Item = (BlockKey, bool)>) {
         for (key, findable) in changes {
             for reader in self.readers.values_mut().filter(|reader| reader.is_of(&key)) {
                 let located = located(medium, &key);
                 let told = if findable { Announcement::Stored } else { Announcement::Removed };
                 reader.waiting.push_back(told(located));
                 if reader.waiting.len() > self.waiting_max {
-                    reader.begin(reader.basis);
+                    reader.begin(reader.basis.clone());
                 }
             }
         }
@@ -78,12 +80,12 @@ impl Announcer {
         room: usize,
         base: &mut Base,
     ) -> impl Iterator<Item = Announcement> + '_ {
-        let devices = base.sources.ssd.as_ref().map(|ssd| ssd.log.working()).unwrap_or_default();
-        let basis = Basis { asked, namespace: base.engines.bound_to(session), devices };
+        let tiers = base.sources.tiers.iter().map(|tier| tier.working()).collect();
+        let basis = Basis { asked, namespace: base.engines.bound_to(session), tiers };
         let reader = self.readers.entry(session).or_insert_with(|| {
             base.cx.dram.watch();
-            base.sources.ssd.iter_mut().for_each(|ssd| ssd.log.watch());
-            Reader::new(basis)
+            base.sources.tell_tiers(Notice::Watched, &mut base.cx);
+            Reader::new(basis.clone())
         });
         if reader.basis != basis {
             reader.begin(basis);
@@ -103,7 +105,7 @@ impl Announcer {
     }
 }
 
-fn located(medium: Medium, key: &BlockKey) -> Located {
+fn located(medium: Source, key: &BlockKey) -> Located {
     Located { medium, group: key.group, hash: key.hash }
 }
 
@@ -111,7 +113,7 @@ fn located(medium: Medium, key: &BlockKey) -> Located {
 
 impl Reader {
     fn new(basis: Basis) -> Self {
-        let mut reader = Self { basis, waiting: VecDeque::new(), walk: None };
+        let mut reader = Self { basis: basis.clone(), waiting: VecDeque::new(), walk: None };
         reader.begin(basis);
         reader
     }
@@ -122,10 +124,10 @@ impl Reader {
 
     /// What was told before may be wrong.
     fn begin(&mut self, basis: Basis) {
+        self.walk = basis.namespace.map(|_| At::default());
         self.basis = basis;
         self.waiting.clear();
         self.waiting.push_back(Announcement::Begin);
-        self.walk = basis.namespace.map(|_| At::default());
         if self.walk.is_none() {
             self.waiting.push_back(Announcement::End);
         }
@@ -137,7 +139,7 @@ impl Reader {
         let (namespace, waiting) = (self.basis.namespace, &mut self.waiting);
         let next = at.step(base, |key, medium| {
             // The walk shows blocks that are still being written, too.
-            let there = medium == Medium::Memory || base.sources.ssd.as_ref().is_some_and(|ssd| ssd.has(key));
+            let there = medium == Source::Memory || base.sources.has(medium, key);
             if namespace == Some(key.namespace) && there {
                 waiting.push_back(Announcement::Stored(located(medium, key)));
             }

@@ -28,6 +28,8 @@ pub(super) struct Context {
     pub(super) draining: bool,
     /// Blocks of earlier lives may be in the pool that nobody knows of yet.
     pub(super) opening: bool,
+    /// A tier, or a part of one, could not be read: a later start may find unknown blocks there.
+    pub(super) unread: bool,
     pub(super) dram: Dram,
     /// What is on its way into it.
     pub(super) arrivals: Arrivals,
@@ -58,13 +60,15 @@ impl Context {
     /// Nothing was told yet of an empty tier.
     pub(super) fn new(dram: Dram) -> Self {
         let (arrivals, kept) = (Arrivals::new(&dram), Kept::new(&dram));
-        let (now, now_ms, draining, opening, lost, produced, namespaces, quotas, stats) = Default::default();
+        let (now, now_ms, draining, opening, unread, lost, produced, namespaces, quotas, stats) =
+            Default::default();
         let (claims_max, actions, over, changes) = (CLAIMS_MAX, Vec::new(), Vec::new(), Vec::new());
         Self {
             now,
             now_ms,
             draining,
             opening,
+            unread,
             dram,
             arrivals,
             kept,

@@ -15,7 +15,7 @@ use shm_protocol::request::{SchedulerRequest, WorkerRequest};
 use shm_protocol::session::Bound;
 use shm_protocol::source::Source;
 use tiers::opener::Opened;
-use tiers::ssd::{Done, Job, Recovered};
+use tiers::ssd;
 
 use super::comparison::{Comparison, Found, Scan};
 use super::{CopyId, SessionId};
@@ -84,10 +84,12 @@ pub enum Event {
         /// Whether its bytes are what its checksum says.
         whole: bool,
     },
-    /// A disk has ended a job of [`Action::Transfer`].
-    Transferred(Done),
-    /// Blocks were found on a disk that earlier lives left there.
-    Recovered(Recovered),
+    /// Jobs of [`Action::Transfer`] have ended, or blocks of earlier lives were found.
+    Transferred {
+        /// Number of the tier.
+        tier: usize,
+        ends: Vec<JobEnd>,
+    },
     /// The mesh has something to say.
     Mesh(Heard),
     /// A turn has come for a session of [`super::Core::behind`].
@@ -176,12 +178,8 @@ pub enum Action {
     Scan(Scan),
     /// Compare a block of an earlier life with its checksum; answered by [`Event::Verified`]. Its slot stays as it is until then.
     Verify { key: BlockKey, slot: SlotRef },
-    /// Hand a job to its disk; answered by [`Event::Transferred`].
-    Transfer(Job),
-    /// Fetch blocks from a peer; answered by [`Heard::Fetched`].
-    Fetch(Fetch),
-    /// End a fetch early; answered as if it had ended by itself.
-    CancelFetch { ticket: u64 },
+    /// Hand a job to the tier with this number; answered by [`Event::Transferred`].
+    Transfer { tier: usize, job: TierJob },
     /// Let a peer read these slots; answered by [`Heard::Released`].
     Grant {
         ask: u64,
@@ -213,6 +211,28 @@ pub enum Action {
         /// Why, for the log.
         reason: String,
     },
+}
+
+/// A job of a tier.
+#[derive(Debug, PartialEq, Eq)]
+pub enum TierJob {
+    Disk(ssd::Job),
+    /// Fetch blocks from a peer.
+    Fetch(Fetch),
+    /// End a fetch early; answered as if it had ended by itself.
+    CancelFetch {
+        ticket: u64,
+    },
+}
+
+/// The end of a job of a tier, or blocks of earlier lives.
+#[derive(Debug)]
+pub enum JobEnd {
+    Disk(ssd::Done),
+    /// Blocks of earlier lives on a disk.
+    Recovered(ssd::Recovered),
+    /// A block of a fetch.
+    Peer(transport::Done),
 }
 
 /// Which way a copy goes.
@@ -267,8 +287,6 @@ pub enum Heard {
         peer: PeerNumber,
         promises: Vec<Digest>,
     },
-    /// Blocks of fetches have ended.
-    Fetched(Vec<transport::Done>),
     /// A member wants blocks; answered by [`Action::Grant`].
     Asked {
         ask: u64,
@@ -281,6 +299,15 @@ pub enum Heard {
         /// Blocks of it that were sent whole.
         sent: u32,
     },
+}
+
+// === impl JobEnd ===
+
+impl JobEnd {
+    /// True if another node gave a block.
+    pub(super) fn shows_producer(&self) -> bool {
+        matches!(self, Self::Peer(done) if done.result.is_ok())
+    }
 }
 
 // === impl Request ===

@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use mesh::digest::Digest;
 use mesh::transport::PeerNumber;
-use shm_protocol::announcement::Medium;
 use shm_protocol::key::{BlockHash, BlockKey, GROUP, NamespaceDigest};
+use shm_protocol::source::Source;
 use tiers::dram::{Dram, Walk};
 
 use super::Base;
@@ -15,8 +15,8 @@ use super::Base;
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
 pub struct Kept {
     pub memory: u64,
-    /// On disks, or being written there.
-    pub disk: u64,
+    /// In this node's tiers below, or being written there.
+    pub below: u64,
 }
 
 /// Where a block is kept.
@@ -24,16 +24,18 @@ pub struct Kept {
 pub struct Location {
     /// In memory, or in the pool file and still to be verified.
     pub memory: bool,
-    pub disk: bool,
+    /// In a tier of this node below.
+    pub below: bool,
     /// Peers that are known to keep it, which is late and sometimes wrong.
     pub peers: Vec<PeerNumber>,
 }
 
-/// Where a walk over both tiers is: memory comes first.
+/// Where a walk over memory and then over all tiers is.
 #[derive(Copy, Clone, Debug)]
 pub(super) enum At {
     Memory(Walk),
-    Disk(usize),
+    /// A tier's number, and where the walk over its blocks is.
+    Tier(usize, usize),
 }
 
 /// A count of all blocks that is under way.
@@ -64,15 +66,16 @@ impl Default for At {
 
 impl At {
     /// Shows some of the blocks, and where each is; the place behind them, if there are more.
-    pub(super) fn step(self, base: &Base, mut see: impl FnMut(&BlockKey, Medium)) -> Option<Self> {
+    pub(super) fn step(self, base: &Base, mut see: impl FnMut(&BlockKey, Source)) -> Option<Self> {
         match self {
             Self::Memory(walk) => {
-                let next = base.cx.dram.walk(walk, |key| see(key, Medium::Memory));
-                Some(next.map_or(Self::Disk(0), Self::Memory))
+                let next = base.cx.dram.walk(walk, |key| see(key, Source::Memory));
+                Some(next.map_or(Self::Tier(0, 0), Self::Memory))
             }
-            Self::Disk(at) => {
-                let ssd = base.sources.ssd.as_ref()?;
-                ssd.log.walk(at, |key| see(key, Medium::Disk)).map(Self::Disk)
+            Self::Tier(number, at) => {
+                let tier = base.sources.tiers.get(number)?;
+                let next = tier.walk(at, &mut |key| see(key, tier.source()));
+                Some(next.map_or(Self::Tier(number + 1, 0), |at| Self::Tier(number, at)))
             }
         }
     }
@@ -81,10 +84,10 @@ impl At {
 // === impl Kept ===
 
 impl Kept {
-    fn at(&mut self, medium: Medium) -> &mut u64 {
+    fn at(&mut self, medium: Source) -> &mut u64 {
         match medium {
-            Medium::Memory => &mut self.memory,
-            Medium::Disk => &mut self.disk,
+            Source::Memory => &mut self.memory,
+            _ => &mut self.below,
         }
     }
 }
@@ -115,7 +118,7 @@ impl Survey {
             let Some(name) = names.get(number) else { continue };
             let sum = result.entry(*name).or_default();
             sum.memory += kept.memory;
-            sum.disk += kept.disk;
+            sum.below += kept.below;
         }
         result
     }
@@ -160,12 +163,12 @@ pub(super) fn locate(namespace: NamespaceDigest, hashes: &[BlockHash], base: &Ba
     let numbers = numbers_of(namespace, base);
     let locate = |hash: &BlockHash| {
         let keys = || numbers.iter().map(|&namespace| BlockKey { namespace, group: GROUP, hash: *hash });
-        let peers = base.sources.peers.as_ref();
+        let mesh = base.sources.mesh();
         let digest = Digest::new(&namespace, GROUP, hash);
         Location {
             memory: keys().any(|key| in_memory(&key, &base.cx.dram)),
-            disk: base.sources.ssd.as_ref().is_some_and(|ssd| keys().any(|key| ssd.has(&key))),
-            peers: peers.map(|peers| peers.holders(digest).collect()).unwrap_or_default(),
+            below: base.sources.tiers.iter().any(|tier| keys().any(|key| tier.has(&key))),
+            peers: mesh.map(|peers| peers.holders(digest).collect()).unwrap_or_default(),
         }
     };
     hashes.iter().map(locate).collect()

@@ -27,6 +27,7 @@ mod ssd;
 mod stats;
 #[cfg(test)]
 mod tests;
+mod tier;
 mod timing;
 mod transfers;
 
@@ -34,13 +35,13 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use mesh::directory::Directory;
-use mesh::transport::Done;
 use shm_protocol::ACCEPT_SINCE;
 use shm_protocol::announcement::Announcement;
 use shm_protocol::handshake::Hello;
 use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::message::Kind;
 use shm_protocol::request::{LoadEnd, SchedulerRequest, WorkerRequest};
+use shm_protocol::source::Source;
 use tiers::dram::Dram;
 use tiers::ssd::Log;
 
@@ -51,18 +52,18 @@ use self::context::Context;
 use self::engines::Engines;
 pub(crate) use self::engines::whole;
 pub use self::engines::{Barred, EngineState, Holder, Proof, Standing};
-pub use self::event::{Action, Direction, Ended, Event, Heard, Piece, Request};
+pub use self::event::{Action, Direction, Ended, Event, Heard, JobEnd, Piece, Request, TierJob};
 use self::handover::Produced;
 pub use self::inventory::{Eviction, Kept, Location, Survey};
 use self::namespaces::Binding;
-use self::peers::{Again, Peers};
 pub use self::peers::{FAULT_NAMES, PeersStats};
 use self::queries::Queries;
 use self::quotas::Quotas;
 use self::sources::Sources;
-use self::ssd::Ssd;
 pub use self::ssd::SsdStats;
 pub use self::stats::Stats;
+use self::tier::Notice;
+pub use self::tier::TierStats;
 pub use self::timing::{Part, Timed, Took};
 use self::transfers::Transfers;
 use crate::compare::Number;
@@ -103,22 +104,22 @@ impl Core {
         Self { base: Base { engines, sources, cx: Context::new(dram) }, queries, transfers, announcer }
     }
 
-    /// The same core with an SSD tier behind the DRAM tier.
+    /// The same core with disks behind the tiers that it has.
     pub fn with_ssd(mut self, log: Log, admission: SsdAdmission) -> Self {
-        self.base.sources.ssd = Some(Ssd::new(log, admission, &mut self.base.cx.dram));
+        self.base.sources.add_ssd(log, admission, &mut self.base.cx.dram);
         self
     }
 
     /// Disks were left out: what they hold may be found after another start.
     pub fn leave_out_disks(&mut self) {
-        self.base.sources.unread = true;
+        self.base.cx.unread = true;
     }
 
-    /// The same core in a mesh, whose peers `directory` knows. Of a tier that is empty yet.
+    /// The same core in a mesh with the members of `directory`, before the first block comes.
     pub fn with_peers(mut self, directory: Directory) -> Self {
         let dram = &mut self.base.cx.dram;
         dram.watch();
-        self.base.sources.peers = Some(Peers::new(directory, dram.config().pool_bytes / arrivals::PART));
+        self.base.sources.add_peers(directory, dram.config().pool_bytes / arrivals::PART);
         self
     }
 
@@ -184,31 +185,22 @@ impl Core {
             Event::Drained { session, void_below } => transfers.commit_copied(session, void_below, base),
             Event::Compared { save, found } => transfers.compared(save, found, queries, base),
             Event::Scanned { save, broken } => transfers.scanned(save, &broken, base),
-            Event::Opened(opened) => adoption::open_part(opened, &mut base.sources.ssd, &mut base.cx),
+            Event::Opened(opened) => adoption::open_part(opened, base),
             Event::Verified { key, slot, whole } => {
                 let waiting = base.sources.verified(&key, slot, whole, &mut base.cx);
                 self.tell(waiting, Some(&key));
             }
-            Event::Transferred(done) => {
-                if let Some((key, waiting)) = base.sources.transferred(done, &mut base.cx) {
-                    self.tell(waiting, Some(&key));
-                }
-            }
-            Event::Recovered(found) => {
-                base.sources.unread |= found.unreadable;
-                let Context { namespaces, quotas, .. } = &mut base.cx;
-                base.sources.ssd.iter_mut().for_each(|ssd| ssd.recovered(&found, namespaces, quotas));
-            }
+            Event::Transferred { tier, ends } => self.transferred(tier, ends),
             Event::Mesh(heard) => {
-                let ends = base.sources.heard(heard, &mut base.cx);
-                self.fetched(&ends);
+                if let Some(mesh) = base.sources.mesh_mut() {
+                    mesh.hear(heard, &mut base.cx);
+                }
             }
             Event::Tick => self.tick(),
             Event::Drain => {
                 base.cx.draining = true;
-                base.sources.ssd.iter_mut().for_each(Ssd::write_no_more);
                 queries.answer_waits(base);
-                base.sources.peers.iter().for_each(|peers| peers.cancel(&mut base.cx));
+                base.sources.tell_tiers(Notice::Draining, &mut base.cx);
             }
         }
         self.follow_saves();
@@ -416,23 +408,22 @@ impl Core {
         }
     }
 
-    /// Blocks of fetches have ended. Those that another peer may have are asked of it, together.
-    fn fetched(&mut self, ends: &[Done]) {
-        if ends.iter().any(|end| end.result.is_ok()) {
+    /// Jobs of a tier have ended. Failed reads are tried another way together.
+    fn transferred(&mut self, tier: usize, ends: Vec<JobEnd>) {
+        if ends.iter().any(JobEnd::shows_producer) {
             self.queries.restore_patience();
         }
-        let mut again = Again::default();
         for end in ends {
             let Self { base, queries, transfers, .. } = self;
             let waits = |waiter: &Waiter| match *waiter {
                 Waiter::Query { session, log, op } => queries.waits(session, log, op),
                 Waiter::Load { session, op } => transfers.is_parked((session, op)),
             };
-            if let Some((key, waiting)) = base.sources.fetched(end, waits, &mut again, &mut base.cx) {
+            if let Some((key, waiting)) = base.sources.ended(tier, end, waits, &mut base.cx) {
                 self.tell(waiting, Some(&key));
             }
         }
-        for (key, waiting) in self.base.sources.fetch_again(again, &mut self.base.cx) {
+        for (key, waiting) in self.base.sources.retry(tier, &mut self.base.cx) {
             self.tell(waiting, Some(&key));
         }
     }
@@ -444,7 +435,8 @@ impl Core {
         cx.lost.expire(cx.now_ms);
         cx.apply_evictions();
         let late_saves = cx.arrivals.late_saves(cx.now_ms);
-        for key in self.base.sources.late(cx.now_ms).into_iter().chain(late_saves) {
+        let late = self.base.sources.tiers.iter_mut().flat_map(|tier| tier.late(cx.now_ms));
+        for key in late.chain(late_saves).collect::<Vec<_>>() {
             let waiting = self.base.cx.arrivals.give_up(&key);
             self.tell(waiting, None);
         }
@@ -455,13 +447,10 @@ impl Core {
         self.queries.promises_may_differ();
     }
 
-    /// The sidecar is to end, and its memory with it: disks take as much of that as they can meanwhile, the best first.
+    /// The sidecar is to end, and its memory with it: tiers take as much of that as they can meanwhile, the best first.
     pub fn write_all(&mut self, out: &mut Vec<Action>) {
-        let Base { cx, sources, .. } = &mut self.base;
-        if let Some(ssd) = &mut sources.ssd {
-            ssd.write_all(&cx.dram);
-            out.extend(ssd.drain_jobs(&mut cx.dram).map(Action::Transfer));
-        }
+        self.base.sources.tell_tiers(Notice::Ending, &mut self.base.cx);
+        out.append(&mut self.base.cx.actions);
     }
 }
 
@@ -495,10 +484,10 @@ impl Core {
         goes_on
     }
 
-    /// Whether blocks of earlier lives are still to come into service on disks, or to be verified.
+    /// Whether blocks of earlier lives are still to come into service in tiers, or to be verified.
     pub fn recovers(&self) -> bool {
         let Base { sources, cx, .. } = &self.base;
-        cx.dram.stats().unverified_blocks > 0 || sources.ssd.as_ref().is_some_and(Ssd::recovers)
+        cx.dram.stats().unverified_blocks > 0 || sources.tiers.iter().any(|tier| tier.recovers())
     }
 }
 
@@ -508,7 +497,8 @@ impl Core {
     /// Whether copies or transfers are running, or blocks wait to be committed or written. A save whose step is not done yet
     /// is none of these.
     pub fn busy(&self) -> bool {
-        self.transfers.busy() || self.base.cx.arrivals.any() || self.base.sources.busy()
+        let Base { sources, cx, .. } = &self.base;
+        self.transfers.busy() || cx.arrivals.any() || sources.tiers.iter().any(|tier| tier.busy())
     }
 
     /// Whether an operation waits for this worker's fence words.
@@ -521,9 +511,9 @@ impl Core {
         self.base.engines.place(session).is_some_and(|place| self.transfers.hands_over(place.0))
     }
 
-    /// Whether time must pass for the SSD tier to go on.
-    pub fn waits_for_disks(&self) -> bool {
-        self.base.sources.ssd.as_ref().is_some_and(Ssd::waits)
+    /// Whether time must pass for a tier to go on.
+    pub fn waits_for_tiers(&self) -> bool {
+        self.base.sources.tiers.iter().any(|tier| tier.waits())
     }
 
     /// When time must pass for a question to be asked again.
@@ -582,14 +572,24 @@ impl Core {
         self.transfers.largest_differences()
     }
 
+    /// Figures of the reads of each tier, by number.
+    pub fn tier_stats(&self) -> &[TierStats] {
+        &self.base.sources.stats
+    }
+
     /// Figures of the SSD tier, if there is one.
     pub fn ssd_stats(&self) -> Option<SsdStats> {
-        self.base.sources.ssd.as_ref().map(Ssd::stats)
+        self.base.sources.ssd_stats()
     }
 
     /// Figures of the mesh, if there is one.
     pub fn peers_stats(&self) -> Option<PeersStats> {
-        self.base.sources.peers.as_ref().map(|peers| self.queries.count_waits(peers.stats()))
+        self.base.sources.mesh().map(|peers| self.queries.count_waits(peers.stats()))
+    }
+
+    /// The number of the first tier with this source.
+    pub fn tier_of(&self, source: Source) -> Option<usize> {
+        self.base.sources.tiers.iter().position(|tier| tier.source() == source)
     }
 
     /// Bytes that count to each quota, in order.

@@ -16,24 +16,27 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use mesh::digest::{Change, Digest};
 use mesh::directory::Directory;
-use mesh::transport::{Done, PeerNumber};
+use mesh::transport::PeerNumber;
 use shm_protocol::key::{BlockHash, BlockKey};
 
 use self::distrusted::Distrusted;
-use self::fetches::Fetching;
-pub(super) use self::fetches::{Again, SPANS_MAX, Span};
+use self::fetches::{Again, Fetching};
 use self::grants::Granted;
 pub use self::stats::{FAULT_NAMES, PeersStats};
 use super::context::Context;
 use super::event::{Action, Heard};
 use super::namespaces::Binding;
+use super::sources::Sources;
 
 /// The core's part in the mesh.
 #[derive(Debug)]
 pub(super) struct Peers {
+    number: usize,
     directory: Directory,
     /// What is under way, by ticket.
     fetches: BTreeMap<u64, Fetching>,
+    /// Blocks to be asked of other peers at the end of this event.
+    again: Again,
     next_ticket: u64,
     /// What peers are reading, by ask.
     grants: BTreeMap<u64, Granted>,
@@ -46,14 +49,38 @@ pub(super) struct Peers {
     stats: PeersStats,
 }
 
+// === impl Sources: the mesh ===
+
+impl Sources {
+    /// Adds the members of a directory. They may be reading so many bytes at once.
+    pub(super) fn add_peers(&mut self, directory: Directory, granted_bytes_max: u64) {
+        self.add_tier(Peers::new(self.tiers.len(), directory, granted_bytes_max));
+    }
+
+    /// The mesh, if there is one, with its members, asks and promises.
+    pub(super) fn mesh(&self) -> Option<&Peers> {
+        self.tier()
+    }
+
+    pub(super) fn mesh_mut(&mut self) -> Option<&mut Peers> {
+        self.tier_mut()
+    }
+
+    /// Whether anybody can be asked for blocks of this engine.
+    pub(super) fn may_ask_peers(&self, binding: &Binding, cx: &Context) -> bool {
+        self.mesh().is_some_and(|peers| peers.may_ask(binding, cx))
+    }
+}
+
 // === impl Peers ===
 
 impl Peers {
-    /// Nothing is under way with those whom `directory` knows. Peers may be reading so many bytes at once.
-    pub(super) fn new(directory: Directory, granted_bytes_max: u64) -> Self {
+    fn new(number: usize, directory: Directory, granted_bytes_max: u64) -> Self {
         Self {
+            number,
             directory,
             fetches: BTreeMap::new(),
+            again: Again::default(),
             next_ticket: 1,
             grants: BTreeMap::new(),
             granted_bytes: 0,
@@ -64,8 +91,8 @@ impl Peers {
         }
     }
 
-    /// The mesh has said something. The ends of fetches are [`Peers::ended`]'s, one by one.
-    pub(super) fn hear(&mut self, heard: Heard, cx: &mut Context) -> Vec<Done> {
+    /// The mesh has said something.
+    pub(super) fn hear(&mut self, heard: Heard, cx: &mut Context) {
         match heard {
             Heard::Joined(peer) => self.directory.join(peer),
             Heard::Left(peer) => {
@@ -81,16 +108,14 @@ impl Peers {
             Heard::Promises { peer, promises } => {
                 cx.produced.over |= self.directory.promise(peer, promises);
             }
-            Heard::Fetched(ends) => return ends,
             Heard::Asked { ask, peer, blocks } => self.grant(ask, peer, &blocks, cx),
             Heard::Released { ask, sent } => self.release(ask, sent, cx),
         }
-        Vec::new()
     }
 
     /// Tells the peers what an event has changed in DRAM. What lies on disks alone is not told of: who asked for it would
     /// wait for this node's disk.
-    pub(super) fn tell(&mut self, changes: &[(BlockKey, bool)], cx: &mut Context) {
+    fn tell(&mut self, changes: &[(BlockKey, bool)], cx: &mut Context) {
         let changes = changes.iter().filter_map(|&(key, added)| {
             let digest = shared(&key, cx)?;
             Some(if added { Change::Added(digest) } else { Change::Removed(digest) })
@@ -119,20 +144,9 @@ impl Peers {
         self.may_ask_for(binding, keys, cx) && self.directory.is_promised(cx.now_ms, digests)
     }
 
-    /// Whether a peer may have a run from its first block on.
-    pub(super) fn may_have(&self, binding: &Binding, run: &[BlockHash], cx: &Context) -> bool {
-        let digests = run.iter().map(|hash| binding.block_digest(hash));
-        self.may_ask_for(binding, run, cx) && self.directory.may_have(cx.now_ms, digests)
-    }
-
     /// Peers that are known to keep a block.
     pub(super) fn holders(&self, key: Digest) -> impl Iterator<Item = PeerNumber> + '_ {
         self.directory.holders(key)
-    }
-
-    /// Whether a peer reads from this pool.
-    pub(super) fn granting(&self) -> bool {
-        !self.grants.is_empty()
     }
 
     pub(super) fn stats(&self) -> PeersStats {

@@ -9,21 +9,27 @@ mod writes;
 use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::time::Duration;
 
-use shm_protocol::key::BlockKey;
+use shm_protocol::key::{BlockHash, BlockKey};
 use shm_protocol::pool::SlotRef;
-use tiers::dram::{Dram, HolderId, Leaving};
-use tiers::ssd::{self, Done, Ended, Job, Label, Log, Recovered, Ticket};
+use shm_protocol::source::Source;
+use tiers::dram::{Dram, HolderId, Leaving, Standing};
+use tiers::ssd::{self, Done, Ended, Label, Log, Recovered, Ticket};
 
 use self::writes::Unwritten;
-use super::namespaces::{Namespaces, Space};
-use super::quotas::Quotas;
+use super::arrivals::Waiter;
+use super::context::Context;
+use super::event::{Action, JobEnd, TierJob};
+use super::namespaces::{Binding, Space};
+use super::sources::Sources;
+use super::tier::{Notice, ReadEnd, Span, Tier};
 use crate::config::SsdAdmission;
 use crate::system::clock::millis;
 
 /// The core's part in the SSD tier.
 #[derive(Debug)]
 pub(super) struct Ssd {
-    pub(super) log: Log,
+    number: usize,
+    log: Log,
     admission: SsdAdmission,
     /// Reads that have not ended, one for each block, and when each was asked for.
     reads: BTreeMap<Ticket, (BlockKey, Duration)>,
@@ -60,23 +66,26 @@ pub struct SsdStats {
     pub promoted_blocks: u64,
 }
 
-/// A read that has ended.
-#[derive(Debug)]
-pub(super) struct ReadEnd {
-    pub(super) key: BlockKey,
-    pub(super) slot: SlotRef,
-    pub(super) since: Duration,
-    /// Its block is in the slot, or is not to be had.
-    pub(super) ok: bool,
+// === impl Sources: disks ===
+
+impl Sources {
+    pub(super) fn add_ssd(&mut self, mut log: Log, admission: SsdAdmission, dram: &mut Dram) {
+        log.put_below(dram);
+        self.add_tier(Ssd::new(self.tiers.len(), log, admission));
+    }
+
+    /// Figures of the disks, if there are any.
+    pub(super) fn ssd_stats(&self) -> Option<SsdStats> {
+        self.tier().map(Ssd::stats)
+    }
 }
 
 // === impl Ssd ===
 
 impl Ssd {
-    /// A tier over this log.
-    pub(super) fn new(mut log: Log, admission: SsdAdmission, dram: &mut Dram) -> Self {
-        log.put_below(dram);
+    fn new(number: usize, log: Log, admission: SsdAdmission) -> Self {
         Self {
+            number,
             log,
             admission,
             reads: BTreeMap::new(),
@@ -95,25 +104,26 @@ impl Ssd {
     }
 
     /// A device has ended a job; the read that this was.
-    pub(super) fn ended(&mut self, now_ms: u64, done: Done, dram: &mut Dram) -> Option<ReadEnd> {
-        self.full = false;
-        match self.log.done(now_ms, done)? {
+    fn end_job(&mut self, done: Done, cx: &mut Context) -> Option<ReadEnd> {
+        match self.log.done(cx.now_ms, done)? {
             Ended::Written { slot, .. } => {
                 self.writing -= 1;
-                dram.unhold(slot, HolderId::NOBODY);
+                cx.dram.unhold(slot, HolderId::NOBODY);
                 None
             }
             Ended::Read { ticket, slot, ok, .. } => {
                 let (key, since) = self.reads.remove(&ticket).expect("a read ends once");
                 self.stats.promoted_blocks += u64::from(ok);
-                Some(ReadEnd { key, slot, since, ok })
+                // The device has compared the block's checksum with its own, and keeps that to itself.
+                Some(ReadEnd { key, slot, since, checksum: ok.then_some(0) })
             }
         }
     }
 
     /// Blocks that earlier lives left on a device. Engines of their namespace find them as soon as one connects.
-    pub(super) fn recovered(&mut self, found: &Recovered, namespaces: &mut Namespaces, quotas: &Quotas) {
-        self.full = false;
+    fn recovered(&mut self, found: &Recovered, cx: &mut Context) {
+        cx.unread |= found.unreadable;
+        let Context { namespaces, quotas, .. } = cx;
         let mut last = None;
         for (_, Label { namespace: digest, bytes, .. }) in &found.blocks {
             let space = Space { digest: *digest, block_bytes: u64::from(*bytes) };
@@ -128,41 +138,15 @@ impl Ssd {
         });
     }
 
-    /// Whether a device keeps the block, of whatever size.
-    pub(super) fn has(&self, key: &BlockKey) -> bool {
-        self.log.keeps(key).is_some()
+    /// Sends jobs to the devices, also what every event may have made room for.
+    fn send_jobs(&mut self, cx: &mut Context) {
+        self.write_behind(&mut cx.dram);
+        let jobs =
+            self.log.drain_jobs().map(|job| Action::Transfer { tier: self.number, job: TierJob::Disk(job) });
+        cx.actions.extend(jobs);
     }
 
-    /// Whether blocks of earlier lives are still being found.
-    pub(super) fn recovers(&self) -> bool {
-        self.log.stats().devices.iter().any(|device| device.recovering)
-    }
-
-    /// Time passed; blocks whose reads are late, and their devices taken for broken.
-    pub(super) fn tick(&mut self, now_ms: u64) -> Vec<BlockKey> {
-        self.full = false;
-        let mut late = Vec::new();
-        self.log.tick(now_ms, &mut late);
-        late.iter().filter_map(|ticket| self.reads.get(ticket)).map(|(key, _)| *key).collect()
-    }
-
-    /// Jobs for the devices, also what every event may have made room for.
-    pub(super) fn drain_jobs(&mut self, dram: &mut Dram) -> impl Iterator<Item = Job> + '_ {
-        self.write_behind(dram);
-        self.log.drain_jobs()
-    }
-
-    /// Whether a transfer is under way, or blocks or what is distrusted are still to be written.
-    pub(super) fn busy(&self) -> bool {
-        self.transfers() || !self.queue.is_empty() || !self.leaving.is_empty() || self.log.tells_distrusted()
-    }
-
-    /// Whether time must pass for it to go on.
-    pub(super) fn waits(&self) -> bool {
-        self.busy() || self.log.busy()
-    }
-
-    pub(super) fn stats(&self) -> SsdStats {
+    fn stats(&self) -> SsdStats {
         SsdStats {
             log: self.log.stats(),
             queued: (self.queue.len() + self.leaving.len()) as u64,
@@ -170,15 +154,102 @@ impl Ssd {
         }
     }
 
-    /// Whether a device keeps the block, in this size.
-    pub(super) fn keeps(&self, key: &BlockKey, block_bytes: u64) -> bool {
-        self.log.keeps(key).map(u64::from) == Some(block_bytes)
+    /// Whether a device keeps the block, in the size of this engine.
+    fn keeps(&self, binding: &Binding, hash: &BlockHash) -> bool {
+        self.log.keeps(&binding.key(hash)).map(u64::from) == Some(binding.block_bytes())
+    }
+}
+
+impl Tier for Ssd {
+    fn source(&self) -> Source {
+        Source::Disk
     }
 
-    /// Begins to read a block into a slot, if its device can in time; with 1 of `parts` of what may wait for it.
-    pub(super) fn read(&mut self, now: Duration, key: BlockKey, slot: SlotRef, parts: u64) -> bool {
+    fn find(&self, binding: &Binding, run: &[BlockHash], _spans: usize, _cx: &Context) -> Option<Span> {
+        let reach = run.iter().take_while(|hash| self.keeps(binding, hash)).count();
+        (reach > 0).then(|| Span { reach, ..Span::default() })
+    }
+
+    fn may_have(&self, binding: &Binding, run: &[BlockHash], _cx: &Context) -> bool {
+        run.first().is_some_and(|hash| self.keeps(binding, hash))
+    }
+
+    fn has(&self, key: &BlockKey) -> bool {
+        self.log.keeps(key).is_some()
+    }
+
+    fn walk(&self, from: usize, see: &mut dyn FnMut(&BlockKey)) -> Option<usize> {
+        self.log.walk(from, see)
+    }
+
+    fn recovers(&self) -> bool {
+        self.log.stats().devices.iter().any(|device| device.recovering)
+    }
+
+    fn begin_read(&mut self, key: BlockKey, slot: SlotRef, parts: u64, now: Duration) -> bool {
         let ticket = self.log.read(millis(now), &key, slot, parts);
         ticket.map(|ticket| self.reads.insert(ticket, (key, now))).is_some()
+    }
+
+    fn ended(&mut self, end: JobEnd, _waits: &dyn Fn(&Waiter) -> bool, cx: &mut Context) -> Option<ReadEnd> {
+        self.full = false;
+        match end {
+            JobEnd::Disk(done) => self.end_job(done, cx),
+            JobEnd::Recovered(found) => {
+                self.recovered(&found, cx);
+                None
+            }
+            other => unreachable!("no disk says {other:?}"),
+        }
+    }
+
+    fn late(&mut self, now_ms: u64) -> Vec<BlockKey> {
+        self.full = false;
+        let mut late = Vec::new();
+        self.log.tick(now_ms, &mut late);
+        late.iter().filter_map(|ticket| self.reads.get(ticket)).map(|(key, _)| *key).collect()
+    }
+
+    fn take_notice(&mut self, notice: Notice<'_>, cx: &mut Context) {
+        match notice {
+            Notice::Offered(key, saved, binding) => self.offer(key, saved, binding, &cx.dram),
+            Notice::Left(key, standing) => self.log.left(key, standing),
+            Notice::Came(key) => _ = self.log.came(key),
+            Notice::Learned(namespace, digest, quota) => self.log.learn(namespace, digest, quota),
+            Notice::Distrusted(binding, begins_anew) => {
+                self.log.distrust(binding.namespace, binding.digest, begins_anew);
+            }
+            Notice::Removed(key) => _ = self.log.remove(key),
+            Notice::Watched => self.log.watch(),
+            Notice::Over => self.send_jobs(cx),
+            Notice::Draining => self.write_no_more(),
+            Notice::Ending => {
+                self.write_all(&cx.dram);
+                self.send_jobs(cx);
+            }
+            Notice::Changed(_) | Notice::Refuted(_) => {}
+        }
+    }
+
+    fn standing(&self, key: &BlockKey) -> Option<Standing> {
+        self.log.standing(key)
+    }
+
+    fn working(&self) -> (usize, u64) {
+        self.log.working()
+    }
+
+    fn drain_changes(&mut self) -> Vec<(BlockKey, bool)> {
+        self.log.drain_changes().collect()
+    }
+
+    /// Whether a transfer is under way, or blocks or what is distrusted are still to be written.
+    fn busy(&self) -> bool {
+        self.transfers() || !self.queue.is_empty() || !self.leaving.is_empty() || self.log.tells_distrusted()
+    }
+
+    fn waits(&self) -> bool {
+        self.busy() || self.log.busy()
     }
 }
 

@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use shm_protocol::source::Source;
 use tiers::dram::LeaseEnd;
 
 /// What took its time.
@@ -19,10 +20,8 @@ pub enum Timed {
     /// From the turn in which a save for another engine was whole until its blocks were committed: it waited for its step to be
     /// accepted, and for nothing else.
     Acceptance,
-    /// A block, from being asked of a disk until it was in DRAM.
-    DiskRead,
-    /// The same of a peer, or of several one after the other.
-    PeerRead,
+    /// A block, from being asked of a tier until it was in DRAM.
+    Read(Source),
     /// A lease, from its grant to its end.
     Lease(LeaseEnd),
 }

@@ -6,6 +6,7 @@ pub mod given_up;
 mod holders;
 mod peers;
 mod process;
+mod reads;
 mod ssd;
 
 use mesh::refusals::PeerRefusals;
@@ -16,13 +17,15 @@ use prometheus::{Counter, GaugeVec, IntCounter, IntCounterVec, IntGauge, Opts, R
 use tiers::ssd::Backend;
 
 use self::durations::Durations;
-use self::figures::{Figure, Figures, Reading, counter, counters, counters_of, gauge, raise, show};
+use self::figures::{
+    Figure, Figures, LabelledFigures, Reading, counter, counters, counters_of, gauge, raise, show,
+};
 use self::holders::HoldersMetrics;
 use self::peers::PeersMetrics;
 use self::ssd::SsdMetrics;
 use crate::compare::Number;
 use crate::config::Disk;
-use crate::core::{Holder, PeersStats, SsdStats, Stats, Timed};
+use crate::core::{Holder, PeersStats, SsdStats, Stats, TierStats, Timed};
 use crate::pages::quotas::Levels;
 
 shm_protocol::named! {
@@ -56,6 +59,7 @@ pub struct Metrics {
     pinning: PinningMetrics,
     quotas: Levels,
     holders: HoldersMetrics,
+    tiers: LabelledFigures<TierStats>,
     ssd: Option<SsdMetrics>,
     peers: Option<PeersMetrics>,
 }
@@ -322,6 +326,7 @@ impl Metrics {
             pinning,
             quotas,
             holders: HoldersMetrics::new(registry)?,
+            tiers: reads::register_tiers(registry)?,
             ssd: None,
             peers: None,
         })
@@ -377,6 +382,11 @@ impl Metrics {
     /// Makes visible what each engine holds.
     pub fn publish_holders<'a>(&mut self, holders: impl Iterator<Item = Holder<'a>>) {
         self.holders.publish(holders);
+    }
+
+    /// Makes the figures of every tier visible.
+    pub fn publish_tiers(&self, stats: &[TierStats]) {
+        stats.iter().for_each(|tier| self.tiers.show_set(tier.source.name(), tier));
     }
 
     /// Makes the figures of the SSD tier visible.

@@ -22,7 +22,7 @@ use tiers::pool::Pool;
 use self::carriers::Carriers;
 pub use self::listing::Known;
 use crate::config::Mesh;
-use crate::core::Heard;
+use crate::core::{Heard, JobEnd};
 use crate::error::StartError;
 use crate::system::wake::{EndSignal, Expected};
 
@@ -39,6 +39,8 @@ const DONES: usize = 256;
 #[derive(Debug)]
 pub enum Told {
     Heard(Heard),
+    /// Ends of blocks of fetches.
+    Ends(Vec<JobEnd>),
     /// For the header of a granted slot.
     Checksum {
         slot: SlotRef,
@@ -83,7 +85,7 @@ impl Told {
     /// What taking it in costs, in blocks.
     pub fn cost(&self) -> usize {
         match self {
-            Self::Heard(Heard::Fetched(ends)) => ends.len(),
+            Self::Ends(ends) => ends.len(),
             Self::Heard(Heard::Asked { blocks, .. }) => blocks.len(),
             Self::Heard(Heard::Changed { changes, .. }) => changes.len() / 2,
             // However short: every request that waits may be looked at.
@@ -282,7 +284,7 @@ impl Peers {
 
     fn carried(&mut self, said: transport::Up) -> Option<Told> {
         Some(match said {
-            transport::Up::Done(done) => Told::Heard(Heard::Fetched(self.more(done))),
+            transport::Up::Done(done) => Told::Ends(self.more(done)),
             transport::Up::Asked { ask, peer, blocks } => Told::Heard(Heard::Asked { ask, peer, blocks }),
             transport::Up::Release { ask, sent } => Told::Heard(Heard::Released { ask, sent }),
             transport::Up::Checksum { slot, checksum } => Told::Checksum { slot, checksum },
@@ -305,13 +307,13 @@ impl Peers {
     }
 
     /// An end of a block, and those that came right behind it.
-    fn more(&mut self, done: Done) -> Vec<Done> {
-        let mut ends = vec![done];
+    fn more(&mut self, done: Done) -> Vec<JobEnd> {
+        let mut ends = vec![JobEnd::Peer(done)];
         while ends.len() < DONES
             && let Ok(up) = self.ups.try_recv()
         {
             match up {
-                transport::Up::Done(done) => ends.push(done),
+                transport::Up::Done(done) => ends.push(JobEnd::Peer(done)),
                 other => {
                     self.next = Some(other);
                     break;

@@ -6,7 +6,7 @@ use super::Runtime;
 use crate::catalog::Blocks;
 use crate::clients::session::{Session, Violation};
 use crate::copiers::{Batch, Finished};
-use crate::core::{Action, SessionId};
+use crate::core::{Action, SessionId, TierJob};
 use crate::pages::metrics::CloseReason;
 use crate::ports::checksums::Checksums;
 use crate::ports::peers::Peers;
@@ -55,9 +55,11 @@ impl Runtime {
             Action::Compare(comparison) => self.copiers.compare(comparison),
             Action::Scan(scan) => self.copiers.scan(scan),
             Action::Verify { key, slot } => self.checksums().verify(key, slot),
-            Action::Transfer(job) => self.disks.as_mut().expect("the core has their tier").push(job),
-            Action::Fetch(fetch) => self.mesh().fetch(fetch),
-            Action::CancelFetch { ticket } => self.mesh().cancel(ticket),
+            Action::Transfer { job, .. } => match job {
+                TierJob::Disk(job) => self.disks.as_mut().expect("the core has their tier").push(job),
+                TierJob::Fetch(fetch) => self.mesh().fetch(fetch),
+                TierJob::CancelFetch { ticket } => self.mesh().cancel(ticket),
+            },
             Action::Grant { ask, slots } => self.grant(ask, &slots),
             Action::Publish(changes) => self.mesh().publish(changes),
             Action::Promise(promises) => self.mesh().promise(promises),

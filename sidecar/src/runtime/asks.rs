@@ -81,7 +81,7 @@ impl Runtime {
 
     fn named(&self, location: Location) -> Found {
         let name = |peer| self.peers.as_ref().and_then(|peers: &Peers| peers.name(peer)).map(str::to_owned);
-        let Location { memory, disk, peers } = location;
+        let Location { memory, below: disk, peers } = location;
         Found { memory, disk, peers: peers.into_iter().filter_map(name).collect() }
     }
 }

@@ -1,9 +1,10 @@
 //! What disks have to say, and what is shown of them.
 
+use shm_protocol::source::Source;
 use tiers::ssd::Up;
 
 use super::Runtime;
-use crate::core::Event;
+use crate::core::{Event, JobEnd};
 use crate::ports::disks::Disks;
 
 /// Blocks of an earlier life that cost as much as one end of a transfer, some 8 us.
@@ -12,23 +13,29 @@ const RECOVERED_AT_ONCE: usize = 32;
 // === impl Runtime: disks ===
 
 impl Runtime {
+    /// Tells the core about ended jobs of a tier.
+    pub(super) fn end_jobs(&mut self, source: Source, ends: Vec<JobEnd>) {
+        let tier = self.core.tier_of(source).expect("the core has their tier");
+        self.handle(Event::Transferred { tier, ends });
+    }
+
     /// Takes in one thing; what that cost, 0 where there was none.
     pub(super) fn take_transfer(&mut self) -> usize {
         let Some(up) = self.disks.as_mut().and_then(Disks::take) else { return 0 };
         let mut cost = 1;
         match up {
-            Up::Done(done) => self.handle(Event::Transferred(done)),
+            Up::Done(done) => self.end_jobs(Source::Disk, vec![JobEnd::Disk(done)]),
             Up::Recovered(found) => {
                 let last = found.last.then_some(found.device);
                 cost += found.blocks.len() / RECOVERED_AT_ONCE;
-                self.handle(Event::Recovered(found));
+                self.end_jobs(Source::Disk, vec![JobEnd::Recovered(found)]);
                 if let Some(device) = last {
                     self.report_recovered(device);
                 }
             }
             Up::Note(text) => tracing::warn!("{text}"),
         }
-        if !self.core.waits_for_disks() {
+        if !self.core.waits_for_tiers() {
             // No tick may follow that would show it.
             self.show_disks();
         }

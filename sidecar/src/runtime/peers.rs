@@ -2,6 +2,7 @@
 
 use mesh::transport::Grant;
 use shm_protocol::pool::SlotRef;
+use shm_protocol::source::Source;
 
 use super::Runtime;
 use crate::core::Event;
@@ -16,6 +17,7 @@ impl Runtime {
         let cost = told.cost().max(1);
         match told {
             Told::Heard(heard) => self.handle(Event::Mesh(heard)),
+            Told::Ends(ends) => self.end_jobs(Source::Peer, ends),
             Told::Checksum { slot, checksum } => {
                 let noted = self.pool.set_checksum(slot, checksum);
                 assert!(noted || !self.pool.is_whole(), "a granted slot stays as it is");

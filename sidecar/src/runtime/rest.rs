@@ -79,7 +79,7 @@ impl Runtime {
             let hands_over = || self.sessions.keys().any(|&session| self.core.hands_over(session));
             if poll > HANDOVER_POLL && waited < HANDOVER_POLLS && hands_over() { HANDOVER_POLL } else { poll }
         });
-        let lives = !self.sessions.is_empty() || self.peers.is_some() || self.core.waits_for_disks();
+        let lives = !self.sessions.is_empty() || self.peers.is_some() || self.core.waits_for_tiers();
         let tick = if lives { TICK } else { heartbeat::IDLE };
         let greeting = self.greeter.next_deadline().map(|at| at.saturating_sub(self.now));
         let drain = self.end_by.map(|_| DRAIN_POLL);

@@ -24,7 +24,7 @@ impl Host for Runtime {
         match source {
             Source::Copies => self.take_copied().into(),
             Source::Ranks => self.take_rank_news().into(),
-            Source::Disks => self.take_transfer(),
+            Source::Tiers => self.take_transfer(),
             Source::Checksums => self.take_checksum().into(),
             Source::Mesh => self.hear_peer(),
             Source::Pool => self.open_part().into(),
@@ -72,8 +72,7 @@ impl Host for Runtime {
             self.next_tick = self.now + TICK;
             self.look_at_pool();
             Runtime::handle(self, Event::Tick);
-            self.show_disks();
-            self.show_peers();
+            self.show_tiers();
             self.show_checks();
             self.metrics.publish_holders(self.core.holders());
             self.metrics.publish_parked(self.copiers.parked());

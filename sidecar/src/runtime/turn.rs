@@ -16,7 +16,7 @@ const ORDER: [Stage; 11] = [
     Stage::Take(Source::Copies, usize::MAX),
     Stage::Take(Source::Ranks, usize::MAX),
     // At most some milliseconds, where an index is recovered.
-    Stage::Take(Source::Disks, 64),
+    Stage::Take(Source::Tiers, 64),
     // At most some tenths of a millisecond, as is what follows.
     Stage::Take(Source::Checksums, 512),
     Stage::Take(Source::Mesh, 512),
@@ -51,8 +51,8 @@ pub enum Source {
     Copies,
     /// What became of ranks on GPUs.
     Ranks,
-    /// Ends of transfers, and what was found on disks.
-    Disks,
+    /// Ends of jobs of tiers, but for those that the mesh says.
+    Tiers,
     Checksums,
     /// What the mesh says.
     Mesh,
@@ -236,8 +236,7 @@ pub fn touches(event: &Event) -> bool {
         Event::Tick
             | Event::Drained { .. }
             | Event::Verified { .. }
-            | Event::Transferred(_)
-            | Event::Recovered(_)
+            | Event::Transferred { .. }
             | Event::Mesh(_)
     )
 }

@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 
 use shm_protocol::message::{Kind, Message};
-use sidecar::core::{Action, Direction, Event, Heard, Request};
+use sidecar::core::{Action, Direction, Event, Heard, JobEnd, Request, TierJob};
 use tiers::opener::Opened;
-use tiers::ssd::Work;
+use tiers::ssd::{self, Work};
 
 /// Messages without a sender in the simulator.
 const NEVER_SENT: [Kind; 2] = [Kind::Staged, Kind::Golden];
@@ -145,6 +145,8 @@ const POINTS: &[&str] = &[
     "save cancelled",
     "save dropped",
     "save unaccepted",
+    "slow disk read",
+    "slow disk read failed",
     "check agreed",
     "check differed",
     "namespace began anew",
@@ -207,18 +209,26 @@ pub(crate) fn event(event: &Event) -> &'static str {
         Event::Behind { .. } => "event Behind",
         Event::Tick => "event Tick",
         Event::Drain => "event Drain",
-        Event::Transferred(done) if done.result.is_ok() => "event Transferred ok",
-        Event::Transferred(_) => "event Transferred failed",
-        Event::Recovered(_) => "event Recovered",
+        Event::Transferred { ends, .. } => transferred(ends),
         Event::Mesh(Heard::Joined(_)) => "event Joined",
         Event::Mesh(Heard::Left(_)) => "event Left",
         Event::Mesh(Heard::Keeps { .. }) => "event Keeps",
         Event::Mesh(Heard::Changed { .. }) => "event Changed",
         Event::Mesh(Heard::Promises { .. }) => "event Promises",
-        Event::Mesh(Heard::Fetched(ends)) if ends.iter().all(|end| end.result.is_ok()) => "event Fetched ok",
-        Event::Mesh(Heard::Fetched(_)) => "event Fetched failed",
         Event::Mesh(Heard::Asked { .. }) => "event Asked",
         Event::Mesh(Heard::Released { .. }) => "event Released",
+    }
+}
+
+fn transferred(ends: &[JobEnd]) -> &'static str {
+    match ends {
+        [JobEnd::Disk(done)] if done.result.is_ok() => "event Transferred ok",
+        [JobEnd::Disk(_)] => "event Transferred failed",
+        [JobEnd::Recovered(_)] => "event Recovered",
+        ends if ends.iter().all(|end| matches!(end, JobEnd::Peer(done) if done.result.is_ok())) => {
+            "event Fetched ok"
+        }
+        _ => "event Fetched failed",
     }
 }
 
@@ -238,10 +248,12 @@ pub(crate) fn action(action: &Action) -> &'static str {
         Action::Compare { .. } => "action Compare",
         Action::Scan { .. } => "action Scan",
         Action::Verify { .. } => "action Verify",
-        Action::Transfer(job) if matches!(job.work, Work::Read { .. }) => "action Transfer read",
-        Action::Transfer(_) => "action Transfer",
-        Action::Fetch(_) => "action Fetch",
-        Action::CancelFetch { .. } => "action CancelFetch",
+        Action::Transfer { job, .. } => match job {
+            TierJob::Disk(ssd::Job { work: Work::Read { .. }, .. }) => "action Transfer read",
+            TierJob::Fetch(_) => "action Fetch",
+            TierJob::CancelFetch { .. } => "action CancelFetch",
+            _ => "action Transfer",
+        },
         Action::Grant { .. } => "action Grant",
         Action::Publish(_) => "action Publish",
         Action::Promise(_) => "action Promise",

@@ -10,7 +10,7 @@ use shm_protocol::handshake::Hello;
 use crate::connection::Connection;
 use crate::coverage::Coverage;
 use crate::origin::{Kv, taint};
-use crate::rng::Rng;
+use crate::rng::{Rng, mix};
 
 pub(crate) type Micros = u64;
 
@@ -54,6 +54,8 @@ pub(crate) struct Knobs {
     pub(crate) pool_file: bool,
     /// It has a disk for what memory gives up.
     pub(crate) disk: bool,
+    /// Number of the tier of a second disk, slow and faulty, in some worlds with a disk: before it or behind it.
+    pub(crate) slow_disk: Option<usize>,
     /// There are pods beside this one.
     pub(crate) mesh: bool,
     /// Keys and messages that a session may cost in one turn.
@@ -118,6 +120,8 @@ impl Ctx {
             segments: rng.within(1, 2),
             pool_file: rng.one_in(3),
             disk: rng.one_in(2),
+            // The seed alone decides: the other worlds stay as they are without it.
+            slow_disk: (!mix(seed).is_multiple_of(3)).then_some((mix(seed) >> 32) as usize % 2),
             mesh: rng.one_in(2),
             turn_cost: rng.pick(&[4, 16, 1000]),
             copy_us: rng.pick(&[2, 20, 200, 2_000]),

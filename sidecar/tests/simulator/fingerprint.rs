@@ -5,8 +5,8 @@ use mesh::digest::{Change, Digest};
 use shm_protocol::key::{BlockHash, Label, NamespaceDigest};
 use shm_protocol::pool::SlotRef;
 use shm_protocol::session::Bound;
-use sidecar::core::{Action, Direction};
-use tiers::ssd::{Job, Work};
+use sidecar::core::{Action, Direction, TierJob};
+use tiers::ssd::{self, Work};
 
 use crate::rng::mix;
 
@@ -91,9 +91,7 @@ impl Words {
                 self.put([11, slot.offset, slot.generation]);
                 self.key(u64::from(key.namespace), key.group, &key.hash);
             }
-            Action::Transfer(job) => self.job(job),
-            Action::Fetch(fetch) => fetch.blocks.iter().for_each(|(label, into)| self.read(label, *into)),
-            Action::CancelFetch { ticket } => self.put([13, *ticket]),
+            Action::Transfer { job, .. } => self.job(job),
             Action::Grant { ask, slots } => {
                 self.put([14, *ask, slots.len() as u64]);
                 let none = SlotRef { offset: u64::MAX, generation: 0 };
@@ -130,7 +128,15 @@ impl Words {
         self.label(label);
     }
 
-    fn job(&mut self, Job { device, ticket: _, work }: &Job) {
+    fn job(&mut self, job: &TierJob) {
+        match job {
+            TierJob::Disk(job) => self.disk_job(job),
+            TierJob::Fetch(fetch) => fetch.blocks.iter().for_each(|(label, into)| self.read(label, *into)),
+            TierJob::CancelFetch { ticket } => self.put([13, *ticket]),
+        }
+    }
+
+    fn disk_job(&mut self, ssd::Job { device, ticket: _, work }: &ssd::Job) {
         if let Work::Read { label, into, .. } = work {
             return self.read(label, *into);
         }

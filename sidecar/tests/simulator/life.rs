@@ -22,12 +22,11 @@ use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::pool::SlotRef;
 use shm_protocol::region::{Access, Region};
 use sidecar::clients::session::Session;
-use sidecar::core::{Action, Core, Event, Piece, Request, SessionId};
+use sidecar::core::{Action, Core, Event, JobEnd, Piece, Request, SessionId};
 use sidecar::runtime::turn::{self as order, Turn};
 use tiers::dram::{self, Dram};
 use tiers::opener::{Opened, Opener};
 use tiers::pool::{self, Pool};
-use tiers::ssd::Recovered;
 
 use self::actions::TornHeader;
 use self::copies::{Copies, Rank};
@@ -87,9 +86,8 @@ pub(crate) struct Life {
     sums: VecDeque<(SlotRef, Micros)>,
     /// Blocks of earlier lives that are compared with theirs.
     verifications: VecDeque<(BlockKey, SlotRef, Micros)>,
-    disk: Option<Disk>,
-    /// What the disk has not told yet of earlier lives.
-    recovered: VecDeque<Recovered>,
+    /// By the number of their tier.
+    disks: Vec<Disk>,
     mesh: Option<Mesh>,
     waits: Waits,
     touched: bool,
@@ -109,7 +107,7 @@ impl Life {
     pub(crate) fn start(
         epoch: u64,
         path: Option<PathBuf>,
-        medium: Option<Rc<RefCell<Medium>>>,
+        media: &[Rc<RefCell<Medium>>],
         forms: &[Form],
         ctx: &mut Ctx,
     ) -> Self {
@@ -127,14 +125,15 @@ impl Life {
         forms.iter().for_each(|form| ledger.know(*form));
         ctx.wakes.push((Actor::Data, ctx.now + 1));
         let core = Core::new(dram).with_claims(ctx.knobs.turn_cost);
-        let (mut core, mut disk, mut recovered) = (core.with_handover_ttl(lease_ttl_ms), None, Vec::new());
+        let (mut core, mut disks) = (core.with_handover_ttl(lease_ttl_ms), Vec::new());
+        for (number, medium) in media.iter().enumerate() {
+            let (disk, with_disk) = Disk::start(medium, ctx.knobs.slow_disk == Some(number), core);
+            core = with_disk;
+            disks.push(disk);
+        }
         let mesh = ctx.knobs.mesh.then(Mesh::default);
         if mesh.is_some() {
             core = core.with_peers(Directory::new(Config { seed: epoch, ..Config::default() }));
-        }
-        if let Some(medium) = medium {
-            let started = Disk::start(medium, core);
-            (disk, core, recovered) = (Some(started.0), started.1, started.2);
         }
         Self {
             epoch,
@@ -154,8 +153,7 @@ impl Life {
             places: BTreeMap::new(),
             sums: VecDeque::new(),
             verifications: VecDeque::new(),
-            disk,
-            recovered: recovered.into(),
+            disks,
             mesh,
             waits: Waits::default(),
             touched: false,
@@ -261,27 +259,35 @@ impl Life {
         moved
     }
 
-    /// The disk goes on without the sidecar, which dies.
-    pub(crate) fn leave_disk(&mut self, ctx: &mut Ctx) {
-        if let Some(disk) = self.disk.take() {
+    /// The disks go on without the sidecar, which dies.
+    pub(crate) fn leave_disks(&mut self, ctx: &mut Ctx) {
+        for disk in self.disks.drain(..) {
             disk.die(|offset| self.ledger.form_at(offset), self.pool.region(), ctx);
         }
     }
 
-    /// Whether the disk has something to say; the core is told.
+    /// Tells the core about ended jobs of a tier.
+    fn end_jobs(&mut self, tier: usize, ends: Vec<JobEnd>, ctx: &mut Ctx) {
+        self.handle(Event::Transferred { tier, ends }, ctx);
+    }
+
+    /// Whether a disk has something to say; the core is told.
     fn take_transfer(&mut self, ctx: &mut Ctx) -> bool {
-        if let Some(found) = self.recovered.pop_front() {
-            self.handle(Event::Recovered(found), ctx);
+        for number in 0..self.disks.len() {
+            let disk = &mut self.disks[number];
+            if let Some(found) = disk.recovered.pop_front() {
+                self.end_jobs(number, vec![JobEnd::Recovered(found)], ctx);
+                return true;
+            }
+            let Some(job) = disk.pop_due(ctx.now) else { continue };
+            let piece = disk::use_of(&job).map(|(_, piece)| piece);
+            let form = piece.map(|piece| self.ledger.form_at(piece.offset));
+            let done = disk.carry_out(&job, form, self.pool.region(), ctx);
+            piece.into_iter().for_each(|piece| self.ledger.end(&[piece]));
+            self.end_jobs(number, vec![JobEnd::Disk(done)], ctx);
             return true;
         }
-        let Some(disk) = &mut self.disk else { return false };
-        let Some(job) = disk.pop_due(ctx.now) else { return false };
-        let piece = disk::use_of(&job).map(|(_, piece)| piece);
-        let form = piece.map(|piece| self.ledger.form_at(piece.offset));
-        let done = disk.carry_out(&job, form, self.pool.region(), ctx);
-        piece.into_iter().for_each(|piece| self.ledger.end(&[piece]));
-        self.handle(Event::Transferred(done), ctx);
-        true
+        false
     }
 
     /// Whether a copy is half-way, for faults that want to hit one.

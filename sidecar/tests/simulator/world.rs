@@ -21,8 +21,8 @@ use crate::origin::WORDS;
 const MOVES_MAX: u64 = 2_000_000;
 /// The same in simulated time: every wait of the engine side is bounded by deadlines of 20 ms and the longest freeze.
 const TIME_MAX: Micros = 60_000_000;
-/// After the last request everything must come to rest within this.
-const REST_MAX: Micros = 2_000_000;
+/// After the last request everything must come to rest within this: a disk is told again a second after it failed to write.
+const REST_MAX: Micros = 8_000_000;
 const ACTORS: usize = 2 + COPIERS + ENGINES * (1 + 2 * RANKS);
 
 /// When an actor moves next; older entries of the queue are void.
@@ -40,8 +40,8 @@ pub(crate) struct World {
     pub(crate) life: Option<Life>,
     pub(crate) engines: Vec<Engine>,
     forms: Vec<Form>,
-    /// The sidecar's disk, in some worlds.
-    disk: Option<Rc<RefCell<Medium>>>,
+    /// The sidecar's disks, by the number of their tier.
+    disks: Vec<Rc<RefCell<Medium>>>,
     faults: Faults,
     queue: BinaryHeap<Reverse<(Micros, u64, usize)>>,
     turns: [Turn; ACTORS],
@@ -99,13 +99,13 @@ impl World {
             ctx.knobs.pool_file.then(|| tempfile::tempdir_in("/dev/shm").expect("a folder on tmpfs"));
         let faults = Faults::new(ctx.knobs.faults);
         let (queue, turns) = Default::default();
-        let disk = ctx.knobs.disk.then(Rc::default);
+        let disks = if ctx.knobs.disk { 1 + usize::from(ctx.knobs.slow_disk.is_some()) } else { 0 };
         Self {
             ctx,
             life: None,
             engines,
             forms,
-            disk,
+            disks: (0..disks).map(|_| Rc::default()).collect(),
             faults,
             queue,
             turns,
@@ -271,8 +271,7 @@ impl World {
             path.iter().for_each(|path| change(path, &mut self.ctx));
             self.engines.iter_mut().for_each(|engine| engine.start(&mut self.ctx));
         }
-        let disk = self.disk.clone();
-        self.life = Some(Life::start(self.next_epoch, path, disk, &self.forms, &mut self.ctx));
+        self.life = Some(Life::start(self.next_epoch, path, &self.disks, &self.forms, &mut self.ctx));
         self.next_epoch += 1;
         for thread in 0..COPIERS {
             self.turns[number(Actor::Copier(thread))].frozen_until = 0;
@@ -283,7 +282,7 @@ impl World {
     /// The sidecar is gone between two instructions; it is started again later.
     pub(crate) fn kill_sidecar(&mut self) {
         let Some(mut life) = self.life.take() else { return };
-        life.leave_disk(&mut self.ctx);
+        life.leave_disks(&mut self.ctx);
         self.ctx.note(|| format!("sidecar {} dies", life.epoch));
         self.ctx.hit("fault sidecar crash");
         if life.copying() {

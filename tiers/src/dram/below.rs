@@ -56,10 +56,10 @@ impl Judge<'_> {
 // === impl Dram: what lies below ===
 
 impl Dram {
-    /// Blocks that DRAM gives up may be kept in so many bytes below it: they are judged as those of one room. From now on drain
+    /// Blocks that DRAM gives up may be kept in so many more bytes below it: they are judged as those of one room. From now on drain
     /// [`Dram::drain_gone`] after every event.
-    pub(crate) fn set_below(&mut self, bytes: u64) {
-        self.below.bytes = bytes;
+    pub(crate) fn add_below(&mut self, bytes: u64) {
+        self.below.bytes += bytes;
     }
 
     /// Blocks that were evicted since the last call, in that order.

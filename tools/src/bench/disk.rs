@@ -9,7 +9,7 @@ use shm_protocol::region::Region;
 use tiers::ssd::raw::{Direction, Raw};
 use tiers::ssd::{Missing, Opened};
 
-use super::tier::{Load, Tier};
+use super::tier::{BenchTier, Load};
 use super::{BenchError, Figures, GIB, ROUNDS, memory, shuffled};
 use sidecar::config::{Size, SsdIo};
 use sidecar::system::clock::Clock;
@@ -100,7 +100,7 @@ fn measure_on(options: &Options, load: Load, pool: &Arc<Region>) -> Result<Figur
         .map_err(|error| BenchError::failed("no direct I/O", format!("{error}: pass --ssd-io threads")))?;
     let block = u32::try_from(load.block_bytes).expect("within its limits");
     let (written, read) = ((0..load.count).collect::<Vec<_>>(), shuffled(0..load.count));
-    let mut tier = Tier::start(nameless(&options.path, "log", room(8))?, pool, wanted)?;
+    let mut tier = BenchTier::start(nameless(&options.path, "log", room(8))?, pool, wanted)?;
     // What was never written is slower to write.
     let fills = 2;
     tier.write(Load { count: fills * load.count, ..load }, 0)?;

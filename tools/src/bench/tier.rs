@@ -36,7 +36,7 @@ pub struct Times {
 
 /// The tier, and a clock.
 #[derive(Debug)]
-pub struct Tier {
+pub struct BenchTier {
     pub log: Log,
     device: Device,
     ups: Receiver<Up>,
@@ -54,9 +54,9 @@ pub fn key(number: u64) -> BlockKey {
     BlockKey { namespace: 0, group: 0, hash: BlockHash::from_words(words) }
 }
 
-// === impl Tier ===
+// === impl BenchTier ===
 
-impl Tier {
+impl BenchTier {
     /// On an opened device, whose earlier blocks have been found when this returns. Slots are those of `pool`, from its second
     /// segment on.
     pub fn start(opened: Opened, pool: &Arc<Region>, wanted: Option<Backend>) -> Result<Self, BenchError> {

@@ -74,13 +74,13 @@ impl Announced {
 
 #[cfg(test)]
 mod tests {
-    use shm_protocol::announcement::Medium;
     use shm_protocol::key::BlockHash;
+    use shm_protocol::source::Source;
 
     use super::*;
 
     fn block(number: u8) -> Located {
-        Located { medium: Medium::Memory, group: 0, hash: BlockHash([number; 32]) }
+        Located { medium: Source::Memory, group: 0, hash: BlockHash([number; 32]) }
     }
 
     /// What is told of when the sidecar says this, by the blocks' numbers.

@@ -45,11 +45,11 @@ impl Distrusted {
 
 impl Peers {
     /// What peers may have fetched of these blocks is wrong: it is never asked for.
-    pub(crate) fn distrust(&mut self, keys: &BTreeSet<BlockKey>, cx: &Context) {
+    pub(super) fn distrust(&mut self, keys: &BTreeSet<BlockKey>, cx: &Context) {
         keys.iter().filter_map(|key| shared(key, cx)).for_each(|digest| self.distrusted.insert(digest));
     }
 
-    pub(crate) fn distrusts(&self, binding: &Binding, hash: &BlockHash) -> bool {
+    pub(super) fn distrusts(&self, binding: &Binding, hash: &BlockHash) -> bool {
         let digests = &self.distrusted.digests;
         !digests.is_empty() && digests.contains(&binding.block_digest(hash))
     }

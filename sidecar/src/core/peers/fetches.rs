@@ -10,36 +10,27 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use mesh::digest::Digest;
-use mesh::directory::Candidate;
 use mesh::transport::{Done, Fault, Fetch, Label, PeerNumber, Stage};
 use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::pool::SlotRef;
+use shm_protocol::source::Source;
 
 use super::{Peers, stats};
 use crate::core::Action;
-use crate::core::arrivals::WAIT_MS_MAX;
+use crate::core::arrivals::{WAIT_MS_MAX, Waiter};
 use crate::core::context::Context;
+use crate::core::event::{JobEnd, TierJob};
 use crate::core::namespaces::Binding;
+use crate::core::tier::{Notice, ReadEnd, Span, Tier};
 use crate::system::clock::millis;
 
 /// Peers that are asked for a block, one after the other.
 const HOLDERS_MAX: usize = 3;
 /// Times that the directory is asked how a run goes on, beside what is here of it: peers that were given the same prompts
 /// have long parts of it.
-pub(crate) const SPANS_MAX: usize = 4;
+pub(super) const SPANS_MAX: usize = 4;
 /// Bytes for which another peer is worth asking beside the first: what a stream of a transport takes at once.
 const PART_BYTES_MIN: u64 = 4 << 20;
-
-/// A part of a run, and who may have it.
-#[derive(Debug)]
-pub(crate) struct Span {
-    /// Where in what was asked for it begins.
-    from: usize,
-    /// The longest run first; at least one.
-    candidates: Vec<Candidate>,
-    /// What is to be fetched, by its place in the span.
-    blocks: Vec<(u32, BlockKey)>,
-}
 
 #[derive(Debug)]
 pub(super) struct Fetching {
@@ -64,69 +55,13 @@ pub(super) struct Fetching {
 /// Blocks that one peer failed to give and somebody waits for, by the ticket of the fetch that they were in and their place in it; with
 /// each ticket the fetch without blocks.
 #[derive(Debug, Default)]
-pub(crate) struct Again(BTreeMap<u64, (Fetching, BTreeMap<u32, Wanted>)>);
-
-/// A block that a peer has given.
-#[derive(Debug)]
-pub(crate) struct Fetched {
-    pub(crate) checksum: u64,
-    /// When it was first asked for.
-    pub(crate) since: Duration,
-}
+pub(super) struct Again(BTreeMap<u64, (Fetching, BTreeMap<u32, Wanted>)>);
 
 /// A block on its way.
 #[derive(Debug)]
 struct Wanted {
     key: BlockKey,
     slot: SlotRef,
-}
-
-// === impl Span ===
-
-impl Span {
-    /// What nobody may have of it begins here.
-    pub(crate) fn end(&self) -> usize {
-        self.from + self.candidates[0].run as usize
-    }
-
-    /// Blocks of it that are to be fetched.
-    pub(crate) fn keys(&self) -> impl ExactSizeIterator<Item = BlockKey> + '_ {
-        self.blocks.iter().map(|(_, key)| *key)
-    }
-
-    /// A block of it is to be fetched.
-    pub(crate) fn push(&mut self, at: usize, key: BlockKey) {
-        self.blocks.push(((at - self.from) as u32, key));
-    }
-
-    /// The run that it is of ends there: nothing behind is fetched.
-    pub(crate) fn end_before(&mut self, at: usize) {
-        let from = self.from;
-        self.blocks.retain(|(place, _)| from + (*place as usize) < at);
-    }
-
-    /// Cuts what was begun of the span, in its order, so that each of the candidates has a part of it that it may have:
-    /// those with the shortest runs the first parts.
-    fn cut<T>(&self, begun: Vec<(u32, T)>, block_bytes: u64) -> Vec<(PeerNumber, Vec<T>)> {
-        let worth = (begun.len() as u64 * block_bytes).div_ceil(PART_BYTES_MIN).max(1);
-        let count = self.candidates.len().min(usize::try_from(worth).unwrap_or(usize::MAX));
-        let mut parts = Vec::with_capacity(count);
-        let mut rest = begun.into_iter().peekable();
-        for (behind, candidate) in self.candidates[..count].iter().enumerate().rev() {
-            let share = rest.len().div_ceil(behind + 1);
-            let mut part = Vec::with_capacity(share);
-            while part.len() < share
-                && let Some((_, block)) = rest.next_if(|(place, _)| *place < candidate.run)
-            {
-                part.push(block);
-            }
-            if !part.is_empty() {
-                parts.push((candidate.peer, part));
-            }
-        }
-        assert!(rest.next().is_none(), "the best candidate may have all of it");
-        parts
-    }
 }
 
 // === impl Fetching ===
@@ -168,7 +103,8 @@ impl Peers {
         let given = self.directory.began(fetching.peer, blocks.len() as u32);
         fetching.given_before = fetching.tried.is_empty().then_some(given);
         let deadline = Duration::from_millis(fetching.until_ms.saturating_sub(cx.now_ms));
-        cx.actions.push(Action::Fetch(Fetch { ticket, peer: fetching.peer, blocks, deadline }));
+        let job = TierJob::Fetch(Fetch { ticket, peer: fetching.peer, blocks, deadline });
+        cx.actions.push(Action::Transfer { tier: self.number, job });
         self.fetches.insert(ticket, fetching);
     }
 
@@ -201,73 +137,72 @@ impl Peers {
     }
 
     /// Whether anybody can be asked for blocks of this engine.
-    pub(crate) fn may_ask(&self, binding: &Binding, cx: &Context) -> bool {
+    pub(super) fn may_ask(&self, binding: &Binding, cx: &Context) -> bool {
         let is_retired = cx.namespaces.is_retired(binding.space());
         !binding.is_private() && !is_retired && self.directory.peers().next().is_some()
     }
 
     /// Whether anybody can be asked for a run.
-    pub(crate) fn may_ask_for(&self, binding: &Binding, run: &[BlockHash], cx: &Context) -> bool {
+    pub(super) fn may_ask_for(&self, binding: &Binding, run: &[BlockHash], cx: &Context) -> bool {
         self.may_ask(binding, cx) && run.first().is_some_and(|hash| !self.distrusts(binding, hash))
     }
+}
 
-    /// Who may have the begin of a run, which is at `from` of what was asked for.
-    pub(crate) fn probe(
-        &self,
-        binding: &Binding,
-        from: usize,
-        hashes: &[BlockHash],
-        cx: &Context,
-    ) -> Option<Span> {
-        if !self.may_ask(binding, cx) {
+impl Tier for Peers {
+    fn source(&self) -> Source {
+        Source::Peer
+    }
+
+    /// Who may have the begin of a run. It ends before a block that nobody is asked for.
+    fn find(&self, binding: &Binding, run: &[BlockHash], spans: usize, cx: &Context) -> Option<Span> {
+        if spans >= SPANS_MAX || !self.may_ask_for(binding, run, cx) {
             return None;
         }
-        let digests: Vec<Digest> = hashes.iter().map(|hash| binding.block_digest(hash)).collect();
-        let candidates = self.directory.probe(cx.now_ms, &digests);
-        (!candidates.is_empty()).then_some(Span { from, candidates, blocks: Vec::new() })
+        let digests: Vec<Digest> = run.iter().map(|hash| binding.block_digest(hash)).collect();
+        let holders = self.directory.probe(cx.now_ms, &digests);
+        let run = &run[..holders.first()?.run as usize];
+        let reach = run.iter().position(|hash| self.distrusts(binding, hash)).unwrap_or(run.len());
+        Some(Span { reach, holders, ..Span::default() })
+    }
+
+    fn may_have(&self, binding: &Binding, run: &[BlockHash], cx: &Context) -> bool {
+        let digests = run.iter().map(|hash| binding.block_digest(hash));
+        self.may_ask_for(binding, run, cx) && self.directory.may_have(cx.now_ms, digests)
     }
 
     /// Fetches those blocks of a span that have slots, in its order.
-    pub(crate) fn fetch(&mut self, binding: &Binding, span: &Span, slots: &[SlotRef], cx: &mut Context) {
+    fn read(&mut self, binding: &Binding, span: &Span, slots: &[SlotRef], cx: &mut Context) {
         let wanted = |(&(place, key), &slot): (&(u32, BlockKey), &SlotRef)| (place, Wanted { key, slot });
         let begun: Vec<(u32, Wanted)> = span.blocks.iter().zip(slots).map(wanted).collect();
-        for (peer, blocks) in span.cut(begun, binding.block_bytes()) {
+        for (peer, blocks) in cut_span(span, begun, binding.block_bytes()) {
             self.post(Fetching::new(peer, cx.now, binding, blocks), cx);
         }
     }
 
-    /// A block of a fetch has ended: it, its slot and, if it is here, what was fetched; none where it is `again` to be asked for.
-    pub(crate) fn ended(
-        &mut self,
-        now_ms: u64,
-        end: &Done,
-        is_wished: impl FnOnce(&BlockKey) -> bool,
-        again: &mut Again,
-    ) -> Option<(BlockKey, SlotRef, Option<Fetched>)> {
-        let (wanted, of) = self.end(now_ms, end);
-        let fault = match end.result {
-            Ok(checksum) => {
-                self.stats.fetched_blocks += 1;
-                self.stats.fetched_bytes += u64::from(of.bytes);
-                return Some((wanted.key, wanted.slot, Some(Fetched { checksum, since: of.since })));
-            }
-            Err(fault) => fault,
+    fn ended(&mut self, end: JobEnd, waits: &dyn Fn(&Waiter) -> bool, cx: &mut Context) -> Option<ReadEnd> {
+        let JobEnd::Peer(end) = end else { unreachable!("no peer says {end:?}") };
+        let (Wanted { key, slot }, of) = self.end(cx.now_ms, &end);
+        let read = ReadEnd { key, slot, since: of.since, checksum: end.result.ok() };
+        let Err(fault) = end.result else {
+            self.stats.fetched_blocks += 1;
+            self.stats.fetched_bytes += u64::from(of.bytes);
+            return Some(read);
         };
         self.stats.faults[stats::index(fault)] += 1;
-        let may_ask = of.tried.len() + 1 < HOLDERS_MAX && now_ms < of.until_ms;
-        if !may_ask || !is_wished(&wanted.key) {
-            return Some((wanted.key, wanted.slot, None));
+        let may_ask = of.tried.len() + 1 < HOLDERS_MAX && cx.now_ms < of.until_ms && !cx.draining;
+        if !may_ask || !cx.arrivals.is_wished(&key, waits) {
+            return Some(read);
         }
-        let (_, failed) = again.0.entry(end.ticket).or_insert_with(|| (of, BTreeMap::new()));
-        failed.insert(end.index, wanted);
+        let (_, failed) = self.again.0.entry(end.ticket).or_insert_with(|| (of, BTreeMap::new()));
+        failed.insert(end.index, Wanted { key, slot });
         None
     }
 
     /// Asks other peers for what one has failed to give: for each fetch the directory is looked at as often as for a run. The blocks
     /// that nobody else may have, and those behind them.
-    pub(crate) fn fetch_again(&mut self, again: Again, cx: &mut Context) -> Vec<(BlockKey, SlotRef)> {
+    fn retry(&mut self, cx: &mut Context) -> Vec<ReadEnd> {
         let mut left = Vec::new();
-        for (mut of, failed) in again.0.into_values() {
+        for (mut of, failed) in std::mem::take(&mut self.again).0.into_values() {
             of.tried.push(of.peer);
             let mut failed: Vec<Wanted> = failed.into_values().collect();
             for _ in 0..SPANS_MAX {
@@ -281,20 +216,56 @@ impl Peers {
                     break;
                 }
             }
-            left.extend(failed.into_iter().map(|wanted| (wanted.key, wanted.slot)));
+            let end = |Wanted { key, slot }| ReadEnd { key, slot, since: of.since, checksum: None };
+            left.extend(failed.into_iter().map(end));
         }
         left
     }
 
-    /// Blocks that nobody waits for any more.
-    pub(crate) fn late(&self, now_ms: u64) -> Vec<BlockKey> {
+    fn late(&mut self, now_ms: u64) -> Vec<BlockKey> {
         let late = self.fetches.values().filter(|fetching| fetching.until_ms <= now_ms);
         late.flat_map(|fetching| fetching.blocks.iter().flatten()).map(|wanted| wanted.key).collect()
     }
 
-    /// Ends every fetch early.
-    pub(crate) fn cancel(&self, cx: &mut Context) {
-        let tickets = self.fetches.keys();
-        cx.actions.extend(tickets.map(|&ticket| Action::CancelFetch { ticket }));
+    fn take_notice(&mut self, notice: Notice<'_>, cx: &mut Context) {
+        match notice {
+            Notice::Changed(changes) => self.tell(changes, cx),
+            Notice::Refuted(keys) => self.distrust(keys, cx),
+            // Every fetch ends early.
+            Notice::Draining => {
+                let cancel =
+                    |&ticket| Action::Transfer { tier: self.number, job: TierJob::CancelFetch { ticket } };
+                cx.actions.extend(self.fetches.keys().map(cancel));
+            }
+            _ => {}
+        }
     }
+
+    /// Whether a peer reads from this pool.
+    fn busy(&self) -> bool {
+        !self.grants.is_empty()
+    }
+}
+
+/// Cuts what was begun of the span, in its order, so that each of the holders has a part of it that it may have:
+/// those with the shortest runs the first parts.
+fn cut_span<T>(span: &Span, begun: Vec<(u32, T)>, block_bytes: u64) -> Vec<(PeerNumber, Vec<T>)> {
+    let worth = (begun.len() as u64 * block_bytes).div_ceil(PART_BYTES_MIN).max(1);
+    let count = span.holders.len().min(usize::try_from(worth).unwrap_or(usize::MAX));
+    let mut parts = Vec::with_capacity(count);
+    let mut rest = begun.into_iter().peekable();
+    for (behind, holder) in span.holders[..count].iter().enumerate().rev() {
+        let share = rest.len().div_ceil(behind + 1);
+        let mut part = Vec::with_capacity(share);
+        while part.len() < share
+            && let Some((_, block)) = rest.next_if(|(place, _)| *place < holder.run)
+        {
+            part.push(block);
+        }
+        if !part.is_empty() {
+            parts.push((holder.peer, part));
+        }
+    }
+    assert!(rest.next().is_none(), "the best holder may have all of it");
+    parts
 }

@@ -21,7 +21,7 @@ use tiers::dram::{self, Dram, Whose};
 use super::*;
 use crate::core::namespaces::Space;
 use crate::core::tests::{Harness, NAMESPACE, RANKS, SCHEDULER, asked, hash, taken};
-use crate::core::{Core, Event, Heard, Part, Request, Timed, arrivals};
+use crate::core::{Core, Event, Heard, JobEnd, Part, Request, TierJob, Timed, arrivals};
 
 /// Seven blocks to a segment of the pool.
 const BLOCK_BYTES: u64 = 256 << 10;
@@ -102,8 +102,8 @@ impl Scene {
     fn take_actions(&mut self) {
         for action in std::mem::take(&mut self.engine.out) {
             match action {
-                Action::Fetch(fetch) => self.fetches.push_back(fetch),
-                Action::CancelFetch { ticket } => self.cancelled.push(ticket),
+                Action::Transfer { job: TierJob::Fetch(fetch), .. } => self.fetches.push_back(fetch),
+                Action::Transfer { job: TierJob::CancelFetch { ticket }, .. } => self.cancelled.push(ticket),
                 Action::Grant { ask, slots } => drop(self.granted.insert(ask, slots)),
                 Action::Publish(changes) => self.told.extend(changes),
                 Action::Promise(promises) => self.promised.push(promises),
@@ -161,8 +161,8 @@ impl Scene {
 
     /// Ends these blocks of a fetch.
     fn end(&mut self, fetch: &Fetch, indexes: Range<usize>, result: Result<u64, Fault>) {
-        let end = |index| Done { ticket: fetch.ticket, index: index as u32, result };
-        self.hear(Heard::Fetched(indexes.map(end).collect()));
+        let end = |index| JobEnd::Peer(Done { ticket: fetch.ticket, index: index as u32, result });
+        self.event(Event::Transferred { tier: 0, ends: indexes.map(end).collect() });
     }
 
     fn end_all(&mut self, fetch: &Fetch, result: Result<u64, Fault>) {
@@ -238,7 +238,7 @@ fn a_block_of_a_peer_was_asked_for_with_the_question() {
     assert_eq!(scene.engine.took(), [], "it did not come");
     scene.end(&fetch, 1..2, Ok(7));
     let (tier, whole) = (Timed::Query(Part::Tier), Timed::Query(Part::Whole));
-    assert_eq!(scene.engine.took(), [(Timed::PeerRead, since), (tier, since), (whole, since)]);
+    assert_eq!(scene.engine.took(), [(Timed::Read(Source::Peer), since), (tier, since), (whole, since)]);
 }
 
 #[test]
@@ -336,14 +336,14 @@ fn what_a_fetch_lacks_is_looked_for_as_often_as_a_run() {
 
     let (mut scene, _, first) = fetching(8);
     scene.join(B, 0..6);
-    let end = |index| Done { ticket: first.ticket, index, result: Err(Fault::Absent) };
-    scene.hear(Heard::Fetched((0..8).rev().map(end).collect()));
+    let end = |index| JobEnd::Peer(Done { ticket: first.ticket, index, result: Err(Fault::Absent) });
+    scene.event(Event::Transferred { tier: 0, ends: (0..8).rev().map(end).collect() });
     assert_eq!(keys_of(&scene.fetch()), (0..6).map(label).collect::<Vec<_>>(), "whatever ended first");
 
     let (mut scene, _, first) = fetching(8);
     (0..8).for_each(|key| scene.join(PeerNumber(2 + key), key..key + 1));
     scene.end_all(&first, Err(Fault::Peer(std::io::ErrorKind::ConnectionReset)));
-    assert_eq!(scene.fetches.len(), SPANS_MAX);
+    assert_eq!(scene.fetches.len(), fetches::SPANS_MAX);
 }
 
 #[test]
@@ -513,7 +513,9 @@ fn the_engine_is_answered_before_anything_is_sent_for() {
     assert!(matches!(&first[..], [Action::Answer { outcome, .. }] if outcome.status == Status::Pending));
     let mut rest = Vec::new();
     scene.engine.core.go_on(Duration::ZERO, &mut rest);
-    assert!(rest.iter().any(|action| matches!(action, Action::Fetch(fetch) if fetch.blocks.len() == 8)));
+    assert!(rest.iter().any(
+        |action| matches!(action, Action::Transfer { job: TierJob::Fetch(fetch), .. } if fetch.blocks.len() == 8)
+    ));
 }
 
 #[test]

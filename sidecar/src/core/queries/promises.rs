@@ -12,7 +12,6 @@ use shm_protocol::key::{BlockHash, BlockKey};
 
 use super::{Base, Context, Queries, Question, SessionId};
 use crate::core::engines::Scheduler;
-use crate::core::sources::Sources;
 
 /// Prompts that an engine may have promised at once: as many as another one may await.
 const PROMPTS_MAX: usize = 64;
@@ -77,7 +76,7 @@ impl Queries {
         if !logs.promised.contains(&log) {
             return;
         }
-        let binding = base.engines[session].binding().filter(|_| base.sources.peers.is_some());
+        let binding = base.engines[session].binding().filter(|_| base.sources.mesh().is_some());
         if let Some(binding) = binding
             && let Some(newest) = newest_handover()
         {
@@ -97,7 +96,8 @@ impl Queries {
     /// Tells peers what is promised, if that is something else by now. `hands_over`: whether a scheduler's saves for others, up to
     /// this one, have not all ended.
     pub(crate) fn tell_promises(&mut self, hands_over: impl Fn(SessionId, u64) -> bool, base: &mut Base) {
-        let Base { engines, sources: Sources { peers: Some(peers), .. }, cx } = base else { return };
+        let Base { engines, sources, cx } = base;
+        let Some(mesh) = sources.mesh_mut() else { return };
         if !std::mem::take(&mut self.promises.may_differ) {
             return;
         }
@@ -110,7 +110,7 @@ impl Queries {
             lasts.map(move |hash| binding.key(hash))
         });
         let keys: Vec<BlockKey> = lasts.chain(self.promises.ending.iter().map(|(key, ..)| *key)).collect();
-        peers.tell_promises(keys, cx);
+        mesh.tell_promises(keys, cx);
     }
 
     /// Whether another engine, here or at a peer, is to produce the block at which a question's run ends. A block's key hangs on all
@@ -128,8 +128,8 @@ impl Queries {
             works(&base.engines[session], &base.cx)
                 && logs.promised.iter().any(|log| logs.known(*log).keys.get(end) == Some(hash))
         });
-        let peers = base.sources.peers.as_ref();
-        here || peers.is_some_and(|peers| peers.is_promised(&binding, &log.keys[end..], &base.cx))
+        let mesh = base.sources.mesh();
+        here || mesh.is_some_and(|mesh| mesh.is_promised(&binding, &log.keys[end..], &base.cx))
     }
 }
 

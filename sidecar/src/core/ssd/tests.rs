@@ -11,10 +11,9 @@ use shm_protocol::pool::SlotRef;
 use shm_protocol::request::{Keys, Query, SchedulerRequest};
 use shm_protocol::source::Source;
 use tiers::dram::{self, Dram, HolderId};
-use tiers::ssd::{Config, Fault, Geometry, Job, Label, Work};
+use tiers::ssd::{Config, Fault, Geometry, Label, Work};
 
 use super::*;
-use crate::core::peers::Peers;
 use crate::core::tests::announcements::Follower;
 use crate::core::tests::checks::found;
 use crate::core::tests::{Harness, NAMESPACE, RANKS, SCHEDULER, hash};
@@ -29,7 +28,7 @@ const DRAM_BLOCKS: u32 = 7 * POOL_SEGMENTS as u32;
 /// An engine over a small pool and one device.
 struct Scene {
     engine: Harness,
-    jobs: VecDeque<Job>,
+    jobs: VecDeque<ssd::Job>,
     op: u64,
     /// Slots of answers, by key of the log.
     refs: BTreeMap<u32, SlotRef>,
@@ -68,7 +67,7 @@ impl Scene {
             segments_read: 64,
             last: true,
         };
-        scene.event(Event::Recovered(found));
+        scene.event(Event::Transferred { tier: 0, ends: vec![JobEnd::Recovered(found)] });
         scene.engine.join();
         scene
     }
@@ -85,7 +84,7 @@ impl Scene {
 
     fn take_jobs(&mut self) {
         self.engine.out.retain(|action| match action {
-            Action::Transfer(job) => {
+            Action::Transfer { job: TierJob::Disk(job), .. } => {
                 self.jobs.push_back(*job);
                 false
             }
@@ -120,17 +119,18 @@ impl Scene {
         }
     }
 
-    fn end(&mut self, job: Job, result: Result<(), Fault>) {
-        self.event(Event::Transferred(Done { device: 0, ticket: job.ticket, micros: 1, result }));
+    fn end(&mut self, job: ssd::Job, result: Result<(), Fault>) {
+        let done = Done { device: 0, ticket: job.ticket, micros: 1, result };
+        self.event(Event::Transferred { tier: 0, ends: vec![JobEnd::Disk(done)] });
     }
 
-    fn end_well(&mut self, jobs: Vec<Job>) {
+    fn end_well(&mut self, jobs: Vec<ssd::Job>) {
         jobs.into_iter().for_each(|job| self.end(job, Ok(())));
     }
 
     /// Reads among the jobs, taken from them.
-    fn reads(&mut self) -> Vec<Job> {
-        let is_read = |job: &Job| matches!(job.work, Work::Read { .. });
+    fn reads(&mut self) -> Vec<ssd::Job> {
+        let is_read = |job: &ssd::Job| matches!(job.work, Work::Read { .. });
         let reads = self.jobs.iter().copied().filter(is_read).collect();
         self.jobs.retain(|job| !is_read(job));
         reads
@@ -153,7 +153,7 @@ impl Scene {
         let namespace = base.cx.namespaces.adopt(space).unwrap();
         for key in keys {
             let key = BlockKey { namespace, group: 0, hash: hash(key) };
-            let ssd = base.sources.ssd.as_ref().unwrap();
+            let ssd: &Ssd = base.sources.tier().unwrap();
             assert_eq!(ssd.log.keeps(&key).map(u64::from), Some(BLOCK_BYTES));
             assert!(base.cx.dram.hold(&key, HolderId::NOBODY).is_none(), "it left DRAM");
         }
@@ -200,7 +200,7 @@ impl Scene {
     }
 
     fn transfers(&self) -> bool {
-        self.engine.core.base.sources.ssd.as_ref().unwrap().transfers()
+        self.engine.core.base.sources.tier().is_some_and(Ssd::transfers)
     }
 
     fn stats(&self) -> SsdStats {
@@ -251,10 +251,10 @@ fn a_read_and_the_wait_for_it_began_with_the_question() {
     let reads = scene.reads();
     scene.engine.now_ms += 5;
     scene.end(reads[0], Ok(()));
-    assert_eq!(scene.engine.took(), [(Timed::DiskRead, since)]);
+    assert_eq!(scene.engine.took(), [(Timed::Read(Source::Disk), since)]);
     scene.end(reads[1], Ok(()));
     let (tier, whole) = (Timed::Query(Part::Tier), Timed::Query(Part::Whole));
-    assert_eq!(scene.engine.took(), [(Timed::DiskRead, since), (tier, since), (whole, since)]);
+    assert_eq!(scene.engine.took(), [(Timed::Read(Source::Disk), since), (tier, since), (whole, since)]);
 }
 
 #[test]
@@ -565,6 +565,10 @@ fn a_load_waits_for_a_slow_disk_no_longer_than_a_question() {
     }
     scene.end_well(reads[1..].to_vec());
     assert_eq!(scene.stats().promoted_blocks, 8, "they come nevertheless");
+    let [disk] = scene.engine.core.tier_stats() else { panic!("one tier") };
+    let figures = (disk.reading_blocks, disk.reading_bytes, disk.read_blocks, disk.read_bytes);
+    assert_eq!((figures, disk.failed_blocks), ((0, 0, 8, 8 * BLOCK_BYTES), 0));
+    assert!(disk.first > Duration::ZERO && disk.bytes_per_second() > 0);
 }
 
 #[test]
@@ -572,7 +576,7 @@ fn what_peers_have_behind_a_block_that_no_disk_reads_in_time_is_not_fetched() {
     for refuses in [false, true] {
         let mut scene = Scene::on_ssd(0..1);
         let base = &mut scene.engine.core.base;
-        base.sources.peers = Some(Peers::new(Directory::new(mesh::directory::Config::default()), 1 << 30));
+        base.sources.add_peers(Directory::new(mesh::directory::Config::default()), 1 << 30);
         let (peer, mut filter) = (PeerNumber(1), Filter::with_capacity(10));
         (1..4).for_each(|key| assert!(filter.insert(Digest::new(&NAMESPACE, 0, &hash(key)))));
         [Heard::Joined(peer), Heard::Keeps { peer, filter }]
@@ -582,7 +586,12 @@ fn what_peers_have_behind_a_block_that_no_disk_reads_in_time_is_not_fetched() {
             overwhelm(&mut scene);
         }
         scene.query(1, 0..4);
-        let fetches = scene.engine.out.iter().filter(|action| matches!(action, Action::Fetch(_))).count();
+        let fetches = scene
+            .engine
+            .out
+            .iter()
+            .filter(|action| matches!(action, Action::Transfer { job: TierJob::Fetch(_), .. }))
+            .count();
         assert_eq!((scene.reads().len(), fetches), if refuses { (0, 0) } else { (1, 1) });
     }
 }
@@ -591,7 +600,8 @@ fn what_peers_have_behind_a_block_that_no_disk_reads_in_time_is_not_fetched() {
 fn overwhelm(scene: &mut Scene) {
     let (now_ms, base) = (scene.engine.now_ms, &mut scene.engine.core.base);
     let namespace = base.cx.namespaces.adopt(Space { digest: NAMESPACE, block_bytes: BLOCK_BYTES }).unwrap();
-    let (log, slot) = (&mut base.sources.ssd.as_mut().unwrap().log, SlotRef { offset: 0, generation: 1 });
+    let ssd: &mut Ssd = base.sources.tier_mut().unwrap();
+    let (log, slot) = (&mut ssd.log, SlotRef { offset: 0, generation: 1 });
     let key = BlockKey { namespace, group: 0, hash: hash(0) };
     let tickets: Vec<Ticket> = (0..2_000).map_while(|_| log.read(now_ms, &key, slot, 1)).collect();
     log.done(now_ms + 1_000, Done { device: 0, ticket: tickets[0], micros: 1, result: Ok(()) });

@@ -39,15 +39,12 @@ enum Next {
 // === impl Ssd ===
 
 impl Ssd {
-    /// A block was committed: by the admission rule it may be written at once, or when it is asked for again.
-    pub(crate) fn offer_saved(&mut self, slot: SlotRef, key: BlockKey, binding: &Binding, dram: &Dram) {
-        if self.admission == SsdAdmission::All || dram.has_returned(slot) {
-            self.offer_again(key, binding);
+    /// A block lies in DRAM: saved just now it may be written by the admission rule. Asked for or offered again it is worth a place,
+    /// also one that it lost meanwhile.
+    pub(super) fn offer(&mut self, key: BlockKey, saved: Option<SlotRef>, binding: &Binding, dram: &Dram) {
+        if saved.is_some_and(|slot| self.admission != SsdAdmission::All && !dram.has_returned(slot)) {
+            return;
         }
-    }
-
-    /// A block that lies in DRAM was asked for or offered again: it is worth a place, also one that it lost meanwhile.
-    pub(crate) fn offer_again(&mut self, key: BlockKey, binding: &Binding) {
         let Binding { namespace, digest, whose, .. } = *binding;
         self.log.learn(namespace, digest, whose.quota);
         let bytes = binding.block_bytes();
@@ -68,7 +65,6 @@ impl Ssd {
 
     /// Hands the log what it has room for.
     pub(super) fn write_behind(&mut self, dram: &mut Dram) {
-        dram.drain_gone().for_each(|(key, standing)| self.log.left(&key, standing));
         self.look_ahead(dram);
         for _ in 0..LOOKS_MAX {
             if self.full {
@@ -136,7 +132,7 @@ impl Ssd {
     }
 
     /// All that DRAM has is to be written, the best first.
-    pub(crate) fn write_all(&mut self, dram: &Dram) {
+    pub(super) fn write_all(&mut self, dram: &Dram) {
         let mut all = Vec::new();
         dram.best(&mut all);
         self.log.keep_copies();
@@ -146,7 +142,7 @@ impl Ssd {
     }
 
     /// What waits to be written is not.
-    pub(crate) fn write_no_more(&mut self) {
+    pub(super) fn write_no_more(&mut self) {
         (self.leaving, self.queue) = (VecDeque::new(), VecDeque::new());
         self.queued.clear();
         self.look_at = u64::MAX;

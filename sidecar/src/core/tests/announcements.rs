@@ -60,7 +60,7 @@ impl Follower {
         let kept = |is: fn(&Location) -> bool| -> BTreeSet<u32> {
             numbers.clone().zip(&found).filter(|(_, at)| is(at)).map(|(number, _)| number).collect()
         };
-        assert_eq!(self.known, [kept(|at| at.memory), kept(|at| at.disk)]);
+        assert_eq!(self.known, [kept(|at| at.memory), kept(|at| at.below)]);
         [self.known[0].len(), self.known[1].len()]
     }
 }

@@ -3,7 +3,7 @@
 use mesh::digest::Digest;
 use mesh::directory::{self, Directory, Filter};
 use mesh::transport::{Fetch, PeerNumber};
-use tiers::ssd::{Config, Done, Geometry, Job, Log, Work};
+use tiers::ssd::{self, Config, Done, Geometry, Log, Work};
 
 use super::*;
 use crate::compare::{Difference, Number};
@@ -342,7 +342,7 @@ fn what_engines_disagree_about_is_found_by_no_later_life_and_nothing_of_before_c
     let base = &mut engine.core.base;
     let binding = base.engines[SCHEDULER].binding().unwrap();
     // Nothing of the namespace was written yet: memory has it alone, and would write it later.
-    base.sources.ssd = Some(Ssd::new(log, SsdAdmission::SecondHit, &mut base.cx.dram));
+    base.sources.add_ssd(log, SsdAdmission::SecondHit, &mut base.cx.dram);
     let life_end = u64::from(u32::MAX);
     for (number, bounds) in [(1, vec![life_end]), (2, vec![life_end, 7])] {
         engine.keep_another(1 + number);
@@ -364,7 +364,8 @@ impl Harness {
     /// Both disks learn the bounds of distrust, one after the other.
     fn end_distrust(&mut self, namespace: NamespaceDigest, bounds: Vec<u64>) {
         for before in bounds {
-            let jobs: Vec<Job> = self.take(taken!(Action::Transfer(job) => job)).collect();
+            let jobs: Vec<ssd::Job> =
+                self.take(taken!(Action::Transfer { job: TierJob::Disk(job), .. } => job)).collect();
             let work: Vec<Work> = jobs.iter().map(|job| job.work).collect();
             assert_eq!(
                 work,
@@ -372,8 +373,9 @@ impl Harness {
                 "each disk is told, of one after the other"
             );
             assert!(self.core.busy(), "an orderly end waits for it");
-            for Job { device, ticket, .. } in jobs {
-                self.event(Event::Transferred(Done { device, ticket, micros: 1, result: Ok(()) }));
+            for ssd::Job { device, ticket, .. } in jobs {
+                let done = Done { device, ticket, micros: 1, result: Ok(()) };
+                self.event(Event::Transferred { tier: 0, ends: vec![JobEnd::Disk(done)] });
             }
         }
     }
@@ -402,7 +404,9 @@ fn hear_of(engine: &mut Harness, keys: std::ops::Range<u32>) {
 fn asked_for(engine: &mut Harness, log: u32, op: u64, count: u32) -> usize {
     let query = request::Query { op, keys: Keys::new(log, 0..count), arriving: false, awaits: false };
     engine.ask(SchedulerRequest::Query(query));
-    engine.take(taken!(Action::Fetch(Fetch { blocks, .. }) => blocks.len())).sum()
+    engine
+        .take(taken!(Action::Transfer { job: TierJob::Fetch(Fetch { blocks, .. }), .. } => blocks.len()))
+        .sum()
 }
 
 #[test]

@@ -175,7 +175,7 @@ fn nobody_is_the_first_where_blocks_may_be_that_are_not_known_of() {
             segments_read: 8,
             last: true,
         };
-        engine.event(Event::Recovered(all));
+        engine.event(Event::Transferred { tier: 0, ends: vec![JobEnd::Recovered(all)] });
         let unproven = if unreadable { 4 } else { 0 };
         assert_eq!(engine.save_new(1, 2).unproven, unproven, "a part that could not be read may hold some");
     }

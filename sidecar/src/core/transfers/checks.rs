@@ -31,6 +31,7 @@ use super::{Action, Base, Binding, Context, OpKey, Queries, SessionId, Transfers
 use crate::compare::{Difference, Number, millionths};
 use crate::core::comparison::{Comparison, Found};
 use crate::core::engines::Proof;
+use crate::core::tier::Notice;
 
 /// Blocks of one engine that are compared at once: the 64 tokens that a check is allowed to cost, a token each.
 const BLOCKS_MAX: usize = 64;
@@ -315,7 +316,7 @@ impl Transfers {
         // Of engines that have another namespace by now, too.
         self.void_saves(binding.namespace);
         base.cx.namespaces.retire(space);
-        base.sources.distrust(binding, true);
+        base.sources.tell_tiers(Notice::Distrusted(binding, true), &mut base.cx);
         base.cx.arrivals.distrust(|key| key.namespace == binding.namespace);
         base.cx.dram.remove_namespace(binding.namespace);
         base.cx.dram.end_removal();
@@ -334,8 +335,8 @@ impl Transfers {
 /// Removes blocks. Returns the warning's words about peers.
 fn remove(keys: &BTreeSet<BlockKey>, binding: &Binding, base: &mut Base) -> String {
     base.sources.remove(keys, &mut base.cx);
-    base.sources.distrust(binding, false);
-    base.sources.peers.iter_mut().for_each(|peers| peers.distrust(keys, &base.cx));
+    base.sources.tell_tiers(Notice::Distrusted(binding, false), &mut base.cx);
+    base.sources.tell_tiers(Notice::Refuted(keys), &mut base.cx);
     base.cx.dram.end_removal();
     base.cx.apply_evictions();
     if keys.is_empty() { String::new() } else { kept_by_peers("these blocks", binding, base) }
@@ -349,7 +350,7 @@ fn described(worst: Difference) -> String {
 
 /// What a warning says of peers, in a mesh, where what is removed here may be shared.
 fn kept_by_peers(what: &str, binding: &Binding, base: &Base) -> String {
-    if base.sources.peers.is_none() || binding.is_private() {
+    if base.sources.mesh().is_none() || binding.is_private() {
         return String::new();
     }
     format!(

@@ -25,6 +25,7 @@ use super::{
     operations,
 };
 use crate::core::engines::Proof;
+use crate::core::tier::Notice;
 use crate::core::timing::{Part, Timed};
 
 /// Slots are taken while a step runs where the last one for another engine took no longer: who awaits them waits 2 s at most.
@@ -386,7 +387,7 @@ impl Transfers {
                     if save.handover.is_some() {
                         base.cx.keep(&key, &save.binding, None);
                     }
-                    base.sources.ssd.iter_mut().for_each(|ssd| ssd.offer_again(key, &save.binding));
+                    base.sources.tell_tiers(Notice::Offered(key, None, &save.binding), &mut base.cx);
                 }
             }
             Err(error @ (FillError::NoSpace | FillError::TooLarge { .. } | FillError::Empty)) => {
@@ -457,12 +458,12 @@ fn drop_doubted(end: &mut Saved, cx: &mut Context) {
     cx.stats.saves_doubted += 1;
 }
 
-/// Whether a block needs no copy; one that a disk may lack is offered to it again.
+/// Whether a block needs no copy; one that a tier may lack is offered to it again.
 fn is_kept(binding: &Binding, hash: BlockHash, base: &mut Base) -> bool {
     let key = binding.key(&hash);
     let kept = base.cx.dram.probe(key.namespace, &[hash]) == 1;
     if kept {
-        base.sources.ssd.iter_mut().for_each(|ssd| ssd.offer_again(key, binding));
+        base.sources.tell_tiers(Notice::Offered(key, None, binding), &mut base.cx);
     }
     kept
 }

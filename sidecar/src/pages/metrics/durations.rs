@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use prometheus::{Histogram, HistogramOpts, HistogramVec, Registry};
+use shm_protocol::source::Source;
 use tiers::dram::LeaseEnd;
 
 use crate::core::{Part, Timed};
@@ -64,7 +65,7 @@ const FAMILIES: &[Family] = &[
         "block_read_duration_seconds",
         "Seconds from requesting a block of a disk or peer until it was in DRAM.",
         "source",
-        &[("disk", Timed::DiskRead), ("peer", Timed::PeerRead)],
+        &[("disk", Timed::Read(Source::Disk)), ("peer", Timed::Read(Source::Peer))],
     ),
     (
         "lease_age_seconds",

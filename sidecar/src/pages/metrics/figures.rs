@@ -37,6 +37,46 @@ impl<S> Figures<S> {
     }
 }
 
+/// Metrics of several sets of one kind, with a label for each.
+#[derive(Debug)]
+pub(super) struct LabelledFigures<S> {
+    counters: Vec<(IntCounterVec, Reading<S>)>,
+    gauges: Vec<(IntGaugeVec, Reading<S>)>,
+}
+
+// === impl LabelledFigures ===
+
+impl<S> LabelledFigures<S> {
+    /// Registers the metrics, with names after a prefix.
+    pub(super) fn new(
+        registry: &Registry,
+        (prefix, label): (&str, &str),
+        totals: &[Figure<S>],
+        levels: &[Figure<S>],
+    ) -> Result<Self, prometheus::Error> {
+        let name = |name| format!("{prefix}_{name}");
+        let totals = totals.iter().map(|&(of, help, figure)| {
+            counters(registry, &name(of), help, &[label]).map(|made| (made, figure))
+        });
+        let levels = levels.iter().map(|&(of, help, figure)| {
+            gauges(registry, &name(of), help, &[label]).map(|made| (made, figure))
+        });
+        Ok(Self { counters: totals.collect::<Result<_, _>>()?, gauges: levels.collect::<Result<_, _>>()? })
+    }
+
+    /// Makes the figures of one set visible.
+    pub(super) fn show_set(&self, value: &str, stats: &S) {
+        self.counters.iter().for_each(|(all, figure)| raise(&all.with_label_values(&[value]), figure(stats)));
+        self.gauges.iter().for_each(|(all, figure)| show(&all.with_label_values(&[value]), figure(stats)));
+    }
+
+    /// Ends the metrics of a shown set.
+    pub(super) fn remove(&self, value: &str) {
+        self.counters.iter().for_each(|(all, _)| _ = all.remove_label_values(&[value]));
+        self.gauges.iter().for_each(|(all, _)| _ = all.remove_label_values(&[value]));
+    }
+}
+
 /// Makes a total visible. Called by one thread alone, so read-then-add is exact.
 pub fn raise(counter: &IntCounter, total: u64) {
     counter.inc_by(total.saturating_sub(counter.get()));

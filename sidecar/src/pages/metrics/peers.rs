@@ -6,9 +6,9 @@ use std::time::Duration;
 use mesh::directory::PeerStats;
 use mesh::refusals::{PeerRefusals, Reason};
 use mesh::transport::PeerNumber;
-use prometheus::{Gauge, IntCounterVec, IntGauge, IntGaugeVec, Registry};
+use prometheus::{Gauge, IntCounterVec, IntGauge, Registry};
 
-use super::figures::{Figure, Figures, Reading, counters, counters_of, gauge, gauges, raise, show};
+use super::figures::{Figure, Figures, LabelledFigures, counters_of, gauge, raise, show};
 use crate::core::{FAULT_NAMES, PeersStats};
 
 const COUNTERS: &[Figure<PeersStats>] = &[
@@ -95,8 +95,7 @@ pub(super) struct PeersMetrics {
     endpoints_empty: IntGauge,
     names_unresolved: IntGauge,
     pace: Gauge,
-    peer_gauges: Vec<(IntGaugeVec, Reading<PeerStats>)>,
-    peer_counters: Vec<(IntCounterVec, Reading<PeerStats>)>,
+    each: LabelledFigures<PeerStats>,
     faults: IntCounterVec,
     refusals: IntCounterVec,
     /// Members that have metrics of their own.
@@ -116,16 +115,7 @@ impl PeersMetrics {
             "Seconds between two batches of changes sent to a peer; they grow with the number of peers.";
         let pace = Gauge::new("pillion_mesh_pace_seconds", help)?;
         registry.register(Box::new(pace.clone()))?;
-        let mut peer_gauges = Vec::new();
-        for &(name, help, figure) in PEER_GAUGES {
-            let made = gauges(registry, &format!("mesh_peer_{name}"), help, &["peer"])?;
-            peer_gauges.push((made, figure));
-        }
-        let mut peer_counters = Vec::new();
-        for &(name, help, figure) in PEER_COUNTERS {
-            let made = counters(registry, &format!("mesh_peer_{name}"), help, &["peer"])?;
-            peer_counters.push((made, figure));
-        }
+        let each = LabelledFigures::new(registry, ("mesh_peer", "peer"), PEER_COUNTERS, PEER_GAUGES)?;
         let help = "Blocks that a peer did not deliver, by kind. absent: it does not have the block; corrupt: the \
              checksum does not match; short: it closed the connection within the block; timeout: it took too long; \
              connection: the connection failed; malformed: it broke the protocol; refused: it refused the request; \
@@ -141,17 +131,7 @@ impl PeersMetrics {
         let reasons = Reason::ALL.map(Reason::name);
         let refusals = counters_of(registry, "mesh_refusals_total", help, "reason", &reasons)?;
         let shown = BTreeSet::new();
-        Ok(Self {
-            figures,
-            endpoints_empty,
-            names_unresolved,
-            pace,
-            peer_gauges,
-            peer_counters,
-            faults,
-            refusals,
-            shown,
-        })
+        Ok(Self { figures, endpoints_empty, names_unresolved, pace, each, faults, refusals, shown })
     }
 
     /// Makes visible who would not have whom. Called by one thread alone.
@@ -182,21 +162,10 @@ impl PeersMetrics {
         let mut here = BTreeSet::new();
         for peer in &stats.peers {
             let Some(name) = name(peer.peer) else { continue };
-            for (gauges, figure) in &self.peer_gauges {
-                show(&gauges.with_label_values(&[name]), figure(peer));
-            }
-            for (counters, figure) in &self.peer_counters {
-                raise(&counters.with_label_values(&[name]), figure(peer));
-            }
+            self.each.show_set(name, peer);
             here.insert(name.to_owned());
         }
-        for gone in self.shown.difference(&here) {
-            // There since it was shown.
-            self.peer_gauges.iter().for_each(|(gauges, _)| _ = gauges.remove_label_values(&[gone.as_str()]));
-            self.peer_counters
-                .iter()
-                .for_each(|(counters, _)| _ = counters.remove_label_values(&[gone.as_str()]));
-        }
+        self.shown.difference(&here).for_each(|gone| self.each.remove(gone));
         self.shown = here;
         // Last: who is counted has metrics of its own.
         self.figures.publish(stats);

@@ -1,9 +1,9 @@
 //! Metrics of the SSD tier; there are none without `--ssd`.
 
-use prometheus::{IntCounter, IntCounterVec, IntGaugeVec, Registry};
+use prometheus::{IntCounter, IntCounterVec, Registry};
 use tiers::ssd::{Backend, DeviceStats, FaultKind};
 
-use super::figures::{Figure, Figures, Reading, counters, gauges, raise, show};
+use super::figures::{Figure, Figures, LabelledFigures, Reading, counters, gauges, raise};
 use crate::config::Disk;
 use crate::core::SsdStats;
 
@@ -74,8 +74,7 @@ pub(super) struct SsdMetrics {
     names: Vec<String>,
     figures: Figures<SsdStats>,
     dropped: Vec<(IntCounter, Reading<SsdStats>)>,
-    device_counters: Vec<(IntCounterVec, Reading<DeviceStats>)>,
-    device_gauges: Vec<(IntGaugeVec, Reading<DeviceStats>)>,
+    devices: LabelledFigures<DeviceStats>,
     faults: IntCounterVec,
 }
 
@@ -105,22 +104,13 @@ impl SsdMetrics {
         let of_reason = counters(registry, "ssd_dropped_blocks_total", help, &["reason"])?;
         let dropped =
             DROPPED.iter().map(|(reason, figure)| (of_reason.with_label_values(&[*reason]), *figure));
-        let mut device_counters = Vec::new();
-        for &(name, help, figure) in DEVICE_COUNTERS {
-            let made = counters(registry, &format!("ssd_{name}"), help, &["device"])?;
-            device_counters.push((made, figure));
-        }
-        let mut device_gauges = Vec::new();
-        for &(name, help, figure) in DEVICE_GAUGES {
-            let made = gauges(registry, &format!("ssd_{name}"), help, &["device"])?;
-            device_gauges.push((made, figure));
-        }
+        let devices = LabelledFigures::new(registry, ("ssd", "device"), DEVICE_COUNTERS, DEVICE_GAUGES)?;
         let help = "Failed reads and writes, by kind. no_space: the file cannot grow; io: the device failed; gone: the \
              device is missing; short: the transfer ended early; corrupt: the checksum does not match; late: it took \
              too long; other: any other error.";
         let faults = counters(registry, "ssd_faults_total", help, &["device", "kind"])?;
         let dropped = dropped.collect();
-        Ok(Self { names, figures, dropped, device_counters, device_gauges, faults })
+        Ok(Self { names, figures, dropped, devices, faults })
     }
 
     /// Makes figures visible. Called by one thread alone, so read-then-add is exact.
@@ -130,12 +120,7 @@ impl SsdMetrics {
             raise(counter, figure(stats));
         }
         for (name, device) in self.names.iter().zip(&stats.log.devices) {
-            for (counters, figure) in &self.device_counters {
-                raise(&counters.with_label_values(&[name]), figure(device));
-            }
-            for (gauges, figure) in &self.device_gauges {
-                show(&gauges.with_label_values(&[name]), figure(device));
-            }
+            self.devices.show_set(name, device);
             for (kind, count) in FaultKind::ALL.into_iter().zip(device.faults) {
                 raise(&self.faults.with_label_values(&[name.as_str(), kind.name()]), count);
             }

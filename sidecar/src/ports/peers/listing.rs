@@ -33,7 +33,7 @@ impl Listing for Known {
 
 /// What is stated and what is kept of each namespace.
 fn join(stated: Vec<(NamespaceDigest, Stated)>, mut kept: BTreeMap<NamespaceDigest, Kept>) -> Vec<Namespace> {
-    let namespace = |digest, stated, Kept { memory, disk }| Namespace {
+    let namespace = |digest, stated, Kept { memory, below: disk }| Namespace {
         digest,
         stated,
         memory_blocks: memory,

@@ -7,7 +7,7 @@ use shm_protocol::message::Status;
 use shm_protocol::namespace;
 use shm_protocol::pool::{SLOT_HEADER_BYTES, SlotRef, slot};
 use sidecar::clients::session::Session;
-use sidecar::core::{Action, Comparison, Direction, Event, Piece, SessionId};
+use sidecar::core::{Action, Comparison, Direction, Event, Piece, SessionId, TierJob};
 
 use super::Life;
 use crate::coverage;
@@ -77,14 +77,13 @@ impl Life {
             Action::Verify { key, slot } => {
                 self.verifications.push_back((key, slot, ctx.now + ctx.pause(200)))
             }
-            Action::Transfer(job) => {
+            Action::Transfer { tier, job: TierJob::Disk(job) } => {
                 let used = super::disk::use_of(&job);
                 if let Some((direction, piece)) = used {
                     self.ledger.begin(direction, &[piece]);
                 }
                 let form = used.map(|(_, piece)| self.ledger.form_at(piece.offset));
-                let disk = self.disk.as_mut().expect("the core has its tier");
-                disk.post(job, form, self.pool.region(), ctx);
+                self.disks[tier].post(job, form, self.pool.region(), ctx);
             }
             Action::Bind { engine, facts, block_bytes, words, .. } => {
                 let base = namespace::digest(&facts);
@@ -97,8 +96,7 @@ impl Life {
             Action::Warn(text) if text.contains("without blocks") => ctx.hit("namespace began anew"),
             Action::Warn(_) => {}
             Action::Close { session, .. } => self.closing.push(session),
-            Action::Fetch(_)
-            | Action::CancelFetch { .. }
+            Action::Transfer { .. }
             | Action::Grant { .. }
             | Action::Publish(_)
             | Action::Promise(_)

@@ -2,7 +2,7 @@
 //! when it begins and fills it when it ends, so that a slot that was given away in between shows.
 
 use std::cell::RefCell;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::rc::Rc;
 use std::sync::atomic::Ordering;
 
@@ -40,7 +40,11 @@ struct Stored {
 #[derive(Debug)]
 pub(super) struct Disk {
     medium: Rc<RefCell<Medium>>,
+    /// Its jobs take longer, and fail more often.
+    slow: bool,
     running: Vec<(Job, Micros)>,
+    /// Blocks of earlier lives that the core has not been told of.
+    pub(super) recovered: VecDeque<Recovered>,
 }
 
 /// The slot that a job uses, and whether it reads or writes it.
@@ -55,8 +59,8 @@ pub(super) fn use_of(job: &Job) -> Option<(Direction, Piece)> {
 // === impl Disk ===
 
 impl Disk {
-    /// The disk, the core with a log on it, and what earlier lives left there.
-    pub(super) fn start(medium: Rc<RefCell<Medium>>, core: Core) -> (Self, Core, Vec<Recovered>) {
+    /// The disk with the blocks of earlier lives, and the core with a log on it.
+    pub(super) fn start(medium: &Rc<RefCell<Medium>>, slow: bool, core: Core) -> (Self, Core) {
         let mut found: BTreeMap<(u64, u32), Vec<(u32, Label)>> = BTreeMap::new();
         let is_distrusted = |stored: &&Stored| {
             let of = |(namespace, before): &(_, u64)| {
@@ -78,9 +82,11 @@ impl Disk {
             let segments_read = if last { SEGMENTS } else { 0 };
             Recovered { device: 0, segment, sequence, blocks, unreadable: false, segments_read, last }
         };
-        let mut parts: Vec<_> = found.into_iter().rev().map(|(at, blocks)| part(at, blocks, false)).collect();
-        parts.push(part((0, 0), Vec::new(), true));
-        (Self { medium, running: Vec::new() }, core.with_ssd(Log::new(config), SsdAdmission::All), parts)
+        let mut recovered: VecDeque<_> =
+            found.into_iter().rev().map(|(at, blocks)| part(at, blocks, false)).collect();
+        recovered.push_back(part((0, 0), Vec::new(), true));
+        let disk = Self { medium: Rc::clone(medium), slow, running: Vec::new(), recovered };
+        (disk, core.with_ssd(Log::new(config), SsdAdmission::All))
     }
 
     pub(super) fn post(&mut self, job: Job, form: Option<Form>, memory: &Region, ctx: &mut Ctx) {
@@ -88,7 +94,11 @@ impl Disk {
             let spoiled = ctx.taint();
             words(form, into).for_each(|at| memory.word64(at).store(spoiled, Ordering::Relaxed));
         }
-        let takes = if ctx.rng.one_in(100) { 3 * LATE } else { ctx.rng.within(10, 2_000) };
+        let takes = match ctx.rng.one_in(100) {
+            true => 3 * LATE,
+            false if self.slow => ctx.rng.within(2_000, LATE - 2_000),
+            false => ctx.rng.within(10, 2_000),
+        };
         self.running.push((job, ctx.now + takes));
     }
 
@@ -120,8 +130,12 @@ impl Disk {
         memory: &Region,
         ctx: &mut Ctx,
     ) -> Done {
-        let fails = ctx.knobs.failing_copies > 0 && ctx.rng.one_in(ctx.knobs.failing_copies);
+        let fails = ctx.knobs.failing_copies > 0 && ctx.rng.one_in(ctx.knobs.failing_copies)
+            || self.slow && use_of(job).is_some() && ctx.rng.one_in(4);
         let result = if fails { Err(Fault::Corrupt("simulated")) } else { self.try_job(job, form, memory) };
+        if self.slow && matches!(job.work, Work::Read { .. }) {
+            ctx.hit(if result.is_ok() { "slow disk read" } else { "slow disk read failed" });
+        }
         Done { device: 0, ticket: job.ticket, micros: 1, result }
     }
 

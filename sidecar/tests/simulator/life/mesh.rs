@@ -12,7 +12,8 @@ use mesh::transport::{Done, Fault, Fetch, Label, PeerNumber, Stage};
 use shm_protocol::key::NamespaceDigest;
 use shm_protocol::pool::SlotRef;
 use shm_protocol::region::Region;
-use sidecar::core::{Action, Direction, Event, Heard, Piece};
+use shm_protocol::source::Source;
+use sidecar::core::{Action, Direction, Event, Heard, JobEnd, Piece, TierJob};
 
 use super::Life;
 use super::disk::words;
@@ -228,7 +229,7 @@ impl Life {
     pub(super) fn apply_mesh(&mut self, action: Action, ctx: &mut Ctx) {
         let mesh = self.mesh.as_mut().expect("the core has its part");
         match action {
-            Action::Fetch(fetch) => {
+            Action::Transfer { job: TierJob::Fetch(fetch), .. } => {
                 for (label, into) in &fetch.blocks {
                     self.ledger.begin(Direction::Save, &[place(*into)]);
                     let form = self.ledger.form_at(*into);
@@ -239,7 +240,9 @@ impl Life {
                 }
                 mesh.post(fetch, ctx);
             }
-            Action::CancelFetch { ticket } => mesh.stop(|coming| coming.ticket == ticket, ctx),
+            Action::Transfer { job: TierJob::CancelFetch { ticket }, .. } => {
+                mesh.stop(|coming| coming.ticket == ticket, ctx)
+            }
             Action::Grant { ask, slots } => {
                 let labels = mesh.asked.remove(&ask).expect("an ask is answered once");
                 assert_eq!(labels.len(), slots.len(), "an entry for each block");
@@ -272,7 +275,10 @@ impl Life {
             let (ended, coming) =
                 std::mem::take(&mut mesh.coming).into_iter().partition(|coming| due(coming.due));
             mesh.coming = coming;
-            self.end_coming(ended)
+            let ends = self.end_coming(ended);
+            let tier = self.core.tier_of(Source::Peer).expect("the core has its part");
+            self.end_jobs(tier, ends, ctx);
+            return true;
         } else if let Some(&ask) =
             mesh.reading.iter().find(|(_, reading)| due(reading.due)).map(|(ask, _)| ask)
         {
@@ -293,16 +299,16 @@ impl Life {
         true
     }
 
-    fn end_coming(&mut self, ended: Vec<Coming>) -> Heard {
+    fn end_coming(&mut self, ended: Vec<Coming>) -> Vec<JobEnd> {
         let end = |coming: Coming| {
             if coming.result.is_ok() {
                 let form = self.ledger.form_at(coming.into);
                 write(&coming.label, form, coming.into, self.pool.region());
             }
             self.ledger.end(&[place(coming.into)]);
-            Done { ticket: coming.ticket, index: coming.index, result: coming.result }
+            JobEnd::Peer(Done { ticket: coming.ticket, index: coming.index, result: coming.result })
         };
-        Heard::Fetched(ended.into_iter().map(end).collect())
+        ended.into_iter().map(end).collect()
     }
 
     /// At rest: the members were told of what is here, and of nothing else.

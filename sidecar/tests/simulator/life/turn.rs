@@ -29,7 +29,7 @@ impl Host for Living<'_> {
             Source::Copies => life.take_copied(ctx),
             // A rank's memory is open as soon as it is connected.
             Source::Ranks => false,
-            Source::Disks => life.take_transfer(ctx),
+            Source::Tiers => life.take_transfer(ctx),
             Source::Checksums => life.take_checksum(ctx),
             Source::Mesh => life.hear_mesh(ctx),
             Source::Pool => life.open_part(ctx),
@@ -171,10 +171,10 @@ impl Life {
         ctx.bell.set(false);
         self.asleep = true;
         let waits = self.sessions.keys().any(|session| self.core.waits_on_fences(*session));
-        let disk = self.disk.as_ref().and_then(|disk| disk.next_due());
+        let disks = self.disks.iter().filter_map(|disk| disk.next_due());
         let mesh = self.mesh.as_ref().and_then(|mesh| mesh.next_due());
         let checksum = self.next_checksum();
-        let due = disk.into_iter().chain(mesh).chain(checksum).min().unwrap_or(Micros::MAX);
+        let due = disks.chain(mesh).chain(checksum).min().unwrap_or(Micros::MAX);
         let next = if waits { ctx.now + FENCE_POLL } else { self.next_tick };
         next.min(due).saturating_sub(ctx.now).max(1)
     }

@@ -16,10 +16,10 @@ const COPIES_PART: u64 = 8;
 // === impl Log: room ===
 
 impl Log {
-    /// Makes this the tier below `dram`, before the first block comes. A quota may take the part of this room that it may of DRAM's.
+    /// Makes this a tier below `dram`, before the first block comes. A quota may take the part of this room that it may of DRAM's.
     pub fn put_below(&mut self, dram: &mut Dram) {
         let (room, pool) = (self.room_bytes(), dram.config().pool_bytes);
-        dram.set_below(room);
+        dram.add_below(room);
         let units = u128::from(self.units_max());
         let part = |bytes: u64, of: u64| (units * u128::from(bytes) / u128::from(of.max(1))) as u64;
         self.copies_max = (room / COPIES_PART < pool).then(|| part(pool / COPIES_PART, room));

@@ -228,7 +228,7 @@ fn what_begins_with_a_block_that_nobody_is_asked_for_is_not_waited_for_though_it
     let mut scene = with_peer();
     let base = &mut scene.engine.core.base;
     let binding = base.engines[SCHEDULER].binding().unwrap();
-    base.sources.peers.as_mut().unwrap().distrust(&BTreeSet::from([binding.key(&hash(0))]), &base.cx);
+    base.sources.mesh_mut().unwrap().distrust(&BTreeSet::from([binding.key(&hash(0))]), &base.cx);
     scene.hear_promises(&[3]);
     let op = scene.await_keys(1, 0..4);
     scene.pass(AWAIT_MS);

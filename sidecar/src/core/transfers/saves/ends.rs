@@ -12,6 +12,7 @@ use tiers::dram::Dram;
 
 use super::phases::{SaveEvent, SavePhase, Search};
 use super::{Save, SaveAim, SaveBlock};
+use crate::core::tier::Notice;
 use crate::core::timing::{Part, Timed};
 use crate::core::transfers::checks::{Pair, SaveChain};
 use crate::core::transfers::pending::Acceptance;
@@ -192,10 +193,9 @@ impl Transfers {
             let searched: Vec<_> = searched.copied().collect();
             self.scan(key, save.binding, searched.iter().map(|(slot, _)| *slot).collect(), searched, base);
         }
-        // Head first: where a disk has no room for all of them, that part is worth more.
+        // Head first: where a tier has no room for all of them, that part is worth more.
         for (slot, key) in committed {
-            let dram = &base.cx.dram;
-            base.sources.ssd.iter_mut().for_each(|ssd| ssd.offer_saved(slot, key, &save.binding, dram));
+            base.sources.tell_tiers(Notice::Offered(key, Some(slot), &save.binding), &mut base.cx);
         }
         save.count(&mut base.cx);
         if let Some(pending) = self.pending.get_mut(&session) {

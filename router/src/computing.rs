@@ -12,10 +12,10 @@ use tokio::time::{Instant, sleep, sleep_until};
 
 use super::body::entry;
 use super::counters::{Failure, code_of};
-use super::engines::{Engine, Seat};
+use super::engine::{Engine, Seat};
 use super::forward::{Asked, ForwardError};
 use super::handed_over::HandedOver;
-use super::prompt::PARAMS;
+use super::requests::PARAMS;
 use super::tokens::Sizes;
 use super::usage::Usage;
 use super::{Router, watch};

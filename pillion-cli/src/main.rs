@@ -3,10 +3,12 @@
 //! Job: read the command line, run its command of sidecar, router or tools, print the answer, and end with the right status; as
 //! process 1, be the sidecar's parent ([`init`]).
 //!
-//! May depend on: sidecar, router, tools, shm-protocol. Never: holds unsafe code, does a command's work.
+//! May depend on: sidecar, router, tools, shm-protocol. Never: does a command's work, holds unsafe code outside [`heap`].
 
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
+#[expect(unsafe_code, reason = "a setting of the C library")]
+mod heap;
 mod init;
 
 use std::path::PathBuf;
@@ -171,6 +173,7 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
 
 /// Runs the router until a signal ends it. SIGHUP has its files read again.
 fn run_router(options: router::Options) -> anyhow::Result<ExitCode> {
+    heap::return_large_blocks();
     logging::start(options.log_level, options.log_format);
     let signals = signals(&[Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP])?;
     let (tell, told) = oneshot::channel();

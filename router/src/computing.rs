@@ -12,18 +12,19 @@ use tokio::time::{Instant, sleep, sleep_until};
 
 use super::body::entry;
 use super::counters::{Failure, code_of};
-use super::engines::{Engine, Seat};
+use super::engine::{Engine, Seat};
 use super::forward::{Asked, ForwardError};
 use super::handed_over::HandedOver;
-use super::prompt::PARAMS;
+use super::requests::PARAMS;
 use super::tokens::Sizes;
 use super::usage::Usage;
 use super::{Router, watch};
 use sidecar::pages::connections::first;
 
 /// An engine that has answered no prompt for so long is not waited for alone any more: the one that answers is asked, which knows by its
-/// sidecar whether the prompt is promised. It computes after a second where it is not, so that a client waits 5 s at most.
-const STALL_MAX: Duration = Duration::from_secs(4);
+/// sidecar whether the prompt is promised. It computes after a second where it is not. With a look and [`USAGE_TIME_MAX`] a client waits 5 s
+/// at most.
+const STALL_MAX: Duration = Duration::from_millis(3500);
 /// How often an engine is looked at that has not answered.
 const LOOK: Duration = Duration::from_millis(250);
 /// How long an answer may follow that of the other engine, which had all blocks before.

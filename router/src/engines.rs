@@ -1,23 +1,15 @@
-//! The engines of one role, what each has to do, and which of them is next.
+//! The engines of one role, and which of them is next.
 
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, PoisonError};
 
-use hyper::StatusCode;
 use prometheus::proto::MetricFamily;
 use tokio::time::Instant;
 
 use super::address::Address;
 use super::affinity::{Affinity, Trail};
-use super::figures::{DROPPED, EngineFigures};
-use super::forward::Forwarder;
+use super::engine::{Engine, Seat};
 use super::tls::TowardsEngines;
 
-/// An engine that could not be reached, or did not answer, is tried again after this, by one request; after each trial in vain it is left
-/// alone for twice as long, up to the longest.
-const DOWN: Duration = Duration::from_secs(5);
-const DOWN_MAX: Duration = Duration::from_secs(30);
 /// The engine that has a prompt's beginning is passed over once it has this much more to do than the average.
 const LOAD_OVER_AVERAGE: f64 = 1.25;
 /// vLLM computes so many tokens in one step by its default.
@@ -27,65 +19,8 @@ const SHARED_MIN: f64 = 4.0;
 /// A further turn counts so much of a conversation's first one: an engine's conversations go on there, so that those with few turns yet
 /// count almost as those with many.
 const TURN_SHARE: f64 = 0.25;
-/// An engine that answers waits for a second where no prompt is promised to it, and has as long to begin.
-const UNPROMISED_MAX: Duration = Duration::from_secs(2);
-/// What an engine was given counts half after this.
-const RECENT_HALF: Duration = Duration::from_secs(60);
-/// An engine may be replaced between two requests, and nobody sees it down: a length is asked for again after this.
-const LENGTH_AGE_MAX: Duration = Duration::from_secs(60);
-
 /// The router remembers the state of so many engines behind their end: an unready pod may soon be ready again.
 const GONE_MAX: usize = 64;
-
-#[derive(Debug)]
-pub(super) struct Engine {
-    pub(super) address: Address,
-    pub(super) forwarder: Forwarder,
-    /// What it was given and has not ended: tokens of prompts, or requests.
-    load: AtomicU64,
-    /// Conversations that it was given lately, also those that have ended.
-    recent: Mutex<Recent>,
-    /// When it last answered a prompt since it was down.
-    answered: Mutex<Option<Instant>>,
-    /// Since when engines that answer wait for prompts of this one.
-    awaited: Mutex<Vec<Instant>>,
-    /// Whether one that waited has begun to answer before anything came from here.
-    is_unpromised: AtomicBool,
-    /// By which its role knows it.
-    number: u32,
-    /// How many of its last prompts in a row were late.
-    late: AtomicU32,
-    down: Mutex<Option<Down>>,
-    length: Mutex<Length>,
-    pub(super) figures: EngineFigures,
-    /// When it last gave a sign of life to a request that waits. All that wait for it share a look.
-    pub(super) seen: tokio::sync::Mutex<Option<Instant>>,
-}
-
-/// How long an engine is left alone.
-#[derive(Copy, Clone, Debug)]
-struct Down {
-    until: Instant,
-    pause: Duration,
-    /// Whether a request tries it, of which nothing is known yet.
-    tried: bool,
-}
-
-/// What is known of how many tokens a prompt and its answer may have.
-#[derive(Copy, Clone, Debug, Default)]
-struct Length {
-    /// Said since the engine was last down, and when: it may come back with another one.
-    said: Option<(u64, Instant)>,
-    /// Whether a question had no answer since one had.
-    is_missed: bool,
-}
-
-/// A sum whose parts count less with time.
-#[derive(Copy, Clone, Debug, Default)]
-struct Recent {
-    sum: f64,
-    at: Option<Instant>,
-}
 
 sidecar::named! {
     /// What engines do with prompts.
@@ -96,22 +31,6 @@ sidecar::named! {
         Decode = "decode",
     }
 }
-
-/// A share of an engine's load, given back on drop.
-#[derive(Debug)]
-pub(super) struct Seat {
-    pub(super) engine: Arc<Engine>,
-    weight: u64,
-    /// Whether its request tries an engine that was down.
-    pub(super) is_trial: bool,
-    begin: Instant,
-    is_answered: bool,
-    is_success: bool,
-}
-
-/// A prompt that an engine which answers waits for.
-#[derive(Debug)]
-pub(super) struct Awaited(Arc<Engine>, Instant);
 
 /// All engines of one role.
 #[derive(Debug)]
@@ -131,157 +50,6 @@ struct RoleEngines {
     gone: Vec<Arc<Engine>>,
     /// The number of the last one.
     made: u32,
-}
-
-// === impl Engine ===
-
-impl Engine {
-    fn new(address: Address, role: Role, tls: Option<Arc<TowardsEngines>>, number: u32) -> Arc<Self> {
-        Arc::new(Self {
-            figures: EngineFigures::new(role.name(), address.to_string()),
-            forwarder: Forwarder::new(address.clone(), tls),
-            address,
-            number,
-            load: AtomicU64::new(0),
-            recent: Mutex::default(),
-            answered: Mutex::default(),
-            awaited: Mutex::default(),
-            is_unpromised: AtomicBool::new(false),
-            late: AtomicU32::new(0),
-            down: Mutex::default(),
-            length: Mutex::default(),
-            seen: Default::default(),
-        })
-    }
-
-    fn down(&self) -> MutexGuard<'_, Option<Down>> {
-        self.down.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn length_known(&self) -> MutexGuard<'_, Length> {
-        self.length.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// How many tokens a prompt and its answer may have; `None` where the engine has not said it since it was last down.
-    pub(super) fn length(&self) -> Option<u64> {
-        self.length_known().said.map(|(length, _)| length)
-    }
-
-    pub(super) fn set_length(&self, length: u64, now: Instant) {
-        *self.length_known() = Length { said: Some((length, now)), is_missed: false };
-    }
-
-    /// Whether it is to be asked for its length.
-    fn is_length_due(&self, now: Instant) -> bool {
-        self.length_known().said.is_none_or(|(_, at)| now >= at + LENGTH_AGE_MAX)
-    }
-
-    /// A question for its length had no answer; whether that is the first one while its length is not known. What it said before stays:
-    /// the question has a client's token, which may be wrong.
-    pub(super) fn is_length_missed_first(&self) -> bool {
-        let mut length = self.length_known();
-        length.said.is_none() && !std::mem::replace(&mut length.is_missed, true)
-    }
-
-    /// When it last answered a prompt; `None` where it has not since it was down.
-    pub(super) fn answered(&self) -> Option<Instant> {
-        *self.answered.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Says that an engine that answers waits for a prompt of this one, as long as the guard lives.
-    pub(super) fn await_prompt(self: &Arc<Self>, now: Instant) -> Awaited {
-        self.awaited.lock().unwrap_or_else(PoisonError::into_inner).push(now);
-        Awaited(Arc::clone(self), now)
-    }
-
-    /// Since when an engine that answers waits for a prompt of this one, the longest of those that do.
-    fn awaited(&self) -> Option<Instant> {
-        self.awaited.lock().unwrap_or_else(PoisonError::into_inner).iter().min().copied()
-    }
-
-    /// Whether an engine that answers waits for a prompt of this one.
-    pub(super) fn is_awaited(&self) -> bool {
-        self.awaited().is_some()
-    }
-
-    /// Whether one waits for longer than it does without a promise.
-    pub(super) fn is_promised(&self) -> bool {
-        self.awaited().is_some_and(|since| since.elapsed() >= UNPROMISED_MAX)
-    }
-
-    /// Says that an engine that waited has answered before this one.
-    pub(super) fn set_unpromised(&self) {
-        self.is_unpromised.store(true, Ordering::Relaxed);
-    }
-
-    /// Whether prompts of this engine seem not to be promised.
-    pub(super) fn is_unpromised(&self) -> bool {
-        self.is_unpromised.load(Ordering::Relaxed)
-    }
-
-    /// It could not be reached, or did not answer.
-    pub(super) fn set_down(&self, now: Instant) {
-        *self.answered.lock().unwrap_or_else(PoisonError::into_inner) = None;
-        self.length_known().said = None;
-        let mut down = self.down();
-        let pause = match *down {
-            None => DOWN,
-            Some(Down { pause, tried: true, .. }) => (pause * 2).min(DOWN_MAX),
-            Some(Down { pause, tried: false, .. }) => pause,
-        };
-        *down = Some(Down { until: now + pause, pause, tried: false });
-    }
-
-    /// One more of its prompts was late; whether it is the first in a row. After a second one an engine is left alone though its server
-    /// is up: what computes may hang.
-    pub(super) fn is_late_once(&self) -> bool {
-        self.late.fetch_add(1, Ordering::Relaxed) == 0
-    }
-
-    /// Whether it may be up as far as its prompts tell.
-    pub(super) fn may_be_up(&self) -> bool {
-        self.late.load(Ordering::Relaxed) <= 1
-    }
-
-    /// It has answered a prompt.
-    pub(super) fn was_in_time(&self, now: Instant) {
-        *self.answered.lock().unwrap_or_else(PoisonError::into_inner) = Some(now);
-        self.is_unpromised.store(false, Ordering::Relaxed);
-        self.late.store(0, Ordering::Relaxed);
-        self.set_up();
-    }
-
-    /// It has answered: what was before is forgotten.
-    pub(super) fn set_up(&self) {
-        if self.down().take().is_some() {
-            self.length_known().is_missed = false;
-        }
-    }
-
-    pub(super) fn is_up(&self, now: Instant) -> bool {
-        self.down().is_none_or(|down| down.until <= now)
-    }
-
-    /// Counts so much to its load until the seat is dropped, for a request that is sent to it at once. After a pause that request is a
-    /// trial: the engine is left alone for as long again, unless it answers.
-    pub(super) fn seat(self: &Arc<Self>, weight: u64, now: Instant) -> Seat {
-        let mut down = self.down();
-        let due = down.as_mut().filter(|down| down.until <= now);
-        let is_trial = due.map(|down| (down.until, down.tried) = (now + down.pause, true)).is_some();
-        drop(down);
-        self.load.fetch_add(weight, Ordering::Relaxed);
-        self.figures.open.add(i64::from(weight > 0));
-        Seat { engine: Arc::clone(self), weight, is_trial, begin: now, is_answered: false, is_success: false }
-    }
-}
-
-// === impl Recent ===
-
-impl Recent {
-    fn left(&self, now: Instant) -> f64 {
-        let age = self.at.map_or(Duration::ZERO, |at| now.saturating_duration_since(at));
-        self.sum * (-age.as_secs_f64() / RECENT_HALF.as_secs_f64()).exp2()
-    }
 }
 
 // === impl Role ===
@@ -304,56 +72,6 @@ impl Role {
     }
 }
 
-// === impl Seat ===
-
-impl Seat {
-    /// Whether its request is all that its engine has to do, and no trial: an engine that is tried may not be there.
-    pub(super) fn is_alone(&self, now: Instant) -> bool {
-        self.engine.load.load(Ordering::Relaxed) == self.weight && self.engine.is_up(now)
-    }
-
-    /// Counts the engine's answer by its status, or by the code of its absence, and notes its time to begin. Questions of the router weigh
-    /// nothing, and are not counted.
-    pub(super) fn note_answer(&mut self, answer: Result<StatusCode, &str>) {
-        if self.weight == 0 {
-            return;
-        }
-        self.is_answered = true;
-        self.is_success = answer.is_ok_and(|status| status.is_success());
-        self.engine.figures.count_answer(answer);
-        if self.is_success {
-            self.engine.figures.note_first(self.begin.elapsed());
-        }
-    }
-
-    /// Notes the time of a whole answer.
-    pub(super) fn note_end(&self) {
-        if self.is_success {
-            self.engine.figures.note_whole(self.begin.elapsed());
-        }
-    }
-}
-
-impl Drop for Awaited {
-    fn drop(&mut self) {
-        let mut awaited = self.0.awaited.lock().unwrap_or_else(PoisonError::into_inner);
-        let own = awaited.iter().position(|since| *since == self.1);
-        own.into_iter().for_each(|own| _ = awaited.swap_remove(own));
-    }
-}
-
-impl Drop for Seat {
-    fn drop(&mut self) {
-        self.engine.load.fetch_sub(self.weight, Ordering::Relaxed);
-        if self.weight > 0 {
-            self.engine.figures.open.dec();
-            if !self.is_answered {
-                self.engine.figures.count_answer(Err(DROPPED));
-            }
-        }
-    }
-}
-
 // === impl Engines ===
 
 impl Engines {
@@ -372,7 +90,7 @@ impl Engines {
             Some(at) => known.remove(at),
             None => {
                 made += 1;
-                Engine::new(address, self.role, self.tls.clone(), made)
+                Engine::new(address, self.role.name(), self.tls.clone(), made)
             }
         };
         let all: Arc<[_]> = addresses.into_iter().map(engine).collect();
@@ -426,8 +144,7 @@ impl Engines {
     pub(super) fn note(&self, trail: &Trail, engine: &Engine, now: Instant) {
         let known = self.affinity.known(trail);
         let is_turn = known.is_own && known.rank(engine.number).is_some();
-        let mut recent = engine.recent.lock().unwrap_or_else(PoisonError::into_inner);
-        *recent = Recent { sum: recent.left(now) + if is_turn { TURN_SHARE } else { 1.0 }, at: Some(now) };
+        engine.note_given(if is_turn { TURN_SHARE } else { 1.0 }, now);
         self.affinity.note(trail, engine.number);
     }
 
@@ -441,8 +158,7 @@ impl Engines {
         let all = self.all();
         let firsts = all.iter().enumerate();
         let firsts = firsts.filter(|(at, engine)| all[..*at].iter().all(|one| one.address != engine.address));
-        let gather =
-            |engine: &Engine| engine.figures.gather(engine.is_up(now), engine.load.load(Ordering::Relaxed));
+        let gather = |engine: &Engine| engine.figures.gather(engine.is_up(now), engine.under_way());
         firsts.flat_map(|(_, engine)| gather(engine)).collect()
     }
 
@@ -500,8 +216,7 @@ struct Load {
 
 impl Load {
     fn of(engine: &Engine, now: Instant) -> Self {
-        let lately = engine.recent.lock().unwrap_or_else(PoisonError::into_inner).left(now);
-        Self { under_way: engine.load.load(Ordering::Relaxed) as f64, lately }
+        Self { under_way: engine.under_way() as f64, lately: engine.lately(now) }
     }
 
     /// The most that an engine may have with one more prompt of this weight.
@@ -520,8 +235,11 @@ impl Load {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
     use crate::affinity::Mark;
+    use crate::engine::{DOWN, DOWN_MAX, LENGTH_AGE_MAX};
 
     fn address(port: u16) -> Address {
         let url = format!("http://engine:{}", 8000 + port).parse().expect("a URL");

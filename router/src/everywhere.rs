@@ -7,7 +7,7 @@ use hyper::body::Bytes;
 use hyper::{Response, StatusCode};
 
 use super::counters::code_of;
-use super::engines::Engine;
+use super::engine::Engine;
 use super::forward::{Answer, Asked, ForwardError};
 use super::server::failure;
 use super::{Router, watch};

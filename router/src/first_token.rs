@@ -9,7 +9,8 @@ use serde_json::{Value, json};
 
 use super::api::Api;
 use super::body::Fields;
-use super::prompt::{self, Prompt};
+use super::prompt::Prompt;
+use super::requests;
 
 /// Fields of a request with which a second engine goes on as the first one would have: each token is chosen by what comes before it.
 const FREE: [&str; 9] =
@@ -74,7 +75,7 @@ fn is_set(value: &Value) -> bool {
 
 /// The request for the engine that computes the prompt: a stream of one token, with the ids of it and of the prompt.
 pub(super) fn prefill(request: &Fields) -> serde_json::Result<Fields> {
-    let mut made = prompt::prefill(Api::Completions, request)?;
+    let mut made = requests::make_prefill(Api::Completions, request)?;
     made.set("stream", true);
     made.set("return_token_ids", true);
     Ok(made)
@@ -130,7 +131,7 @@ fn as_first(line: &str) -> Option<String> {
 impl First {
     /// The request for the engine that goes on with `request`: its prompt has one token more than the other engine saves.
     pub(super) fn rest(self, request: &Fields) -> Fields {
-        let mut rest = prompt::decode(request, prompt::computed(Some(self.ids.len() - 1)));
+        let mut rest = requests::make_decode(request, requests::make_params(Some(self.ids.len() - 1)));
         rest.set("prompt", self.ids);
         rest.set("max_tokens", self.left);
         rest
@@ -164,7 +165,7 @@ mod tests {
         assert_eq!(first.event, format!("{event}\n\n"));
         let rest: Value = serde_json::from_slice(&first.rest(&asked()).payload().joined()).expect("JSON");
         assert_eq!((&rest["prompt"], &rest["max_tokens"]), (&json!([5, 6, 9]), &json!(3)));
-        let params = &rest[prompt::PARAMS];
+        let params = &rest[requests::PARAMS];
         assert_eq!((&params["do_remote_prefill"], &params["pillion"]["tokens"]), (&json!(true), &json!(2)));
         assert_eq!(rest["stream"], true);
         assert_eq!(read(ANSWER.as_bytes(), &asked(), 5), None, "which an engine would refuse");

@@ -29,6 +29,7 @@ use super::connector::Connector;
 use super::lead::{self, Lead};
 use super::memory::Room;
 use super::prompt::{self, Prompt};
+use super::requests;
 use super::tls::TowardsEngines;
 
 /// A connection without work is used again for so long: vLLM closes it after 5 s, and what is sent just then is lost.
@@ -140,7 +141,7 @@ impl Asked {
             return Ok((self, None));
         };
         let no_json = |error| format!("an object of the body is no JSON: {error}");
-        let spoken = prompt::without_params(&mut fields).map_err(no_json)?;
+        let spoken = requests::remove_params(&mut fields).map_err(no_json)?;
         let Some(api) = api else {
             self.body = if spoken { fields.payload() } else { body.into() };
             return Ok((self, None));
@@ -150,7 +151,7 @@ impl Asked {
             prompt.trail.session = Some(prompt::session_hash(session));
         }
         self.trail = Arc::new(prompt.trail.clone());
-        let prefill = prompt::prefill(api, &fields).map_err(no_json)?;
+        let prefill = requests::make_prefill(api, &fields).map_err(no_json)?;
         Ok((self, Some(PromptAsked { api, fields, prefill, prompt })))
     }
 

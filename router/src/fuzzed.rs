@@ -12,7 +12,7 @@ use super::api::Target;
 use super::body::Payload;
 use super::forward::Asked;
 use super::lead;
-use super::prompt::PARAMS;
+use super::requests::PARAMS;
 
 /// The bodies for the two engines of a request with this path and body; `None` where it is refused, or goes on as it is.
 ///

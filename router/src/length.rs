@@ -8,7 +8,8 @@ use hyper::header::AUTHORIZATION;
 use serde_json::Value;
 use tokio::time::Instant;
 
-use super::engines::{Engine, Engines};
+use super::engine::Engine;
+use super::engines::Engines;
 use super::forward::{Asked, ForwardError};
 use super::watch;
 

@@ -2,7 +2,7 @@
 //! other through their sidecars, by key: the router moves none, and knows no engine but by its address.
 //!
 //! Job: serve clients ([`server`], [`access`], [`intake`]), read their requests ([`api`], [`body`], [`prompt`]), choose two engines
-//! ([`engines`], [`affinity`]) and pass on their answers ([`forward`], [`computing`], [`passing`]).
+//! ([`engines`], [`affinity`]), ask both ([`pairing`], [`requests`]) and pass on their answers ([`forward`], [`computing`], [`passing`]).
 //!
 //! May depend on: sidecar, for values of options, log lines, figures of metrics and connections of an HTTP server. Never: holds unsafe
 //! code, moves KV, speaks to a sidecar.
@@ -18,6 +18,7 @@ mod computing;
 mod connector;
 mod counted;
 mod counters;
+mod engine;
 mod engines;
 mod everywhere;
 mod figures;
@@ -31,16 +32,18 @@ mod length;
 mod listed;
 mod memory;
 mod names;
+mod pairing;
 mod passing;
 mod prompt;
 mod refresh;
+mod requests;
 mod server;
+
 mod tls;
 mod tokens;
 mod usage;
 mod watch;
 
-use std::future::{pending, ready};
 use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -51,19 +54,19 @@ use clap::{Args, ValueEnum};
 use hyper::body::Incoming;
 use hyper::{Method, Request, Response, StatusCode};
 use serde_json::json;
-use serde_json::value::RawValue;
 use tokio::sync::Semaphore;
-use tokio::time::{Instant, sleep};
+use tokio::time::Instant;
 
 use self::access::{AccessLog, Noted, Writer};
 pub use self::address::EngineUrl;
 use self::affinity::Trail;
 use self::api::{Api, Target, without_slash};
-use self::body::{Fields, Payload};
-use self::computing::{Computing, Outcome};
-use self::counters::{Counters, EVERYWHERE, Failure, OTHER, PAIR, REFUSED, code_of};
-use self::engines::{Engine, Engines, Role, Seat};
-use self::forward::{Answer, Asked, ForwardError, Opened, PromptAsked, continued};
+use self::body::Payload;
+use self::computing::Computing;
+use self::counters::{Counters, EVERYWHERE, OTHER, REFUSED, code_of};
+use self::engine::{Engine, Seat};
+use self::engines::{Engines, Role};
+use self::forward::{Answer, Asked, ForwardError, Opened};
 use self::intake::Unread;
 use self::length::Lengths;
 use self::memory::Memory;
@@ -73,17 +76,11 @@ use self::server::{failure, plain};
 use self::tls::RouteTls;
 use self::tokens::TokenBytes;
 use sidecar::config::{IpPort, Level, LogFormat, Size, Time};
-use sidecar::pages::connections::first;
 
 const REQUEST_ID: &str = "x-request-id";
 /// A longer body is read by a thread of its own: streams go on meanwhile.
 const LONG_BYTES: usize = 1 << 20;
-/// By load a longer prompt is computed first: the other engine waits for 30 s, in which one that computes 2,000 tokens a second is done
-/// with this many.
-const AT_ONCE_TOKENS_MAX: u64 = 65_536;
 
-/// How long an engine that answers may take to refuse what the other one refused.
-const REFUSAL_TIME_MAX: Duration = Duration::from_millis(250);
 /// The log tells of refused requests no more often.
 const REFUSAL_PAUSE: Duration = Duration::from_secs(60);
 
@@ -378,174 +375,6 @@ impl Router {
         plain(status, "application/json", counts.to_string())
     }
 
-    /// A prompt: by two engines, or by the one that answers.
-    async fn route(self: Arc<Self>, asked: &Asked, prompt: &PromptAsked) -> Response<Answer> {
-        let (tokens, fields) = (self.token_bytes.tokens(&prompt.prompt.sizes()), &prompt.fields);
-        let whole = prompt.prompt.whole.or((tokens < self.options.min_remote_tokens).then_some(Whole::Short));
-        let seat = match whole {
-            None => self.seat_prefill(asked, tokens, None).ok_or(Whole::NoPrefill),
-            Some(whole) => Err(whole),
-        };
-        let seat = match seat {
-            // No client waits for an engine that may still not work.
-            Ok(seat) if seat.is_trial => {
-                self.start(seat, asked, prompt).let_go();
-                Err(Whole::NoPrefill)
-            }
-            seat => seat,
-        };
-        let seat = match seat {
-            Ok(seat) => seat,
-            Err(whole) => {
-                self.count_way(&asked.noted, whole.name());
-                return self.answer(asked.with(fields)).await;
-            }
-        };
-        self.count_way(&asked.noted, PAIR);
-        asked.noted.notes().prefill = Some(seat.engine.address.to_string());
-        let begins = self.options.first_token
-            && prompt.api == Api::Completions
-            && first_token::may_be_split(fields, &prompt.prompt);
-        let engine = Arc::clone(&seat.engine);
-        let (answer, given_up) = match first_token::prefill(fields).ok().filter(|_| begins) {
-            Some(prefill) => match Arc::clone(&self).begin(seat, tokens, asked, fields, &prefill).await {
-                Ok(stream) => return stream,
-                Err(opened) => opened,
-            },
-            None => {
-                let at_once = self.is_at_once(&seat, tokens);
-                self.pair(seat, tokens, at_once, None, asked, prompt).await
-            }
-        };
-        let Some(decode) = given_up.filter(|_| asked.breaks.count() == 0) else { return answer };
-        // Nothing of it was sent. Both engines are rid of it before others are asked.
-        drop(answer);
-        self.retried(&[&engine, &decode]);
-        let Some(seat) = self.seat_prefill(asked, tokens, Some(&engine)) else {
-            return self.open(Some(&decode), asked.with(fields), None).await.0;
-        };
-        asked.noted.notes().prefill = Some(seat.engine.address.to_string());
-        // By load, what was given up is computed first.
-        let at_once = self.options.order == Order::AtOnce;
-        self.pair(seat, tokens, at_once, Some(&decode), asked, prompt).await.0
-    }
-
-    /// Takes the engine that is to compute a prompt, `spared` only where no other is up.
-    fn seat_prefill(&self, asked: &Asked, tokens: u64, spared: Option<&Engine>) -> Option<Seat> {
-        let seat = self.prefill.take(&asked.trail, tokens, spared, Instant::now())?;
-        self.prefill.note(&asked.trail, &seat.engine, Instant::now());
-        Some(seat)
-    }
-
-    /// Whether an engine that answers a prompt of so many tokens is asked together with the one of this seat. By load, that one has
-    /// answered before: what computes its first prompt may be slower than the other one waits.
-    fn is_at_once(&self, seat: &Seat, tokens: u64) -> bool {
-        match self.options.order {
-            Order::ByLoad => {
-                tokens <= AT_ONCE_TOKENS_MAX
-                    && seat.engine.answered().is_some()
-                    && seat.is_alone(Instant::now())
-            }
-            Order::PrefillFirst => false,
-            Order::AtOnce => true,
-        }
-    }
-
-    fn start(self: &Arc<Self>, seat: Seat, asked: &Asked, prompt: &PromptAsked) -> Computing {
-        let sizes = Arc::new(prompt.prompt.sizes());
-        Computing::start(Arc::clone(self), seat, asked.with(&prompt.prefill), Some(sizes))
-    }
-
-    /// Counts a second attempt of a prompt, after its decode engine gave it up.
-    fn retried(&self, engines: &[&Arc<Engine>]) {
-        self.counters.retries.inc();
-        engines.iter().for_each(|engine| engine.figures.retries.inc());
-    }
-
-    /// What became of a prompt of so many tokens; `None` where its engine shows no work. One that is longer may take all of
-    /// `--prefill-timeout`.
-    async fn worked(&self, computing: &Computing, engine: &Engine, tokens: u64) -> Option<Arc<Outcome>> {
-        let stalled = async {
-            computing::stalled(engine, Instant::now()).await;
-            if tokens > AT_ONCE_TOKENS_MAX && engine.is_up(Instant::now()) {
-                pending().await
-            }
-        };
-        first(computing.outcome(), stalled).await
-    }
-
-    /// A prompt by the engine of `seat` and one that answers, `spared` only where there is no other; and that one where it gave the
-    /// prompt up, with nothing of an answer, as a strict engine does that was not handed enough.
-    async fn pair(
-        self: &Arc<Self>,
-        seat: Seat,
-        tokens: u64,
-        at_once: bool,
-        spared: Option<&Engine>,
-        asked: &Asked,
-        prompt: &PromptAsked,
-    ) -> (Response<Answer>, Option<Arc<Engine>>) {
-        let (fields, engine) = (&prompt.fields, Arc::clone(&seat.engine));
-        let computing = self.start(seat, asked, prompt);
-        if !at_once && let Some(outcome) = self.worked(&computing, &engine, tokens).await {
-            return match &*outcome {
-                Ok(computed) => {
-                    let params =
-                        RawValue::from_string(String::from_utf8_lossy(&computed.params).into_owned());
-                    let fields = prompt::decode(fields, params.expect("JSON of an answer"));
-                    self.open(spared, asked.with(&fields), Some(computing)).await
-                }
-                Err(failure) => self.open_alone(spared, asked.with(fields), &engine, *failure).await,
-            };
-        }
-        let outcome = computing.outcome();
-        let failing = async {
-            match *outcome.await {
-                // The other one may refuse it too: that is the client's, and asked for once.
-                Err(Failure::Refused) => sleep(REFUSAL_TIME_MAX).await,
-                Err(failure) if failure.is_soon() => {}
-                _ => pending().await,
-            }
-        };
-        let known = computing.outcome();
-        let waiting = asked.with(&prompt::decode(fields, prompt::computed(None)));
-        let awaited = engine.await_prompt(Instant::now());
-        let opened = first(self.open(spared, waiting, Some(computing)), failing).await;
-        drop(awaited);
-        // An engine that gave the prompt up in the same moment waited without effect too.
-        let failure = match &opened {
-            Some((_, None)) => None,
-            _ => first(known, ready(())).await.and_then(|outcome| outcome.as_ref().as_ref().err().copied()),
-        };
-        match (opened, failure.filter(|failure| failure.is_soon())) {
-            (Some(opened), None) => opened,
-            // Nothing of it was sent: it is asked for again, without anything to wait for.
-            (_, failure) => {
-                let failure = failure.unwrap_or(Failure::Broken);
-                self.open_alone(spared, asked.with(fields), &engine, failure).await
-            }
-        }
-    }
-
-    /// Asks an engine that answers for a prompt that was not computed, since `engine` failed so.
-    async fn open_alone(
-        &self,
-        spared: Option<&Engine>,
-        asked: Asked,
-        engine: &Engine,
-        failure: Failure,
-    ) -> (Response<Answer>, Option<Arc<Engine>>) {
-        asked.noted.notes().prefill_failure = Some(failure.name());
-        let opened = self.open(spared, asked, None).await;
-        if failure == Failure::Refused && opened.0.status().is_success() {
-            self.counters.failure(failure);
-            let remedy =
-                "it refused a prompt that another engine answers: give both the same models and adapters";
-            tracing::warn!(engine = %engine.address, "{remedy}");
-        }
-        opened
-    }
-
     /// Asks an engine that answers: its answer, and the engine where it gave the prompt up. `computing` lives as long as the answer is read.
     async fn open(
         &self,
@@ -563,48 +392,6 @@ impl Router {
             }
             Err(failure) => (failure, None),
         }
-    }
-
-    /// Has a prompt computed, and streams the token that comes of it before the other engine is asked. Where the stream would be another
-    /// one, `Err` is what the engine that answers says.
-    async fn begin(
-        self: Arc<Self>,
-        seat: Seat,
-        tokens: u64,
-        asked: &Asked,
-        fields: &Fields,
-        prefill: &Fields,
-    ) -> Result<Response<Answer>, (Response<Answer>, Option<Arc<Engine>>)> {
-        self.lengths.ask(&self.decode, &asked.headers);
-        let engine = Arc::clone(&seat.engine);
-        let computing = Computing::start(Arc::clone(&self), seat, asked.with(prefill), None);
-        let waiting = || asked.with(&prompt::decode(fields, prompt::computed(None)));
-        let Some(outcome) = self.worked(&computing, &engine, tokens).await else {
-            let _awaited = engine.await_prompt(Instant::now());
-            return Err(self.open(None, waiting(), Some(computing)).await);
-        };
-        let answer = match &*outcome {
-            Ok(computed) => computed.answer.clone(),
-            Err(failure) => return Err(self.open_alone(None, asked.with(fields), &engine, *failure).await),
-        };
-        let (head, answer) = answer.into_parts();
-        // What is too long is refused by the engine that answers, and that before an event.
-        let length_max = self.decode.length_max(Instant::now()).unwrap_or(0);
-        let Some(first) = first_token::read(&answer, fields, length_max) else {
-            return Err(self.open(None, waiting(), Some(computing)).await);
-        };
-        self.counters.first_tokens.inc();
-        let (asked, fields) = (asked.clone(), fields.clone());
-        // The event is not to wait for what is asked behind it.
-        Ok(continued(head, first.event.clone(), async move {
-            let asked = asked.with(&first.rest(&fields));
-            let (answer, given_up) = self.open(None, asked.clone(), Some(computing)).await;
-            let Some(decode) = given_up.filter(|_| asked.breaks.count() == 0) else { return answer };
-            // Nothing of it was sent, and what the other engine saved is still kept.
-            drop(answer);
-            self.retried(&[&decode]);
-            self.open(Some(&decode), asked, None).await.0
-        }))
     }
 
     /// The answer of one engine, whatever it is.

@@ -11,7 +11,7 @@ use hyper::{Response, StatusCode};
 
 use super::computing::{Computing, HandOver};
 use super::counted::Counted;
-use super::engines::Seat;
+use super::engine::Seat;
 use super::forward::{Answer, EVENTS, Opened, clean, is_of, may_be_json};
 use super::server::failure;
 use super::usage::{self, Usage};

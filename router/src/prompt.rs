@@ -1,8 +1,7 @@
-//! What a router must know of a request, and what it makes of it for each of the two engines. No I/O.
+//! What a router must know of a request. No I/O.
 
 use std::hash::Hasher;
 
-use serde_json::{Value, json};
 use twox_hash::XxHash3_64;
 
 use super::affinity::{Mark, Trail};
@@ -314,100 +313,14 @@ impl Reading {
     }
 }
 
-/// The request for the engine that computes the prompt: one token of one answer, whole, without what only an answer has.
-pub(super) fn prefill(api: Api, request: &Fields) -> serde_json::Result<Fields> {
-    let mut made = request.clone();
-    let of_answers =
-        ["stream_options", "min_tokens", "best_of", "logprobs", "top_logprobs", "logprob_token_ids"];
-    let one_token = |made: &mut Fields, limit: &str| {
-        of_answers.iter().for_each(|name| _ = made.remove(name));
-        made.set("n", 1);
-        made.set(limit, 1);
-    };
-    made.set("stream", false);
-    match api {
-        Api::Completions | Api::Chat => {
-            one_token(&mut made, "max_tokens");
-            if made.get("max_completion_tokens").is_some() {
-                made.set("max_completion_tokens", 1);
-            }
-        }
-        Api::Generate => {
-            let mut sampling = made.object(SAMPLING)?.unwrap_or_default();
-            one_token(&mut sampling, "max_tokens");
-            made.set_object(SAMPLING, &sampling);
-            made.remove("stream_options");
-        }
-        Api::Messages => made.set("max_tokens", 1),
-        Api::Responses => {
-            // Nobody asks this engine for what it would store.
-            ["top_logprobs", "include", "request_id"].iter().for_each(|name| _ = made.remove(name));
-            made.set("max_output_tokens", 1);
-            made.set("store", false);
-            made.set("background", false);
-        }
-    }
-    let params = json!({
-        "do_remote_decode": true, "do_remote_prefill": false,
-        "remote_engine_id": null, "remote_block_ids": null, "remote_host": null, "remote_port": null,
-    });
-    made.set(PARAMS, params);
-    Ok(made)
-}
-
-/// The request for the engine that answers, with what the other one says, or will do.
-pub(super) fn decode(request: &Fields, params: impl serde::Serialize) -> Fields {
-    let mut made = request.clone();
-    made.set(PARAMS, params);
-    made
-}
-
-/// The `kv_transfer_params` for the engine that answers a prompt which another one computes: that one saves so many of its tokens, or,
-/// where no number is given, all.
-pub(super) fn computed(tokens: Option<usize>) -> Value {
-    let mut params = json!({
-        "do_remote_decode": false, "do_remote_prefill": true,
-        "remote_engine_id": null, "remote_block_ids": [], "remote_host": null, "remote_port": null,
-    });
-    if let Some(tokens) = tokens {
-        params["pillion"] = json!({ "tokens": tokens });
-    }
-    params
-}
-
-/// The field with which vLLM's connectors are spoken to. A client's own is dropped: it could let a request wait.
-pub(super) const PARAMS: &str = "kv_transfer_params";
-/// What the generate API has of the sampling.
-const SAMPLING: &str = "sampling_params";
-/// The objects of a request in which vLLM looks for that field: itself, and what becomes the extra arguments of its sampling.
-const PLACES: [&[&str]; 3] = [&[], &["vllm_xargs"], &[SAMPLING, "extra_args"]];
-
-/// Removes what a client says to connectors; whether there was any. An error where an object that may have it cannot be read: engines
-/// read more than JSON as JSON.
-pub(super) fn without_params(request: &mut Fields) -> serde_json::Result<bool> {
-    PLACES.iter().try_fold(false, |found, place| Ok(remove_params(request, place)? || found))
-}
-
-fn remove_params(fields: &mut Fields, place: &[&str]) -> serde_json::Result<bool> {
-    let Some((name, place)) = place.split_first() else { return Ok(fields.remove(PARAMS)) };
-    let Some(mut object) = fields.object(name)? else { return Ok(false) };
-    let is_removed = remove_params(&mut object, place)?;
-    if is_removed {
-        fields.set_object(name, &object);
-    }
-    Ok(is_removed)
-}
-
 #[cfg(test)]
 mod tests {
+    use serde_json::{Value, json};
+
     use super::*;
 
     fn fields(request: &Value) -> Fields {
         Fields::read(&request.to_string().into()).expect("an object")
-    }
-
-    fn value(request: &Fields) -> Value {
-        serde_json::from_slice(&request.payload().joined()).expect("an object")
     }
 
     fn read_as(api: Api, request: Value) -> Prompt {
@@ -568,68 +481,5 @@ mod tests {
             read(json!({ "prompt": "a", "echo": false, "logprobs": 1, "prompt_logprobs": null })).whole,
             None
         );
-    }
-
-    #[test]
-    fn what_a_client_says_to_connectors_is_found_wherever_vllm_looks() {
-        let said = |place: Value| {
-            let mut request = fields(&place);
-            (without_params(&mut request).expect("JSON"), value(&request))
-        };
-        let params = || json!({ "do_remote_prefill": true });
-        assert_eq!(said(json!({ "n": 1, PARAMS: params() })), (true, json!({ "n": 1 })));
-        for outer in ["sampling_params", "vllm_xargs"] {
-            let inner = |inner: Value| match outer {
-                "vllm_xargs" => json!({ outer: inner }),
-                _ => json!({ outer: { "n": 1, "extra_args": inner } }),
-            };
-            assert_eq!(said(inner(json!({ "a": 1, PARAMS: params() }))), (true, inner(json!({ "a": 1 }))));
-            assert_eq!(said(inner(json!({ "a": 1 }))), (false, inner(json!({ "a": 1 }))));
-            assert_eq!(said(json!({ outer: [1], PARAMS: 1 })), (true, json!({ outer: [1] })));
-        }
-    }
-
-    #[test]
-    fn each_engine_gets_its_part() {
-        let asked = json!({
-            "prompt": "a", "max_tokens": 9, "max_completion_tokens": 9, "stream": true, "stream_options": {}, "n": 3,
-            "logprobs": 2, "logprob_token_ids": [5], "tools": [], PARAMS: { "do_remote_decode": true },
-        });
-        let asked = fields(&asked);
-        let made = value(&prefill(Api::Chat, &asked).expect("JSON"));
-        let kept = json!({ "prompt": "a", "max_tokens": 1, "max_completion_tokens": 1, "stream": false, "n": 1, "tools": [] });
-        for (name, value) in kept.as_object().expect("an object") {
-            assert_eq!(&made[name], value, "{name}");
-        }
-        assert_eq!(made[PARAMS]["do_remote_decode"], true);
-        for name in ["stream_options", "logprobs", "logprob_token_ids"] {
-            assert!(made.get(name).is_none(), "{name}");
-        }
-
-        let made = value(&decode(&asked, computed(None)));
-        assert_eq!((&made["max_tokens"], &made["stream"], &made["n"]), (&json!(9), &json!(true), &json!(3)));
-        assert_eq!(made[PARAMS]["do_remote_prefill"], true);
-        let said = json!({ "do_remote_prefill": true, "remote_engine_id": "p" });
-        assert_eq!(value(&decode(&asked, said.clone()))[PARAMS], said);
-    }
-
-    #[test]
-    fn the_engine_that_computes_is_asked_for_one_token_by_every_api() {
-        let made = |api, request: Value| value(&prefill(api, &fields(&request)).expect("JSON"));
-        let responses = made(
-            Api::Responses,
-            json!({ "input": "a", "max_output_tokens": 9, "stream": true, "store": true }),
-        );
-        assert_eq!(
-            (&responses["max_output_tokens"], &responses["store"], &responses["stream"]),
-            (&json!(1), &json!(false), &json!(false))
-        );
-        let messages = made(Api::Messages, json!({ "messages": [], "max_tokens": 9 }));
-        assert_eq!((&messages["max_tokens"], messages.get("n")), (&json!(1), None));
-        let sampling = json!({ "max_tokens": 9, "min_tokens": 3, "temperature": 0, "n": 2 });
-        let generate =
-            made(Api::Generate, json!({ "token_ids": [1], "sampling_params": sampling, "stream": true }));
-        assert_eq!(generate["sampling_params"], json!({ "max_tokens": 1, "n": 1, "temperature": 0 }));
-        assert_eq!(generate[PARAMS]["do_remote_decode"], true);
     }
 }

@@ -7,7 +7,7 @@ use hyper::body::Bytes;
 use hyper::{HeaderMap, Response};
 use tokio::time::Instant;
 
-use super::engines::Engine;
+use super::engine::Engine;
 use super::forward::{Asked, ForwardError};
 use sidecar::pages::connections::first;
 

@@ -289,6 +289,17 @@ def nobody_computes(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
 
 
 @contextlib.contextmanager
+def never_answers(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
+    """The prefill engine accepts connections, and answers nothing."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        pair.routing(directory, prefill=f"http://127.0.0.1:{silent.getsockname()[1]}") as router,
+        scraping(directory, {"one": router}, impatient()) as prometheus,
+    ):
+        yield prometheus, router.ask
+
+
+@contextlib.contextmanager
 def computed_twice(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
     """The decode engine computes each prompt again."""
     with (

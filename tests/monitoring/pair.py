@@ -72,12 +72,17 @@ class _Answers(http.server.BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def routing(directory: Path, *arguments: str, computes: bool = False, cached: int = 0) -> Iterator[Router]:
-    """The router, ready, with these arguments beside those that it needs. One engine answers, and `computes` or not."""
+def routing(
+    directory: Path, *arguments: str, computes: bool = False, cached: int = 0, prefill: str | None = None
+) -> Iterator[Router]:
+    """The router, ready, with these arguments beside those that it needs. One engine answers, and `computes` or not.
+
+    If it does not, the prefill engine is at the address `prefill`, or away.
+    """
     engine = _Engine(cached)
     threading.Thread(target=engine.serve_forever, daemon=True).start()
     answers, away = (f"http://127.0.0.1:{port}" for port in (engine.server_port, ports.free_port()))
-    router = Router(directory, answers if computes else away, answers, *arguments)
+    router = Router(directory, answers if computes else prefill or away, answers, *arguments)
     try:
         router.wait_ready()
         yield router

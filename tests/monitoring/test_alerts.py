@@ -6,16 +6,22 @@ Two of them need a GPU whose driver refuses or hangs: they are shown by series o
 from __future__ import annotations
 
 import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from faults import BESIDE, FAULTS, JOINING
+from faults import BESIDE, FAULTS, JOINING, never_answers
 
 from expressions import alerts, rules
 from testkit.sidecar import serving
 
+# The longest answer beside a silent prefill engine. After so many seconds no prompt waits for it.
+WAIT_MAX_S, NOTICED_S = 5.0, 10.0
+# An answer without a wait, on a busy machine.
+AT_ONCE_S = 0.5
 # The metric that a fault raises, which no test without a GPU can bring about.
 SERIES = {"PillionParkedRanks": "pillion_parked_ranks", "PillionPoolNotLocked": "pillion_pool_pin_failures_total"}
 # The same of vLLM's page: tests/vllm/test_state.py shows it.
@@ -58,6 +64,28 @@ def test_an_alert_fires_at_its_fault(alert: str, tmp_path: Path) -> None:
 
         prometheus.wait_for(fires, f"alert {alert}", poll_s=0.2)
         assert prometheus.fired() <= {alert} | BESIDE.get(alert, set()) | JOINING
+
+
+def test_a_prefill_engine_that_never_answers_is_an_alert(tmp_path: Path) -> None:
+    """Prompts wait until it is noticed, and fifty later ones do not.
+
+    Until then a prompt of the decode engine counts as computed again, since the other engine may have it.
+    """
+    with never_answers(tmp_path) as (prometheus, ask):
+        begun, before = time.monotonic(), [seconds_of(ask)]
+        while before[-1] > AT_ONCE_S:
+            before.append(seconds_of(ask))
+        assert time.monotonic() - begun < NOTICED_S and max(before) <= WAIT_MAX_S, before
+        assert max(seconds_of(ask) for _ in range(50)) <= AT_ONCE_S
+        prometheus.wait_firing("PillionPrefillFails")
+        assert prometheus.fired() <= {"PillionPrefillFails", "PillionPromptsRecomputed"} | JOINING
+
+
+def seconds_of(ask: Callable[[], object]) -> float:
+    """The time of one prompt."""
+    begun = time.monotonic()
+    ask()
+    return time.monotonic() - begun
 
 
 def of_pod(metric: str) -> str:

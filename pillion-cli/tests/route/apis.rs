@@ -2,8 +2,8 @@
 
 use serde_json::{Value, json};
 
-use super::engine::{Asked, Engine, Manner};
-use super::{PARAMS, Router, answers, computes};
+use super::engine::{ADAPTER, Asked, Engine, Manner};
+use super::{PARAMS, Router, answers, computes, said};
 
 const PROMPTS: usize = 30;
 
@@ -139,6 +139,29 @@ fn what_changes_engines_is_told_to_all_or_refused() {
     let told = router.raw("POST", "/v1/unload_lora_adapter", &adapter);
     assert!(told.starts_with("HTTP/1.1 404") && told.contains("1 of 3 engines"), "{told}");
     assert!(told.contains(&lacks.url()) && told.contains("no such adapter"), "{told}");
+}
+
+#[test]
+fn no_chat_misses_an_adapter_that_was_loaded() {
+    let engine = |answer: Value| Engine::start(Manner::Adapts(Manner::Json(200, answer.to_string()).into()));
+    let prefill = [(); 2].map(|()| engine(json!({ PARAMS: said() })));
+    let decode = [(); 3].map(|()| engine(json!({})));
+    let urls = [prefill.each_ref().map(Engine::url).to_vec(), decode.each_ref().map(Engine::url).to_vec()];
+    let [prefill_urls, decode_urls] =
+        urls.each_ref().map(|urls| urls.iter().map(String::as_str).collect::<Vec<_>>());
+    let router = Router::start(&prefill_urls, &decode_urls, &[]);
+    let found = |text: &str, asked: Value| router.raw("POST", text, &asked.to_string()).contains(" 200 ");
+    let chat = |at: usize| {
+        let text = format!("{at} {}", "a".repeat(2000));
+        found(
+            "/v1/chat/completions",
+            json!({ "model": ADAPTER, "messages": [{ "role": "user", "content": text }] }),
+        )
+    };
+    assert!(!chat(PROMPTS));
+    assert!(found("/v1/load_lora_adapter", json!({ "lora_name": ADAPTER, "lora_path": "b" })));
+    assert_eq!((0..PROMPTS).filter(|at| chat(*at)).count(), PROMPTS);
+    assert_eq!(router.counter("pillion_route_prompts_total{way=\"pair\"}"), PROMPTS as u64 + 1);
 }
 
 #[test]

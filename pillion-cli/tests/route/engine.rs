@@ -24,6 +24,8 @@ pub(crate) enum Manner {
     Redirects(String),
     /// One response, with this id, which it also has when it is asked for; it has no other.
     Stores(String, Box<Manner>),
+    /// No prompt for an adapter before the engine has loaded one.
+    Adapts(Box<Manner>),
     /// As `Hang`, also to what the router asks on its own behalf.
     Freeze,
     /// As `Hang`, and nobody can connect to it after the first.
@@ -39,6 +41,9 @@ pub(crate) enum Manner {
     /// The first request in one manner, all others in the other one.
     First(Box<Manner>, Box<Manner>),
 }
+
+/// The adapter in a request.
+pub(crate) const ADAPTER: &str = "an-adapter";
 
 /// A request as it came.
 #[derive(Clone, Debug)]
@@ -153,17 +158,7 @@ fn serve(stream: TcpStream, manner: &Manner, state: &Mutex<State>) {
             state.asked.len() - 1
         };
         let unknown = Manner::Json(404, "{}".into());
-        let manner = match due(manner, earlier, state) {
-            Manner::Stores(id, _) if line.contains("/v1/responses/") && !line.contains(id) => &unknown,
-            Manner::Stores(_, manner) => manner,
-            Manner::Awaits(time, manner) => {
-                if body.contains("\"do_remote_prefill\":true") {
-                    thread::sleep(*time);
-                }
-                manner
-            }
-            manner => manner,
-        };
+        let manner = known(due(manner, earlier, state), &line, &body, state).unwrap_or(&unknown);
         let whole = match manner {
             Manner::Redirects(path) => {
                 let to = format!("http://{}{path}", stream.local_addr().unwrap());
@@ -174,6 +169,7 @@ fn serve(stream: TcpStream, manner: &Manner, state: &Mutex<State>) {
             | Manner::Behind(..)
             | Manner::Once(..)
             | Manner::Stores(..)
+            | Manner::Adapts(..)
             | Manner::Awaits(..) => {
                 unreachable!("it is due")
             }
@@ -249,6 +245,27 @@ fn due<'a>(manner: &'a Manner, earlier: usize, state: &Mutex<State>) -> &'a Mann
         thread::sleep(Duration::from_millis(1));
     }
     due(manner, earlier, state)
+}
+
+/// The manner for a request of this line and body; `None` for an unknown response or adapter.
+fn known<'a>(manner: &'a Manner, line: &str, body: &str, state: &Mutex<State>) -> Option<&'a Manner> {
+    match manner {
+        Manner::Stores(id, _) if line.contains("/v1/responses/") && !line.contains(id) => None,
+        Manner::Adapts(_) if body.contains(ADAPTER) && !has_loaded(state) => None,
+        Manner::Stores(_, manner) | Manner::Adapts(manner) => Some(manner),
+        Manner::Awaits(time, manner) => {
+            if body.contains("\"do_remote_prefill\":true") {
+                thread::sleep(*time);
+            }
+            Some(manner)
+        }
+        manner => Some(manner),
+    }
+}
+
+/// Returns true once the engine was asked to load an adapter.
+fn has_loaded(state: &Mutex<State>) -> bool {
+    state.lock().unwrap().asked.iter().any(|asked| asked.line.contains("/v1/load_lora_adapter"))
 }
 
 /// Until the other side hangs up.

@@ -39,7 +39,7 @@ fn an_engine_that_accepts_and_never_answers_is_noticed_and_waited_for_once() {
         let noticed = begun.elapsed();
         assert!(noticed < Duration::from_secs(10), "{order}: {noticed:?}");
         let longest = waits.iter().max().unwrap();
-        assert!(*longest < Duration::from_secs(8), "{order}: {waits:?}");
+        assert!(*longest <= Duration::from_secs(5), "{order}: {waits:?}");
         // Also in the time in which it is tried again, none waits for it.
         let before = decode.asked().len();
         for _ in 0..50 {

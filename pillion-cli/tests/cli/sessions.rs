@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use crate::client::in_process::InProcess;
-use crate::client::{BLOCK_BYTES, Kv, Session, greet, hello, keys, save, watch};
+use crate::client::{BLOCK_BYTES, Kv, Session, greet, hello, keys, save, save_log, watch};
 use shm_protocol::gate;
 use shm_protocol::handshake::{self, Copier, CudaAllocation, CudaMemory, Reply, Role};
 use shm_protocol::layout;
@@ -293,29 +293,35 @@ fn a_memory_that_shrinks_fails_the_save_and_nothing_else() {
 }
 
 #[test]
-fn an_engine_whose_memory_holds_other_bytes_than_are_kept_is_barred() {
+fn an_engine_whose_memory_holds_other_bytes_than_are_kept_is_barred_by_its_second_check() {
     let sidecar = Sidecar::start();
     let kv = Kv::new();
     (1..4).for_each(|block| kv.fill(block, block.into()));
     let rank = sidecar.rank(&kv, 0, 1, Copier::Sidecar);
-    rank.fences(1, 1);
     let mut scheduler = sidecar.scheduler(1);
-    scheduler.open_log(0, &keys(3));
-    scheduler.with_blocks(save(1, 0, 1), &[1, 2, 3]);
-    assert_eq!(scheduler.saved().committed, 3);
-    let check = |op| Message { flags: SAVE_CHECKED, ..save(op, 1, 1).into() };
-    scheduler.with_blocks(check(2), &[2, 3]);
+    for (log, step) in [(0, 1), (1, 2)] {
+        rank.fences(step, step);
+        scheduler.open_log(log, &keys(8)[3 * log as usize..][..3]);
+        scheduler.with_blocks(save_log(step, log, step), &[1, 2, 3]);
+        assert_eq!(scheduler.saved().committed, 3);
+    }
+    let check = |op, log| Message { flags: SAVE_CHECKED, ..save_log(op, log, 2).into() };
+    scheduler.with_blocks(check(3, 0), &[1, 2, 3]);
     let saved = scheduler.saved();
-    assert_eq!((saved.present, saved.checked, saved.differing, saved.difference), (2, 2, 0, 0));
-    assert_eq!(scheduler.query(0, 3, 3).value, 3);
+    assert_eq!((saved.present, saved.checked, saved.differing, saved.difference), (3, 3, 0, 0));
+    assert_eq!(scheduler.query(0, 4, 3).value, 3);
     kv.fill(3, 77);
-    scheduler.with_blocks(check(4), &[2, 3]);
+    scheduler.with_blocks(check(5, 0), &[1, 2, 3]);
     let saved = scheduler.saved();
-    assert_eq!((saved.present, saved.checked, saved.differing), (2, 2, 1));
+    assert_eq!((saved.present, saved.checked, saved.differing), (3, 3, 1));
     assert!(saved.difference > saved.limit, "{saved:?}");
-    assert_eq!(scheduler.query(0, 5, 3).status, Status::Barred);
-    scheduler.with_blocks(save(6, 0, 1), &[1, 2, 3]);
-    assert_eq!(scheduler.saved().dropped, 3);
+    let outcome = scheduler.query(0, 6, 3);
+    assert_eq!((outcome.status, outcome.value), (Status::Ok, 0), "all blocks of that step are gone");
+    scheduler.with_blocks(save_log(7, 0, 2), &[1, 2, 3]);
+    assert_eq!(scheduler.saved().dropped, 3, "in doubt");
+    scheduler.with_blocks(check(8, 1), &[1, 2, 3]);
+    assert_eq!(scheduler.saved().differing, 1);
+    assert_eq!(scheduler.query(1, 9, 3).status, Status::Barred);
 }
 
 #[test]

@@ -36,7 +36,7 @@ pub(super) struct Engine {
     awaited: Mutex<Vec<Instant>>,
     /// True once a waiting decode engine began to answer before this engine did.
     is_unpromised: AtomicBool,
-    /// Its number within its role.
+    /// The number of the engine within its role.
     pub(super) number: u32,
     /// Count of its last prompts in a row without an answer in time.
     late: AtomicU32,

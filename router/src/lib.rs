@@ -38,7 +38,6 @@ mod prompt;
 mod refresh;
 mod requests;
 mod server;
-
 mod tls;
 mod tokens;
 mod usage;

@@ -1,4 +1,4 @@
-//! What a router must know of a request. No I/O.
+//! The fields of a request that decide its route. No I/O.
 
 use std::hash::Hasher;
 

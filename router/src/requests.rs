@@ -73,8 +73,8 @@ pub(super) fn make_params(tokens: Option<usize>) -> Value {
     params
 }
 
-/// Removes a client's own [`PARAMS`], and returns true if there were any. Fails if one of [`PLACES`] is no JSON: engines read more than
-/// JSON as JSON.
+/// Removes a client's own [`PARAMS`], and returns true if there were any. Fails if one of [`PLACES`] is no JSON: engines accept
+/// other texts, too.
 pub(super) fn remove_params(request: &mut Fields) -> serde_json::Result<bool> {
     PLACES.iter().try_fold(false, |found, place| Ok(remove_at(request, place)? || found))
 }

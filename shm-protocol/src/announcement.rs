@@ -7,7 +7,7 @@ use crate::source::Source;
 /// A block of the engine's namespace, at one of the places where it may be.
 #[derive(Copy, Clone, Debug, Eq, Hash, PartialEq)]
 pub struct Located {
-    /// Where it is kept.
+    /// The place of the block.
     pub medium: Source,
     /// Number of its bundle of cache groups.
     pub group: u32,

@@ -5,7 +5,7 @@ const GENERATION_BITS: u32 = 56;
 const GENERATION_MASK: u64 = u64::MAX >> (u64::BITS - GENERATION_BITS);
 
 crate::named! {
-    /// Where a query found a block, or an announced block is kept.
+    /// The place of a found or announced block.
     #[derive(Default, Hash)]
     #[repr(u8)]
     pub enum Source {

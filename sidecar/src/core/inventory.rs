@@ -30,7 +30,7 @@ pub struct Location {
     pub peers: Vec<PeerNumber>,
 }
 
-/// Where a walk over memory and then over all tiers is.
+/// The position of a walk over memory and then over all tiers.
 #[derive(Copy, Clone, Debug)]
 pub(super) enum At {
     Memory(Walk),

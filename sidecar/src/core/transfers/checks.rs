@@ -33,16 +33,10 @@ use crate::core::comparison::{Comparison, Found};
 use crate::core::engines::Proof;
 use crate::core::tier::Notice;
 
-/// Blocks of one engine that are compared at once: the 64 tokens that a check is allowed to cost, a token each.
+/// Blocks of one engine under comparison at once: as many as a short check of 64 tokens has at most.
 const BLOCKS_MAX: usize = 64;
 /// Bytes of the same, unless one block is larger: threads that copy loads compare them, too.
 const BYTES_MAX: u64 = 256 << 20;
-/// Whether a kept block of a checked save is compared, by its place among so many: some of a long save, evenly spread, and the last.
-pub(super) fn is_chosen(place: usize, count: usize, block_bytes: u64) -> bool {
-    let most = BLOCKS_MAX.min((BYTES_MAX / block_bytes.max(1)).max(1) as usize);
-    count <= most || (place + 1) * most / count > place * most / count
-}
-
 /// The namespace of keys that nobody asks for: [`crate::core::namespaces::Namespaces`] never gives it out.
 const SCRATCH: u32 = u32::MAX;
 
@@ -92,6 +86,17 @@ struct Contradiction {
     worst: Difference,
 }
 
+/// Blocks of one engine that may be under comparison at once.
+fn blocks_max(block_bytes: u64) -> usize {
+    BLOCKS_MAX.min((BYTES_MAX / block_bytes.max(1)).max(1) as usize)
+}
+
+/// Whether a kept block of a checked save is compared, by its place among so many: some of a long save, evenly spread, and the last.
+pub(super) fn is_chosen(place: usize, count: usize, block_bytes: u64) -> bool {
+    let most = blocks_max(block_bytes);
+    count <= most || (place + 1) * most / count > place * most / count
+}
+
 // === impl Checks ===
 
 impl Checks {
@@ -111,8 +116,7 @@ impl Checks {
         cx: &mut Context,
     ) -> Option<(SlotRef, SlotRef)> {
         let checking = self.checking.get(&session).copied().unwrap_or_default();
-        let bytes = (checking as u64 + 1) * binding.block_bytes();
-        if checking == BLOCKS_MAX || checking > 0 && bytes > BYTES_MAX {
+        if checking >= blocks_max(binding.block_bytes()) {
             return None;
         }
         let kept = cx.dram.hold(key, HolderId::NOBODY)?;

@@ -7,21 +7,17 @@ from __future__ import annotations
 
 import os
 import random
-import re
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
-from testkit import engine, model, prompts, sidecar
+from testkit import checking, engine, model, prompts, sidecar
 
-# As many long checks as their tokens were loaded.
-CHECKING = {"pillion.check_every": 1, "pillion.check_per_mille": 1000}
 # Comparisons of each engine.
 CHECKS = int(os.environ.get("CHECKS", "60"))
 LENGTHS = (80, 200, 333, 500, 900)
 PROMPTS = [prompts.prompt(LENGTHS[seed % len(LENGTHS)], 600 + seed) for seed in range(20)]
-MARGIN = re.compile(r"^pillion_check_difference_max\S* (\S+)$", re.MULTILINE)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -31,7 +27,7 @@ def test_right_kv_is_never_said_to_differ(dtype: Literal["bfloat16", "float32"],
     chance = random.Random(ranks)
     with sidecar.serving(tmp_path) as keeper:
         options = engine.Options(
-            model.write(tmp_path / "model"), keeper.socket, dtype=dtype, tensor_parallel=ranks, extra=CHECKING
+            model.write(tmp_path / "model"), keeper.socket, dtype=dtype, tensor_parallel=ranks, extra=checking.LONG
         )
         with engine.running(options, tmp_path / "keeps.log") as keeps:
             keeps.generate(PROMPTS, max_tokens=4)
@@ -41,16 +37,11 @@ def test_right_kv_is_never_said_to_differ(dtype: Literal["bfloat16", "float32"],
         asks_otherwise = dict(vars(options), batched_tokens=256, max_requests=8)
         with engine.running(engine.Options(**asks_otherwise), tmp_path / "asks.log") as asks:
             while keeper.metrics().get("pillion_checks_total", 0) < CHECKS:
-                assert asks.reset_prefix_cache()
-                asked = chance.sample(PROMPTS, len(PROMPTS))
-                while asked:
-                    several = chance.randint(1, 8)
-                    asks.generate(asked[:several], max_tokens=chance.randint(1, 8))
-                    del asked[:several]
+                checking.ask_all(asks, keeper, PROMPTS, chance)
             asks.exit()
         metrics = keeper.metrics()
         assert metrics["pillion_checks_differing_total"] == 0
-        part = max(map(float, MARGIN.findall(keeper.get("/metrics") or "")))
+        part = checking.largest(keeper)
         # Some processors compute bfloat16 alike however a prompt is cut.
         assert 0 <= part < 1 and (part > 0 or dtype == "bfloat16")
         print(f"{dtype}, {ranks} ranks: {metrics['pillion_checks_total']} checks, at most {part} of the limit")

@@ -96,8 +96,8 @@ def _flipped(pool: mmap.mmap, places: list[int], bit: int) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def damaged(path: Path, rank: int = 0, ranks: int = 1, value_bytes: int = 2) -> Iterator[int]:
-    """While the block runs, one K value of every block's shard of this rank has a wrong exponent.
+def damaged(path: Path, rank: int = 0, ranks: int = 1, value_bytes: int = 2, values: int = 1) -> Iterator[int]:
+    """While the block runs, the first K `values` of every block's shard of this rank have a wrong exponent.
 
     A slot holds the shards of a block side by side, a shard begins with its first layer's page, and a
     page with its first head's keys (vLLM's CPU attention puts a head's keys before its values), so the
@@ -105,9 +105,10 @@ def damaged(path: Path, rank: int = 0, ranks: int = 1, value_bytes: int = 2) -> 
     """
     with mapped(path) as pool:
         # The upper byte of a little-endian value.
-        places = [slot.offset + rank * (slot.length // ranks) + value_bytes - 1 for slot in committed(pool)]
-        with _flipped(pool, places, EXPONENT_BIT) as blocks:
-            yield blocks
+        shards = [slot.offset + rank * (slot.length // ranks) for slot in committed(pool)]
+        places = [shard + value_bytes * (value + 1) - 1 for shard in shards for value in range(values)]
+        with _flipped(pool, places, EXPONENT_BIT):
+            yield len(shards)
 
 
 @contextlib.contextmanager

@@ -79,9 +79,11 @@ def test_p_keeps_its_prompts_and_d_keeps_none_of_them(other: str, gpu_model: Pat
         keepers["d"].wait_metric("pillion_saved_blocks_total", own)
         assert keepers["d"].metrics()["pillion_saved_blocks_total"] == own
         p.kill()
-        # ExampleConnector would bring the prompts before Pillion is asked.
+        # NixlConnector chooses the layout of blocks, and ExampleConnector would bring the prompts before Pillion is asked.
         alone = gpu_options.options(gpu_model, MODE, keepers["p"].socket)
-        with engine.running(alone, tmp_path / "again.log") as again:
+        restarted = options(gpu_model, keepers["p"], handed_over, 0) if other == "nixl" else alone
+        with engine.running(restarted, tmp_path / "again.log", until_served=False) as again:
+            beside.wait_served(again, keepers["p"])
             warm = [ask(again, tokens, OUTPUT_TOKENS, None)["tokens"] for tokens in PROMPTS]
             assert again.metrics()["external_hits"] == HITS
             assert warm == [answer["tokens"] for answer in right]

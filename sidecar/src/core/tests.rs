@@ -87,7 +87,14 @@ fn changed(mut hello: Hello, change: impl FnOnce(&mut WorkerHello)) -> Hello {
 
 /// A core over a pool of so many bytes.
 fn core_of(pool_bytes: u64) -> Core {
-    Core::new(Dram::new(Config { pool_bytes, segment_bytes: 2 << 20, lease_ttl_ms: 1000 }).unwrap())
+    core_over(pool_bytes, &[], None)
+}
+
+/// The same with quotas and a tier.
+fn core_over(pool_bytes: u64, quotas: &[&str], tier: Option<NewTier>) -> Core {
+    let dram = Dram::new(Config { pool_bytes, segment_bytes: 2 << 20, lease_ttl_ms: 1000 }).unwrap();
+    let quotas: Vec<_> = quotas.iter().map(|quota| quota.parse().unwrap()).collect();
+    Core::new(dram, &quotas, tier)
 }
 
 /// A scheduler's message that refers to nothing.

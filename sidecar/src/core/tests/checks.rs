@@ -342,7 +342,7 @@ fn what_engines_disagree_about_is_found_by_no_later_life_and_nothing_of_before_c
     let base = &mut engine.core.base;
     let binding = base.engines[SCHEDULER].binding().unwrap();
     // Nothing of the namespace was written yet: memory has it alone, and would write it later.
-    base.sources.add_ssd(log, SsdAdmission::SecondHit, &mut base.cx.dram);
+    base.sources.add_tier(disk_tier(log, SsdAdmission::SecondHit), &mut base.cx.dram);
     let life_end = u64::from(u32::MAX);
     for (number, bounds) in [(1, vec![life_end]), (2, vec![life_end, 7])] {
         engine.keep_another(1 + number);
@@ -383,7 +383,8 @@ impl Harness {
 
 /// An engine with a peer, that keeps two blocks.
 fn with_peer() -> Harness {
-    let core = core_of(64 << 20).with_peers(Directory::new(directory::Config::default()));
+    let peers = peer_tier(Directory::new(directory::Config::default()));
+    let core = core_over(64 << 20, &[], Some(peers));
     let mut engine = Harness::over(core, 1, SHARD_BYTES);
     engine.join();
     engine.keep(2);

@@ -485,6 +485,7 @@ fn _shim(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(plan_blocks, module)?)?;
     module.add_function(wrap_pyfunction!(facts::weight_files, module)?)?;
     module.add_function(wrap_pyfunction!(facts::differences, module)?)?;
+    module.add_function(wrap_pyfunction!(facts::hash_fact, module)?)?;
     module.add_function(wrap_pyfunction!(facts::read_page_form, module)?)?;
     module.add_function(wrap_pyfunction!(facts::write_page_form, module)?)?;
     module.add("KEY_THEN_VALUE", page_form::KEY_THEN_VALUE)?;

@@ -38,7 +38,7 @@ use crate::digest::{Change, Digest};
 use crate::listen::listen;
 pub use crate::membership::{DataAddresses, News, Parting};
 use crate::pace;
-use crate::refusals::PeerRefusals;
+use crate::refusals::RefusalCounts;
 use crate::tls::Security;
 pub use crate::transport::MEMBERS_MAX;
 use crate::transport::{BootId, NodeId, PeerNumber};
@@ -81,7 +81,7 @@ pub struct Config {
     /// How long anything may take.
     pub limits: Limits,
     /// Where it is counted whom this node turns away, and who it.
-    pub refusals: Arc<PeerRefusals>,
+    pub refusals: Arc<RefusalCounts>,
 }
 
 /// How members are found.

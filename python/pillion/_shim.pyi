@@ -21,6 +21,7 @@ __all__ = [
     "differences",
     "extend_hashes",
     "folded",
+    "hash_fact",
     "none_hash",
     "plan_blocks",
     "plan_op",
@@ -281,6 +282,9 @@ def read_page_form(
     """What the fact `page_form` says of each run of like layers: layers, tokens, kernel block, heads, keys and values; dtype;
     of K and of V in elements the offset, and the strides of heads, kernel blocks, tokens and content, 0 for an axis of length
     1."""
+
+def hash_fact(algorithm: str) -> str:
+    """The fact `hash_algorithm` for vLLM's algorithm of this name."""
 
 def write_page_form(layers: Sequence[tuple[Sequence[int], Sequence[int], int, str, tuple[int, int, str]]]) -> str:
     """The fact `page_form` of a cache group's tensors: lengths and strides of all axes, the axis of blocks, the dtype, and of a

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use pyo3::prelude::*;
+use shm_protocol::key::Algorithm;
 use shm_protocol::namespace;
 use shm_protocol::page_form::{self, DTYPES, Page, Place, Tensor};
 
@@ -27,6 +28,12 @@ pub(super) fn differences(
         .into_iter()
         .map(|found| (found.name.to_owned(), owned(found.ours), owned(found.theirs), found.remedy))
         .collect()
+}
+
+/// The fact `hash_algorithm` for vLLM's algorithm of this name.
+#[pyfunction]
+pub(super) fn hash_fact(algorithm: &str) -> String {
+    Algorithm::fact_of(algorithm)
 }
 
 /// Sizes, dtype, and where K and V are, of each run of like layers.

@@ -12,11 +12,11 @@
 mod adoption;
 mod announcer;
 mod arrivals;
-mod comparison;
 mod context;
 mod engines;
 mod event;
 mod handover;
+mod inspection;
 mod inventory;
 mod namespaces;
 mod peers;
@@ -45,13 +45,13 @@ use tiers::dram::Dram;
 
 use self::announcer::Announcer;
 use self::arrivals::Waiter;
-pub use self::comparison::{Comparison, Found, Scan};
 use self::context::Context;
 use self::engines::Engines;
 pub(crate) use self::engines::whole;
 pub use self::engines::{Barred, EngineState, Holder, Proof, Standing};
 pub use self::event::{Action, Direction, Ended, Event, Heard, JobEnd, Piece, Request, TierJob};
 use self::handover::Produced;
+pub use self::inspection::{Findings, Found, InspectedBlocks, Inspection};
 pub use self::inventory::{Eviction, Kept, Location, Survey};
 use self::namespaces::Binding;
 pub use self::peers::{FAULT_NAMES, PeersStats, peer_tier};
@@ -165,8 +165,12 @@ impl Core {
             Event::Copied { copy, ok } => transfers.copied(copy, ok, base),
             Event::Behind { session } => transfers.catch_up(session, base),
             Event::Drained { session, void_below } => transfers.commit_copied(session, void_below, base),
-            Event::Compared { save, found } => transfers.compared(save, found, queries, base),
-            Event::Scanned { save, broken } => transfers.scanned(save, &broken, base),
+            Event::Inspected { save, findings: Findings::Compared(found) } => {
+                transfers.compared(save, found, queries, base)
+            }
+            Event::Inspected { save, findings: Findings::Searched(broken) } => {
+                transfers.scanned(save, &broken, base)
+            }
             Event::Opened(opened) => adoption::open_part(opened, base),
             Event::Verified { key, slot, whole } => {
                 let waiting = base.sources.verified(&key, slot, whole, &mut base.cx);

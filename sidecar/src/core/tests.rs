@@ -238,8 +238,8 @@ impl Harness {
     }
 
     /// The comparison asked for since the last look.
-    pub(super) fn comparison(&mut self) -> Option<Comparison> {
-        self.take(taken!(Action::Compare(comparison) => comparison)).next()
+    pub(super) fn comparison(&mut self) -> Option<Inspection> {
+        self.take(taken!(Action::Inspect(asked) => asked)).find(|asked| !asked.pairs().is_empty())
     }
 
     pub(super) fn query(&mut self, log: u32, op: u64, from: u32, count: u32) -> Outcome {

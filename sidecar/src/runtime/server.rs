@@ -23,7 +23,7 @@ use super::{Runtime, Terms};
 use crate::catalog;
 use crate::clients::greeter::Greeter;
 use crate::clients::listener::{self, Listener, Use};
-use crate::clients::refusals::Refusals;
+use crate::clients::refusals::RefusedConnections;
 use crate::config::{Config, Disk};
 use crate::control::inbox::{Inbox, inbox};
 use crate::control::{self, Parts};
@@ -127,8 +127,8 @@ impl Server {
             config.pool_path.as_ref().map(|_| Checksums::start(&pool, || ended.on_exit())).transpose()?;
         let poller = watch(&inbox, &copiers, disks.as_ref(), checksums.as_ref(), peers.as_ref())
             .map_err(std::io::Error::from)?;
-        let greeter =
-            Greeter::new(listener, &poller, Refusals::new(&registry)?).map_err(std::io::Error::from)?;
+        let greeter = Greeter::new(listener, &poller, RefusedConnections::new(&registry)?)
+            .map_err(std::io::Error::from)?;
         let terms = Terms {
             epoch,
             lease_ttl_ms: config.lease_ttl.as_millis(),

@@ -17,7 +17,7 @@ use super::*;
 use crate::core::tests::announcements::Follower;
 use crate::core::tests::checks::found;
 use crate::core::tests::{Harness, NAMESPACE, RANKS, SCHEDULER, hash};
-use crate::core::{Action, Core, Event, Heard, Part, Timed, arrivals, peer_tier};
+use crate::core::{Action, Core, Event, Findings, Heard, Part, Timed, arrivals, peer_tier};
 
 /// Seven blocks to a segment of the pool.
 const BLOCK_BYTES: u64 = 256 << 10;
@@ -521,7 +521,7 @@ fn what_an_engine_saved_that_is_barred_goes_from_the_disk_and_does_not_come_back
     scene.engine.fences(RANKS[0], op, op);
     scene.engine.copied();
     let save = scene.engine.comparison().expect("kept").save;
-    scene.event(Event::Compared { save, found: found(1) });
+    scene.event(Event::Inspected { save, findings: Findings::Compared(found(1)) });
     scene.end_well(reads);
     scene.end_all();
     assert_eq!((scene.stats().log.blocks, scene.engine.core.stats().blocks), (0, 0));

@@ -9,8 +9,6 @@ memory that the decoder has (`out_ms`). What is read is compared with what was s
 
 from __future__ import annotations
 
-import json
-import statistics
 import sys
 import time
 from itertools import pairwise
@@ -20,7 +18,7 @@ from typing import Any
 import numpy
 import torch
 
-from benches import rig
+from benches import harness, rig
 from pillion.engine import Engine, Namespace
 from testkit import namespaces
 
@@ -59,12 +57,13 @@ def measure(socket: Path, name: str, namespace: Namespace, arrays: Any, kv: Any)
             if not all(bool((one == other).all()) for found in (out, read) for one, other in zip(found, kv, strict=True)):
                 sys.exit("what was read is not what was saved")
             engine.free(ids)
-    result = {name: round(statistics.median(spent), 2) for name, spent in times.items()}
+    result = {name: harness.median(spent, 2) for name, spent in times.items()}
     return result | {"read_to_load": round(result["read_ms"] / result["load_ms"], 2)}
 
 
 def main() -> None:
     """Prints one JSON line last."""
+    harness.parser(__doc__).parse_args()
     result: dict[str, Any] = {"blocks": BLOCKS, "rounds": ROUNDS, "torch_threads": torch.get_num_threads()}
     with rig.sidecar(DRAM) as sidecar:
         for size, (layers, heads, dim) in MODELS.items():
@@ -76,7 +75,7 @@ def main() -> None:
                 for library, arrays, given in (("numpy", numpy, kv), ("torch", torch, torch.from_numpy(kv))):
                     name = f"{size}_{form}_{library}"
                     result[name] = measure(sidecar.socket, name, known, arrays, given)
-    print(json.dumps(result))
+    harness.report(result)
 
 
 if __name__ == "__main__":

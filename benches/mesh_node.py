@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 from testkit.child import Child
 
 TICKS = os.sysconf("SC_CLK_TCK")
 WATCHDOG_S = 300
+
+
+def build() -> Path:
+    """The example, of a release build."""
+    command = ["cargo", "build", "--quiet", "--release", "--package", "tools", "--example", "mesh_blocks"]
+    subprocess.run(command, check=True)
+    return Path(os.environ.get("CARGO_TARGET_DIR", "target")) / "release/examples/mesh_blocks"
 
 
 class Node(Child):

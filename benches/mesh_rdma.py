@@ -10,8 +10,6 @@ In the guest this module runs itself, with the binary's path.
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import shutil
 import statistics
@@ -20,7 +18,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benches.mesh_node import Node
+from benches import harness
+from benches.mesh_node import Node, build
 from testkit.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -66,14 +65,13 @@ def measure(binary: str) -> dict[str, float]:
         ours.append(BLOCKS * BLOCK_BYTES / MIB / float(reader.ask("all")))
         polling.append(ib_read_bw(18515 + 2 * number))
         waiting.append(ib_read_bw(18516 + 2 * number, "-e"))
-        line = f"{ours[-1]:.0f} MiB/s, ib_read_bw {polling[-1]:.0f} polling, {waiting[-1]:.0f} waiting"
-        print(line, file=sys.stderr, flush=True)
+        harness.say(f"{ours[-1]:.0f} MiB/s, ib_read_bw {polling[-1]:.0f} polling, {waiting[-1]:.0f} waiting")
     micros = sorted(float(word) for word in reader.ask(f"one {ONES}").split())
     reader.end()
     owner.end()
     theirs = max(statistics.median(polling), statistics.median(waiting))
     return {
-        "mib_per_s": round(statistics.median(ours), 1),
+        "mib_per_s": harness.median(ours),
         "ib_read_bw_mib_per_s": round(theirs, 1),
         "ratio_ib_read_bw": round(statistics.median(ours) / theirs, 3),
         "one_p50_us": micros[ONES // 2],
@@ -83,9 +81,7 @@ def measure(binary: str) -> dict[str, float]:
 def main() -> None:
     """Builds, boots, measures, reports."""
     subprocess.run(["scripts/rxe-vm", "setup"], check=True, stdout=sys.stderr)
-    build = ["cargo", "build", "--quiet", "--release", "--package", "tools", "--example", "mesh_blocks"]
-    subprocess.run(build, check=True)
-    built = Path(os.environ.get("CARGO_TARGET_DIR", "target")) / "release/examples/mesh_blocks"
+    built = build()
     with tempfile.TemporaryDirectory(prefix="pillion-bench-") as folder:
         # Copies: nothing that a guest has open may change.
         shutil.copy(built, folder)
@@ -97,6 +93,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        print(json.dumps(measure(sys.argv[1])))
+        harness.report(measure(sys.argv[1]))
     else:
         main()

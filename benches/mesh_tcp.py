@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import statistics
 import subprocess
@@ -18,7 +17,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from benches.mesh_node import Node
+from benches import harness
+from benches.mesh_node import Node, build
 from testkit.ports import free_port
 
 GIB = 1 << 30
@@ -75,14 +75,14 @@ def bulk(binary: Path, streams: int) -> dict[str, float]:
             theirs.append(rate)
             their_cpu.append(cpu)
             ratios.append(ours[-1] / rate)
-            print(f"{streams} streams: {ours[-1]:.2f} GiB/s, iperf3 {rate:.2f}", file=sys.stderr, flush=True)
+            harness.say(f"{streams} streams: {ours[-1]:.2f} GiB/s, iperf3 {rate:.2f}")
     return {
-        "gib_per_s": round(statistics.median(ours), 2),
-        "iperf3_gib_per_s": round(statistics.median(theirs), 2),
+        "gib_per_s": harness.median(ours, 2),
+        "iperf3_gib_per_s": harness.median(theirs, 2),
         "ratio_iperf3": round(statistics.median(ours) / statistics.median(theirs), 3),
         "ratio_iperf3_min": round(min(ratios), 3),
         "cpu_s_per_gib": round(cpu_s / ROUNDS, 3),
-        "iperf3_cpu_s_per_gib": round(statistics.median(their_cpu), 3),
+        "iperf3_cpu_s_per_gib": harness.median(their_cpu, 3),
     }
 
 
@@ -99,21 +99,20 @@ def over_tls(binary: Path) -> dict[str, float]:
         subprocess.run([str(binary), "certificates", folder], check=True)
         with nodes(binary, STREAMS[-1], folder) as (_, reader):
             rates = [1 / float(reader.ask("all")) for _ in range(TLS_ROUNDS)]
-    return {"tls_gib_per_s": round(statistics.median(rates), 2)}
+    return {"tls_gib_per_s": harness.median(rates, 2)}
 
 
 def main() -> None:
     """Builds, measures, reports."""
+    harness.parser(__doc__).parse_args()
     if shutil.which("iperf3") is None:
         sys.exit("iperf3 is not installed: apt-get install iperf3")
-    build = ["cargo", "build", "--quiet", "--release", "--package", "tools", "--example", "mesh_blocks"]
-    subprocess.run(build, check=True)
-    binary = Path(os.environ.get("CARGO_TARGET_DIR", "target")) / "release/examples/mesh_blocks"
+    binary = build()
     results: dict[str, float] = {}
     for streams in STREAMS:
         suffix = "" if streams == STREAMS[-1] else f"_{streams}"
         results |= {key + suffix: value for key, value in bulk(binary, streams).items()}
-    print(json.dumps(results | ones(binary) | over_tls(binary)))
+    harness.report(results | ones(binary) | over_tls(binary))
 
 
 if __name__ == "__main__":

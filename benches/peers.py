@@ -12,7 +12,7 @@ import random
 import sys
 import time
 
-from benches import rig
+from benches import harness, rig
 from testkit.ports import free_port
 from testkit.waiting import wait_for
 
@@ -106,7 +106,7 @@ def measure() -> dict[str, float]:
     """Medians, microseconds."""
     source = random.Random(3)
     with contextlib.ExitStack() as stack:
-        rig.say(f"saving {KEYS} keys in each of three sidecars")
+        harness.say(f"saving {KEYS} keys in each of three sidecars")
         ends = [f"{address}:{free_port(address)}" for address in ("127.0.0.1", "127.0.0.2")]
         alone, member, peer = (
             Side(stack, source),
@@ -115,10 +115,10 @@ def measure() -> dict[str, float]:
         )
         wait_for(lambda: member.metric("pillion_mesh_peer_keys") == KEYS, "news of the peer's keys")
         gc.freeze()
-        rig.say("measuring")
+        harness.say("measuring")
         spent, overtaken = _rounds(source, alone, member, peer)
         asks = _false_positives(source, member, peer)
-    medians = {name: rig.median(samples) for name, samples in spent.items()}
+    medians = {name: harness.median(samples) for name, samples in spent.items()}
     added = {kind: medians[f"peers_{kind}"] - medians[base] for kind, base in (("absent", "absent"), ("remote", "local"))}
     return {
         **{f"{name}_{COUNT}_us": value for name, value in medians.items()},

@@ -9,13 +9,14 @@ it; `--forecast` says how far what is foretold of other rooms is from what they 
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+from benches import harness
 
 CONVERSATION = Path(__file__).parent / "traces" / "mooncake-conversation.jsonl.gz"
 BENCH = ("cargo", "bench", "--quiet", "--package", "tiers", "--bench", "policy", "--")
@@ -30,7 +31,7 @@ def requests(trace: Path) -> Iterator[str]:
 
 def main() -> None:
     """Runs the bench."""
-    parser = argparse.ArgumentParser(description="Hit ratios of the DRAM tier's eviction policy.")
+    parser = harness.parser(__doc__)
     parser.add_argument("--trace", type=Path, metavar="FILE", help="replay this trace alone")
     parser.add_argument("--shared", action="store_true", help="rooms of two namespaces, and two pods")
     parser.add_argument("--disk", action="store_true", help="DRAM with a disk of three times its room")

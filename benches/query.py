@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import os
 import random
 import socket
-import statistics
 import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benches import peers, rig
+from benches import harness, peers, rig
 from testkit.waiting import wait_for
 
 KEYS = 1_000_000
@@ -166,7 +164,7 @@ def seqpacket_us() -> float:
         spent.append(clock_us() - began)
     ours.close()
     os.waitpid(child, 0)
-    return rig.median(spent)
+    return harness.median(spent)
 
 
 def fill(engine: rig.Engine, source: random.Random) -> tuple[list[bytes], list[bytes]]:
@@ -192,19 +190,19 @@ def measure(engine: rig.Engine, keys: list[bytes], long_keys: list[bytes]) -> di
     queries, long_queries = Queries(engine, keys), Queries(engine, long_keys)
     check(queries, keys)
     check(long_queries, long_keys)
-    rig.say(f"{KEYS} keys are resident; measuring")
+    harness.say(f"{KEYS} keys are resident; measuring")
     by_count = {n: queries.many(n, SAMPLES if n < 8192 else SAMPLES_OF_LARGE) for n in COUNTS}
     measure_of: dict[str, Callable[[], float]] = {
-        "p50_us_sha256": lambda: rig.median(long_queries.many(512, SAMPLES)),
-        "repeat_p50_us": lambda: rig.median(queries.repeated(512, SAMPLES, forget=False)),
-        "repeat_asked_p50_us": lambda: rig.median(queries.repeated(512, SAMPLES, forget=True)),
-        "rested_p50_us": lambda: rig.median(queries.many(512, SAMPLES // 3, pause_s=0.001)),
-        "batch32x512_us": lambda: rig.median([queries.batch(32, 512) for _ in range(BATCHES)]),
-        "busy_p99_us": lambda: rig.percentile(queries.beside_a_busy_thread(512, BUSY_SAMPLES), 0.99),
+        "p50_us_sha256": lambda: harness.median(long_queries.many(512, SAMPLES)),
+        "repeat_p50_us": lambda: harness.median(queries.repeated(512, SAMPLES, forget=False)),
+        "repeat_asked_p50_us": lambda: harness.median(queries.repeated(512, SAMPLES, forget=True)),
+        "rested_p50_us": lambda: harness.median(queries.many(512, SAMPLES // 3, pause_s=0.001)),
+        "batch32x512_us": lambda: harness.median([queries.batch(32, 512) for _ in range(BATCHES)]),
+        "busy_p99_us": lambda: harness.percentile(queries.beside_a_busy_thread(512, BUSY_SAMPLES), 0.99),
     }
     return {
-        "p50_us": {str(n): rig.median(samples) for n, samples in by_count.items()},
-        "p99_us": {str(n): rig.percentile(samples, 0.99) for n, samples in by_count.items()},
+        "p50_us": {str(n): harness.median(samples) for n, samples in by_count.items()},
+        "p99_us": {str(n): harness.percentile(samples, 0.99) for n, samples in by_count.items()},
         **{name: measured() for name, measured in measure_of.items()},
     }
 
@@ -233,7 +231,7 @@ def grouped() -> dict[str, dict[str, float]]:
                 for kind, (asked, counts) in kinds.items():
                     spent[kind] += [together(asked, counts, pause_us) for _ in range(TURN // 2)]
             for kind, samples in spent.items():
-                medians[kind][name] = rig.median(samples)
+                medians[kind][name] = harness.median(samples)
     one = medians.pop("one")
     ratios = {
         f"groups_{kind}_ratio": {pause: round(samples[pause] / one[pause], 2) for pause in one}
@@ -277,7 +275,7 @@ def compared(binary: Path | None) -> dict[str, float]:
     """Queries for 512 keys in turns: as ever, by an engine that follows KV events and looks for some behind each query, and of
     another binary."""
     pairs = [pair(binary) for _ in range(PAIRS)]
-    return {name: round(statistics.median(of[name] for of in pairs), 3) for name in pairs[0]}
+    return {name: harness.median((of[name] for of in pairs), 3) for name in pairs[0]}
 
 
 def pair(binary: Path | None) -> dict[str, float]:
@@ -306,19 +304,19 @@ def pair(binary: Path | None) -> dict[str, float]:
 
 def main() -> None:
     """Fills, checks, measures."""
-    binary = rig.binary()
+    binary = rig.binary(__doc__)
     # Before there are threads and a large heap to fork.
     round_trip = seqpacket_us()
     with rig.sidecar(DRAM) as sidecar:
         engine = rig.Engine(sidecar.socket, BLOCKS, BLOCK_BYTES)
-        rig.say(f"saving {KEYS} keys")
+        harness.say(f"saving {KEYS} keys")
         keys, long_keys = fill(engine, random.Random(1))
         # A million objects: the collector's pauses are the benchmark's own.
         gc.freeze()
         result = measure(engine, keys, long_keys)
         engine.close()
     result |= {**grouped(), **compared(binary), **peers.measure()}
-    print(json.dumps(result | {"seqpacket_rtt_us": round_trip, "keys": KEYS}))
+    harness.report(result | {"seqpacket_rtt_us": round_trip, "keys": KEYS})
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ be found, with the page cache dropped where this may be done (as root). Takes 9 
 from __future__ import annotations
 
 import contextlib
-import json
 import random
 import subprocess
 import sys
@@ -19,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benches import rig, ssd_log
+from benches import harness, rig, ssd_log
 from testkit import logs
 from testkit.sidecar import Sidecar, new_pool
 from testkit.waiting import Failed
@@ -69,7 +68,7 @@ def measure(block_bytes: int) -> dict[str, float | int]:
         stack.callback(lambda: sidecar.kill())
         kept = fill(sidecar, block_bytes)
         sidecar.wait_summed()
-        rig.say(f"{kept} blocks of {block_bytes} bytes are kept; restarting")
+        harness.say(f"{kept} blocks of {block_bytes} bytes are kept; restarting")
         for _ in range(RESTARTS):
             sidecar.kill()
             began = time.monotonic()
@@ -77,11 +76,11 @@ def measure(block_bytes: int) -> dict[str, float | int]:
             times.append(time.monotonic() - began)
             sidecar.wait_metric("pillion_adopted_blocks_total", kept)
             verified.append(time.monotonic() - began)
-            rig.say(f"adopted {kept} in {times[-1]:.3f} s, verified in {verified[-1]:.3f}: {logs.tail(sidecar.log)}")
+            harness.say(f"adopted {kept} in {times[-1]:.3f} s, verified in {verified[-1]:.3f}: {logs.tail(sidecar.log)}")
     return {
-        "s": round(sorted(times)[RESTARTS // 2], 3),
+        "s": harness.median(times, 3),
         "s_max": round(max(times), 3),
-        "verified_s": round(sorted(verified)[RESTARTS // 2], 3),
+        "verified_s": harness.median(verified, 3),
         "verified_s_max": round(max(verified), 3),
         "blocks": kept,
     }
@@ -102,7 +101,7 @@ def measure_index() -> dict[str, float | int | bool]:
     with ssd_log.folder() as folder:
         log = folder / "log"
         written = ssd_log.run(executable, log, INDEX_LOG_BYTES, f"write:4096:{INDEX_BLOCKS}:64:0")
-        rig.say(f"wrote {INDEX_BLOCKS} blocks of 4 KiB at {written['write_gib_s']} GiB/s")
+        harness.say(f"wrote {INDEX_BLOCKS} blocks of 4 KiB at {written['write_gib_s']} GiB/s")
         # The last segment is still open: this start reads it through and seals it.
         ssd_log.run(executable, log, INDEX_LOG_BYTES)
         found = []
@@ -111,7 +110,7 @@ def measure_index() -> dict[str, float | int | bool]:
             found.append(ssd_log.run(executable, log, INDEX_LOG_BYTES, "ask"))
             if found[-1]["blocks"] != INDEX_BLOCKS:
                 sys.exit(f"{found[-1]['blocks']} of {INDEX_BLOCKS} blocks were found")
-            rig.say(f"found them again in {found[-1]['recover_s']} s")
+            harness.say(f"found them again in {found[-1]['recover_s']} s")
     times = sorted(figures["recover_s"] for figures in found)
     return {
         "index_1m_s": round(times[RESTARTS // 2], 3),
@@ -125,9 +124,10 @@ def measure_index() -> dict[str, float | int | bool]:
 
 def main() -> None:
     """Both block sizes of the pool, and the log."""
+    harness.parser(__doc__).parse_args()
     results = {name: measure(block_bytes) for name, block_bytes in BLOCK_BYTES.items()}
     pool = {f"{name}_{key}": value for name, result in results.items() for key, value in result.items()}
-    print(json.dumps(pool | measure_index()))
+    harness.report(pool | measure_index())
 
 
 if __name__ == "__main__":

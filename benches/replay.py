@@ -11,11 +11,9 @@ and what the sidecar counted.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import dataclasses
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -25,17 +23,14 @@ from typing import Any
 import torch
 from vllm import SamplingParams
 from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
-from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.engine import core
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from benches import rig
+from benches import harness, hooks, rig
 from benches.gpu import models, trace
 from pillion.connector import PillionConnector
 from pillion.scheduler import Scheduler as SchedulerRole
@@ -76,15 +71,12 @@ class Engine:
     def __init__(self, directory: Path, socket: Path) -> None:
         model = models.write(directory / "model", models.TINY)
         extra = {"pillion.socket": str(socket), "pillion.model_id": "replay", "pillion.query_timeout_us": rig.BUDGET_US}
-        transfer = {"kv_connector": "PillionConnector", "kv_connector_module_path": "pillion.connector", "kv_role": "kv_both"}
         sizes = trace.SIZES["full"]
         longest = sizes["prompt_max"] + sizes["output_max"] + 64
         config = VllmConfig(
             model_config=ModelConfig(str(model), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=longest),
             device_config=DeviceConfig("cpu"),
-            cache_config=CacheConfig(
-                block_size=BLOCK_TOKENS, enable_prefix_caching=True, prefix_caching_hash_algo="xxhash_cbor"
-            ),
+            cache_config=CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=True, prefix_caching_hash_algo=hooks.HASH),
             scheduler_config=SchedulerConfig(
                 max_num_seqs=256,
                 max_num_batched_tokens=sizes["batched_tokens"],
@@ -93,9 +85,7 @@ class Engine:
                 is_encoder_decoder=False,
                 async_scheduling=True,
             ),
-            kv_transfer_config=KVTransferConfig(
-                **transfer, kv_load_failure_policy="recompute", kv_connector_extra_config=extra
-            ),
+            kv_transfer_config=KVTransferConfig(**hooks.transfer(extra), kv_load_failure_policy="recompute"),
         )
         # vLLM turns it off where it runs on a CPU.
         config.scheduler_config.async_scheduling = True
@@ -114,10 +104,7 @@ class Engine:
             block_size=BLOCK_TOKENS,
             log_stats=True,
         )
-        hash_function = get_hash_fn_by_name("xxhash_cbor")
-        kv_cache_utils.init_none_hash(hash_function)
-        # As vLLM's engine core makes it: the connector has put another in its place.
-        self._hasher = core.get_request_block_hasher(BLOCK_TOKENS, hash_function)
+        self._hasher = hooks.hasher(BLOCK_TOKENS)
         self.now = 0.0
         self._flights: collections.deque[Flight] = collections.deque()
         self.steps = 0
@@ -177,20 +164,8 @@ class Engine:
                     self.first.setdefault(one.request_id, self.now)
 
     def _run(self, output: SchedulerOutput) -> KVConnectorOutput:
-        """Every hook of the worker role, in vLLM's order."""
-        worker, metadata = self._worker, output.kv_connector_metadata
-        assert metadata is not None
-        worker.handle_preemptions(metadata)
-        worker.bind_connector_metadata(metadata)
-        worker.start_load_kv(None)
-        worker.wait_for_layer_load(LAYER)
-        worker.save_kv_layer(LAYER, self._kv, None)
-        worker.wait_for_save()
-        _, received = worker.get_finished(output.finished_req_ids)
-        failed = worker.get_block_ids_with_load_errors()
-        taken = worker.build_connector_worker_meta()
-        worker.clear_connector_metadata()
-        return KVConnectorOutput(finished_recving=received, invalid_block_ids=failed, kv_connector_worker_meta=taken)
+        assert output.kv_connector_metadata is not None
+        return hooks.run_worker(self._worker, output.kv_connector_metadata, output, [LAYER], self._kv)
 
     def shutdown(self) -> None:
         """Both roles leave."""
@@ -229,17 +204,16 @@ def dram(room: int) -> str:
 
 def main() -> None:
     """Prints one JSON line last."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--room", type=int, action="append", metavar="BLOCKS", help="repeatable [20320, 40640, 80000]")
     rooms = parser.parse_args().room or ROOMS
-    os.environ.setdefault("PYTHONHASHSEED", "0")
     arrivals = trace.arrivals(trace.SIZES["full"], models.TINY["vocab_size"])
     rooms_found = {}
     for room in rooms:
         with tempfile.TemporaryDirectory() as directory, rig.sidecar(dram(room)) as keeper:
             rooms_found[str(room)] = replay(arrivals, keeper, Path(directory))
-        rig.say(f"{room} blocks: {json.dumps(rooms_found[str(room)])}")
-    print(json.dumps({"requests": len(arrivals), "rooms": rooms_found}))
+        harness.say(f"{room} blocks: {json.dumps(rooms_found[str(room)])}")
+    harness.report({"requests": len(arrivals), "rooms": rooms_found})
 
 
 if __name__ == "__main__":

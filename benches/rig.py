@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
-import statistics
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from benches import harness
 from testkit import sessions
 from testkit.sidecar import Sidecar, serving
 
@@ -51,20 +49,9 @@ class Engine(sessions.Sessions):
             self.keep(some, list(range(1, len(some) + 1)))
 
 
-def percentile(samples: list[float], part: float) -> float:
-    """The value below which `part` of the samples lie, to a tenth of a microsecond."""
-    ordered = sorted(samples)
-    return round(ordered[min(len(ordered) - 1, int(len(ordered) * part))], 1)
-
-
-def median(samples: list[float]) -> float:
-    """To a tenth of a microsecond."""
-    return round(statistics.median(samples), 1)
-
-
-def binary() -> Path | None:
+def binary(text: str | None) -> Path | None:
     """Another sidecar, named on the command line, that is compared with the wheel's."""
-    parser = argparse.ArgumentParser()
+    parser = harness.parser(text)
     parser.add_argument("--binary", type=Path, help="another sidecar's executable, to compare with the wheel's")
     named: Path | None = parser.parse_args().binary
     return named
@@ -77,8 +64,3 @@ def compared(name: str, spent: dict[str, list[float]], part: float = 0.5) -> dic
     found = {f"{kind}_{name}_us": round(value, 2) for kind, value in values.items()}
     ratios = {f"{kind}_{name}_ratio": round(value / plain, 3) for kind, value in values.items()}
     return {f"plain_{name}_us": round(plain, 2)} | found | ratios
-
-
-def say(text: str) -> None:
-    """Progress; the result is the last line of standard output."""
-    print(text, file=sys.stderr, flush=True)

@@ -8,7 +8,6 @@ ids, and each request has a connection of its own. The last line is one JSON obj
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import http.server
 import json
@@ -22,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benches import harness
 from testkit import metrics
 from testkit.ports import free_port
 from testkit.server import Server, fetch
@@ -97,7 +97,7 @@ def first_token(url: str, prompt: list[int]) -> float:
 
 def main() -> None:
     """By turns of an engine, and of the router before two."""
-    parser = argparse.ArgumentParser(description="What the router itself adds to a first token.")
+    parser = harness.parser(__doc__)
     parser.add_argument("--binary", help="the sidecar's executable")
     options = parser.parse_args()
     results: dict[str, dict[str, float]] = {}
@@ -128,7 +128,7 @@ def main() -> None:
             results[str(tokens)] = {"alone": round(one, 3), "routed": round(two, 3), "added": round(two - one, 3)}
         if passed_on() - before != REQUESTS * len(LENGTHS):
             raise SystemExit("not every first token was passed on at once")
-    print(json.dumps({"bench": "route", "requests": REQUESTS, "tokens_ms": results}))
+    harness.report({"bench": "route", "requests": REQUESTS, "tokens_ms": results})
 
 
 if __name__ == "__main__":

@@ -12,11 +12,10 @@ Beside it, in turns, an engine whose KV events are followed, and one with anothe
 from __future__ import annotations
 
 import contextlib
-import json
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,15 +23,12 @@ from typing import Any
 import torch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
-from vllm.v1.engine import core
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from benches import rig
+from benches import harness, hooks, rig
 from pillion.connector import PillionConnector
 from pillion.scheduler import Scheduler as SchedulerRole
 from pillion.vllm_compat import KVConnectorRole
@@ -41,6 +37,7 @@ from testkit.waiting import wait_for
 
 BLOCK_TOKENS = 16
 LAYERS = 2
+NAMES = [f"layer.{layer}" for layer in range(LAYERS)]
 PAGE_SHAPE = (1, BLOCK_TOKENS, 32)  # heads, tokens, content: 1 KiB a layer
 SAVE_REQUESTS, SAVE_BLOCKS = 8, 128
 RUNNING, LONG, SHORT = 256, 512, 64
@@ -52,7 +49,7 @@ WATCHDOG_S = 120
 
 def main() -> None:
     """Prints one JSON line last."""
-    binary = rig.binary()
+    binary = rig.binary(__doc__)
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
         engines: dict[str, Engine] = {}
         for kind in ("plain", "events", *(["binary"] if binary else [])):
@@ -61,36 +58,27 @@ def main() -> None:
             stack.callback(engine.shutdown)
             wait_for(engine.bound, "namespace", WATCHDOG_S, rig.POLL_S)
             engines[kind] = engine
-        print(json.dumps(measure(engines) | {"running": RUNNING, "blocks_each": LONG, "byte_exact": True}))
+        harness.report(measure(engines) | {"running": RUNNING, "blocks_each": LONG, "byte_exact": True})
 
 
 def measure(engines: dict[str, Engine]) -> dict[str, object]:
     """Steps of each engine in turns."""
-    saves: dict[str, list[tuple[float, float]]] = {kind: [] for kind in engines}
-    for round in range(ROUNDS):
-        # The engine that saves first in a round finds other contents of the CPU caches than the next one: the order alternates.
-        for kind in list(engines)[:: 1 - 2 * (round % 2)]:
-            saves[kind].append(save_round(engines[kind], round))
+    saves = harness.turns(ROUNDS, {kind: partial(save_round, engine) for kind, engine in engines.items()})
     plain = sorted(wall for wall, _ in saves["plain"])
     result: dict[str, object] = {
-        "save1024_us": round_us(statistics.median(plain)),
-        "save1024_us_min_max": [round_us(plain[0]), round_us(plain[-1])],
+        "save1024_us": harness.median(plain),
+        "save1024_us_min_max": [round(plain[0], 1), round(plain[-1], 1)],
         **rig.compared("save1024_cpu", {kind: [cpu for _, cpu in samples] for kind, samples in saves.items()}),
-        "events_told1024_cpu_us": round_us(statistics.median(engines["events"].told_us)),
+        "events_told1024_cpu_us": harness.median(engines["events"].told_us),
     }
     for name, length in (("idle_step_short", SHORT), ("idle_step", LONG)):
         turns = zip(*(idle_steps(engine, length) for engine in engines.values()), strict=True)
         steps = dict(zip(engines, map(list, zip(*turns, strict=True)), strict=True))
         plain = sorted(steps["plain"])
-        result[f"{name}_us"] = round_us(statistics.median(plain))
-        result[f"{name}_p99_us"] = round_us(plain[len(plain) * 99 // 100])
+        result[f"{name}_us"] = harness.median(plain)
+        result[f"{name}_p99_us"] = harness.percentile(plain, 0.99)
         result |= rig.compared(name, steps)
     return result
-
-
-def round_us(value: float) -> float:
-    """To a tenth of a microsecond."""
-    return round(value, 1)
 
 
 class Engine:
@@ -107,34 +95,28 @@ class Engine:
             "pillion.record_every": 0,
             "pillion.record_slow_ms": 3_600_000,
         }
-        transfer: dict[str, Any] = {"kv_connector": "PillionConnector", "kv_connector_module_path": "pillion.connector"}
-        transfer |= {"kv_role": "kv_both", "kv_connector_extra_config": extra}
         config = EngineArgs(
             model=str(path),
             skip_tokenizer_init=True,
             enable_prefix_caching=True,
-            prefix_caching_hash_algo="xxhash_cbor",
-            kv_transfer_config=transfer,
+            prefix_caching_hash_algo=hooks.HASH,
+            kv_transfer_config=hooks.transfer(extra),
             kv_events_config={"enable_kv_cache_events": True, "publisher": "null"} if events else None,
         ).create_engine_config()
         spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=16, dtype=torch.bfloat16)
-        names = [f"layer.{layer}" for layer in range(LAYERS)]
         size = blocks * LAYERS * spec.page_size_bytes
-        tensor = KVCacheTensor(size, names, blocks * spec.page_size_bytes, spec.page_size_bytes)
-        kv_config = KVCacheConfig(blocks, [tensor], [KVCacheGroupSpec(names, spec)])
+        tensor = KVCacheTensor(size, NAMES, blocks * spec.page_size_bytes, spec.page_size_bytes)
+        kv_config = KVCacheConfig(blocks, [tensor], [KVCacheGroupSpec(NAMES, spec)])
         storage = torch.zeros((LAYERS, blocks, *PAGE_SHAPE), dtype=torch.bfloat16)
         self.kv = storage
         # Requests with a running load.
         self.awaited: set[str] = set()
         self.worker = PillionConnector(config, KVConnectorRole.WORKER, kv_config)
-        self.worker.register_kv_caches({name: storage[layer] for layer, name in enumerate(names)})
+        self.worker.register_kv_caches({name: storage[layer] for layer, name in enumerate(NAMES)})
         self.scheduler = PillionConnector(config, KVConnectorRole.SCHEDULER, kv_config)
-        hash_fn = get_hash_fn_by_name("xxhash_cbor")
-        kv_cache_utils.init_none_hash(hash_fn)
         # Whether its KV events are followed, those of the round, and CPU microseconds of those of each round behind its step.
         self.events, self.told, self.told_us = events, list[Any](), list[float]()
-        # As vLLM's engine core makes it: the connector has put another in its place.
-        self._hasher = core.get_request_block_hasher(BLOCK_TOKENS, hash_fn)
+        self._hasher = hooks.hasher(BLOCK_TOKENS)
 
     def request(self, name: str, blocks: int, seed: int, extra_tokens: int = 1) -> Request:
         """A request of whole blocks and some tokens more."""
@@ -144,20 +126,10 @@ class Engine:
     def step(self, output: SchedulerOutput) -> None:
         """Every hook of both roles, in vLLM's order."""
         meta = self.scheduler.build_connector_meta(output)
-        worker = self.worker
-        worker.handle_preemptions(meta)
-        worker.bind_connector_metadata(meta)
-        worker.start_load_kv(None)
-        for layer in range(LAYERS):
-            worker.wait_for_layer_load(f"layer.{layer}")
-            worker.save_kv_layer(f"layer.{layer}", self.kv, None)
-        worker.wait_for_save()
-        _, received = worker.get_finished(output.finished_req_ids)
-        self.awaited -= received or set()
-        worker.get_block_ids_with_load_errors()
-        taken = worker.build_connector_worker_meta()
-        worker.clear_connector_metadata()
-        self.scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=taken))
+        done = hooks.run_worker(self.worker, meta, output, NAMES, self.kv)
+        self.awaited -= done.finished_recving or set()
+        # Loads are ended here, without a model runner.
+        self.scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=done.kv_connector_worker_meta))
         self.told += self.scheduler.take_events()
 
     def match(self, request: Request) -> int:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benches import ssd_log
+from benches import harness, ssd_log
 
 GIB = 1 << 30
 SIZE = 3 * GIB
@@ -96,6 +96,7 @@ def summary(name: str, rounds: list[dict[str, dict[str, float]]]) -> dict[str, f
 
 def main() -> None:
     """Prints one JSON line last."""
+    harness.parser(__doc__).parse_args()
     if shutil.which("fio") is None:
         sys.exit("benches/run ssd: fio is missing, what the tier is compared with: apt-get install fio")
     result: dict[str, float | list[float]] = {}
@@ -107,9 +108,9 @@ def main() -> None:
             for number in range(ROUNDS):
                 rounds.append(bench.round(block_bytes, depth))
                 rates = ", ".join(f"{kind} {figures['gib_s']:.2f}" for kind, figures in rounds[-1].items())
-                print(f"{name} round {number}: {rates} GiB/s", file=sys.stderr, flush=True)
+                harness.say(f"{name} round {number}: {rates} GiB/s")
             result |= summary(name, rounds)
-    print(json.dumps(result))
+    harness.report(result)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ of those that it has in all layers.
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import hashlib
 import itertools
@@ -22,7 +21,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from benches import rig
+from benches import harness, rig
 from pillion.resuming import Resuming
 from testkit.waiting import wait_for
 
@@ -134,7 +133,7 @@ def _reads(size: int) -> int:
 def main() -> None:
     """Runs the bench."""
     names = ["all", *map(str, CHECKPOINTS)]
-    parser = argparse.ArgumentParser(description="What a model with windows keeps of a real trace.")
+    parser = harness.parser(__doc__)
     parser.add_argument("--tokens", type=int, choices=BYTES, default=128, help="of a block")
     parser.add_argument("--requests", type=int, help="of the trace, from its beginning")
     parser.add_argument("--saved", nargs="+", choices=names, default=names, help="what is saved of windows")
@@ -146,8 +145,8 @@ def main() -> None:
     for name in given.saved:
         resuming = Resuming() if name == "all" else Resuming(_reads(size), int(name) // size)
         results[name] = play(asked, size, room, resuming)
-        rig.say(f"{name}: {results[name]}")
-    print(json.dumps({"room_bytes": room, **results}))
+        harness.say(f"{name}: {results[name]}")
+    harness.report({"room_bytes": room, **results})
 
 
 if __name__ == "__main__":

@@ -5,9 +5,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+
+from benches import harness
 
 # By scale: rows of the square matrices, kernels of a slice, slices. A slice of "full" takes some 0.3 s on an H200.
 SCALES = {"full": (8192, 200, 16), "quick": (8192, 100, 3), "tiny": (64, 20, 2)}
@@ -26,17 +29,10 @@ def beside(transfer: Callable[[], int], scale: str) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, other, count in (("compute", matrix, kernels), ("memory", vector, kernels * VECTORS_PER_PRODUCT)):
         graph, launches = recorded(matrix, other, count, stream)
-        alone: list[float] = []
-        together: list[float] = []
-        moved, moved_s = 0, 0.0
-        for turn in range(slices + 1):
-            if turn % 2:
-                alone.append(run(graph, stream, lambda: 0)[0])
-            took, moved_bytes, moving_s = run(graph, stream, transfer)
-            together.append(took)
-            moved, moved_s = moved + moved_bytes, moved_s + moving_s
-            if not turn % 2:
-                alone.append(run(graph, stream, lambda: 0)[0])
+        ways = {"together": transfer, "alone": lambda: 0}
+        samples = harness.turns(slices + 1, {way: partial(run, graph, stream, moves) for way, moves in ways.items()})
+        alone, together = ([took for took, _, _ in samples[way]] for way in ("alone", "together"))
+        moved, moved_s = (sum(each) for each in list(zip(*samples["together"], strict=True))[1:])
         # The first of each is a warm-up.
         pairs = [without / with_ for without, with_ in zip(alone[1:], together[1:], strict=True)]
         spread = {"median": statistics.median(pairs), "min": min(pairs), "max": max(pairs)}
@@ -60,7 +56,7 @@ def recorded(matrix: torch.Tensor, other: torch.Tensor, count: int, stream: torc
     return graph, count
 
 
-def run(graph: Any, stream: torch.cuda.Stream, transfer: Callable[[], int]) -> tuple[float, int, float]:
+def run(graph: Any, stream: torch.cuda.Stream, transfer: Callable[[], int], _turn: int) -> tuple[float, int, float]:
     """Seconds on the GPU of one slice; the bytes moved by the transfers begun meanwhile, and their seconds."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()

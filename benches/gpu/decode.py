@@ -11,6 +11,7 @@ import statistics
 import time
 from typing import Any
 
+from benches import harness
 from benches.gpu import rig
 from benches.gpu.engine import Answer, Engine
 
@@ -82,14 +83,14 @@ def compare(raw: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
     (prefill, prefill_first), (decode, decode_first) = medians("prefill_s"), medians("decode_s")
     return {
         "facts": raw["facts"],
-        "prefill_s": rig.spread([measured["prefill_s"] for measured in rounds]),
+        "prefill_s": harness.spread([measured["prefill_s"] for measured in rounds]),
         "prefill_ratio": round(prefill / prefill_first, 4),
-        "decode_s": rig.spread([measured["decode_s"] for measured in rounds]),
+        "decode_s": harness.spread([measured["decode_s"] for measured in rounds]),
         "decode_ratio": round(decode / decode_first, 4),
-        "decode_tok_s": rig.spread([measured["decoded"] / measured["decode_s"] for measured in rounds]),
-        "ttft_p50_ms": rig.percentile([ttft for measured in rounds for ttft in measured["ttft_ms"]], 0.5),
-        "itl_p50_ms": rig.percentile(gaps, 0.5),
-        "itl_p99_ms": rig.percentile(gaps, 0.99),
+        "decode_tok_s": harness.spread([measured["decoded"] / measured["decode_s"] for measured in rounds]),
+        "ttft_p50_ms": harness.percentile([ttft for measured in rounds for ttft in measured["ttft_ms"]], 0.5),
+        "itl_p50_ms": harness.percentile(gaps, 0.5),
+        "itl_p99_ms": harness.percentile(gaps, 0.99),
         "all_cold": cold,
         "answers_equal": rig.share_equal(tokens, theirs),
         "first_tokens_equal": first_equal,

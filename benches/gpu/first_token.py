@@ -17,6 +17,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from benches import harness
 from benches.gpu import apart, handover, http, rig, weights
 from testkit import metrics
 from testkit.server import fetch
@@ -79,7 +80,7 @@ def measured(first: str, url: str, model: Path, options: argparse.Namespace, tok
         equal.append(answer == stream(first, model, prompts[1])[1])
     kept = {name: samples[WARM_UPS:] for name, samples in times.items()}
     added = statistics.median(kept["routed"]) - statistics.median(kept["alone"])
-    figures: dict[str, Any] = {f"{name}_ms": rig.spread(samples) for name, samples in kept.items()}
+    figures: dict[str, Any] = {f"{name}_ms": harness.spread(samples) for name, samples in kept.items()}
     return figures | {"added_ms": round(added, 2), "equal": round(statistics.mean(equal[WARM_UPS:]), 4)}
 
 

@@ -20,13 +20,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benches.gpu import models, rig
+from benches import harness
+from benches.gpu import rig
 from benches.gpu.engine import Answer, Engine
 from benches.gpu.ttft import ONE_TOKEN, OUTPUT_TOKENS, UNCHECKED
 from testkit import collector, handover, memory, metrics
 from testkit.sidecar import Sidecar
 from testkit.transfer import TO_ANSWER, TO_COMPUTE
-from testkit.waiting import Failed
 
 WARM_UPS = 2
 # vLLM's server sleeps so long after a step in which no request could go on.
@@ -274,12 +274,12 @@ def measured(pair: Pair, tokens: int, rounds: int, ways: list[str], block_tokens
             hit = pair.d.ask(ONE_TOKEN)
             times["d_hit"].append(ms(hit["added"], hit["first"]))
             equal.append(answer["tokens"] == pair.p.ask(OUTPUT_TOKENS)["tokens"])
-    result: dict[str, Any] = {f"{name}_ms": rig.spread(samples) for name, samples in times.items()}
+    result: dict[str, Any] = {f"{name}_ms": harness.spread(samples) for name, samples in times.items()}
     medians = {name: statistics.median(samples) for name, samples in times.items()}
     for way in ways:
         result[f"added_{way}_ms"] = round(medians[f"pd_{way}"] - medians["p_alone"] - medians["d_hit"], 2)
     if pair.handed_over:
-        result["handed_over_ms"] = rig.spread(pair.handed_over)
+        result["handed_over_ms"] = harness.spread(pair.handed_over)
     if pair.timeline:
         result["timeline_ms"] = pair.timeline | {"sidecar": {"handed_over": round(pair.handed_over[-1], 2)}}
     result |= {"computed_max": max(computed), "equal": round(sum(equal) / len(equal), 4)}
@@ -315,7 +315,7 @@ def beside(pair: Pair, options: argparse.Namespace) -> dict[str, Any]:
             computed.append(tokens - pair.at_once()[1]["cached_tokens"])
         result[str(tokens)] = {"acceptance": waits(looked, pair.acceptance()), "computed_max": max(computed)}
         if pair.handed_over:
-            result[str(tokens)]["handed_over_ms"] = rig.spread(pair.handed_over)
+            result[str(tokens)]["handed_over_ms"] = harness.spread(pair.handed_over)
     looked = pair.acceptance()
     found = []
     for _ in range(TOGETHER_ROUNDS):
@@ -363,7 +363,7 @@ def transfers(mode: str, options: argparse.Namespace, folder: Path) -> Iterator[
         (options.logs / "pillion-metrics.txt").write_text(keeper.get("/metrics") or "")
 
 
-def run_mode(mode: str, options: argparse.Namespace, folder: Path, model: Path) -> dict[str, Any]:
+def run_mode(mode: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Both engines of a mode, one started after the other, and all lengths."""
     # A prompt that P has not computed has no answer of P's that NIXL could go by.
     ways = ["first"] if mode == "nixl" else ["first", "at_once"]
@@ -378,7 +378,7 @@ def run_mode(mode: str, options: argparse.Namespace, folder: Path, model: Path) 
         for side in sides:
             side.hear(rig.IMPORT_WATCHDOG_S)
         for side, transfer in zip(sides, configs, strict=True):
-            started = side.do(model=str(model), transfer=transfer, reference=None)
+            started = side.do(model=str(options.model_folder), transfer=transfer, reference=None)
         pair = Pair(sides[0], sides[1], keeper, receivers)
         result: dict[str, Any] = {}
         looked = pair.acceptance()
@@ -387,13 +387,13 @@ def run_mode(mode: str, options: argparse.Namespace, folder: Path, model: Path) 
             result[str(tokens)] = measured(pair, tokens, options.sizes["prompts"], ways, started["block_tokens"])
             last_step = tokens % options.sizes["batched_tokens"] or options.sizes["batched_tokens"]
             result[str(tokens)]["copy_ms"] = copy_ms(rig.shape(options), last_step, 4 if options.tiny else 2)
-            rig.say(f"{mode}: {tokens} tokens: {json.dumps(result[str(tokens)])}")
+            harness.say(f"{mode}: {tokens} tokens: {json.dumps(result[str(tokens)])}")
         result["ok"] = all(figures["ok"] for figures in result.values())
         if keeper:
             result["acceptance"] = waits(looked, pair.acceptance())
         if options.sizes["running"] and keeper:
             result["beside"] = beside(pair, options)
-            rig.say(f"{mode}: beside others: {json.dumps(result['beside'])}")
+            harness.say(f"{mode}: beside others: {json.dumps(result['beside'])}")
         result["wrong_layer_seen"] = wrong_seen(pair, options.sizes["middle_tokens"])
         result["ok"] = result["ok"] and result["wrong_layer_seen"] >= WRONG_SEEN_LEAST
         result["facts"] = {name: side.do(end=True)["facts"] for name, side in zip("pd", sides, strict=True)}
@@ -402,16 +402,7 @@ def run_mode(mode: str, options: argparse.Namespace, folder: Path, model: Path) 
 
 def run(_bench: rig.Bench, options: argparse.Namespace, modes: list[str], folder: Path) -> rig.Results:
     """Every mode in turn; one that fails is said and the others go on."""
-    options.logs = options.logs or folder
-    options.logs.mkdir(parents=True, exist_ok=True)
-    model = models.write(folder / "model", rig.shape(options))
-    results: rig.Results = {}
-    for mode in modes:
-        try:
-            results[mode] = run_mode(mode, options, folder, model)
-        except (Failed, OSError) as error:
-            results[mode] = rig.failure(mode, error)
-    return results
+    return rig.each_mode(modes, lambda mode: run_mode(mode, options, folder))
 
 
 def options(parser: argparse.ArgumentParser) -> None:

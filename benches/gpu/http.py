@@ -16,12 +16,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benches.gpu import models, rig, weights
+from benches.gpu import rig, weights
 from testkit import metrics
 from testkit.child import python_path
 from testkit.ports import free_port
 from testkit.server import Server, fetch
-from testkit.waiting import Failed
 
 # kv_mib: a third of the beginnings; host_gib: all of them.
 SIZES = {
@@ -116,21 +115,10 @@ def run(bench: rig.Bench, options: argparse.Namespace, modes: list[str], folder:
 
 def run_modes(options: argparse.Namespace, modes: list[str], folder: Path, measure: Measure) -> rig.Results:
     """Every mode in turn; one that fails is said and the others go on."""
-    options.logs = options.logs or folder
-    options.logs.mkdir(parents=True, exist_ok=True)
-    model = models.write(folder / "model", rig.shape(options))
+    model = options.model_folder
     write_tokenizer(model, rig.shape(options)["vocab_size"])
     options.path = [weights.write_plugin(folder / "plugin"), rig.ROOT]
-    results: rig.Results = {}
-    for mode in modes:
-        rig.say(f"{mode}: starting")
-        try:
-            results[mode] = measure(mode, model)
-        except (Failed, OSError, subprocess.SubprocessError) as error:
-            results[mode] = rig.failure(mode, error)
-            continue
-        rig.say(f"{mode}: {json.dumps(results[mode])}")
-    return results
+    return rig.each_mode(modes, lambda mode: measure(mode, model))
 
 
 @contextlib.contextmanager

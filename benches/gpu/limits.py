@@ -12,12 +12,12 @@ import json
 import os
 import re
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any, Literal
 
+from benches import harness
 from benches.gpu import models, rig
 from testkit.child import python, python_path
 
@@ -217,7 +217,7 @@ def run(cases: list[Case], options: argparse.Namespace, folder: Path) -> dict[st
             if status is not None:
                 running.remove(one)
                 result["status"] = status
-                rig.say(f"{one.case.name}: {time.monotonic() - one.begun:.0f} s, {one.log}: {json.dumps(result)}")
+                harness.say(f"{one.case.name}: {time.monotonic() - one.begun:.0f} s, {one.log}: {json.dumps(result)}")
         for case in list(waiting):
             if time.monotonic() - begun > options.all_s:
                 waiting.remove(case)
@@ -251,7 +251,7 @@ def has_reference(case: Case, cases: list[Case], results: dict[str, Any], folder
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--cpu", action="store_true", help="the cases of vLLM's CPU build")
     parser.add_argument("--cases", default="", help="those whose names have this regular expression in them")
     parser.add_argument("--list", action="store_true", help="only name them")
@@ -274,8 +274,7 @@ def main() -> None:
             needed.mkdir(parents=True, exist_ok=True)
         results = run(cases, options, folder)
     ok = all(result["status"] == 0 for result in results.values())
-    print(json.dumps({"bench": "gpu/limits", "cases": results, "ok": ok}), flush=True)
-    sys.exit(0 if ok else 1)
+    harness.report({"bench": "gpu/limits", "cases": results, "ok": ok})
 
 
 if __name__ == "__main__":

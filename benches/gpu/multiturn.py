@@ -14,6 +14,7 @@ import time
 from collections import deque
 from typing import Any
 
+from benches import harness
 from benches.gpu import rig
 from benches.gpu.engine import Answer, Engine
 
@@ -144,9 +145,9 @@ def compare(raw: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
         "elapsed_s": round(raw["elapsed_s"], 2),
         "ttft_first_mean_ms": round(statistics.mean(raw["ttft_first_ms"]), 1),
         "ttft_later_mean_ms": round(statistics.mean(raw["ttft_later_ms"]), 1),
-        "ttft_later_p99_ms": rig.percentile(raw["ttft_later_ms"], 0.99),
-        "itl_p50_ms": rig.percentile(raw["gaps_ms"], 0.5),
-        "itl_p99_ms": rig.percentile(raw["gaps_ms"], 0.99),
+        "ttft_later_p99_ms": harness.percentile(raw["ttft_later_ms"], 0.99),
+        "itl_p50_ms": harness.percentile(raw["gaps_ms"], 0.5),
+        "itl_p99_ms": harness.percentile(raw["gaps_ms"], 0.99),
         "gaps_over_25ms": long_gaps(raw["gaps_ms"]),
         "waited_later_mean_ms": round(statistics.mean(waited), 1),
         "late": late(raw["requests"]),

@@ -14,7 +14,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benches.gpu import models, rig
+from benches import harness
+from benches.gpu import rig
 from benches.gpu.engine import Answer, Engine
 from benches.gpu.ttft import OUTPUT_TOKENS, UNCHECKED, engine_settings, reloads
 from testkit.ports import free_port
@@ -59,8 +60,8 @@ def compare(raw: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
     full = raw["full_hit_tokens"]
     result = {
         "facts": raw["facts"],
-        "cold_ms" if owner else "peer_ms": rig.spread(raw["first"]["ttft_ms"]),
-        "reload_ms": rig.spread(raw["again"]["ttft_ms"]),
+        "cold_ms" if owner else "peer_ms": harness.spread(raw["first"]["ttft_ms"]),
+        "reload_ms": harness.spread(raw["again"]["ttft_ms"]),
         # Against reloads of the owner: a computed prompt rounds differently.
         "tokens_equal": rig.share_equal(raw["again" if owner else "first"]["tokens"], reference["again"]["tokens"]),
     }
@@ -72,9 +73,6 @@ def compare(raw: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
 
 def run(_bench: rig.Bench, options: argparse.Namespace, _modes: list[str], folder: Path) -> rig.Results:
     """The owner, then each other mode beside the owner's sidecar."""
-    options.logs = options.logs or folder
-    options.logs.mkdir(parents=True, exist_ok=True)
-    model = models.write(folder / "model", rig.shape(options))
     children = {mode: rig.EngineProcess("peers", mode, options, options.logs / f"peers-{mode}.log") for mode in POLICIES}
     owner, reader = (f"127.0.0.1:{free_port()}" for _ in range(2))
     results: rig.Results = {}
@@ -97,11 +95,11 @@ def run(_bench: rig.Bench, options: argparse.Namespace, _modes: list[str], folde
                         keeper = stack.enter_context(served(mode, reader, owner))
                         keeper.wait_metric("pillion_mesh_peer_keys", first.metrics()["pillion_blocks"])
                     transfer = rig.pillion_transfer(keeper, options) | {"kv_load_failure_policy": policy}
-                    raw = children[mode].measure({"model": str(model), "transfer": transfer, "reference": None})
+                    raw = children[mode].measure({"model": str(options.model_folder), "transfer": transfer, "reference": None})
                     reference = reference or raw
                     counts = keeper.metrics()
                     results[mode] = compare(raw, reference) | {name: counts[name] for name in METRICS}
-                    rig.say(f"{mode}: {json.dumps(results[mode])}")
+                    harness.say(f"{mode}: {json.dumps(results[mode])}")
     except Failed as error:
         results["error"] = rig.failure("peers", error)
     finally:

@@ -10,10 +10,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
-import json
 import random
 import subprocess
-import sys
 import tempfile
 import time
 import uuid
@@ -23,6 +21,7 @@ from typing import Any
 
 import torch
 
+from benches import harness
 from benches.gpu import compute, rig
 from pillion.geometry import describe
 from testkit.sessions import Sessions
@@ -234,8 +233,8 @@ def huge_pages(gib: int) -> Iterator[Path]:
 
 def ratios(name: str, rates: dict[str, list[float]], reference: dict[str, list[float]]) -> dict[str, float]:
     """Medians, as parts of the reference's."""
-    medians = {way: rig.spread(samples)["median"] for way, samples in rates.items()}
-    return {f"{way}_ratio_{name}": round(medians[way] / rig.spread(reference[way])["median"], 3) for way in rates}
+    medians = {way: harness.spread(samples)["median"] for way, samples in rates.items()}
+    return {f"{way}_ratio_{name}": round(medians[way] / harness.spread(reference[way])["median"], 3) for way in rates}
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -244,21 +243,21 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {}
     with served(options, gib) as socket:
         reference = plain(count, samples)
-        result["plain_gb_s"] = {way: rig.spread(rates) for way, rates in reference.items()}
-        rig.say(f"plain copies: {result['plain_gb_s']}")
+        result["plain_gb_s"] = {way: harness.spread(rates) for way, rates in reference.items()}
+        harness.say(f"plain copies: {result['plain_gb_s']}")
         for form in FORMS:
             engine = Engine(socket, form, blocks)
             bench = Bench(engine, count, blocks, samples)
             for order, ids in bench.orders.items():
                 name = form if order == "consecutive" else f"{form}_{order}"
                 rates = bench.rates(ids)
-                result[f"gb_s_{name}"] = {way: rig.spread(found) for way, found in rates.items()}
+                result[f"gb_s_{name}"] = {way: harness.spread(found) for way, found in rates.items()}
                 result |= ratios(name, rates, reference)
-                rig.say(f"{form}, {engine.runs} runs a block, {order}: {ratios(name, rates, reference)}")
+                harness.say(f"{form}, {engine.runs} runs a block, {order}: {ratios(name, rates, reference)}")
             if form != "32k":
                 found = compute.beside(bench.keep_going(bench.orders["shuffled"]), options.scale)
                 result |= {f"{key}_{form}": value for key, value in found.items()}
-                rig.say(f"{form}, beside compute: {found}")
+                harness.say(f"{form}, beside compute: {found}")
             engine.close()
             del engine, bench
             torch.cuda.empty_cache()
@@ -275,21 +274,17 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """One JSON line last."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--binary", help="the sidecar's binary")
-    parser.add_argument("--serve", action="append", default=[], metavar="OPTION", help="more of `pillion serve`; repeatable")
-    parser.add_argument("--quick", action="store_true", help="a smoke run")
-    parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
+    parser = harness.parser(__doc__)
+    harness.add_sidecar(parser)
+    harness.add_scale(parser)
     options = parser.parse_args()
-    options.scale = "tiny" if options.tiny else "quick" if options.quick else "full"
     line: dict[str, Any] = {"bench": "gpu/raw", "scale": options.scale}
     try:
         line |= measure(options) | {"device": torch.cuda.get_device_name(), "ok": True}
     except (Failed, RuntimeError) as error:
         # RuntimeError: torch finds no GPU.
         line |= rig.failure("raw", error)
-    print(json.dumps(line), flush=True)
-    sys.exit(0 if line["ok"] else 1)
+    harness.report(line)
 
 
 if __name__ == "__main__":

@@ -13,14 +13,14 @@ import dataclasses
 import json
 import os
 import signal
-import statistics
+import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benches import harness
 from benches.gpu import engine as engines
 from benches.gpu import models
 from testkit.child import Child, Parent, python
@@ -30,7 +30,6 @@ from testkit.sidecar import Sidecar, find_binary
 from testkit.waiting import Failed, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
-BEGUN = time.monotonic()
 # Watchdogs only: a mode that hangs must leave time for the others.
 IMPORT_WATCHDOG_S = 180
 END_WATCHDOG_S = 15
@@ -38,7 +37,6 @@ GIB = 1 << 30
 # 64 page-locked GiB take some seconds to be freed; beside a mode's host memory its processes need as much as this.
 MEMORY_WATCHDOG_S = 60
 MEMORY_SPARE_BYTES = 1 << 30
-SCALES = ("full", "quick", "tiny")
 RIVALS = ("none", "idle", "roomy", "offloading", "pegaflow", "lmcache", "lmcache-v1", "kvbm")
 # `kv_role` of an engine that computes prompts and answers them.
 BOTH = "kv_both"
@@ -89,13 +87,12 @@ def cards(parser: argparse.ArgumentParser) -> None:
 
 def arguments(bench: Bench) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=bench.text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(bench.text)
     rivals = [rival for rival in bench.rivals if rival != "roomy" or "roomy_mib" in bench.sizes["full"]]
     parser.add_argument("--rival", action="append", choices=rivals, default=[], help="measure this too; repeatable")
     parser.add_argument("--no-pillion", action="store_true", help="measure the rivals alone")
-    parser.add_argument("--binary", help="the sidecar's binary")
+    harness.add_sidecar(parser)
     parser.add_argument("--pillion", action="append", default=[], metavar="KEY=VALUE", help="as load=sync; repeatable")
-    parser.add_argument("--serve", action="append", default=[], metavar="OPTION", help="more of `pillion serve`; repeatable")
     parser.add_argument(
         "--model", choices=models.SHAPES, default="llama-8b", help="whose shape is measured (default: llama-8b)"
     )
@@ -110,11 +107,7 @@ def arguments(bench: Bench) -> argparse.Namespace:
         bench.options(parser)
     if bench.compare is not None:
         parser.add_argument("--against", type=Path, metavar="FILE", help="an earlier call's NAME-MODE.json, as the first mode")
-    scale = parser.add_mutually_exclusive_group()
-    scale.add_argument("--quick", dest="scale", action="store_const", const="quick", default="full", help="a smoke run")
-    scale.add_argument("--tiny", dest="scale", action="store_const", const="tiny", help=argparse.SUPPRESS)
-    if rooms := [name for name in bench.sizes if name not in SCALES]:
-        scale.add_argument("--room", dest="scale", choices=rooms, help="sizes with other room for what is kept")
+    harness.add_scale(parser, [name for name in bench.sizes if name not in harness.SCALES])
     parser.add_argument("--engine", dest="mode", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -127,7 +120,7 @@ def main(bench: Bench, run: Callable[[Bench, argparse.Namespace, list[str], Path
     options = arguments(bench)
     options.tiny = options.scale == "tiny"
     options.kills = bench.kills
-    options.sizes = sizes(bench, options)
+    options.sizes = harness.changed(bench.sizes[options.scale], options.size)
     options.pillion = [*bench.pillion, *options.pillion]
     if options.mode:
         serve_engine(bench, options)
@@ -137,27 +130,16 @@ def main(bench: Bench, run: Callable[[Bench, argparse.Namespace, list[str], Path
     modes.sort(key=lambda mode: mode != "none")
     if not modes:
         sys.exit("nothing to measure: --no-pillion without --rival")
-    with tempfile.TemporaryDirectory(prefix="pillion-bench-") as folder:
-        results = (run or measure_all)(bench, options, modes, Path(folder))
+    with tempfile.TemporaryDirectory(prefix="pillion-bench-") as scratch:
+        folder = Path(scratch)
+        options.logs = options.logs or folder
+        options.logs.mkdir(parents=True, exist_ok=True)
+        options.model_folder = models.write(folder / "model", shape(options))
+        results = (run or measure_all)(bench, options, modes, folder)
     line: dict[str, Any] = {"bench": f"gpu/{bench.name}", "scale": options.scale, "graphs": options.graphs}
     line |= {"fragment": options.fragment, "sizes": options.sizes, "modes": results}
     line["ok"] = all(result.get("ok") for result in results.values())
-    print(json.dumps(line), flush=True)
-    sys.exit(0 if line["ok"] else 1)
-
-
-def sizes(bench: Bench, options: argparse.Namespace) -> dict[str, int]:
-    """The sizes of the scale, with those of the command line."""
-    given = dict(option.partition("=")[::2] for option in options.size)
-    known = bench.sizes[options.scale]
-    if unknown := given.keys() - known.keys():
-        sys.exit(f"--size: unknown {', '.join(sorted(unknown))}; known are: {', '.join(known)}")
-    return known | {key: int(value) for key, value in given.items()}
-
-
-def say(text: str) -> None:
-    """Progress, with the seconds since the start; the result is the last line of standard output."""
-    print(f"[{time.monotonic() - BEGUN:6.1f} s] {text}", file=sys.stderr, flush=True)
+    harness.report(line)
 
 
 # === The parent ===
@@ -165,43 +147,52 @@ def say(text: str) -> None:
 
 def measure_all(bench: Bench, options: argparse.Namespace, modes: list[str], folder: Path) -> dict[str, Any]:
     """Every mode in turn; one that fails is said and the others go on."""
-    logs = options.logs or folder
-    logs.mkdir(parents=True, exist_ok=True)
-    model = models.write(folder / "model", shape(options))
     children: dict[str, EngineProcess] = {}
-    results: dict[str, Any] = {}
+    results: Results = {}
     reference = json.loads(options.against.read_text()) if options.against else None
-    assert bench.compare is not None, "a benchmark without `compare` has a `run`"
+    compare = bench.compare
+    assert compare is not None, "a benchmark without `compare` has a `run`"
+
+    def measure(mode: str) -> dict[str, Any]:
+        nonlocal reference
+        with server(mode, options, folder, options.logs) as transfer:
+            role = {"model": str(options.model_folder), "transfer": transfer, "reference": reference}
+            raw = children[mode].measure(role)
+        reference = reference or raw
+        (options.logs / f"{bench.name}-{mode}.json").write_text(json.dumps(raw))
+        return compare(raw, reference)
+
     try:
         for mode in modes:
-            children[mode] = EngineProcess(bench.name, mode, options, logs / f"{bench.name}-{mode}.log")
+            children[mode] = EngineProcess(bench.name, mode, options, options.logs / f"{bench.name}-{mode}.log")
         for mode in modes:
             try:
                 children[mode].hear(IMPORT_WATCHDOG_S)
             except Failed as error:
                 results[mode] = failure(mode, error)
-        for mode in [mode for mode in modes if mode not in results]:
-            say(f"{mode}: starting")
-            try:
-                with server(mode, options, folder, logs) as transfer:
-                    raw = children[mode].measure({"model": str(model), "transfer": transfer, "reference": reference})
-            except (Failed, OSError) as error:
-                results[mode] = failure(mode, error)
-                continue
-            reference = reference or raw
-            (logs / f"{bench.name}-{mode}.json").write_text(json.dumps(raw))
-            result = bench.compare(raw, reference)
-            results[mode] = result
-            say(f"{mode}: {json.dumps(result)}")
+        return results | each_mode([mode for mode in modes if mode not in results], measure)
     finally:
         for child in children.values():
             child.end()
+
+
+def each_mode(modes: list[str], measure: Callable[[str], dict[str, Any]]) -> Results:
+    """Every mode in turn; one that fails is said and the others go on."""
+    results: Results = {}
+    for mode in modes:
+        harness.say(f"{mode}: starting")
+        try:
+            results[mode] = measure(mode)
+        except (Failed, OSError, subprocess.SubprocessError) as error:
+            results[mode] = failure(mode, error)
+            continue
+        harness.say(f"{mode}: {json.dumps(results[mode])}")
     return results
 
 
 def failure(mode: str, error: Exception) -> dict[str, Any]:
     """What is said of a mode that was not measured: what happened, and the last lines of its log."""
-    say(f"{mode}: {error}")
+    harness.say(f"{mode}: {error}")
     reason, *log = str(error).strip().splitlines()
     return {"ok": False, "rival": mode, "failed": "\n".join([reason, *log[-FAILED_LINES:]])}
 
@@ -348,7 +339,7 @@ def measured(server: Server, start_s: float = READY_WATCHDOG_S, kills: bool = Fa
     """A ready server, ended afterwards with all that it started; it must not end before, unless the benchmark `kills` it."""
     try:
         server.wait_ready(start_s)
-        say(f"ready: {' '.join(server.command)}")
+        harness.say(f"ready: {' '.join(server.command)}")
         yield
         if not kills:
             server.check_running()
@@ -449,21 +440,6 @@ def engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
 
 
 # === Figures ===
-
-
-def spread(samples: list[float]) -> dict[str, float]:
-    """Median, least and most, and the quarters between, in the samples' unit, to a hundredth."""
-    ordered = sorted(samples)
-    last = len(ordered) - 1
-    figures = {"median": statistics.median(ordered), "min": ordered[0], "max": ordered[-1]}
-    figures |= {"p25": ordered[round(last * 0.25)], "p75": ordered[round(last * 0.75)]}
-    return {name: round(value, 2) for name, value in figures.items()}
-
-
-def percentile(samples: list[float], part: float) -> float:
-    """The value below which `part` of the samples lie, to a tenth."""
-    ordered = sorted(samples)
-    return round(ordered[min(len(ordered) - 1, int(len(ordered) * part))], 1)
 
 
 def first_tokens_equal(left: Sequence[Sequence[object]], right: Sequence[Sequence[object]]) -> float:

@@ -6,17 +6,15 @@ repeat itself, and must show that a tensor was changed by 1 %.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from benches import harness
 from benches.gpu import models, rig
 from benches.gpu.engine import Engine
 
@@ -65,7 +63,7 @@ def measure(engine: Engine) -> dict[str, Any]:
         "models_ms": round(models_ms, 2),
         "rotary_ms": round(rotary_ms, 2),
         "first_ms": round(sampler_ms + first_ms, 2),
-        "again_ms": rig.spread([taken_ms for _, taken_ms in again]),
+        "again_ms": harness.spread([taken_ms for _, taken_ms in again]),
         "repeats": all(found == first for found, _ in again),
         "shows_a_change": sampler.take() != first,
     }
@@ -74,7 +72,7 @@ def measure(engine: Engine) -> dict[str, Any]:
 
 def main() -> None:
     """One engine, in this process."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--tiny", action="store_true", help="a small model, on vLLM's CPU build too")
     options = parser.parse_args()
     os.environ |= rig.plain_environment(options.tiny)
@@ -83,10 +81,9 @@ def main() -> None:
     settings["block_size"] = rig.BLOCK_TOKENS_TINY if options.tiny else rig.BLOCK_TOKENS
     with tempfile.TemporaryDirectory(prefix="pillion-sample-") as folder:
         model = models.write(Path(folder) / "model", shape)
-        engine = Engine({"model": str(model), **settings}, shape, rig.say)
+        engine = Engine({"model": str(model), **settings}, shape, harness.say)
         line = {"bench": "gpu/sample", **measure(engine), "facts": engine.facts()}
-    print(json.dumps(line), flush=True)
-    sys.exit(0 if line["ok"] else 1)
+    harness.report(line)
 
 
 if __name__ == "__main__":

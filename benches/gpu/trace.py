@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benches import harness
 from benches.gpu import rig
 from benches.gpu.engine import Answer, Engine
 
@@ -139,8 +140,8 @@ def compare(raw: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
         "prompt_tokens": sum(request["tokens"] for request in requests),
         "found": round(sum(request["found"] for request in requests) / sum(request["tokens"] for request in requests), 4),
         "ttft_mean_ms": round(statistics.fmean(ttft), 1),
-        "ttft_p50_ms": rig.percentile(ttft, 0.5),
-        "ttft_p99_ms": rig.percentile(ttft, 0.99),
+        "ttft_p50_ms": harness.percentile(ttft, 0.5),
+        "ttft_p99_ms": harness.percentile(ttft, 0.99),
         "waited_mean_ms": round(statistics.fmean(request["waited_ms"] for request in requests), 1),
         "elapsed_s": round(raw["elapsed_s"], 2),
         "first_tokens_equal": first_equal,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from benches import harness
 from benches.gpu import rig
 from benches.gpu.engine import Answer, Engine, runs
 
@@ -110,7 +111,7 @@ def compare(raw: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {"facts": raw["facts"]}
     for phase in [phase for phase in PHASES if phase in raw]:
         measured = raw[phase]
-        result[f"{phase}_ms"] = rig.spread(measured["ttft_ms"])
+        result[f"{phase}_ms"] = harness.spread(measured["ttft_ms"])
         if phase in ("cold", "hit", "reload"):
             result[f"{phase}_runs"] = max(measured["runs"])
         if phase != "cold":

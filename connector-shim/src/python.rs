@@ -19,6 +19,7 @@ use shm_protocol::announcement::Located;
 use shm_protocol::handshake::{self, BlockRegion, Copier};
 use shm_protocol::key::BlockHash;
 use shm_protocol::namespace;
+use shm_protocol::page_form;
 use shm_protocol::source::Source;
 
 use crate::core::plan::Plan;
@@ -484,6 +485,10 @@ fn _shim(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(plan_blocks, module)?)?;
     module.add_function(wrap_pyfunction!(facts::weight_files, module)?)?;
     module.add_function(wrap_pyfunction!(facts::differences, module)?)?;
-    module.add_function(wrap_pyfunction!(facts::page_form, module)?)?;
+    module.add_function(wrap_pyfunction!(facts::hash_fact, module)?)?;
+    module.add_function(wrap_pyfunction!(facts::read_page_form, module)?)?;
+    module.add_function(wrap_pyfunction!(facts::write_page_form, module)?)?;
+    module.add("KEY_THEN_VALUE", page_form::KEY_THEN_VALUE)?;
+    module.add("KEYS_THEN_VALUES", page_form::KEYS_THEN_VALUES)?;
     module.add("ITEM_BYTES", facts::item_bytes())
 }

@@ -22,7 +22,7 @@ use shm_protocol::ring::RingMemory;
 use shm_protocol::session::{RegionRing, Ring, SessionMemory};
 use sidecar::config::SsdAdmission;
 use sidecar::copiers::Copiers;
-use sidecar::core::{Action, CopyId, Core, Event};
+use sidecar::core::{Action, CopyId, Core, Event, JobEnd, TierJob, disk_tier};
 use sidecar::clients::session::Session;
 use tiers::dram::{self, Dram};
 use tiers::ssd::{self, Done, Fault, Geometry, Job, Log, Recovered};
@@ -131,13 +131,13 @@ impl World {
             dram::Config { pool_bytes: 2 * SEGMENT_BYTES, segment_bytes: SEGMENT_BYTES, lease_ttl_ms: 1000 };
         let geometry = Geometry { unit_bytes: 4096, segment_bytes: 4 << 20, segments: 8, first_sequence: 1 };
         let log = Log::new(ssd::Config { devices: vec![geometry], write_bytes_max: 1 << 20, late_ms: 500 });
-        let core = Core::new(Dram::new(config).expect("a small tier")).with_claims(CLAIMS);
-        let core = core.with_ssd(log, SsdAdmission::All);
+        let disks = disk_tier(log, SsdAdmission::All);
+        let core = Core::new(Dram::new(config).expect("a small tier"), &[], [disks]).with_claims(CLAIMS);
         let (peers, copies, jobs, out) = (BTreeMap::new(), VecDeque::new(), VecDeque::new(), Vec::new());
         let mut world = Self { core, peers, copies, jobs, out, next: 1, now_ms: 0 };
         let found =
             Recovered { device: 0, segment: 0, sequence: 0, blocks: Vec::new(), unreadable: false, segments_read: 8, last: true };
-        world.handle(Event::Recovered(found));
+        world.handle(Event::Transferred { tier: 0, ends: vec![JobEnd::Recovered(found)] });
         world
     }
 
@@ -145,7 +145,8 @@ impl World {
     fn end_job(&mut self, ok: bool) -> bool {
         let Some(job) = self.jobs.pop_front() else { return false };
         let result = if ok { Ok(()) } else { Err(Fault::Corrupt("fuzz")) };
-        self.handle(Event::Transferred(Done { device: 0, ticket: job.ticket, micros: 1, result }));
+        let done = Done { device: 0, ticket: job.ticket, micros: 1, result };
+        self.handle(Event::Transferred { tier: 0, ends: vec![JobEnd::Disk(done)] });
         true
     }
 
@@ -193,7 +194,7 @@ impl World {
                         peer.session.flush();
                     }
                     Action::Copy { copy, .. } => self.copies.push_back(copy),
-                    Action::Transfer(job) => self.jobs.push_back(job),
+                    Action::Transfer { job: TierJob::Disk(job), .. } => self.jobs.push_back(job),
                     Action::Close { session, .. } => closing.push(session),
                     _ => {}
                 }

@@ -5,6 +5,7 @@
 
 mod back_off;
 mod dial;
+#[cfg(feature = "etcd")]
 mod etcd;
 mod follow;
 mod names;
@@ -16,7 +17,6 @@ mod shell;
 pub mod wire;
 
 use std::net::SocketAddr;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, channel};
@@ -27,6 +27,8 @@ use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio::sync::oneshot;
 
 pub use self::dial::check as check_peer;
+#[cfg(feature = "etcd")]
+pub use self::etcd::Etcd;
 pub use self::names::{Resolve, System};
 pub use self::namespaces::{Answer, Counted, FACTS_BYTES_MAX, Listing, Unlisted};
 use self::shell::Command;
@@ -36,7 +38,7 @@ use crate::digest::{Change, Digest};
 use crate::listen::listen;
 pub use crate::membership::{DataAddresses, News, Parting};
 use crate::pace;
-use crate::refusals::PeerRefusals;
+use crate::refusals::RefusalCounts;
 use crate::tls::Security;
 pub use crate::transport::MEMBERS_MAX;
 use crate::transport::{BootId, NodeId, PeerNumber};
@@ -79,7 +81,7 @@ pub struct Config {
     /// How long anything may take.
     pub limits: Limits,
     /// Where it is counted whom this node turns away, and who it.
-    pub refusals: Arc<PeerRefusals>,
+    pub refusals: Arc<RefusalCounts>,
 }
 
 /// How members are found.
@@ -89,22 +91,8 @@ pub enum Members {
     /// this node's own address among them does no harm.
     Static(Vec<String>),
     /// Those that are registered.
+    #[cfg(feature = "etcd")]
     Etcd(Etcd),
-}
-
-/// A cluster of etcd.
-#[derive(Clone, Debug)]
-pub struct Etcd {
-    /// `http://host:port` or `https://host:port`, of which one that answers is used.
-    pub endpoints: Vec<String>,
-    /// Certificates of the authority that etcd's certificate is of, in PEM. Needed for https.
-    pub ca: Option<PathBuf>,
-    /// This node's certificate for etcd and its key, in PEM, where etcd wants one.
-    pub certificate: Option<(PathBuf, PathBuf)>,
-    /// A user and the file that holds the password, where etcd wants them.
-    pub user: Option<(String, PathBuf)>,
-    /// How long a registration outlives its node, in whole seconds.
-    pub ttl: Duration,
 }
 
 /// How long anything may take.
@@ -204,6 +192,7 @@ impl Config {
         match &self.members {
             Members::Static(peers) if peers.len() > MEMBERS_MAX => Err(Error::Listed(peers.len())),
             Members::Static(peers) => peers.iter().try_for_each(|peer| dial::check(peer)),
+            #[cfg(feature = "etcd")]
             Members::Etcd(etcd) => etcd.check(),
         }
     }

@@ -5,7 +5,7 @@
 //! pool of the sidecar that keeps them into the pool of one that asks ([`transport`]); count who would not have whom ([`refusals`]). What is asked for and which slots are
 //! given, the caller decides; here it is carried out, on threads of their own.
 //!
-//! May depend on: shm-protocol, rustix, rustls; `control` alone on tokio, tonic and etcd's client,
+//! May depend on: shm-protocol, rustix, rustls; `control` alone on tokio, tonic and, with the feature `etcd`, etcd's client,
 //! `transport::rdma` alone on sideway. Never: evicts or commits a slot, retries a block elsewhere, waits without a limit,
 //! believes a peer.
 

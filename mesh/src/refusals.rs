@@ -40,11 +40,11 @@ shm_protocol::named! {
 
 /// Counts by reason since the start.
 #[derive(Debug, Default)]
-pub struct PeerRefusals([AtomicU64; Reason::ALL.len()]);
+pub struct RefusalCounts([AtomicU64; Reason::ALL.len()]);
 
-// === impl PeerRefusals ===
+// === impl RefusalCounts ===
 
-impl PeerRefusals {
+impl RefusalCounts {
     pub(crate) fn count(&self, reason: Reason) {
         self.0[reason as usize].fetch_add(1, Ordering::Relaxed);
     }
@@ -61,7 +61,7 @@ mod tests {
 
     #[test]
     fn every_reason_has_a_place_and_a_name_of_its_own() {
-        let refusals = PeerRefusals::default();
+        let refusals = RefusalCounts::default();
         for (at, reason) in Reason::ALL.into_iter().enumerate() {
             (0..=at).for_each(|_| refusals.count(reason));
             assert!(Reason::ALL[..at].iter().all(|other| other.name() != reason.name()));

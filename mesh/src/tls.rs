@@ -213,6 +213,7 @@ impl Sides {
 }
 
 /// A session with a server of another authority, which may want a certificate of ours and speaks HTTP/2.
+#[cfg(feature = "etcd")]
 pub(crate) fn outward(ca: &Path, own: Option<(&Path, &Path)>) -> Result<Arc<ClientConfig>, Error> {
     let provider = Arc::new(rustls::crypto::ring::default_provider());
     let builder = ClientConfig::builder_with_provider(provider).with_protocol_versions(&[&version::TLS13]);

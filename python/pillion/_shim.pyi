@@ -11,6 +11,8 @@ from typing import final
 
 __all__ = [
     "ITEM_BYTES",
+    "KEYS_THEN_VALUES",
+    "KEY_THEN_VALUE",
     "Chain",
     "SchedulerSession",
     "ShimError",
@@ -19,15 +21,21 @@ __all__ = [
     "differences",
     "extend_hashes",
     "folded",
+    "hash_fact",
     "none_hash",
-    "page_form",
     "plan_blocks",
     "plan_op",
+    "read_page_form",
     "weight_files",
+    "write_page_form",
 ]
 
 # Of an element of each type that a page can have.
 ITEM_BYTES: dict[str, int]
+# How attention kernels arrange a page: a token's key and then its value, or a head's keys, dimension by dimension, and then its
+# values, token by token. Any other packing is a name for equal engines alone.
+KEY_THEN_VALUE: str
+KEYS_THEN_VALUES: str
 
 class ShimError(Exception):
     """A wrong call, or a sidecar that refuses; the text names the remedy."""
@@ -268,7 +276,16 @@ def weight_files(directory: str | PathLike[str]) -> str | None:
 def differences(ours: dict[str, str], theirs: dict[str, str]) -> list[tuple[str, str | None, str | None, str]]:
     """Facts that differ, the most telling first: name, ours, theirs, and what makes them agree."""
 
-def page_form(text: str) -> list[tuple[tuple[int, int, int, int, int, int], str, tuple[int, list[int]], tuple[int, list[int]]]]:
+def read_page_form(
+    text: str,
+) -> list[tuple[tuple[int, int, int, int, int, int], str, tuple[int, list[int]], tuple[int, list[int]]]]:
     """What the fact `page_form` says of each run of like layers: layers, tokens, kernel block, heads, keys and values; dtype;
     of K and of V in elements the offset, and the strides of heads, kernel blocks, tokens and content, 0 for an axis of length
     1."""
+
+def hash_fact(algorithm: str) -> str:
+    """The fact `hash_algorithm` for vLLM's algorithm of this name."""
+
+def write_page_form(layers: Sequence[tuple[Sequence[int], Sequence[int], int, str, tuple[int, int, str]]]) -> str:
+    """The fact `page_form` of a cache group's tensors: lengths and strides of all axes, the axis of blocks, the dtype, and of a
+    head the elements of a key and of a value, 0 where they are not known, and the packing."""

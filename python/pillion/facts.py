@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pillion import hasher, identity, processors, vllm_compat, weight_files
+from pillion import _shim, identity, processors, vllm_compat, weight_files
 from pillion.config import Config
 from pillion.models import Models
 from pillion.sample import of_expert
@@ -121,7 +121,7 @@ class Facts:
             "experts": self._experts(),
             "tensor_parallel_size": vllm_compat.world_size(self._vllm_config),
             "drafter": self._read("the drafter's configuration", self._drafter),
-            "hash_algorithm": hasher.fact_of(cache.prefix_caching_hash_algo),
+            "hash_algorithm": _shim.hash_fact(cache.prefix_caching_hash_algo),
             "none_hash": self._none_hash(cache.prefix_caching_hash_algo),
             "extra_keys": vllm_compat.extra_form(),
             "adapters": self._adapters(),

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
-from pillion.pages import Page, Place
+from pillion import _shim
+from pillion._shim import KEY_THEN_VALUE
 
 if TYPE_CHECKING:
     import torch
@@ -28,12 +29,6 @@ SMALLEST_CUT_LAYERS_MAX = 4
 LARGEST_BY_SMALLEST = 6
 # A load's word counts delivered cuts in one byte.
 CUTS_MAX = 255
-# The axes of a tensor of vLLM 0.29 and later, whatever its strides are.
-AXES = ("blocks", "kv_heads", "tokens", "content")
-# How attention kernels arrange what a page holds: a token's key and then its value, or a head's keys, dimension by dimension,
-# and then its values, token by token. Any other packing is a name that only equal engines share.
-KEY_THEN_VALUE = "none"
-KEYS_THEN_VALUES = "keys then values"
 
 
 class GeometryError(ValueError):
@@ -48,7 +43,7 @@ class Heads(NamedTuple):
     packing: str
 
 
-UNKNOWN_HEADS = Heads(0, 0, "none")
+UNKNOWN_HEADS = Heads(0, 0, KEY_THEN_VALUE)
 
 
 @dataclass(frozen=True)
@@ -88,7 +83,7 @@ def describe(layers: list[tuple[str, torch.Tensor]], blocks: int, heads: Mapping
     storages: dict[int, int] = {}
     unique: list[torch.UntypedStorage] = []
     regions: list[tuple[int, int, int, int]] = []
-    forms: list[str] = []
+    tensors = []
     layer_ends: list[int] = []
     end = 0
     for name, tensor in layers:
@@ -102,11 +97,11 @@ def describe(layers: list[tuple[str, torch.Tensor]], blocks: int, heads: Mapping
             _append(regions, (storages[storage._cdata], offset, stride, length))
             end += length
         layer_ends.append(end)
-        forms.append(_page_form(split, block_axis, (heads or {}).get(name, UNKNOWN_HEADS)))
+        dtype = str(split.dtype).removeprefix("torch.")
+        tensors.append((split.shape, split.stride(), block_axis, dtype, (heads or {}).get(name, UNKNOWN_HEADS)))
     if not layer_ends:
         raise GeometryError("no layer of the model keeps KV")
-    form = "; ".join(f"layers={len(list(same))} {form}" for form, same in groupby(forms))
-    return Geometry(unique, regions, form, layer_ends)
+    return Geometry(unique, regions, _shim.write_page_form(tensors), layer_ends)
 
 
 def split_pages(name: str, tensor: torch.Tensor, blocks: int) -> tuple[torch.Tensor, int]:
@@ -132,59 +127,6 @@ def _runs(pages: torch.Tensor, block_axis: int) -> list[tuple[int, int, int]]:
     for axis in reversed(inner):
         offsets = [offset + i * pages.stride(axis) for offset in offsets for i in range(pages.shape[axis])]
     return [(offset * item, pages.stride(block_axis) * item, dense * item) for offset in offsets]
-
-
-def _page_form(pages: torch.Tensor, block_axis: int, heads: Heads) -> str:
-    """The inside of one layer's page: K and V by strides where they are known, else what its axes count and their order."""
-    if block_axis == 0 and pages.dim() == len(AXES):
-        names = list(AXES)
-    elif block_axis == 0 and pages.dim() == len(AXES) + 1:
-        names = [AXES[0], "kernel_blocks", *AXES[1:]]
-    else:
-        names = [f"axis{axis}" for axis in range(pages.dim())]
-    sizes = {name: size for axis, (name, size) in enumerate(zip(names, pages.shape, strict=True)) if axis != block_axis}
-    order = sorted((names.index(name) for name, size in sizes.items() if size > 1), key=pages.stride, reverse=True)
-    axes = [names[axis] for axis in order]
-    dtype = str(pages.dtype).removeprefix("torch.")
-    if "content" not in sizes:
-        shape = " ".join(f"{name}={size}" for name, size in sizes.items())
-        return f"{shape} dtype={dtype} order={','.join(axes)} packing={heads.packing}"
-    if page := _page(sizes, axes, dtype, heads):
-        return page.words
-    tokens, content = sizes["tokens"] * sizes.get("kernel_blocks", 1), sizes["content"]
-    keys = heads.keys if 0 < heads.keys <= content else content
-    return (
-        f"tokens={tokens} kernel_block={sizes['tokens']} kv_heads={sizes['kv_heads']} keys={keys} values={content - keys} "
-        f"dtype={dtype} order={','.join(axes)} packing={heads.packing}"
-    )
-
-
-def _page(sizes: dict[str, int], axes: list[str], dtype: str, heads: Heads) -> Page | None:
-    """Where K and V are in a page whose axes lie in this order, the slowest first; None where that is not known."""
-    tokens, content, keys, values = sizes["tokens"], sizes["content"], heads.keys, heads.values
-    if keys < 1 or values < 1 or keys + values != content:
-        return None
-    strides, dense = {}, 1
-    for axis in reversed(axes):
-        strides[axis] = dense
-        dense *= sizes[axis]
-    step = strides.pop("content")
-    kernel_blocks = sizes.get("kernel_blocks", 1)
-    if strides.get("kernel_blocks") == tokens * strides.get("tokens", 0):
-        # Kernel blocks one after the other are no other page than tokens one after the other.
-        del strides["kernel_blocks"]
-        tokens, kernel_blocks = tokens * kernel_blocks, 1
-    if heads.packing == KEY_THEN_VALUE:
-        k, v = strides | {"keys": step}, strides | {"values": step}
-        start = keys * step
-    elif heads.packing == KEYS_THEN_VALUES and axes == [name for name in AXES[1:] if sizes[name] > 1] and keys == values:
-        k, v = strides | {"keys": tokens, "tokens": 1}, strides | {"tokens": values, "values": 1}
-        start = tokens * keys
-    else:
-        return None
-    single = {name for name, length in (("keys", keys), ("values", values), ("tokens", tokens)) if length == 1}
-    k, v = ({axis: stride for axis, stride in place.items() if axis not in single} for place in (k, v))
-    return Page(1, tokens * kernel_blocks, tokens, sizes["kv_heads"], keys, values, dtype, Place(0, k), Place(start, v))
 
 
 def _append(regions: list[tuple[int, int, int, int]], region: tuple[int, int, int, int]) -> None:

@@ -27,12 +27,7 @@ logger = vllm_compat.init_logger("vllm.pillion")
 
 def has_second_digest(algorithm: str) -> bool:
     """Whether a key of this algorithm is longer than vLLM's hash."""
-    return algorithm.startswith("xxhash")
-
-
-def fact_of(algorithm: str) -> str:
-    """How the namespace names what keys are made of."""
-    return f"{algorithm}+sha256" if has_second_digest(algorithm) else algorithm
+    return _shim.hash_fact(algorithm) != algorithm
 
 
 class RequestHasher:

@@ -40,11 +40,6 @@ class Place:
     offset: int
     strides: Mapping[str, int]
 
-    def __str__(self) -> str:
-        axes = sorted(self.strides.items(), key=lambda item: -item[1])
-        terms = [f"{axis}*{stride}" if stride > 1 else axis for axis, stride in axes]
-        return "+".join([str(self.offset)] * (self.offset > 0) + terms) or "0"
-
 
 @dataclass(frozen=True)
 class Page:
@@ -60,15 +55,6 @@ class Page:
     dtype: str
     k: Place
     v: Place
-
-    @property
-    def words(self) -> str:
-        """What `page_form` says of it behind the number of layers."""
-        kernel_block = f"kernel_block={self.kernel_block} " if self.kernel_block != self.tokens else ""
-        return (
-            f"tokens={self.tokens} {kernel_block}kv_heads={self.kv_heads} keys={self.keys} values={self.values} "
-            f"dtype={self.dtype} k={self.k} v={self.v} packing=none"
-        )
 
     @property
     def bytes(self) -> int:
@@ -90,7 +76,7 @@ class Page:
 def parse(form: str) -> list[Page]:
     """The pages of one shard of a block, layer after layer; raises `FormError`."""
     try:
-        read = _shim.page_form(form)
+        read = _shim.read_page_form(form)
     except _shim.ShimError as error:
         raise FormError(str(error)) from None
     return [Page(*sizes, dtype, _place(k, "keys"), _place(v, "values")) for sizes, dtype, k, v in read]

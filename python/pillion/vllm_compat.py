@@ -25,7 +25,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats as KVConnectorStats
 from vllm.logger import init_logger as init_logger
 
-from pillion.geometry import KEY_THEN_VALUE, KEYS_THEN_VALUES, Heads
+from pillion._shim import KEY_THEN_VALUE, KEYS_THEN_VALUES
+from pillion.geometry import Heads
 
 if TYPE_CHECKING:
     import torch

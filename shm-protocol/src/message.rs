@@ -265,53 +265,32 @@ pub struct Saved {
 impl Saved {
     /// The slot's words.
     pub fn encode(&self) -> Slot {
-        let Self {
-            op,
-            committed,
-            present,
-            cancelled,
-            dropped,
-            checked,
-            differing,
-            difference,
-            limit,
-            unproven,
-            unaccepted,
-        } = *self;
-        let ends = [
-            [committed, present],
-            [cancelled, dropped],
-            [checked, differing],
-            [difference, limit],
-            [unproven, unaccepted],
-        ];
-        let [a, b, c, d, e] = ends.map(pair);
-        [op, a, b, c, d, e, 0, 0]
+        let mut copy = *self;
+        let [a, b, c, d, e] = copy.counts().map(|of| pair(of.map(|count| *count)));
+        [self.op, a, b, c, d, e, 0, 0]
     }
 
     /// Reads a slot; every value is valid.
     pub fn decode(slot: &Slot) -> Self {
-        let [op, a, b, c, d, e, ..] = *slot;
-        let [
-            [committed, present],
-            [cancelled, dropped],
-            [checked, differing],
-            [difference, limit],
-            [unproven, unaccepted],
-        ] = [a, b, c, d, e].map(halves);
-        Self {
-            op,
-            committed,
-            present,
-            cancelled,
-            dropped,
-            checked,
-            differing,
-            difference,
-            limit,
-            unproven,
-            unaccepted,
+        let [op, words @ .., _, _] = *slot;
+        let mut saved = Self { op, ..Self::default() };
+        for (counts, word) in saved.counts().into_iter().zip(words) {
+            for (count, value) in counts.into_iter().zip(halves(word)) {
+                *count = value;
+            }
         }
+        saved
+    }
+
+    /// The counts of each word behind the operation.
+    fn counts(&mut self) -> [[&mut u32; 2]; 5] {
+        [
+            [&mut self.committed, &mut self.present],
+            [&mut self.cancelled, &mut self.dropped],
+            [&mut self.checked, &mut self.differing],
+            [&mut self.difference, &mut self.limit],
+            [&mut self.unproven, &mut self.unaccepted],
+        ]
     }
 }
 

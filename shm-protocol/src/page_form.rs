@@ -1,11 +1,16 @@
 //! The fact `page_form`: the layers of a block, and where each element of K and V is in a page, by strides.
 //! `PROTOCOL.md`, section 1, defines the text.
 
+mod tensor;
+
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::ffi::CStr;
 use std::str::FromStr;
 
 use thiserror::Error;
+
+pub use self::tensor::{KEY_THEN_VALUE, KEYS_THEN_VALUES, Tensor, describe_layers};
 
 /// Of one text: more layers than any model has, so that a reader may list them.
 const LAYERS_MAX: u64 = 4096;
@@ -177,6 +182,19 @@ impl Place {
             }
         }
         Some(place)
+    }
+
+    /// The text for [`Place::parse`].
+    fn terms(&self, content: &str) -> String {
+        let mut axes: Vec<_> = self.strides.into_iter().zip(AXES.into_iter().chain([content])).collect();
+        axes.retain(|(stride, _)| *stride > 0);
+        axes.sort_by_key(|(stride, _)| Reverse(*stride));
+        let offset = (self.offset > 0).then(|| self.offset.to_string());
+        let term = |(stride, axis): (u64, &str)| {
+            if stride > 1 { format!("{axis}*{stride}") } else { axis.to_string() }
+        };
+        let terms: Vec<String> = offset.into_iter().chain(axes.into_iter().map(term)).collect();
+        if terms.is_empty() { "0".into() } else { terms.join("+") }
     }
 
     /// Whether every axis longer than 1 has a stride, no other one has, and all elements lie below `end`.

@@ -200,24 +200,9 @@ proptest! {
     }
 
     #[test]
-    fn saved_counts_survive_their_slot(op in any::<u64>(), counts in any::<[u32; 4]>()) {
-        let [committed, present, cancelled, dropped] = counts;
-        let (checked, differing, difference, limit) = (committed / 2, dropped / 3, present / 5, cancelled / 7);
-        let (unproven, unaccepted) = (dropped / 2, dropped / 4);
-        let saved = Saved {
-            op,
-            committed,
-            present,
-            cancelled,
-            dropped,
-            checked,
-            differing,
-            difference,
-            limit,
-            unproven,
-            unaccepted,
-        };
-        prop_assert_eq!(Saved::decode(&saved.encode()), saved);
+    fn saved_counts_survive_their_slot(slot in any::<[u64; 8]>()) {
+        let [words @ .., _, _] = slot;
+        prop_assert_eq!(&Saved::decode(&slot).encode()[..6], words);
     }
 }
 

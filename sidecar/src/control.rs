@@ -33,7 +33,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::UnixListener;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-use self::refusals::{Cause, ControlRefusals, Refused};
+use self::refusals::{Cause, Refused, RefusedRequests};
 pub use self::requests::{ANSWER_TIME_MAX, EVICTION_TIME_MAX};
 use crate::catalog;
 use crate::clients::listener::{Listener, Use};
@@ -74,7 +74,7 @@ struct Handler {
     parts: Parts,
     /// Becomes readable once the sidecar is asked to end.
     end: Arc<OwnedFd>,
-    refusals: ControlRefusals,
+    refusals: RefusedRequests,
 }
 
 /// Bound, and not served yet.
@@ -121,7 +121,7 @@ impl Sockets {
 
     /// Serves them on a thread of their own, and counts in `registry` who is refused.
     pub fn serve(self, parts: Parts, registry: &Registry) -> Result<Served, StartError> {
-        let refusals = ControlRefusals::new(registry)?;
+        let refusals = RefusedRequests::new(registry)?;
         let end = Arc::new(wait::eventfd().map_err(std::io::Error::from)?);
         let handler = Arc::new(Handler { parts, end: Arc::clone(&end), refusals });
         let Self { unix, tcp } = self;

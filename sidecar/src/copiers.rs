@@ -14,7 +14,6 @@ use std::sync::{Arc, mpsc};
 use copy_engine::HostMemory;
 use copy_engine::cuda::Gpu;
 use shm_protocol::handshake::WorkerHello;
-use shm_protocol::pool::SlotRef;
 use shm_protocol::session::SessionMemory;
 use shm_protocol::wait;
 use tiers::pool::Pool;
@@ -24,7 +23,7 @@ use self::gpu::link::Links;
 use self::gpu::{Asked, GpuRank};
 use self::host::{HostCopiers, HostRank};
 use self::staged::StagedRank;
-use crate::core::{Comparison, CopyId, Direction, Found, Piece, Scan, SessionId};
+use crate::core::{CopyId, Direction, Findings, Inspection, Piece, SessionId};
 use crate::memory::pinning::Pinned;
 use crate::system::wake::EndSignal;
 
@@ -62,10 +61,8 @@ pub struct Finished {
     pub ok: bool,
 }
 
-/// The end of a comparison of a save's blocks.
-type Compared = ((SessionId, u64), Found);
-/// The end of a search of a save's blocks, with its blocks of non-finite numbers.
-type Scanned = ((SessionId, u64), Vec<SlotRef>);
+/// The end of an inspection of a save's blocks.
+type Inspected = ((SessionId, u64), Findings);
 
 /// What became of a session's rank.
 #[derive(Debug)]
@@ -86,8 +83,7 @@ pub struct Copiers {
     contexts: Contexts<Gpu>,
     ends: Ends,
     finished: mpsc::Receiver<Finished>,
-    compared: mpsc::Receiver<Compared>,
-    scanned: mpsc::Receiver<Scanned>,
+    inspected: mpsc::Receiver<Inspected>,
     ranks: mpsc::Receiver<(SessionId, RankNews)>,
     running: usize,
 }
@@ -96,8 +92,7 @@ pub struct Copiers {
 #[derive(Clone, Debug)]
 struct Ends {
     finished: mpsc::Sender<Finished>,
-    compared: mpsc::Sender<Compared>,
-    scanned: mpsc::Sender<Scanned>,
+    inspected: mpsc::Sender<Inspected>,
     ranks: mpsc::Sender<(SessionId, RankNews)>,
     wake: Arc<OwnedFd>,
 }
@@ -133,16 +128,9 @@ impl Ends {
         asked
     }
 
-    /// The same of a comparison.
-    fn tell(&self, save: (SessionId, u64), found: Found) -> bool {
-        let asked = self.compared.send((save, found)).is_ok();
-        self.wake();
-        asked
-    }
-
-    /// The same of a search.
-    fn tell_scanned(&self, scanned: Scanned) -> bool {
-        let asked = self.scanned.send(scanned).is_ok();
+    /// The same of an inspection.
+    fn tell(&self, inspected: Inspected) -> bool {
+        let asked = self.inspected.send(inspected).is_ok();
         self.wake();
         asked
     }
@@ -179,20 +167,13 @@ impl Copiers {
         ended: &Arc<EndSignal>,
     ) -> std::io::Result<Self> {
         let wake = wait::eventfd()?;
-        let ((sender, finished), (teller, compared)) = (mpsc::channel(), mpsc::channel());
-        let (searcher, scanned) = mpsc::channel();
+        let ((sender, finished), (teller, inspected)) = (mpsc::channel(), mpsc::channel());
         let (herald, ranks) = mpsc::channel();
-        let ends = Ends {
-            finished: sender,
-            compared: teller,
-            scanned: searcher,
-            ranks: herald,
-            wake: Arc::new(wake),
-        };
+        let ends = Ends { finished: sender, inspected: teller, ranks: herald, wake: Arc::new(wake) };
         let host = HostCopiers::start(threads, pool, &ends, ended)?;
         let (pool, pinned) = (Arc::clone(pool), Arc::clone(pinned));
         let (links, contexts) = (Links::new(), Contexts::new());
-        Ok(Self { host, pool, pinned, links, contexts, ends, finished, compared, scanned, ranks, running: 0 })
+        Ok(Self { host, pool, pinned, links, contexts, ends, finished, inspected, ranks, running: 0 })
     }
 
     /// A rank in host memory, whose fence words lie in `words`.
@@ -283,24 +264,14 @@ impl Copiers {
         Some(finished)
     }
 
-    /// Takes blocks to be compared.
-    pub fn compare(&self, comparison: Comparison) {
-        self.host.compare(comparison);
+    /// Takes blocks to be compared or searched.
+    pub fn inspect_blocks(&self, inspection: Inspection) {
+        self.host.inspect_blocks(inspection);
     }
 
-    /// The next comparison that ended, if one did.
-    pub fn compared(&self) -> Option<Compared> {
-        self.compared.try_recv().ok()
-    }
-
-    /// Takes blocks to be searched for non-finite numbers.
-    pub fn scan(&self, scan: Scan) {
-        self.host.scan(scan);
-    }
-
-    /// The next end of a search, if there is one.
-    pub fn scanned(&self) -> Option<Scanned> {
-        self.scanned.try_recv().ok()
+    /// The next inspection that ended, if one did.
+    pub fn inspected(&self) -> Option<Inspected> {
+        self.inspected.try_recv().ok()
     }
 
     /// Batches that have not been reported as ended.
@@ -308,7 +279,7 @@ impl Copiers {
         self.running
     }
 
-    /// Becomes readable at every end of a batch or a comparison; watched by edge, never read.
+    /// Becomes readable at every end of a batch or an inspection; watched by edge, never read.
     pub fn wake(&self) -> BorrowedFd<'_> {
         self.ends.wake.as_fd()
     }

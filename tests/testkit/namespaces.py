@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pillion import _shim
+from pillion import _shim, pages
+from pillion._shim import KEY_THEN_VALUE, KEYS_THEN_VALUES
 from pillion.engine import Namespace
-from pillion.pages import Page, Place
 
 
 def new(
@@ -22,20 +22,15 @@ def new(
 ) -> Namespace:
     """`facts`: beside those of every namespace. `transposed`: as vLLM's CPU build has a head, its keys with their
     tokens side by side, then its values; otherwise a token's key and value follow each other, as on a GPU."""
-    head, keys, both = {"kv_heads": 2 * tokens * dim}, tokens * dim, 2 * dim
-    if transposed:
-        k = Place(0, head | {"keys": tokens, "tokens": 1})
-        v = Place(keys, head | {"tokens": dim, "values": 1})
-    else:
-        k = Place(0, head | {"tokens": both, "keys": 1})
-        v = Place(dim, head | {"tokens": both, "values": 1})
-    page = Page(layers, tokens, tokens, heads, dim, dim, "float32", k, v)
+    sizes, packing = (1, heads, tokens, 2 * dim), KEYS_THEN_VALUES if transposed else KEY_THEN_VALUE
+    strides = (2 * heads * tokens * dim, 2 * tokens * dim, 2 * dim, 1)
+    form = _shim.write_page_form([(sizes, strides, 0, "float32", (dim, dim, packing))] * layers)
     known = {
-        "page_form": f"layers={layers} {page.words}",
+        "page_form": form,
         "block_tokens": str(tokens),
         "hash_algorithm": algorithm,
         "none_hash": _shim.none_hash(algorithm, "0", "0.29").hex(),
         "extra_keys": "tagged",
         "dtype": "torch.float32",
     }
-    return Namespace("", known | dict(facts), shards * layers * page.bytes)
+    return Namespace("", known | dict(facts), pages.block_bytes(form, shards))

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from pillion import pages
-from pillion.geometry import CUTS_MAX, KEY_THEN_VALUE, Geometry, GeometryError, Heads, describe
+from pillion._shim import KEY_THEN_VALUE
+from pillion.geometry import CUTS_MAX, Geometry, GeometryError, Heads, describe
 from pillion.pages import FormError
 
 KIB = 1024

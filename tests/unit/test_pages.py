@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from pillion import pages
-from pillion.geometry import KEY_THEN_VALUE, KEYS_THEN_VALUES, Heads, describe
+from pillion._shim import KEY_THEN_VALUE, KEYS_THEN_VALUES
+from pillion.geometry import Heads, describe
 from pillion.pages import FormError, Page, Place
 
 BLOCKS, LAYERS, HEADS, TOKENS, KEYS, VALUES = 7, 3, 2, 4, 3, 5
@@ -187,22 +188,15 @@ def test_tokens_behind_the_last_block_are_left_out_and_too_few_are_refused() -> 
         pages.write(written, form, [0, 1, 2], *more)
 
 
-def test_a_form_survives_the_way() -> None:
-    place = Place(64, {"kv_heads": 512, "tokens": 8, "keys": 1})
-    assert str(place) == "64+kv_heads*512+tokens*8+keys" and str(Place(0, {})) == "0"
-    page = Page(
-        2,
-        8,
-        4,
-        2,
-        4,
-        4,
-        "float32",
-        Place(0, {"kernel_blocks": 64, "kv_heads": 32, "tokens": 8, "keys": 1}),
-        Place(4, {"kernel_blocks": 64, "kv_heads": 32, "tokens": 8, "values": 1}),
+def test_a_form_of_kernel_blocks_is_read_whole() -> None:
+    form = (
+        "layers=2 tokens=8 kernel_block=4 kv_heads=2 keys=4 values=4 dtype=float32 "
+        "k=kernel_blocks*64+kv_heads*32+tokens*8+keys v=4+kernel_blocks*64+kv_heads*32+tokens*8+values packing=none"
     )
-    assert pages.parse(f"layers=2 {page.words}") == [page]
-    assert pages.block_bytes(f"layers=2 {page.words}", shards=2) == 2 * 2 * 8 * 2 * 8 * 4
+    strides = {"kernel_blocks": 64, "kv_heads": 32, "tokens": 8}
+    k, v = Place(0, strides | {"keys": 1}), Place(4, strides | {"values": 1})
+    assert pages.parse(form) == [Page(2, 8, 4, 2, 4, 4, "float32", k, v)]
+    assert pages.block_bytes(form, shards=2) == 2 * 2 * 8 * 2 * 8 * 4
 
 
 SOUND = "layers=1 tokens=4 kv_heads=2 keys=2 values=2 dtype=float32 k=kv_heads*16+tokens*4+keys v=2+kv_heads*16+tokens*4+values"

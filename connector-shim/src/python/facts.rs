@@ -4,8 +4,9 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use pyo3::prelude::*;
+use shm_protocol::key::Algorithm;
 use shm_protocol::namespace;
-use shm_protocol::page_form::{DTYPES, Page, Place, parse};
+use shm_protocol::page_form::{self, DTYPES, Page, Place, Tensor};
 
 use super::ShimError;
 
@@ -29,18 +30,42 @@ pub(super) fn differences(
         .collect()
 }
 
+/// The fact `hash_algorithm` for vLLM's algorithm of this name.
+#[pyfunction]
+pub(super) fn hash_fact(algorithm: &str) -> String {
+    Algorithm::fact_of(algorithm)
+}
+
 /// Sizes, dtype, and where K and V are, of each run of like layers.
 type Sizes = (u32, u32, u32, u32, u32, u32);
 type Pages = Vec<(Sizes, &'static str, (u64, [u64; 4]), (u64, [u64; 4]))>;
 
 /// The pages that a `page_form` describes.
 #[pyfunction]
-pub(super) fn page_form(text: &str) -> PyResult<Pages> {
+pub(super) fn read_page_form(text: &str) -> PyResult<Pages> {
     let place = |place: &Place| (place.offset, place.strides);
-    let pages = parse(text).map_err(|error| ShimError::new_err(error.to_string()))?;
+    let pages = page_form::parse(text).map_err(|error| ShimError::new_err(error.to_string()))?;
     let sizes =
         |page: &Page| (page.layers, page.tokens, page.kernel_block, page.kv_heads, page.keys, page.values);
     Ok(pages.iter().map(|page| (sizes(page), page.dtype.text(), place(&page.k), place(&page.v))).collect())
+}
+
+/// Lengths and strides of all axes, the axis of blocks, dtype, and of a head's key and value the elements and the packing.
+type LayerTensor = (Vec<u64>, Vec<u64>, usize, String, (u64, u64, String));
+
+/// The `page_form` of a cache group's layers.
+#[pyfunction]
+pub(super) fn write_page_form(layers: Vec<LayerTensor>) -> String {
+    let tensor = |(sizes, strides, block_axis, dtype, (keys, values, packing))| Tensor {
+        sizes,
+        strides,
+        block_axis,
+        dtype,
+        keys,
+        values,
+        packing,
+    };
+    page_form::describe_layers(&layers.into_iter().map(tensor).collect::<Vec<_>>())
 }
 
 /// Bytes of an element of each type that a page can have.

@@ -1,7 +1,6 @@
 //! Connections: TCP, and TLS where it is wanted, within a time.
 
 use std::future::Future;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,10 +13,9 @@ use tokio_rustls::TlsConnector;
 use tonic::transport::{Channel, Endpoint, Uri};
 use tower::service_fn;
 
-use super::Etcd;
 use crate::Error;
 use crate::refusals::Reason;
-use crate::tls::{self, REMEDY};
+use crate::tls::REMEDY;
 
 /// Bytes of a stream on their way to this side: a few of the largest messages.
 const WINDOW_BYTES: u32 = 1 << 20;
@@ -101,60 +99,4 @@ pub fn check(address: &str) -> Result<(), Error> {
     let problem = "is not the address of a peer: pass host:port, of a node's --mesh-listen or of a name that resolves to all \
          nodes";
     Err(Error::Address { address: address.into(), problem })
-}
-
-// === etcd ===
-
-impl Etcd {
-    /// Whether these can be endpoints and files of etcd.
-    pub(super) fn check(&self) -> Result<(), Error> {
-        let all = self.endpoints.iter().try_for_each(|endpoint| self.endpoint(endpoint).map(drop));
-        if self.endpoints.is_empty() {
-            let problem = "is not an endpoint of etcd: pass at least one, as http://host:port";
-            return Err(Error::Address { address: String::new(), problem });
-        }
-        if let Some((_, file)) = &self.user {
-            self::password(file)?;
-        }
-        all
-    }
-
-    /// Where an endpoint is, and how a connection to it begins. Files are read now.
-    pub(super) fn endpoint(&self, endpoint: &str) -> Result<(String, Session), Error> {
-        let wrong = |problem| Error::Address { address: endpoint.into(), problem };
-        let Some((scheme, rest)) = endpoint.split_once("://") else {
-            return Err(wrong("is not an endpoint of etcd: pass http://host:port or https://host:port"));
-        };
-        let address = rest.trim_end_matches('/');
-        check(address)
-            .map_err(|_| wrong("is not an endpoint of etcd: pass http://host:port or https://host:port"))?;
-        match (scheme, &self.ca) {
-            ("http", None) => Ok((address.into(), None)),
-            ("http", Some(_)) => {
-                Err(wrong("would not be encrypted, although --etcd-ca is given: pass https://"))
-            }
-            ("https", Some(ca)) => {
-                let files = self.certificate.as_ref().map(|(certificate, key)| (&**certificate, &**key));
-                let config = tls::outward(ca, files)?;
-                let host = address.rsplit_once(':').map_or(address, |(host, _)| host);
-                let host = host.trim_start_matches('[').trim_end_matches(']').to_owned();
-                let name = ServerName::try_from(host).map_err(|_| wrong("names no host"))?;
-                Ok((address.into(), Some((config, name))))
-            }
-            ("https", None) => Err(wrong("needs the certificate of its CA: pass --etcd-ca")),
-            _ => Err(wrong("is not an endpoint of etcd: pass http://host:port or https://host:port")),
-        }
-    }
-
-    /// The user's name and password, which is read now.
-    pub(super) fn credentials(&self) -> Result<Option<(String, String)>, Error> {
-        self.user.as_ref().map(|(user, file)| Ok((user.clone(), password(file)?))).transpose()
-    }
-}
-
-fn password(file: &Path) -> Result<String, Error> {
-    let problem = |problem| Error::File { path: file.to_owned(), problem };
-    let text = std::fs::read_to_string(file)
-        .map_err(|error| problem(format!("cannot be read ({error}): pass a file with etcd's password")))?;
-    Ok(text.trim_end_matches(['\r', '\n']).to_owned())
 }

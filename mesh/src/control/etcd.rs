@@ -8,6 +8,8 @@
 //! last membership serves on, and the next session, at the next endpoint, lists anew: nothing depends on a history that
 //! etcd may have compacted.
 
+mod cluster;
+
 use std::num::NonZeroU64;
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,10 +23,11 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::Notify;
 use tokio::time::{Instant, Interval, MissedTickBehavior};
 
+pub use self::cluster::Etcd;
 use super::back_off::BackOff;
 use super::dial::{causes, dial, within};
 use super::shared::Shared;
-use super::{DataAddresses, Etcd, MEMBERS_MAX};
+use super::{DataAddresses, MEMBERS_MAX};
 use crate::membership::{Identity, Registration};
 use crate::refusals::Reason;
 use crate::transport::{BootId, NodeId};

@@ -13,7 +13,9 @@ use super::wire::namespaces::NamespacesReply;
 use super::{Config, Figures, News};
 use crate::backlog::Backlog;
 use crate::feed::Feed;
-use crate::membership::{Endpoint, Failure, Identity, Membership, Registration, Step};
+#[cfg(feature = "etcd")]
+use crate::membership::Registration;
+use crate::membership::{Endpoint, Failure, Identity, Membership, Step};
 use crate::pace::{self, Pace};
 use crate::refusals::Reason;
 use crate::sync::{Rarely, lock, now};
@@ -219,23 +221,6 @@ impl Shared {
         self.carry_out(steps);
     }
 
-    /// These are registered, and no others.
-    pub(super) fn registered(self: &Arc<Self>, all: Vec<Registration>) {
-        let steps = lock(&self.membership).registered(all);
-        self.carry_out(steps);
-    }
-
-    /// This one is registered.
-    pub(super) fn put(self: &Arc<Self>, one: Registration) {
-        let steps = lock(&self.membership).put(one);
-        self.carry_out(steps);
-    }
-
-    pub(super) fn delete(self: &Arc<Self>, node: &NodeId, revision: i64) {
-        let steps = lock(&self.membership).delete(node, revision);
-        self.carry_out(steps);
-    }
-
     fn carry_out(self: &Arc<Self>, steps: impl IntoIterator<Item = Step>) {
         self.figures.empty.store(lock(&self.membership).empty(), Ordering::Relaxed);
         for step in steps {
@@ -264,6 +249,26 @@ impl Shared {
         {
             following.notify_one();
         }
+    }
+}
+
+#[cfg(feature = "etcd")]
+impl Shared {
+    /// These are registered, and no others.
+    pub(super) fn registered(self: &Arc<Self>, all: Vec<Registration>) {
+        let steps = lock(&self.membership).registered(all);
+        self.carry_out(steps);
+    }
+
+    /// This one is registered.
+    pub(super) fn put(self: &Arc<Self>, one: Registration) {
+        let steps = lock(&self.membership).put(one);
+        self.carry_out(steps);
+    }
+
+    pub(super) fn delete(self: &Arc<Self>, node: &NodeId, revision: i64) {
+        let steps = lock(&self.membership).delete(node, revision);
+        self.carry_out(steps);
     }
 }
 

@@ -8,9 +8,12 @@ use tokio::net::TcpListener;
 use tokio::sync::Notify;
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::sync::oneshot;
+use tokio::task::JoinHandle;
 
+#[cfg(feature = "etcd")]
+use super::etcd;
 use super::shared::{Seen, Shared};
-use super::{Answer, Config, Members, etcd, follow, names, namespaces, serve};
+use super::{Answer, Config, Members, follow, names, namespaces, serve};
 use crate::Error;
 use crate::digest::{Change, Digest};
 use crate::pace::GATHER;
@@ -67,7 +70,7 @@ async fn run(shared: Arc<Shared>, listener: TcpListener, mut orders: UnboundedRe
     tokio::spawn(serve::listen(Arc::clone(&shared), listener));
     tokio::spawn(follow::retry(Arc::clone(&shared)));
     let leaving = Arc::new(Notify::new());
-    let registrar = match &shared.config.members {
+    let registrar: Option<JoinHandle<()>> = match &shared.config.members {
         Members::Static(peers) => {
             let peers: BTreeSet<&String> = peers.iter().collect();
             for peer in peers {
@@ -75,6 +78,7 @@ async fn run(shared: Arc<Shared>, listener: TcpListener, mut orders: UnboundedRe
             }
             None
         }
+        #[cfg(feature = "etcd")]
         Members::Etcd(etcd) => {
             let leaving = Arc::clone(&leaving);
             Some(tokio::spawn(etcd::register(Arc::clone(&shared), etcd.clone(), leaving)))

@@ -35,7 +35,7 @@ use self::threads::Threads;
 use super::{BootId, Fault, Fetch, Granted, NodeId, Peer, PeerNumber, Transport, Up};
 use crate::Error;
 use crate::listen::listen;
-use crate::refusals::{PeerRefusals, Reason};
+use crate::refusals::{Reason, RefusalCounts};
 use crate::sync::{Rarely, lock};
 use crate::tls::Credentials;
 pub use crate::tls::{Security, Tls};
@@ -62,7 +62,7 @@ pub struct Config {
     /// How long anything may take.
     pub limits: Limits,
     /// Where it is counted whom this node turns away, and who it.
-    pub refusals: Arc<PeerRefusals>,
+    pub refusals: Arc<RefusalCounts>,
 }
 
 /// How long anything may take.

@@ -12,7 +12,7 @@ use mesh::control::{
 };
 use mesh::digest::{Change, Digest};
 use mesh::directory::Filter;
-use mesh::refusals::{PeerRefusals, Reason};
+use mesh::refusals::{Reason, RefusalCounts};
 use mesh::tls::Security;
 use mesh::transport::{NodeId, Peer, PeerNumber};
 use shm_protocol::random::mix;
@@ -99,7 +99,7 @@ pub(crate) struct Seen {
 pub(crate) struct Crew {
     pub(crate) control: Option<Control>,
     pub(crate) name: NodeId,
-    refusals: Arc<PeerRefusals>,
+    refusals: Arc<RefusalCounts>,
     shared: Arc<(Mutex<Seen>, Condvar)>,
 }
 

@@ -14,7 +14,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
-use mesh::refusals::{PeerRefusals, Reason};
+use mesh::refusals::{Reason, RefusalCounts};
 use mesh::transport::tcp::{Config, Limits, Security, Tcp};
 use mesh::transport::{
     BootId, Done, Fault, Fetch, Grant, Granted, Label, NodeId, Peer, PeerNumber, Transport, Up,
@@ -117,7 +117,7 @@ pub(crate) struct Node {
     shared: Arc<Shared>,
     core: Option<std::thread::JoinHandle<()>>,
     ticket: u64,
-    refusals: Arc<PeerRefusals>,
+    refusals: Arc<RefusalCounts>,
 }
 
 /// So many bytes that a transport takes for a pool.
@@ -139,7 +139,7 @@ pub(crate) fn now() -> Instant {
     Instant::now()
 }
 
-pub(crate) fn wait_refused(refusals: &PeerRefusals, reason: Reason, at_least: u64) {
+pub(crate) fn wait_refused(refusals: &RefusalCounts, reason: Reason, at_least: u64) {
     let end = now() + WATCHDOG;
     while refusals.totals()[reason as usize] < at_least {
         assert!(now() < end, "{reason:?} is counted {:?}", refusals.totals());
@@ -155,7 +155,7 @@ impl Node {
     }
 
     pub(crate) fn start(name: &str, life: u64, security: Security, limits: Limits, owner: Owner) -> Self {
-        let refusals = Arc::<PeerRefusals>::default();
+        let refusals = Arc::<RefusalCounts>::default();
         let counted = Arc::clone(&refusals);
         let mut node = Self::over(name, life, owner, SLOTS, |name, boot, blocks, up| {
             let config = Config { limits, refusals: counted, ..Config::new(name, boot, security) };

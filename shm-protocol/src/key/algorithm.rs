@@ -46,6 +46,12 @@ impl Algorithm {
         fact.strip_suffix(SECOND).unwrap_or(fact).parse()
     }
 
+    /// The fact `hash_algorithm` for vLLM's algorithm of this name: keys of short hashes have a second digest.
+    pub fn fact_of(name: &str) -> String {
+        let is_short = Self::named(name).is_some_and(|algorithm| !algorithm.is_cryptographic());
+        format!("{name}{}", if is_short { SECOND } else { "" })
+    }
+
     /// Bytes of its hashes.
     pub const fn hash_bytes(self) -> usize {
         if self.is_cryptographic() { HASH_BYTES_MAX } else { HASH_BYTES_SHORT }

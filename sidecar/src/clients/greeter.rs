@@ -9,7 +9,7 @@ use shm_protocol::handshake::{self, Hello};
 use shm_protocol::transport;
 
 use crate::clients::listener::{self, Listener};
-use crate::clients::refusals::{Cause, Refusals};
+use crate::clients::refusals::{Cause, RefusedConnections};
 use crate::system::poller::{Poller, Source};
 
 /// Peers that may be on their way at once: the listener's backlog.
@@ -37,7 +37,7 @@ pub struct Caller {
 #[derive(Debug)]
 pub struct Greeter {
     listener: Option<Listener>,
-    refusals: Refusals,
+    refusals: RefusedConnections,
     waiting: BTreeMap<u64, Greeting>,
     next: u64,
     paused_until: Option<Duration>,
@@ -57,7 +57,7 @@ struct Greeting {
 
 impl Greeter {
     /// A greeter of the peers that come to `listener`.
-    pub fn new(listener: Listener, poller: &Poller, refusals: Refusals) -> Result<Self, Errno> {
+    pub fn new(listener: Listener, poller: &Poller, refusals: RefusedConnections) -> Result<Self, Errno> {
         poller.add(Source::Listener, listener.socket())?;
         Ok(Self { listener: Some(listener), refusals, waiting: BTreeMap::new(), next: 1, paused_until: None })
     }
@@ -164,7 +164,7 @@ impl Greeter {
     }
 
     /// Who turns away, also those that have said hello.
-    pub fn refusals(&self) -> &Refusals {
+    pub fn refusals(&self) -> &RefusedConnections {
         &self.refusals
     }
 

@@ -35,7 +35,7 @@ shm_protocol::named! {
 
 /// Tells who is turned away, and counts them.
 #[derive(Clone, Debug)]
-pub struct Refusals(IntCounterVec);
+pub struct RefusedConnections(IntCounterVec);
 
 impl From<&HandshakeError> for Cause {
     fn from(error: &HandshakeError) -> Self {
@@ -48,9 +48,9 @@ impl From<&HandshakeError> for Cause {
     }
 }
 
-// === impl Refusals ===
+// === impl RefusedConnections ===
 
-impl Refusals {
+impl RefusedConnections {
     /// The counters, every one there from the start.
     pub fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
         let help = "Connections of engine processes refused, by reason; each has a log line that names what to change. user: a \

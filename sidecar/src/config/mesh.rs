@@ -3,7 +3,9 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
-use mesh::control::{self, Etcd, Members};
+#[cfg(feature = "etcd")]
+use mesh::control::Etcd;
+use mesh::control::{self, Members};
 use mesh::tls::{Security, Tls};
 use mesh::transport::NodeId;
 use mesh::transport::{rdma, tcp};
@@ -280,21 +282,32 @@ impl MeshOptions {
                     None => Ok(Members::Static(self.peer)),
                 }
             }
-            (true, false, _) => {
-                let certificate = match (self.etcd_cert, self.etcd_key) {
-                    (Some(certificate), Some(key)) => Some((certificate, key)),
-                    (None, None) => None,
-                    _ => return wrong("one of --etcd-cert and --etcd-key is missing: pass both"),
-                };
-                let user = match (self.etcd_user, self.etcd_password_file) {
-                    (Some(user), Some(file)) => Some((user, file)),
-                    (None, None) => None,
-                    _ => return wrong("one of --etcd-user and --etcd-password-file is missing: pass both"),
-                };
-                let (endpoints, ca, ttl) = (self.etcd, self.etcd_ca, control::TTL_DEFAULT);
-                Ok(Members::Etcd(Etcd { endpoints, ca, certificate, user, ttl }))
-            }
+            (true, false, _) => self.registered(),
         }
+    }
+
+    #[cfg(feature = "etcd")]
+    fn registered(self) -> Result<Members, ConfigError> {
+        let certificate = match (self.etcd_cert, self.etcd_key) {
+            (Some(certificate), Some(key)) => Some((certificate, key)),
+            (None, None) => None,
+            _ => return wrong("one of --etcd-cert and --etcd-key is missing: pass both"),
+        };
+        let user = match (self.etcd_user, self.etcd_password_file) {
+            (Some(user), Some(file)) => Some((user, file)),
+            (None, None) => None,
+            _ => return wrong("one of --etcd-user and --etcd-password-file is missing: pass both"),
+        };
+        let (endpoints, ca, ttl) = (self.etcd, self.etcd_ca, control::TTL_DEFAULT);
+        Ok(Members::Etcd(Etcd { endpoints, ca, certificate, user, ttl }))
+    }
+
+    #[cfg(not(feature = "etcd"))]
+    fn registered(self) -> Result<Members, ConfigError> {
+        wrong(
+            "--etcd cannot be used: this program was built without its feature `etcd`. Pass --peer HOST:PORT instead, or \
+             build the package pillion-cli with its default features",
+        )
     }
 }
 
@@ -361,8 +374,8 @@ mod tests {
         let line = "serve --mesh-listen=10.0.0.1:9441 --peer=pillion.models.svc:9441 --peer=10.0.9.9:9441 --mesh-plaintext";
         let line = <Line as clap::Parser>::try_parse_from(line.split(' ')).unwrap();
         let mesh = line.mesh.complete().unwrap().unwrap();
-        let Members::Static(peers) = &mesh.members else { panic!("{:?}", mesh.members) };
-        assert_eq!(peers, &["pillion.models.svc:9441", "10.0.9.9:9441"]);
+        let peers = ["pillion.models.svc:9441", "10.0.9.9:9441"];
+        assert!(matches!(&mesh.members, Members::Static(listed) if *listed == peers), "{:?}", mesh.members);
         assert_eq!(mesh.node.as_str(), rustix::system::uname().nodename().to_str().unwrap());
         let lists = |peer: &str| options(&format!("{LISTEN}peer = [\"{peer}\"]")).complete();
         assert!(lists("[fd00::1]:9441").is_ok());
@@ -425,6 +438,18 @@ mod tests {
         assert!(refused(LISTEN).contains("Pass --peer"));
         let both = format!("{LISTEN}peer = [\"b:1\"]\netcd = [\"http://e:2379\"]");
         assert!(refused(&both).contains("exclude each other"));
+        for option in ["etcd-ca", "etcd-password-file"] {
+            let text = refused(&format!("{LISTEN}peer = [\"b:1\"]\n{option} = \"/a\""));
+            assert!(text.contains(&format!("--{option}")) && text.contains("--etcd URL"), "{text}");
+        }
+        let peer = format!("{LISTEN}peer = [\"b:1\"]\n");
+        assert!(refused(&format!("{peer}tcp-streams = 65")).contains("1 to 64"));
+        assert!(refused(&format!("{peer}node-id = \"a b\"")).contains("--node-id"));
+    }
+
+    #[cfg(feature = "etcd")]
+    #[test]
+    fn etcd_has_all_that_a_connection_needs() {
         let etcd = format!("{LISTEN}etcd = [\"http://e:2379\", \"http://f:2379\"]\n");
         let mesh = options(&etcd).complete().unwrap().unwrap();
         assert!(
@@ -432,11 +457,15 @@ mod tests {
         );
         assert!(refused(&format!("{etcd}etcd-user = \"p\"")).contains("--etcd-password-file"));
         assert!(refused(&format!("{etcd}etcd-key = \"/k\"")).contains("--etcd-cert"));
-        for option in ["etcd-ca", "etcd-password-file"] {
-            let text = refused(&format!("{LISTEN}peer = [\"b:1\"]\n{option} = \"/a\""));
-            assert!(text.contains(&format!("--{option}")) && text.contains("--etcd URL"), "{text}");
-        }
-        assert!(refused(&format!("{etcd}tcp-streams = 65")).contains("1 to 64"));
-        assert!(refused(&format!("{etcd}node-id = \"a b\"")).contains("--node-id"));
+    }
+
+    #[cfg(not(feature = "etcd"))]
+    #[test]
+    fn a_program_without_etcd_says_so() {
+        let text = refused(&format!("{LISTEN}etcd = [\"http://e:2379\"]"));
+        assert!(
+            text.contains("Pass --peer") && text.contains("pillion-cli with its default features"),
+            "{text}"
+        );
     }
 }

@@ -40,7 +40,7 @@ pub(super) struct Refused {
 
 /// Counts requests that are refused.
 #[derive(Debug)]
-pub(super) struct ControlRefusals(IntCounterVec);
+pub(super) struct RefusedRequests(IntCounterVec);
 
 // === impl Cause ===
 
@@ -68,9 +68,9 @@ impl Refused {
     }
 }
 
-// === impl ControlRefusals ===
+// === impl RefusedRequests ===
 
-impl ControlRefusals {
+impl RefusedRequests {
     /// The counters, every one there from the start.
     pub(super) fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
         let help = "Control requests refused, by reason; each answer says what to change. user, token: the client may \

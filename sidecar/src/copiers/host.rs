@@ -16,7 +16,7 @@ use shm_protocol::session::SessionMemory;
 use tiers::pool::Pool;
 
 use super::{Batch, Ends, Finished};
-use crate::core::{Comparison, Direction, Found, Piece, Scan, SessionId};
+use crate::core::{Direction, Inspection, Piece, SessionId};
 use crate::system::wake::EndSignal;
 
 /// Blocks that one thread takes at a time: enough that taking costs nothing, few enough that a batch spreads over all
@@ -55,10 +55,8 @@ struct Shared {
 struct Waiting {
     loads: Lane,
     saves: Lane,
-    /// The core lets no engine have many.
-    comparisons: VecDeque<Comparison>,
-    /// One for each copied save.
-    scans: VecDeque<Scan>,
+    /// Comparisons, which the core bounds for each engine, then a search for each copied save.
+    inspections: VecDeque<Inspection>,
     /// How often something was taken.
     taken: u32,
 }
@@ -67,8 +65,7 @@ struct Waiting {
 #[derive(Debug)]
 enum Work {
     Copy(Task),
-    Compare(Comparison),
-    Scan(Scan),
+    Inspect(Inspection),
 }
 
 /// Tasks of every engine that has some, whoever is next first.
@@ -191,18 +188,10 @@ impl HostCopiers {
         true
     }
 
-    /// Takes blocks to be searched.
-    pub(super) fn scan(&self, scan: Scan) {
+    /// Takes blocks to be compared or searched.
+    pub(super) fn inspect_blocks(&self, inspection: Inspection) {
         let mut waiting = self.0.waiting.lock().unwrap_or_else(PoisonError::into_inner);
-        waiting.scans.push_back(scan);
-        drop(waiting);
-        self.0.work.notify_one();
-    }
-
-    /// Takes blocks to be compared.
-    pub(super) fn compare(&self, comparison: Comparison) {
-        let mut waiting = self.0.waiting.lock().unwrap_or_else(PoisonError::into_inner);
-        waiting.comparisons.push_back(comparison);
+        inspection.enqueue(&mut waiting.inspections);
         drop(waiting);
         self.0.work.notify_one();
     }
@@ -215,16 +204,11 @@ impl Shared {
         loop {
             let task = match self.next() {
                 Work::Copy(task) => task,
-                Work::Compare(comparison) => {
-                    let found = self.compare(&comparison);
-                    if !ends.tell(comparison.save, found) {
-                        return;
-                    }
-                    continue;
-                }
-                Work::Scan(scan) => {
-                    let broken = scan.carry_out(|offset, out| self.pool.read(offset, out));
-                    if !ends.tell_scanned((scan.save, broken)) {
+                Work::Inspect(inspection) => {
+                    // As before a copy. The data thread asks at the end whether the pool is whole.
+                    self.pool.is_whole();
+                    let findings = inspection.carry_out(|offset, out| self.pool.read(offset, out));
+                    if !ends.tell((inspection.save, findings)) {
                         return;
                     }
                     continue;
@@ -250,13 +234,6 @@ impl Shared {
         }
     }
 
-    /// Neither slot of a pair is written before the end was told. Whoever takes the verdict asks whether the pool is whole.
-    fn compare(&self, comparison: &Comparison) -> Found {
-        // As before a copy.
-        self.pool.is_whole();
-        comparison.carry_out(|offset, out| self.pool.read(offset, out))
-    }
-
     fn next(&self) -> Work {
         let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
@@ -278,8 +255,7 @@ impl Waiting {
         let save = if self.taken.is_multiple_of(SAVES_TURN) { self.saves.take(of_others) } else { None };
         let copy = save.or_else(|| self.loads.take(|_| true));
         copy.map(Work::Copy)
-            .or_else(|| self.comparisons.pop_front().map(Work::Compare))
-            .or_else(|| self.scans.pop_front().map(Work::Scan))
+            .or_else(|| self.inspections.pop_front().map(Work::Inspect))
             .or_else(|| self.saves.take(|_| true).map(Work::Copy))
     }
 }
@@ -349,7 +325,7 @@ mod tests {
                 let is_load = progress.batch.direction == Direction::Load;
                 Some(if is_load { letter.to_ascii_uppercase() } else { letter })
             }
-            Work::Compare(_) | Work::Scan(_) => unreachable!("none was posted"),
+            Work::Inspect(_) => unreachable!("none was posted"),
         });
         letters.collect()
     }

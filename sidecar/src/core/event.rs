@@ -17,7 +17,7 @@ use shm_protocol::source::Source;
 use tiers::opener::Opened;
 use tiers::ssd;
 
-use super::comparison::{Comparison, Found, Scan};
+use super::inspection::{Findings, Inspection};
 use super::{CopyId, SessionId};
 
 /// Keys whose search takes as long as binding an engine: its facts are digested, and its namespace is compared with those that are
@@ -61,19 +61,11 @@ pub enum Event {
         /// Saves below this operation are void.
         void_below: u64,
     },
-    /// A comparison of [`Action::Compare`] ended.
-    Compared {
-        /// The save whose blocks they are: its scheduler's session, and its operation.
-        save: (SessionId, u64),
-        /// What came of it.
-        found: Found,
-    },
-    /// A search of [`Action::Scan`] ended.
-    Scanned {
+    /// An inspection of [`Action::Inspect`] ended.
+    Inspected {
         /// The save of the blocks: its scheduler's session, and its operation.
         save: (SessionId, u64),
-        /// Blocks with a non-finite number.
-        broken: Vec<SlotRef>,
+        findings: Findings,
     },
     /// A part of the pool may be used from now on, with what an earlier life left in it.
     Opened(Opened),
@@ -172,10 +164,8 @@ pub enum Action {
         /// A step of the engine waits for it.
         awaited: bool,
     },
-    /// Compare blocks; answered by [`Event::Compared`]. Their slots stay as they are until then.
-    Compare(Comparison),
-    /// Search blocks for non-finite numbers; answered by [`Event::Scanned`].
-    Scan(Scan),
+    /// Compare or search blocks; answered by [`Event::Inspected`].
+    Inspect(Inspection),
     /// Compare a block of an earlier life with its checksum; answered by [`Event::Verified`]. Its slot stays as it is until then.
     Verify { key: BlockKey, slot: SlotRef },
     /// Hand a job to the tier with this number; answered by [`Event::Transferred`].

@@ -12,11 +12,11 @@
 mod adoption;
 mod announcer;
 mod arrivals;
-mod comparison;
 mod context;
 mod engines;
 mod event;
 mod handover;
+mod inspection;
 mod inventory;
 mod namespaces;
 mod peers;
@@ -34,7 +34,6 @@ mod transfers;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use mesh::directory::Directory;
 use shm_protocol::ACCEPT_SINCE;
 use shm_protocol::announcement::Announcement;
 use shm_protocol::handshake::Hello;
@@ -43,31 +42,29 @@ use shm_protocol::message::Kind;
 use shm_protocol::request::{LoadEnd, SchedulerRequest, WorkerRequest};
 use shm_protocol::source::Source;
 use tiers::dram::Dram;
-use tiers::ssd::Log;
 
 use self::announcer::Announcer;
 use self::arrivals::Waiter;
-pub use self::comparison::{Comparison, Found, Scan};
 use self::context::Context;
 use self::engines::Engines;
 pub(crate) use self::engines::whole;
 pub use self::engines::{Barred, EngineState, Holder, Proof, Standing};
 pub use self::event::{Action, Direction, Ended, Event, Heard, JobEnd, Piece, Request, TierJob};
 use self::handover::Produced;
+pub use self::inspection::{Findings, Found, InspectedBlocks, Inspection};
 pub use self::inventory::{Eviction, Kept, Location, Survey};
 use self::namespaces::Binding;
-pub use self::peers::{FAULT_NAMES, PeersStats};
+pub use self::peers::{FAULT_NAMES, PeersStats, peer_tier};
 use self::queries::Queries;
 use self::quotas::Quotas;
 use self::sources::Sources;
-pub use self::ssd::SsdStats;
+pub use self::ssd::{SsdStats, disk_tier};
 pub use self::stats::Stats;
 use self::tier::Notice;
-pub use self::tier::TierStats;
+pub use self::tier::{NewTier, TierStats};
 pub use self::timing::{Part, Timed, Took};
 use self::transfers::Transfers;
 use crate::compare::Number;
-use crate::config::SsdAdmission;
 use crate::config::quotas::Quota;
 
 /// A session, unique within an epoch.
@@ -98,29 +95,19 @@ pub struct Core {
 // === impl Core ===
 
 impl Core {
-    /// A core over an empty tier.
-    pub fn new(dram: Dram) -> Self {
-        let (engines, sources, queries, transfers, announcer) = Default::default();
-        Self { base: Base { engines, sources, cx: Context::new(dram) }, queries, transfers, announcer }
-    }
-
-    /// The same core with disks behind the tiers that it has.
-    pub fn with_ssd(mut self, log: Log, admission: SsdAdmission) -> Self {
-        self.base.sources.add_ssd(log, admission, &mut self.base.cx.dram);
-        self
+    /// A core over empty DRAM. Namespaces have these quotas, and blocks are looked for in `tiers` in this order.
+    pub fn new(dram: Dram, quotas: &[Quota], tiers: impl IntoIterator<Item = NewTier>) -> Self {
+        let (engines, mut sources, queries, transfers, announcer): (_, Sources, _, _, _) = Default::default();
+        let mut cx = Context::new(dram);
+        // A tier divides its room as quotas divide DRAM.
+        cx.quotas = Quotas::new(quotas, &mut cx.dram);
+        tiers.into_iter().for_each(|tier| sources.add_tier(tier, &mut cx.dram));
+        Self { base: Base { engines, sources, cx }, queries, transfers, announcer }
     }
 
     /// Disks were left out: what they hold may be found after another start.
     pub fn leave_out_disks(&mut self) {
         self.base.cx.unread = true;
-    }
-
-    /// The same core in a mesh with the members of `directory`, before the first block comes.
-    pub fn with_peers(mut self, directory: Directory) -> Self {
-        let dram = &mut self.base.cx.dram;
-        dram.watch();
-        self.base.sources.add_peers(directory, dram.config().pool_bytes / arrivals::PART);
-        self
     }
 
     /// The same where one event takes slots for no more blocks than this.
@@ -143,11 +130,6 @@ impl Core {
     /// All of the pool is in service.
     pub fn end_opening(&mut self) {
         self.base.cx.opening = false;
-    }
-
-    /// Limits what namespaces may take, before the first block comes.
-    pub fn limit(&mut self, quotas: &[Quota]) {
-        self.base.cx.quotas = Quotas::new(quotas, &mut self.base.cx.dram);
     }
 
     /// Takes one event and appends what must be done.
@@ -183,8 +165,12 @@ impl Core {
             Event::Copied { copy, ok } => transfers.copied(copy, ok, base),
             Event::Behind { session } => transfers.catch_up(session, base),
             Event::Drained { session, void_below } => transfers.commit_copied(session, void_below, base),
-            Event::Compared { save, found } => transfers.compared(save, found, queries, base),
-            Event::Scanned { save, broken } => transfers.scanned(save, &broken, base),
+            Event::Inspected { save, findings: Findings::Compared(found) } => {
+                transfers.compared(save, found, queries, base)
+            }
+            Event::Inspected { save, findings: Findings::Searched(broken) } => {
+                transfers.scanned(save, &broken, base)
+            }
             Event::Opened(opened) => adoption::open_part(opened, base),
             Event::Verified { key, slot, whole } => {
                 let waiting = base.sources.verified(&key, slot, whole, &mut base.cx);

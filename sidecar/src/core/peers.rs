@@ -27,6 +27,7 @@ use super::context::Context;
 use super::event::{Action, Heard};
 use super::namespaces::Binding;
 use super::sources::Sources;
+use super::tier::NewTier;
 
 /// The core's part in the mesh.
 #[derive(Debug)]
@@ -49,14 +50,14 @@ pub(super) struct Peers {
     stats: PeersStats,
 }
 
+/// A tier of the members of a directory.
+pub fn peer_tier(directory: Directory) -> NewTier {
+    NewTier::new(Peers::new(directory))
+}
+
 // === impl Sources: the mesh ===
 
 impl Sources {
-    /// Adds the members of a directory. They may be reading so many bytes at once.
-    pub(super) fn add_peers(&mut self, directory: Directory, granted_bytes_max: u64) {
-        self.add_tier(Peers::new(self.tiers.len(), directory, granted_bytes_max));
-    }
-
     /// The mesh, if there is one, with its members, asks and promises.
     pub(super) fn mesh(&self) -> Option<&Peers> {
         self.tier()
@@ -75,16 +76,16 @@ impl Sources {
 // === impl Peers ===
 
 impl Peers {
-    fn new(number: usize, directory: Directory, granted_bytes_max: u64) -> Self {
+    fn new(directory: Directory) -> Self {
         Self {
-            number,
+            number: 0,
             directory,
             fetches: BTreeMap::new(),
             again: Again::default(),
             next_ticket: 1,
             grants: BTreeMap::new(),
             granted_bytes: 0,
-            granted_bytes_max,
+            granted_bytes_max: 0,
             promised: BTreeSet::new(),
             distrusted: Distrusted::default(),
             stats: PeersStats::default(),

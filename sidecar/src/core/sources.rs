@@ -15,7 +15,7 @@ use super::arrivals::Waiter;
 use super::context::Context;
 use super::event::{Action, JobEnd};
 use super::namespaces::Binding;
-use super::tier::{Notice, ReadEnd, Span, Tier, TierStats};
+use super::tier::{NewTier, Notice, ReadEnd, Span, Tier, TierStats};
 use super::timing::Timed;
 
 #[derive(Debug, Default)]
@@ -44,9 +44,10 @@ pub(super) struct Followed {
 
 impl Sources {
     /// Adds a tier behind the others.
-    pub(super) fn add_tier(&mut self, tier: impl Tier) {
+    pub(super) fn add_tier(&mut self, tier: NewTier, dram: &mut Dram) {
+        let tier = tier.attached(self.tiers.len(), dram);
         self.stats.push(TierStats { source: tier.source(), ..TierStats::default() });
-        self.tiers.push(Box::new(tier));
+        self.tiers.push(tier);
     }
 
     /// The first tier of this kind, if there is one.

@@ -21,7 +21,7 @@ use super::context::Context;
 use super::event::{Action, JobEnd, TierJob};
 use super::namespaces::{Binding, Space};
 use super::sources::Sources;
-use super::tier::{Notice, ReadEnd, Span, Tier};
+use super::tier::{NewTier, Notice, ReadEnd, Span, Tier};
 use crate::config::SsdAdmission;
 use crate::system::clock::millis;
 
@@ -66,14 +66,14 @@ pub struct SsdStats {
     pub promoted_blocks: u64,
 }
 
+/// A tier of the disks of a log, for the blocks of this admission.
+pub fn disk_tier(log: Log, admission: SsdAdmission) -> NewTier {
+    NewTier::new(Ssd::new(log, admission))
+}
+
 // === impl Sources: disks ===
 
 impl Sources {
-    pub(super) fn add_ssd(&mut self, mut log: Log, admission: SsdAdmission, dram: &mut Dram) {
-        log.put_below(dram);
-        self.add_tier(Ssd::new(self.tiers.len(), log, admission));
-    }
-
     /// Figures of the disks, if there are any.
     pub(super) fn ssd_stats(&self) -> Option<SsdStats> {
         self.tier().map(Ssd::stats)
@@ -83,9 +83,9 @@ impl Sources {
 // === impl Ssd ===
 
 impl Ssd {
-    fn new(number: usize, log: Log, admission: SsdAdmission) -> Self {
+    fn new(log: Log, admission: SsdAdmission) -> Self {
         Self {
-            number,
+            number: 0,
             log,
             admission,
             reads: BTreeMap::new(),
@@ -161,6 +161,11 @@ impl Ssd {
 }
 
 impl Tier for Ssd {
+    fn attach(&mut self, number: usize, dram: &mut Dram) {
+        self.number = number;
+        self.log.put_below(dram);
+    }
+
     fn source(&self) -> Source {
         Source::Disk
     }

@@ -87,7 +87,14 @@ fn changed(mut hello: Hello, change: impl FnOnce(&mut WorkerHello)) -> Hello {
 
 /// A core over a pool of so many bytes.
 fn core_of(pool_bytes: u64) -> Core {
-    Core::new(Dram::new(Config { pool_bytes, segment_bytes: 2 << 20, lease_ttl_ms: 1000 }).unwrap())
+    core_over(pool_bytes, &[], None)
+}
+
+/// The same with quotas and a tier.
+fn core_over(pool_bytes: u64, quotas: &[&str], tier: Option<NewTier>) -> Core {
+    let dram = Dram::new(Config { pool_bytes, segment_bytes: 2 << 20, lease_ttl_ms: 1000 }).unwrap();
+    let quotas: Vec<_> = quotas.iter().map(|quota| quota.parse().unwrap()).collect();
+    Core::new(dram, &quotas, tier)
 }
 
 /// A scheduler's message that refers to nothing.
@@ -231,8 +238,8 @@ impl Harness {
     }
 
     /// The comparison asked for since the last look.
-    pub(super) fn comparison(&mut self) -> Option<Comparison> {
-        self.take(taken!(Action::Compare(comparison) => comparison)).next()
+    pub(super) fn comparison(&mut self) -> Option<Inspection> {
+        self.take(taken!(Action::Inspect(asked) => asked)).find(|asked| !asked.pairs().is_empty())
     }
 
     pub(super) fn query(&mut self, log: u32, op: u64, from: u32, count: u32) -> Outcome {

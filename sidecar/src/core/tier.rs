@@ -12,7 +12,7 @@ use mesh::directory::Candidate;
 use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::pool::SlotRef;
 use shm_protocol::source::Source;
-use tiers::dram::{QuotaId, Standing};
+use tiers::dram::{Dram, QuotaId, Standing};
 
 use super::arrivals::Waiter;
 use super::context::Context;
@@ -92,8 +92,15 @@ pub(super) enum Notice<'a> {
     Ending,
 }
 
+/// A tier for a core to come.
+#[derive(Debug)]
+pub struct NewTier(Box<dyn Tier>);
+
 /// A place below DRAM. The defaults suit a tier without blocks of earlier lives.
 pub(super) trait Tier: Any + Debug + Send {
+    /// Takes its number, and its part of DRAM, before the first block comes.
+    fn attach(&mut self, number: usize, dram: &mut Dram);
+
     /// The source of its blocks, as engines know it.
     fn source(&self) -> Source;
 
@@ -167,6 +174,20 @@ pub(super) trait Tier: Any + Debug + Send {
     /// True if time must pass for it to go on.
     fn waits(&self) -> bool {
         false
+    }
+}
+
+// === impl NewTier ===
+
+impl NewTier {
+    pub(super) fn new(tier: impl Tier) -> Self {
+        Self(Box::new(tier))
+    }
+
+    /// The tier with this number in a core over `dram`.
+    pub(super) fn attached(mut self, number: usize, dram: &mut Dram) -> Box<dyn Tier> {
+        self.0.attach(number, dram);
+        self.0
     }
 }
 

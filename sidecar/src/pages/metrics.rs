@@ -9,7 +9,7 @@ mod process;
 mod reads;
 mod ssd;
 
-use mesh::refusals::PeerRefusals;
+use mesh::refusals::RefusalCounts;
 use mesh::transport::PeerNumber;
 use std::time::Duration;
 
@@ -17,9 +17,7 @@ use prometheus::{Counter, GaugeVec, IntCounter, IntCounterVec, IntGauge, Opts, R
 use tiers::ssd::Backend;
 
 use self::durations::Durations;
-use self::figures::{
-    Figure, Figures, LabelledFigures, Reading, counter, counters, counters_of, gauge, raise, show,
-};
+use self::figures::{Figure, Figures, Reading, counter, counters_of, gauge, show};
 use self::holders::HoldersMetrics;
 use self::peers::PeersMetrics;
 use self::ssd::SsdMetrics;
@@ -47,8 +45,6 @@ shm_protocol::named! {
 pub struct Metrics {
     figures: Figures<Stats>,
     durations: Durations,
-    /// Counters with a label that says why.
-    reasons: Vec<(IntCounter, Reading<Stats>)>,
     wait_seconds: Counter,
     differences: GaugeVec,
     pool_bytes: IntGauge,
@@ -59,7 +55,7 @@ pub struct Metrics {
     pinning: PinningMetrics,
     quotas: Levels,
     holders: HoldersMetrics,
-    tiers: LabelledFigures<TierStats>,
+    tiers: Figures<TierStats>,
     ssd: Option<SsdMetrics>,
     peers: Option<PeersMetrics>,
 }
@@ -238,18 +234,6 @@ const RELEASED: &[(&str, Reading<Stats>)] =
 const LOST: &[(&str, Reading<Stats>)] =
     &[("reuse", |s| s.handover_lost_to_reuse), ("dropped", |s| s.handover_dropped)];
 
-/// A counter for each reason.
-fn by_reason(
-    registry: &Registry,
-    name: &str,
-    help: &str,
-    reasons: &[(&str, Reading<Stats>)],
-) -> Result<Vec<(IntCounter, Reading<Stats>)>, prometheus::Error> {
-    let counters = counters(registry, name, help, &["reason"])?;
-    let of = |(reason, figure): &(&str, Reading<Stats>)| (counters.with_label_values(&[*reason]), *figure);
-    Ok(reasons.iter().map(of).collect())
-}
-
 // HELP texts of counters with the label `reason`.
 const DROPPED_HELP: &str = "Blocks not saved, by reason. no_room: every slot is leased or being filled, raise --dram or the \
      quota; too_large: the block exceeds a pool segment, raise --dram; not_copied: the engine left, too many \
@@ -266,10 +250,10 @@ impl Metrics {
     /// Metrics in `registry`, every one present from the start.
     pub fn new(registry: &Registry, pool_bytes: u64) -> Result<Self, prometheus::Error> {
         process::register(registry)?;
-        let figures = Figures::new(registry, COUNTERS, GAUGES)?;
-        let mut reasons = by_reason(registry, "saves_dropped_total", DROPPED_HELP, SAVES_DROPPED)?;
-        reasons.extend(by_reason(registry, "handover_released_total", RELEASED_HELP, RELEASED)?);
-        reasons.extend(by_reason(registry, "handover_lost_total", LOST_HELP, LOST)?);
+        let figures = Figures::new(registry, COUNTERS, GAUGES)?
+            .with_reasons(registry, "saves_dropped_total", DROPPED_HELP, SAVES_DROPPED)?
+            .with_reasons(registry, "handover_released_total", RELEASED_HELP, RELEASED)?
+            .with_reasons(registry, "handover_lost_total", LOST_HELP, LOST)?;
         let waited = "Seconds that queries waited for blocks from a disk or a peer, or for the verification of blocks.";
         let wait_seconds = Counter::new("pillion_query_wait_seconds_total", waited)?;
         registry.register(Box::new(wait_seconds.clone()))?;
@@ -315,7 +299,6 @@ impl Metrics {
         Ok(Self {
             figures,
             durations: Durations::new(registry)?,
-            reasons,
             wait_seconds,
             differences,
             pool_bytes: size,
@@ -360,7 +343,6 @@ impl Metrics {
     /// Makes the core's figures visible. Called by the data thread alone, so read-then-add is exact.
     pub fn publish(&self, stats: &Stats) {
         self.figures.publish(stats);
-        self.reasons.iter().for_each(|(counter, figure)| raise(counter, figure(stats)));
         self.wait_seconds.inc_by((stats.wait_ms as f64 / 1e3 - self.wait_seconds.get()).max(0.0));
     }
 
@@ -417,7 +399,7 @@ impl Metrics {
     }
 
     /// Makes visible how often peers and this node would not have each other.
-    pub fn publish_refusals(&self, refusals: &PeerRefusals) {
+    pub fn publish_refusals(&self, refusals: &RefusalCounts) {
         if let Some(metrics) = &self.peers {
             metrics.publish_refusals(refusals);
         }

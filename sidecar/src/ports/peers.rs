@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use mesh::control::{self, Asker, Control, News, Room};
 use mesh::digest::{Change, Digest};
-use mesh::refusals::PeerRefusals;
+use mesh::refusals::RefusalCounts;
 use mesh::transport::{self, BootId, Done, Fetch, Grant, Granted, PeerNumber};
 use shm_protocol::blocks::Blocks;
 use shm_protocol::pool::SlotRef;
@@ -53,7 +53,7 @@ pub enum Told {
 pub struct Peers {
     control: Control,
     carriers: Carriers,
-    refusals: Arc<PeerRefusals>,
+    refusals: Arc<RefusalCounts>,
     /// What is said by what carries blocks.
     ups: mpsc::Receiver<transport::Up>,
     /// Taken from `ups`, and its turn has not come.
@@ -180,7 +180,7 @@ impl Peers {
     }
 
     /// How often peers were turned away, and this node, by reason.
-    pub fn refusals(&self) -> &PeerRefusals {
+    pub fn refusals(&self) -> &RefusalCounts {
         &self.refusals
     }
 

@@ -23,12 +23,12 @@ use super::{Runtime, Terms};
 use crate::catalog;
 use crate::clients::greeter::Greeter;
 use crate::clients::listener::{self, Listener, Use};
-use crate::clients::refusals::Refusals;
+use crate::clients::refusals::RefusedConnections;
 use crate::config::{Config, Disk};
 use crate::control::inbox::{Inbox, inbox};
 use crate::control::{self, Parts};
 use crate::copiers::Copiers;
-use crate::core::Core;
+use crate::core::{Core, NewTier, disk_tier, peer_tier};
 use crate::error::{DrainError, StartError};
 use crate::forecaster::Forecaster;
 use crate::logging::LogLevel;
@@ -117,19 +117,18 @@ impl Server {
         let Found { opened, left_out } =
             disks::open(&config.ssd, config.ssd_required, config.pool_path.is_some())?;
         count_given_up(&registry, &pool, &opened)?;
-        let (mut core, disks) = start_disks(config, opened, dram, &pool, &ended)?;
-        if !left_out.is_empty() {
-            core.leave_out_disks();
-        }
-        let (core, peers) = start_mesh(config, core, epoch, &pool, (&inbox, &catalog), &ended)?;
+        let (disk_tier, disks) = start_disks(config, opened, &pool, &ended)?.unzip();
+        let (peer_tier, peers) = start_mesh(config, epoch, &pool, (&inbox, &catalog), &ended)?.unzip();
+        let core = Core::new(dram, &config.quotas, disk_tier.into_iter().chain(peer_tier));
+        let core = begin_core(config, core, &pool, !left_out.is_empty());
         let mesh = peers.as_ref().map(Peers::asker);
         let metrics = add_metrics(config, disks.as_ref(), &left_out, &registry, metrics)?;
         let checksums =
             config.pool_path.as_ref().map(|_| Checksums::start(&pool, || ended.on_exit())).transpose()?;
         let poller = watch(&inbox, &copiers, disks.as_ref(), checksums.as_ref(), peers.as_ref())
             .map_err(std::io::Error::from)?;
-        let greeter =
-            Greeter::new(listener, &poller, Refusals::new(&registry)?).map_err(std::io::Error::from)?;
+        let greeter = Greeter::new(listener, &poller, RefusedConnections::new(&registry)?)
+            .map_err(std::io::Error::from)?;
         let terms = Terms {
             epoch,
             lease_ttl_ms: config.lease_ttl.as_millis(),
@@ -218,41 +217,46 @@ fn watch(
     Ok(poller)
 }
 
-/// The core, with the SSD tier if there are disks for one. Whoever holds a disk's lock knows that no transfer of a dead
+/// The SSD tier, if there are disks for one. Whoever holds a disk's lock knows that no transfer of a dead
 /// sidecar is under way between it and the pool: so before any slot of the pool is used.
 fn start_disks(
     config: &Config,
     opened: Vec<(Disk, Opened)>,
-    dram: Dram,
     pool: &Pool,
     ended: &Arc<EndSignal>,
-) -> Result<(Core, Option<Disks>), StartError> {
-    let mut core = Core::new(dram).with_handover_ttl(config.handover_ttl.as_millis());
-    core.limit(&config.quotas);
-    if pool.former_epoch().is_some() {
-        core.begin_opening();
-    }
+) -> Result<Option<(NewTier, Disks)>, StartError> {
     if opened.is_empty() {
-        return Ok((core, None));
+        return Ok(None);
     }
     let log = Log::new(disks::log_config(&opened, config.dram.as_bytes()));
     let disks = Disks::start(opened, pool, config.ssd_io, ended)?;
-    Ok((core.with_ssd(log, config.ssd_admission), Some(disks)))
+    Ok(Some((disk_tier(log, config.ssd_admission), disks)))
 }
 
-/// The core with its part in the mesh, if there is to be one.
+/// The tier of peers, if there is to be a mesh.
 fn start_mesh(
     config: &Config,
-    core: Core,
     epoch: u64,
     pool: &Pool,
     (inbox, catalog): (&Arc<Inbox>, &catalog::Shared),
     ended: &Arc<EndSignal>,
-) -> Result<(Core, Option<Peers>), StartError> {
-    let Some(mesh) = &config.mesh else { return Ok((core, None)) };
-    let core = core.with_peers(Directory::new(directory::Config { seed: epoch, ..Default::default() }));
+) -> Result<Option<(NewTier, Peers)>, StartError> {
+    let Some(mesh) = &config.mesh else { return Ok(None) };
+    let tier = peer_tier(Directory::new(directory::Config { seed: epoch, ..Default::default() }));
     let known = Known { inbox: Arc::clone(inbox), catalog: catalog.clone() };
-    Ok((core, Some(Peers::start(mesh, epoch, pool, known, ended)?)))
+    Ok(Some((tier, Peers::start(mesh, epoch, pool, known, ended)?)))
+}
+
+/// The core, as its options and what earlier lives left require. `lacks_disks`: blocks may lie on disks that were left out.
+fn begin_core(config: &Config, core: Core, pool: &Pool, lacks_disks: bool) -> Core {
+    let mut core = core.with_handover_ttl(config.handover_ttl.as_millis());
+    if pool.former_epoch().is_some() {
+        core.begin_opening();
+    }
+    if lacks_disks {
+        core.leave_out_disks();
+    }
+    core
 }
 
 /// Counts what earlier sidecars left and this one starts empty.

@@ -6,7 +6,7 @@ use super::turn::{Host, Source};
 use super::{Runtime, TICK};
 use crate::clients::session::{Session, Violation};
 use crate::copiers::Finished;
-use crate::core::{Event, SessionId};
+use crate::core::{Event, Findings, SessionId};
 use crate::pages::metrics::CloseReason;
 use crate::system::clock::millis;
 
@@ -88,7 +88,7 @@ impl Host for Runtime {
 // === impl Runtime: ends of copies ===
 
 impl Runtime {
-    /// Takes in one end of a copy or a comparison; whether there was any.
+    /// Takes in one end of a copy or an inspection; whether there was any.
     fn take_copied(&mut self) -> bool {
         if let Some(Finished { copy, ok }) = self.refused.pop().or_else(|| self.copiers.finished()) {
             if !ok {
@@ -97,18 +97,15 @@ impl Runtime {
             self.handle(Event::Copied { copy, ok });
             return true;
         }
-        if let Some((save, broken)) = self.copiers.scanned() {
-            self.look_at_pool();
-            self.handle(Event::Scanned { save, broken });
-            return true;
-        }
-        let Some((save, mut found)) = self.copiers.compared() else { return false };
+        let Some((save, mut findings)) = self.copiers.inspected() else { return false };
         self.look_at_pool();
-        if self.lost {
+        if self.lost
+            && let Findings::Compared(found) = &mut findings
+        {
             // Its bytes may be none of the engine's: nobody is judged by them.
             found.differing = 0;
         }
-        self.handle(Event::Compared { save, found });
+        self.handle(Event::Inspected { save, findings });
         true
     }
 }

@@ -3,7 +3,9 @@
 use std::collections::BTreeMap;
 
 use shm_protocol::message::{Kind, Message};
-use sidecar::core::{Action, Direction, Event, Heard, JobEnd, Request, TierJob};
+use sidecar::core::{
+    Action, Direction, Event, Findings, Heard, InspectedBlocks, Inspection, JobEnd, Request, TierJob,
+};
 use tiers::opener::Opened;
 use tiers::ssd::{self, Work};
 
@@ -200,8 +202,8 @@ pub(crate) fn event(event: &Event) -> &'static str {
         Event::Copied { ok: true, .. } => "event Copied ok",
         Event::Copied { ok: false, .. } => "event Copied failed",
         Event::Drained { .. } => "event Drained",
-        Event::Compared { .. } => "event Compared",
-        Event::Scanned { .. } => "event Scanned",
+        Event::Inspected { findings: Findings::Compared(_), .. } => "event Compared",
+        Event::Inspected { findings: Findings::Searched(_), .. } => "event Scanned",
         Event::Verified { whole: true, .. } => "event Verified whole",
         Event::Verified { .. } => "event Verified changed",
         Event::Opened(Opened::Empty { .. }) => "event Opened empty",
@@ -245,8 +247,8 @@ pub(crate) fn action(action: &Action) -> &'static str {
         Action::CommitSlot { .. } => "action CommitSlot",
         Action::Copy { direction: Direction::Save, .. } => "action Copy save",
         Action::Copy { direction: Direction::Load, .. } => "action Copy load",
-        Action::Compare { .. } => "action Compare",
-        Action::Scan { .. } => "action Scan",
+        Action::Inspect(Inspection { blocks: InspectedBlocks::Pairs(_), .. }) => "action Compare",
+        Action::Inspect(Inspection { blocks: InspectedBlocks::Alone(_), .. }) => "action Scan",
         Action::Verify { .. } => "action Verify",
         Action::Transfer { job, .. } => match job {
             TierJob::Disk(ssd::Job { work: Work::Read { .. }, .. }) => "action Transfer read",

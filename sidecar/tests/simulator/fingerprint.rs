@@ -5,7 +5,7 @@ use mesh::digest::{Change, Digest};
 use shm_protocol::key::{BlockHash, Label, NamespaceDigest};
 use shm_protocol::pool::SlotRef;
 use shm_protocol::session::Bound;
-use sidecar::core::{Action, Direction, TierJob};
+use sidecar::core::{Action, Direction, InspectedBlocks, Inspection, TierJob};
 use tiers::ssd::{self, Work};
 
 use crate::rng::mix;
@@ -79,13 +79,15 @@ impl Words {
                 self.put([9, *copy, *engine, *session, direction, *load_op, u64::from(*awaited)]);
                 self.put(pieces.iter().flat_map(|piece| [u64::from(piece.block), piece.offset]));
             }
-            Action::Compare(comparison) => {
-                self.put([10, comparison.save.0, comparison.save.1, u64::from(comparison.shards)]);
-                self.slots(comparison.pairs.iter().flat_map(|(kept, computed)| [kept, computed]));
-            }
-            Action::Scan(scan) => {
-                self.put([22, scan.save.0, scan.save.1, u64::from(scan.shards)]);
-                self.slots(&scan.slots);
+            Action::Inspect(Inspection { save, blocks, shards, .. }) => {
+                let kind = if matches!(blocks, InspectedBlocks::Pairs(_)) { 10 } else { 22 };
+                self.put([kind, save.0, save.1, u64::from(*shards)]);
+                match blocks {
+                    InspectedBlocks::Pairs(pairs) => {
+                        self.slots(pairs.iter().flat_map(|(kept, computed)| [kept, computed]))
+                    }
+                    InspectedBlocks::Alone(slots) => self.slots(slots),
+                }
             }
             Action::Verify { key, slot } => {
                 self.put([11, slot.offset, slot.generation]);

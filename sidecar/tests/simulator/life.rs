@@ -22,7 +22,7 @@ use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::pool::SlotRef;
 use shm_protocol::region::{Access, Region};
 use sidecar::clients::session::Session;
-use sidecar::core::{Action, Core, Event, JobEnd, Piece, Request, SessionId};
+use sidecar::core::{Action, Core, Event, JobEnd, Piece, Request, SessionId, peer_tier};
 use sidecar::runtime::turn::{self as order, Turn};
 use tiers::dram::{self, Dram};
 use tiers::opener::{Opened, Opener};
@@ -124,17 +124,13 @@ impl Life {
         let mut ledger = Ledger::new(SEGMENT_BYTES);
         forms.iter().for_each(|form| ledger.know(*form));
         ctx.wakes.push((Actor::Data, ctx.now + 1));
-        let core = Core::new(dram).with_claims(ctx.knobs.turn_cost);
-        let (mut core, mut disks) = (core.with_handover_ttl(lease_ttl_ms), Vec::new());
-        for (number, medium) in media.iter().enumerate() {
-            let (disk, with_disk) = Disk::start(medium, ctx.knobs.slow_disk == Some(number), core);
-            core = with_disk;
-            disks.push(disk);
-        }
+        let disk = |(number, medium)| Disk::start(medium, ctx.knobs.slow_disk == Some(number));
+        let (disks, tiers): (Vec<_>, Vec<_>) = media.iter().enumerate().map(disk).unzip();
         let mesh = ctx.knobs.mesh.then(Mesh::default);
-        if mesh.is_some() {
-            core = core.with_peers(Directory::new(Config { seed: epoch, ..Config::default() }));
-        }
+        let peers =
+            mesh.is_some().then(|| peer_tier(Directory::new(Config { seed: epoch, ..Config::default() })));
+        let core = Core::new(dram, &[], tiers.into_iter().chain(peers)).with_claims(ctx.knobs.turn_cost);
+        let core = core.with_handover_ttl(lease_ttl_ms);
         Self {
             epoch,
             core,

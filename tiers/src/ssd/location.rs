@@ -27,8 +27,8 @@ pub enum Missing {
     Create,
 }
 
-/// An error that names its device.
-pub(super) struct Refusal<'a>(pub(super) &'a Path);
+/// Makes errors with the path of a device.
+pub(super) struct DeviceErrors<'a>(pub(super) &'a Path);
 
 /// The file or block device for a log of `bytes` at `path`: a file, a folder (its file `pillion.log`) or a block device.
 /// Nothing is written.
@@ -38,10 +38,10 @@ pub fn locate(path: &Path, bytes: u64, missing: Missing) -> Result<PathBuf, Erro
 
 /// The same, with a folder of the root disk.
 fn locate_beside(root: &Path, path: &Path, bytes: u64, missing: Missing) -> Result<PathBuf, Error> {
-    let refusal = Refusal(path);
+    let errors = DeviceErrors(path);
     let least = SUPER_BYTES + SEGMENTS_MIN * SEGMENT_BYTES_MIN;
     if bytes < least {
-        return Err(refusal
+        return Err(errors
             .because(format!("has a size of {bytes} bytes, and the least is {least}"), "raise its size"));
     }
     let is_folder = path.is_dir();
@@ -52,12 +52,12 @@ fn locate_beside(root: &Path, path: &Path, bytes: u64, missing: Missing) -> Resu
         Ok(FileType::RegularFile) => {}
         Ok(_) => {
             return Err(
-                refusal.because("is not a file, a folder or a block device", "pass a path of one of these")
+                errors.because("is not a file, a folder or a block device", "pass a path of one of these")
             );
         }
         Err(Errno::NOENT | Errno::NOTDIR) if !folder.is_dir() => {
             let problem = format!("does not exist, and {} is not a folder", folder.display());
-            return Err(refusal.because(problem, "mount the disk there, or create the folder"));
+            return Err(errors.because(problem, "mount the disk there, or create the folder"));
         }
         Err(Errno::NOENT) => {
             let filled = filled_instead(root, &folder, is_folder).filter(|_| missing == Missing::Refuse);
@@ -68,14 +68,14 @@ fn locate_beside(root: &Path, path: &Path, bytes: u64, missing: Missing) -> Resu
                     "mount the disk that is meant for it, or write --ssd {}:SIZE:create to create the file there",
                     path.display()
                 );
-                return Err(refusal.because(problem, remedy));
+                return Err(errors.because(problem, remedy));
             }
         }
-        Err(errno) => return Err(refusal.os("be found")(errno)),
+        Err(errno) => return Err(errors.os("be found")(errno)),
     }
-    let fs = rustix::fs::statfs(&folder).map_err(refusal.os("be asked for its file system"))?;
+    let fs = rustix::fs::statfs(&folder).map_err(errors.os("be asked for its file system"))?;
     if [TMPFS_MAGIC, RAMFS_MAGIC].contains(&(fs.f_type as u32)) {
-        return Err(refusal.because(
+        return Err(errors.because(
             "lies in memory (tmpfs)",
             "pass a path on a disk, and raise --dram if more memory is to be used",
         ));
@@ -119,9 +119,9 @@ fn is_mount_point(folder: &Path) -> bool {
     }
 }
 
-// === impl Refusal ===
+// === impl DeviceErrors ===
 
-impl Refusal<'_> {
+impl DeviceErrors<'_> {
     pub(super) fn because(&self, problem: impl Into<String>, remedy: impl Into<String>) -> Error {
         Error::Device { path: self.0.to_owned(), problem: problem.into(), remedy: remedy.into() }
     }

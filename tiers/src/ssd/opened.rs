@@ -12,7 +12,7 @@ use rustix::io::Errno;
 
 use super::Geometry;
 use super::format::{self, Distrusted, Found, SUPER_BYTES, Super, Trailer};
-use super::location::{Missing, Refusal, SEGMENT_BYTES_MIN, SEGMENTS_MIN, locate};
+use super::location::{DeviceErrors, Missing, SEGMENT_BYTES_MIN, SEGMENTS_MIN, locate};
 use crate::Error;
 use crate::given_up::{Cause, GivenUp};
 use crate::io::buf::{BUFFER_ALIGN, Buffer};
@@ -86,35 +86,35 @@ impl Opened {
     }
 
     fn open_within(path: &Path, bytes: u64, missing: Missing, close_max: Duration) -> Result<Self, Error> {
-        let refusal = Refusal(path);
+        let errors = DeviceErrors(path);
         let file = locate(path, bytes, missing)?;
-        let (fd, is_block) = open_direct(&file, &refusal, close_max)?;
-        let align = Align::of(&fd, is_block).map_err(refusal.os("be asked for its alignment"))?;
+        let (fd, is_block) = open_direct(&file, &errors, close_max)?;
+        let align = Align::of(&fd, is_block).map_err(errors.os("be asked for its alignment"))?;
         if align.unit > format::UNIT_BYTES_MAX {
             let most = format::UNIT_BYTES_MAX;
             let problem = format!(
                 "transfers at least {} bytes at a time, and the most that is supported is {most}",
                 align.unit
             );
-            return Err(refusal.because(problem, "pass another device"));
+            return Err(errors.because(problem, "pass another device"));
         }
-        let found = find(&fd, align.unit).map_err(refusal.os("be read"))?;
+        let found = find(&fd, align.unit).map_err(errors.os("be read"))?;
         if found == Found::Foreign {
-            return Err(refusal.because(
+            return Err(errors.because(
                 "holds data that is not a log of Pillion",
                 "pass another path, or remove the file (of a device: wipefs --all, then zero its first MiB)",
             ));
         }
-        let former = former(&fd, found, align.unit, bytes).map_err(refusal.os("be read"))?;
+        let former = former(&fd, found, align.unit, bytes).map_err(errors.os("be read"))?;
         let (superblock, distrusted, given_up) = match former {
             Former::Kept(log, distrusted) => (Super { life: log.life + 1, ..log }, distrusted, None),
             Former::None(given_up) => {
-                let log = new_log(align.unit, bytes).map_err(refusal.os("be named"))?;
+                let log = new_log(align.unit, bytes).map_err(errors.os("be named"))?;
                 (log, Distrusted::default(), given_up)
             }
         };
-        make_room(&fd, is_block, bytes, &refusal)?;
-        write_begin(&fd, &superblock, &distrusted).map_err(refusal.os("be written"))?;
+        make_room(&fd, is_block, bytes, &errors)?;
+        write_begin(&fd, &superblock, &distrusted).map_err(errors.os("be written"))?;
         let segments = ((bytes - SUPER_BYTES) / superblock.segment_bytes) as u32;
         Ok(Self {
             fd,
@@ -147,7 +147,11 @@ impl Opened {
 }
 
 /// Opens and locks a file, made if there is none, or a block device that nobody else uses.
-fn open_direct(file: &Path, refusal: &Refusal<'_>, close_max: Duration) -> Result<(OwnedFd, bool), Error> {
+fn open_direct(
+    file: &Path,
+    errors: &DeviceErrors<'_>,
+    close_max: Duration,
+) -> Result<(OwnedFd, bool), Error> {
     let kind = rustix::fs::stat(file).map(|stat| FileType::from_raw_mode(stat.st_mode));
     let is_block = kind == Ok(FileType::BlockDevice);
     let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::DIRECT;
@@ -155,15 +159,15 @@ fn open_direct(file: &Path, refusal: &Refusal<'_>, close_max: Duration) -> Resul
     let fd = once_free(close_max, || rustix::fs::open(file, flags, Mode::RUSR | Mode::WUSR));
     let fd = fd.map_err(|errno| match errno {
         Errno::INVAL => {
-            refusal.because("does not support direct I/O", "pass a path on ext4 or XFS, or a block device")
+            errors.because("does not support direct I/O", "pass a path on ext4 or XFS, or a block device")
         }
-        Errno::BUSY => refusal.busy("is mounted, or held by another program"),
-        errno => refusal.os("be opened")(errno),
+        Errno::BUSY => errors.busy("is mounted, or held by another program"),
+        errno => errors.os("be opened")(errno),
     })?;
     let locked = once_free(close_max, || rustix::fs::flock(&fd, FlockOperation::NonBlockingLockExclusive));
     locked.map_err(|errno| match errno {
-        Errno::WOULDBLOCK => refusal.busy("is used by another sidecar"),
-        errno => refusal.os("be locked")(errno),
+        Errno::WOULDBLOCK => errors.busy("is used by another sidecar"),
+        errno => errors.os("be locked")(errno),
     })?;
     Ok((fd, is_block))
 }
@@ -271,27 +275,27 @@ fn new_log(unit: u64, bytes: u64) -> Result<Super, Errno> {
 }
 
 /// Reserves a file's blocks, so that it does not run out of space later; checks a device's size.
-fn make_room(fd: &OwnedFd, is_block: bool, bytes: u64, refusal: &Refusal<'_>) -> Result<(), Error> {
-    let there = rustix::fs::seek(fd, SeekFrom::End(0)).map_err(refusal.os("be measured"))?;
+fn make_room(fd: &OwnedFd, is_block: bool, bytes: u64, errors: &DeviceErrors<'_>) -> Result<(), Error> {
+    let there = rustix::fs::seek(fd, SeekFrom::End(0)).map_err(errors.os("be measured"))?;
     if is_block {
         return match there >= bytes {
             true => Ok(()),
-            false => Err(refusal.because(
+            false => Err(errors.because(
                 format!("has only {there} bytes, not {bytes}"),
                 format!("pass {there} as its size"),
             )),
         };
     }
     if there > bytes {
-        rustix::fs::ftruncate(fd, bytes).map_err(refusal.os("be cut"))?;
+        rustix::fs::ftruncate(fd, bytes).map_err(errors.os("be cut"))?;
     }
     match rustix::fs::fallocate(fd, FallocateFlags::empty(), 0, bytes) {
-        Err(Errno::OPNOTSUPP) => rustix::fs::ftruncate(fd, bytes).map_err(refusal.os("be extended")),
-        Err(Errno::NOSPC | Errno::DQUOT | Errno::FBIG) => Err(refusal.because(
+        Err(Errno::OPNOTSUPP) => rustix::fs::ftruncate(fd, bytes).map_err(errors.os("be extended")),
+        Err(Errno::NOSPC | Errno::DQUOT | Errno::FBIG) => Err(errors.because(
             format!("needs {bytes} bytes, more than its file system has free"),
             "lower its size, or free space",
         )),
-        other => other.map_err(refusal.os("be extended")),
+        other => other.map_err(errors.os("be extended")),
     }
 }
 

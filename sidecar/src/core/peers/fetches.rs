@@ -14,10 +14,11 @@ use mesh::transport::{Done, Fault, Fetch, Label, PeerNumber, Stage};
 use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::pool::SlotRef;
 use shm_protocol::source::Source;
+use tiers::dram::Dram;
 
 use super::{Peers, stats};
 use crate::core::Action;
-use crate::core::arrivals::{WAIT_MS_MAX, Waiter};
+use crate::core::arrivals::{PART, WAIT_MS_MAX, Waiter};
 use crate::core::context::Context;
 use crate::core::event::{JobEnd, TierJob};
 use crate::core::namespaces::Binding;
@@ -149,6 +150,12 @@ impl Peers {
 }
 
 impl Tier for Peers {
+    fn attach(&mut self, number: usize, dram: &mut Dram) {
+        dram.watch();
+        self.number = number;
+        self.granted_bytes_max = dram.config().pool_bytes / PART;
+    }
+
     fn source(&self) -> Source {
         Source::Peer
     }

@@ -63,7 +63,8 @@ impl Scene {
     fn waiting(miss_wait_ms: Option<u32>) -> Self {
         let pool_bytes = POOL_SEGMENT * POOL_SEGMENTS;
         let config = dram::Config { pool_bytes, segment_bytes: POOL_SEGMENT, lease_ttl_ms: 10_000 };
-        let core = Core::new(Dram::new(config).unwrap()).with_peers(Directory::new(Config::default()));
+        let peers = peer_tier(Directory::new(Config::default()));
+        let core = Core::new(Dram::new(config).unwrap(), &[], [peers]);
         let mut engine = Harness::waiting(core, 1, BLOCK_BYTES, miss_wait_ms);
         engine.join();
         let (fetches, cancelled, granted, told, promised) = Default::default();

@@ -17,7 +17,7 @@ use super::*;
 use crate::core::tests::announcements::Follower;
 use crate::core::tests::checks::found;
 use crate::core::tests::{Harness, NAMESPACE, RANKS, SCHEDULER, hash};
-use crate::core::{Action, Core, Event, Heard, Part, Timed, arrivals};
+use crate::core::{Action, Core, Event, Findings, Heard, Part, Timed, arrivals, peer_tier};
 
 /// Seven blocks to a segment of the pool.
 const BLOCK_BYTES: u64 = 256 << 10;
@@ -39,7 +39,7 @@ fn core(admission: SsdAdmission) -> Core {
     let config = dram::Config { pool_bytes, segment_bytes: POOL_SEGMENT, lease_ttl_ms: 10_000 };
     let geometry = Geometry { unit_bytes: 4096, segment_bytes: 4 << 20, segments: 64, first_sequence: 1 };
     let log = Log::new(Config { devices: vec![geometry], write_bytes_max: 1 << 20, late_ms: 10_000 });
-    Core::new(Dram::new(config).unwrap()).with_ssd(log, admission)
+    Core::new(Dram::new(config).unwrap(), &[], [disk_tier(log, admission)])
 }
 
 impl Scene {
@@ -521,7 +521,7 @@ fn what_an_engine_saved_that_is_barred_goes_from_the_disk_and_does_not_come_back
     scene.engine.fences(RANKS[0], op, op);
     scene.engine.copied();
     let save = scene.engine.comparison().expect("kept").save;
-    scene.event(Event::Compared { save, found: found(1) });
+    scene.event(Event::Inspected { save, findings: Findings::Compared(found(1)) });
     scene.end_well(reads);
     scene.end_all();
     assert_eq!((scene.stats().log.blocks, scene.engine.core.stats().blocks), (0, 0));
@@ -576,7 +576,8 @@ fn what_peers_have_behind_a_block_that_no_disk_reads_in_time_is_not_fetched() {
     for refuses in [false, true] {
         let mut scene = Scene::on_ssd(0..1);
         let base = &mut scene.engine.core.base;
-        base.sources.add_peers(Directory::new(mesh::directory::Config::default()), 1 << 30);
+        let peers = peer_tier(Directory::new(mesh::directory::Config::default()));
+        base.sources.add_tier(peers, &mut base.cx.dram);
         let (peer, mut filter) = (PeerNumber(1), Filter::with_capacity(10));
         (1..4).for_each(|key| assert!(filter.insert(Digest::new(&NAMESPACE, 0, &hash(key)))));
         [Heard::Joined(peer), Heard::Keeps { peer, filter }]

@@ -12,7 +12,7 @@ const BLOCKS: u32 = 9;
 /// An engine over a pool in which an earlier life has left keys `0..BLOCKS`.
 fn adopted() -> Harness {
     let config = Config { pool_bytes: 4 * SEGMENT, segment_bytes: SEGMENT, lease_ttl_ms: 1000 };
-    let mut core = Core::new(Dram::unopened(config, 50).unwrap());
+    let mut core = Core::new(Dram::unopened(config, 50).unwrap(), &[], []);
     for segment in 0..BLOCKS / 3 {
         let block = |n| Remains::Block { generation: 1, namespace: NAMESPACE, group: GROUP, hash: hash(n) };
         let remains = (segment * 3..segment * 3 + 3).map(block).collect();

@@ -63,9 +63,12 @@ impl Harness {
     }
 
     /// Ends the comparison asked for since the last look, which is returned.
-    pub(super) fn compared(&mut self, differing: u32) -> Comparison {
+    pub(super) fn compared(&mut self, differing: u32) -> Inspection {
         let comparison = self.comparison().expect("the keys are kept");
-        self.event(Event::Compared { save: comparison.save, found: found(differing) });
+        self.event(Event::Inspected {
+            save: comparison.save,
+            findings: Findings::Compared(found(differing)),
+        });
         comparison
     }
 
@@ -127,13 +130,13 @@ fn kept_blocks_are_compared_with_computed_ones_once_these_cannot_be_overwritten(
     assert_eq!(engine.comparison(), None, "a CANCEL may lie in the ring");
     engine.drained();
     let comparison = engine.comparison().expect("all shards were copied");
-    assert_eq!((comparison.save, comparison.pairs.len(), comparison.shards), ((SCHEDULER, 5), 2, 2));
+    assert_eq!((comparison.save, comparison.pairs().len(), comparison.shards), ((SCHEDULER, 5), 2, 2));
     let filled: Vec<u64> = copies[0].2.iter().map(|piece| piece.offset).collect();
     let is_filled = |slot: &SlotRef| filled.contains(&slot.offset);
-    assert!(comparison.pairs.iter().all(|(kept, computed)| is_filled(computed) && !is_filled(kept)));
+    assert!(comparison.pairs().iter().all(|(kept, computed)| is_filled(computed) && !is_filled(kept)));
     assert!(engine.core.busy() && engine.saved().is_none());
-    engine.event(Event::Compared { save: comparison.save, found: found(0) });
-    let freed: Vec<_> = comparison.pairs.iter().map(|(_, slot)| Action::FreeSlot { slot: *slot }).collect();
+    engine.event(Event::Inspected { save: comparison.save, findings: Findings::Compared(found(0)) });
+    let freed: Vec<_> = comparison.pairs().iter().map(|(_, slot)| Action::FreeSlot { slot: *slot }).collect();
     assert_eq!(engine.out[..2], freed);
     let saved = engine.saved().unwrap();
     assert_eq!((saved.present, saved.checked, saved.differing, saved.committed), (2, 2, 0, 0));
@@ -155,7 +158,7 @@ fn what_was_cancelled_or_not_copied_is_never_compared() {
     engine.end_copy(copies[0].0, true);
     engine.ask(SchedulerRequest::Cancel(Cancel { op: 5, from: 1, count: 3 }));
     engine.drained();
-    assert_eq!(engine.compared(0).pairs.len(), 1, "three sources were reused");
+    assert_eq!(engine.compared(0).pairs().len(), 1, "three sources were reused");
     let saved = engine.saved().unwrap();
     assert_eq!((saved.present, saved.cancelled, saved.checked), (1, 3, 1));
 
@@ -196,7 +199,7 @@ fn what_is_not_kept_is_saved_and_what_has_no_room_is_left() {
     assert_eq!(copied, 2, "the second block gave way to the first one's, and is saved over the third");
     small.drained();
     let comparison = small.comparison().unwrap();
-    assert_eq!(comparison.pairs.len(), 1);
+    assert_eq!(comparison.pairs().len(), 1);
 }
 
 #[test]
@@ -220,7 +223,7 @@ fn a_comparison_keeps_its_blocks_in_place_and_no_engine_has_many() {
         engine.out.clear();
     }
     assert!(engine.core.stats().evicted_blocks > 0);
-    engine.event(Event::Compared { save: comparison.save, found: found(0) });
+    engine.event(Event::Inspected { save: comparison.save, findings: Findings::Compared(found(0)) });
     assert_eq!(engine.saved().unwrap().checked, 64);
     engine.ask(SchedulerRequest::Close { log: 0 });
     assert!(!engine.core.busy());
@@ -241,7 +244,7 @@ fn an_engine_that_differs_is_barred_and_what_it_saved_is_gone() {
     engine.post_save(2, 4, 3..4, true);
     engine.copy_all(1, 4);
     let save = engine.comparison().unwrap().save;
-    engine.event(Event::Compared { save, found: found(1) });
+    engine.event(Event::Inspected { save, findings: Findings::Compared(found(1)) });
     let warnings = engine.warnings();
     assert_eq!(warnings.len(), 1, "{warnings:?}");
     let namespace = NAMESPACE.to_string();
@@ -342,7 +345,7 @@ fn what_engines_disagree_about_is_found_by_no_later_life_and_nothing_of_before_c
     let base = &mut engine.core.base;
     let binding = base.engines[SCHEDULER].binding().unwrap();
     // Nothing of the namespace was written yet: memory has it alone, and would write it later.
-    base.sources.add_ssd(log, SsdAdmission::SecondHit, &mut base.cx.dram);
+    base.sources.add_tier(disk_tier(log, SsdAdmission::SecondHit), &mut base.cx.dram);
     let life_end = u64::from(u32::MAX);
     for (number, bounds) in [(1, vec![life_end]), (2, vec![life_end, 7])] {
         engine.keep_another(1 + number);
@@ -383,7 +386,8 @@ impl Harness {
 
 /// An engine with a peer, that keeps two blocks.
 fn with_peer() -> Harness {
-    let core = core_of(64 << 20).with_peers(Directory::new(directory::Config::default()));
+    let peers = peer_tier(Directory::new(directory::Config::default()));
+    let core = core_over(64 << 20, &[], Some(peers));
     let mut engine = Harness::over(core, 1, SHARD_BYTES);
     engine.join();
     engine.keep(2);
@@ -539,7 +543,7 @@ fn one_contradiction_bars_nobody_and_what_was_computed_in_that_step_goes() {
     engine.copy_all(1, 1);
     let save = engine.comparison().unwrap().save;
     engine.out.clear();
-    engine.event(Event::Compared { save, found: Found { first: 1, ..found(2) } });
+    engine.event(Event::Inspected { save, findings: Findings::Compared(Found { first: 1, ..found(2) }) });
     let [told] = engine.warnings()[..] else { panic!("{:?}", engine.warnings()) };
     for part in ["6 blocks", "engine e1", "4.00e-1", "layer 3", "2 other chains", "240 s"] {
         assert!(told.contains(part), "{part} in {told}");
@@ -600,7 +604,7 @@ fn a_long_chain_goes_from_the_last_block_on_that_was_found_equal() {
     let save = engine.comparison().unwrap().save;
     // Every second block was compared. The source is forgotten: the chain alone goes.
     engine.core.transfers.forget_sources();
-    engine.event(Event::Compared { save, found: Found { first: 10, ..found(54) } });
+    engine.event(Event::Inspected { save, findings: Findings::Compared(Found { first: 10, ..found(54) }) });
     assert_eq!(engine.core.stats().blocks, 20);
     assert_eq!(engine.status(0, 2, 128), (Status::Ok, 20));
 }
@@ -663,7 +667,7 @@ fn a_comparison_outlives_its_engine_and_says_nothing_then() {
     let comparison = engine.comparison().unwrap();
     engine.event(Event::Disconnected { session: scheduler(1) });
     assert!(engine.core.busy(), "its slots are being read");
-    engine.event(Event::Compared { save: comparison.save, found: found(2) });
+    engine.event(Event::Inspected { save: comparison.save, findings: Findings::Compared(found(2)) });
     assert!(!engine.core.busy() && engine.saved().is_none());
     let stats = engine.core.stats();
     assert_eq!((stats.checks, stats.blocks, stats.pool_used_bytes), (0, 2, 2 * SHARD_BYTES));

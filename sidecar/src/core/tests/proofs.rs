@@ -144,18 +144,18 @@ fn nobody_is_the_first_where_blocks_may_be_that_are_not_known_of() {
         engine
     };
     let config = Config { pool_bytes: 64 << 20, segment_bytes: 2 << 20, lease_ttl_ms: 1000 };
-    let core = || Core::new(Dram::new(config).unwrap());
-    let directory = Directory::new(directory::Config::default());
-    assert_eq!(unproven(core().with_peers(directory)).save_new(1, 1).unproven, 4, "peers may have some");
+    let core = |tier| Core::new(Dram::new(config).unwrap(), &[], tier);
+    let peers = peer_tier(Directory::new(directory::Config::default()));
+    assert_eq!(unproven(core(Some(peers))).save_new(1, 1).unproven, 4, "peers may have some");
 
-    let mut opening = core();
+    let mut opening = core(None);
     opening.begin_opening();
     let mut engine = unproven(opening);
     assert_eq!(engine.save_new(1, 1).unproven, 4, "the pool file may hold some");
     engine.core.end_opening();
     assert_eq!(engine.save_new(1, 2).committed, 4, "it holds none");
 
-    let mut lacking = core();
+    let mut lacking = core(None);
     lacking.leave_out_disks();
     assert_eq!(unproven(lacking).save_new(1, 1).unproven, 4, "a disk that was left out may hold some");
 
@@ -164,7 +164,7 @@ fn nobody_is_the_first_where_blocks_may_be_that_are_not_known_of() {
             tiers::ssd::Geometry { unit_bytes: 4096, segment_bytes: 4 << 20, segments: 8, first_sequence: 7 };
         let over = tiers::ssd::Config { devices: vec![geometry], write_bytes_max: 1 << 20, late_ms: 1000 };
         let log = tiers::ssd::Log::new(over);
-        let mut engine = unproven(core().with_ssd(log, SsdAdmission::All));
+        let mut engine = unproven(core(Some(disk_tier(log, SsdAdmission::All))));
         assert_eq!(engine.save_new(1, 1).unproven, 4, "the disk is still being read");
         let all = Recovered {
             device: 0,
@@ -180,7 +180,7 @@ fn nobody_is_the_first_where_blocks_may_be_that_are_not_known_of() {
         assert_eq!(engine.save_new(1, 2).unproven, unproven, "a part that could not be read may hold some");
     }
 
-    let mut engine = unproven(Core::new(Dram::unopened(config, 0).unwrap()));
+    let mut engine = unproven(Core::new(Dram::unopened(config, 0).unwrap(), &[], []));
     let kept = Remains::Block { generation: 1, namespace: NAMESPACE, hash: hash(7), group: 0 };
     let used = Opened::Used { segment: 0, block_bytes: SHARD_BYTES, first: 0, remains: vec![kept] };
     engine.event(Event::Opened(used));

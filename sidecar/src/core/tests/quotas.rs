@@ -6,9 +6,7 @@ use super::*;
 
 /// An engine of one rank, in namespace c19a..., with these quotas.
 fn engine(quotas: &[&str]) -> Harness {
-    let mut engine = Harness::unjoined(1);
-    let quotas: Vec<_> = quotas.iter().map(|quota| quota.parse().unwrap()).collect();
-    engine.core.limit(&quotas);
+    let mut engine = Harness::over(core_over(64 << 20, quotas, None), 1, SHARD_BYTES);
     engine.join();
     engine
 }
@@ -59,8 +57,8 @@ fn every_salt_counts_to_its_engine_s_quota() {
 #[test]
 fn adopted_blocks_count() {
     let config = Config { pool_bytes: 4 << 20, segment_bytes: 2 << 20, lease_ttl_ms: 1000 };
-    let mut core = Core::new(Dram::unopened(config, 50).unwrap());
-    core.limit(&["c19a797f=16KiB".parse().unwrap(), "others=1GiB".parse().unwrap()]);
+    let quotas = ["c19a797f=16KiB", "others=1GiB"].map(|quota| quota.parse().unwrap());
+    let mut core = Core::new(Dram::unopened(config, 50).unwrap(), &quotas, []);
     let block = |namespace, n| Remains::Block { generation: 1, namespace, group: GROUP, hash: hash(n) };
     let remains =
         (0..10).map(|n| block(if n < 6 { NAMESPACE } else { NamespaceDigest([2; 16]) }, n)).collect();
@@ -81,8 +79,7 @@ fn blocks_of_windows_stay_without_those_before_them() {
     ] {
         let facts = Facts::from([("group_kind".into(), kind.into())]);
         let namespace = shm_protocol::namespace::digest(&facts);
-        let mut engine = Harness::of(core_of(64 << 20));
-        engine.core.limit(&["others=16KiB".parse().unwrap()]);
+        let mut engine = Harness::of(core_over(64 << 20, &["others=16KiB"], None));
         let named = |hello| Hello { engine: name.into(), ..hello };
         engine.connect(RANKS[0], named(changed(rank_hello(1, 0), |rank| rank.facts = facts)));
         engine.connect(SCHEDULER, named(hello(1, Role::Scheduler { run: RUN })));

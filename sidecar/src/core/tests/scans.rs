@@ -13,10 +13,15 @@ fn of_numbers() -> Harness {
     engine
 }
 
+fn slots(scan: &Inspection) -> &[SlotRef] {
+    let InspectedBlocks::Alone(slots) = &scan.blocks else { panic!("a comparison") };
+    slots
+}
+
 impl Harness {
     /// The search asked for since the last look.
-    fn scan(&mut self) -> Option<Scan> {
-        self.take(taken!(Action::Scan(scan) => scan)).next()
+    fn scan(&mut self) -> Option<Inspection> {
+        self.take(taken!(Action::Inspect(search) => search)).next()
     }
 
     /// Ends the copies asked for since the last look.
@@ -32,9 +37,9 @@ impl Harness {
         self.end_copies();
     }
 
-    fn scanned(&mut self, scan: &Scan, broken: &[usize]) {
-        let broken = broken.iter().map(|at| scan.slots[*at]).collect();
-        self.event(Event::Scanned { save: scan.save, broken });
+    fn scanned(&mut self, scan: &Inspection, broken: &[usize]) {
+        let broken = broken.iter().map(|at| slots(scan)[*at]).collect();
+        self.event(Event::Inspected { save: scan.save, findings: Findings::Searched(broken) });
     }
 }
 
@@ -43,7 +48,7 @@ fn a_save_is_found_once_its_search_has_ended() {
     let mut engine = of_numbers();
     engine.copy_keys(4);
     let scan = engine.scan().expect("the pages are numbers");
-    assert_eq!((scan.save, scan.slots.len(), scan.shards), ((SCHEDULER, 1), 4, 1));
+    assert_eq!((scan.save, slots(&scan).len(), scan.shards), ((SCHEDULER, 1), 4, 1));
     engine.drained();
     assert!(engine.saved().is_none() && engine.core.busy());
     assert_eq!(engine.query(0, 7, 0, 4).value, 0);
@@ -79,7 +84,7 @@ fn what_was_handed_over_is_removed_behind_its_search() {
     engine.end_copies();
     engine.drained();
     let scan = engine.scan().expect("the pages are numbers");
-    assert_eq!(scan.slots.len(), 3);
+    assert_eq!(slots(&scan).len(), 3);
     assert_eq!(engine.query(0, 7, 0, 3).value, 3, "another engine may await them");
     engine.ask(SchedulerRequest::Release { log: 0 });
     engine.scanned(&scan, &[1]);

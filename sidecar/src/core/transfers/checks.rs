@@ -29,8 +29,8 @@ use tiers::dram::HolderId;
 use super::doubts::{ContradictionVerdict, DOUBT_MAX, WITNESSES};
 use super::{Action, Base, Binding, Context, OpKey, Queries, SessionId, Transfers, operations};
 use crate::compare::{Difference, Number, millionths};
-use crate::core::comparison::{Comparison, Found};
 use crate::core::engines::Proof;
+use crate::core::inspection::{Found, InspectedBlocks, Inspection};
 use crate::core::tier::Notice;
 
 /// Blocks of one engine under comparison at once: as many as a short check of 64 tokens has at most.
@@ -183,8 +183,8 @@ impl Transfers {
             return self.tell_saved(save.0, end, &mut base.cx);
         };
         let (layers, shards) = (Arc::clone(&rank.layers), binding.shards);
-        let slots = pairs.iter().map(|pair| (pair.kept, pair.computed)).collect();
-        base.cx.actions.push(Action::Compare(Comparison { save, pairs: slots, shards, layers }));
+        let blocks = InspectedBlocks::Pairs(pairs.iter().map(|pair| (pair.kept, pair.computed)).collect());
+        base.cx.actions.push(Action::Inspect(Inspection { save, blocks, shards, layers }));
         self.checks.running.insert(save, Running { binding, chain, pairs, end });
     }
 

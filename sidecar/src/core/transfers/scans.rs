@@ -13,7 +13,7 @@ use tiers::dram::HolderId;
 
 use super::saves::SaveEvent;
 use super::{Action, Base, Binding, OpKey, SessionId, Transfers};
-use crate::core::comparison::Scan;
+use crate::core::inspection::{InspectedBlocks, Inspection};
 
 /// The running searches, each with its committed blocks.
 #[derive(Debug, Default)]
@@ -51,7 +51,12 @@ impl Transfers {
         for (_, key) in &committed {
             base.cx.dram.hold(key, HolderId::NOBODY).expect("committed in this event");
         }
-        base.cx.actions.push(Action::Scan(Scan { save, slots, shards, layers }));
+        base.cx.actions.push(Action::Inspect(Inspection {
+            save,
+            blocks: InspectedBlocks::Alone(slots),
+            shards,
+            layers,
+        }));
         self.scans.0.insert(save, committed);
         true
     }

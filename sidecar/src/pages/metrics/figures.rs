@@ -8,71 +8,91 @@ pub(super) type Reading<S> = fn(&S) -> u64;
 /// Name, help and reading of a metric.
 pub(super) type Figure<S> = (&'static str, &'static str, Reading<S>);
 
-/// Metrics of a set.
+/// Counters and gauges of a set, or with a label of several sets of one kind.
 #[derive(Debug)]
 pub(super) struct Figures<S> {
-    counters: Vec<(IntCounter, Reading<S>)>,
-    gauges: Vec<(IntGauge, Reading<S>)>,
+    /// Each with the values of its own labels, behind those of the set.
+    counters: Vec<(IntCounterVec, Option<&'static str>, Reading<S>)>,
+    gauges: Vec<(IntGaugeVec, Reading<S>)>,
 }
 
 // === impl Figures ===
 
-impl<S> Figures<S> {
+impl<S: Default> Figures<S> {
+    /// Registers the metrics of one set, each there from the start.
     pub(super) fn new(
         registry: &Registry,
-        counters: &[Figure<S>],
-        gauges: &[Figure<S>],
+        totals: &[Figure<S>],
+        levels: &[Figure<S>],
     ) -> Result<Self, prometheus::Error> {
-        let counters =
-            counters.iter().map(|&(name, help, figure)| Ok((counter(registry, name, help)?, figure)));
-        let gauges = gauges.iter().map(|&(name, help, figure)| Ok((gauge(registry, name, help)?, figure)));
-        let counters = counters.collect::<Result<_, prometheus::Error>>()?;
-        Ok(Self { counters, gauges: gauges.collect::<Result<_, prometheus::Error>>()? })
+        let figures = Self::register(registry, "", &[], (totals, levels))?;
+        figures.publish(&S::default());
+        Ok(figures)
     }
 
-    /// Makes the figures visible.
-    pub(super) fn publish(&self, stats: &S) {
-        self.counters.iter().for_each(|(counter, figure)| raise(counter, figure(stats)));
-        self.gauges.iter().for_each(|(gauge, figure)| show(gauge, figure(stats)));
+    /// The same with a counter for each reason.
+    pub(super) fn with_reasons(
+        mut self,
+        registry: &Registry,
+        name: &str,
+        help: &str,
+        reasons: &[(&'static str, Reading<S>)],
+    ) -> Result<Self, prometheus::Error> {
+        let all = counters(registry, name, help, &["reason"])?;
+        self.counters.extend(reasons.iter().map(|&(reason, figure)| (all.clone(), Some(reason), figure)));
+        self.publish(&S::default());
+        Ok(self)
     }
 }
 
-/// Metrics of several sets of one kind, with a label for each.
-#[derive(Debug)]
-pub(super) struct LabelledFigures<S> {
-    counters: Vec<(IntCounterVec, Reading<S>)>,
-    gauges: Vec<(IntGaugeVec, Reading<S>)>,
-}
-
-// === impl LabelledFigures ===
-
-impl<S> LabelledFigures<S> {
-    /// Registers the metrics, with names after a prefix.
-    pub(super) fn new(
+impl<S> Figures<S> {
+    /// Registers the metrics of sets with a label, with names after a prefix.
+    pub(super) fn labelled(
         registry: &Registry,
         (prefix, label): (&str, &str),
         totals: &[Figure<S>],
         levels: &[Figure<S>],
     ) -> Result<Self, prometheus::Error> {
-        let name = |name| format!("{prefix}_{name}");
+        Self::register(registry, &format!("{prefix}_"), &[label], (totals, levels))
+    }
+
+    fn register(
+        registry: &Registry,
+        prefix: &str,
+        labels: &[&str],
+        (totals, levels): (&[Figure<S>], &[Figure<S>]),
+    ) -> Result<Self, prometheus::Error> {
+        let name = |name| format!("{prefix}{name}");
         let totals = totals.iter().map(|&(of, help, figure)| {
-            counters(registry, &name(of), help, &[label]).map(|made| (made, figure))
+            counters(registry, &name(of), help, labels).map(|made| (made, None, figure))
         });
-        let levels = levels.iter().map(|&(of, help, figure)| {
-            gauges(registry, &name(of), help, &[label]).map(|made| (made, figure))
-        });
+        let levels = levels
+            .iter()
+            .map(|&(of, help, figure)| gauges(registry, &name(of), help, labels).map(|made| (made, figure)));
         Ok(Self { counters: totals.collect::<Result<_, _>>()?, gauges: levels.collect::<Result<_, _>>()? })
     }
 
-    /// Makes the figures of one set visible.
+    /// Makes the figures of the one set visible.
+    pub(super) fn publish(&self, stats: &S) {
+        self.show(&[], stats);
+    }
+
+    /// Makes the figures of one set visible, under the value of its label.
     pub(super) fn show_set(&self, value: &str, stats: &S) {
-        self.counters.iter().for_each(|(all, figure)| raise(&all.with_label_values(&[value]), figure(stats)));
-        self.gauges.iter().for_each(|(all, figure)| show(&all.with_label_values(&[value]), figure(stats)));
+        self.show(&[value], stats);
+    }
+
+    fn show(&self, set: &[&str], stats: &S) {
+        for (all, reason, figure) in &self.counters {
+            let labels: Vec<&str> = set.iter().copied().chain(*reason).collect();
+            raise(&all.with_label_values(&labels), figure(stats));
+        }
+        self.gauges.iter().for_each(|(all, figure)| show(&all.with_label_values(set), figure(stats)));
     }
 
     /// Ends the metrics of a shown set.
     pub(super) fn remove(&self, value: &str) {
-        self.counters.iter().for_each(|(all, _)| _ = all.remove_label_values(&[value]));
+        self.counters.iter().for_each(|(all, ..)| _ = all.remove_label_values(&[value]));
         self.gauges.iter().for_each(|(all, _)| _ = all.remove_label_values(&[value]));
     }
 }

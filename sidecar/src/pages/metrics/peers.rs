@@ -4,11 +4,11 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use mesh::directory::PeerStats;
-use mesh::refusals::{PeerRefusals, Reason};
+use mesh::refusals::{Reason, RefusalCounts};
 use mesh::transport::PeerNumber;
 use prometheus::{Gauge, IntCounterVec, IntGauge, Registry};
 
-use super::figures::{Figure, Figures, LabelledFigures, counters_of, gauge, raise, show};
+use super::figures::{Figure, Figures, counters_of, gauge, raise, show};
 use crate::core::{FAULT_NAMES, PeersStats};
 
 const COUNTERS: &[Figure<PeersStats>] = &[
@@ -95,7 +95,7 @@ pub(super) struct PeersMetrics {
     endpoints_empty: IntGauge,
     names_unresolved: IntGauge,
     pace: Gauge,
-    each: LabelledFigures<PeerStats>,
+    each: Figures<PeerStats>,
     faults: IntCounterVec,
     refusals: IntCounterVec,
     /// Members that have metrics of their own.
@@ -115,7 +115,7 @@ impl PeersMetrics {
             "Seconds between two batches of changes sent to a peer; they grow with the number of peers.";
         let pace = Gauge::new("pillion_mesh_pace_seconds", help)?;
         registry.register(Box::new(pace.clone()))?;
-        let each = LabelledFigures::new(registry, ("mesh_peer", "peer"), PEER_COUNTERS, PEER_GAUGES)?;
+        let each = Figures::labelled(registry, ("mesh_peer", "peer"), PEER_COUNTERS, PEER_GAUGES)?;
         let help = "Blocks that a peer did not deliver, by kind. absent: it does not have the block; corrupt: the \
              checksum does not match; short: it closed the connection within the block; timeout: it took too long; \
              connection: the connection failed; malformed: it broke the protocol; refused: it refused the request; \
@@ -135,7 +135,7 @@ impl PeersMetrics {
     }
 
     /// Makes visible who would not have whom. Called by one thread alone.
-    pub(super) fn publish_refusals(&self, refusals: &PeerRefusals) {
+    pub(super) fn publish_refusals(&self, refusals: &RefusalCounts) {
         for (reason, total) in Reason::ALL.iter().zip(refusals.totals()) {
             raise(&self.refusals.with_label_values(&[reason.name()]), total);
         }

@@ -2,7 +2,7 @@
 
 use prometheus::Registry;
 
-use super::figures::{Figure, LabelledFigures};
+use super::figures::{Figure, Figures};
 use crate::core::TierStats;
 
 const COUNTERS: &[Figure<TierStats>] = &[
@@ -22,6 +22,6 @@ const GAUGES: &[Figure<TierStats>] = &[
 ];
 
 /// Registers the metrics of all tiers.
-pub(super) fn register_tiers(registry: &Registry) -> Result<LabelledFigures<TierStats>, prometheus::Error> {
-    LabelledFigures::new(registry, ("tier", "tier"), COUNTERS, GAUGES)
+pub(super) fn register_tiers(registry: &Registry) -> Result<Figures<TierStats>, prometheus::Error> {
+    Figures::labelled(registry, ("tier", "tier"), COUNTERS, GAUGES)
 }

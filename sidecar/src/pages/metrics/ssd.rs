@@ -1,9 +1,9 @@
 //! Metrics of the SSD tier; there are none without `--ssd`.
 
-use prometheus::{IntCounter, IntCounterVec, Registry};
+use prometheus::{IntCounterVec, Registry};
 use tiers::ssd::{Backend, DeviceStats, FaultKind};
 
-use super::figures::{Figure, Figures, LabelledFigures, Reading, counters, gauges, raise};
+use super::figures::{Figure, Figures, Reading, counters, gauges, raise};
 use crate::config::Disk;
 use crate::core::SsdStats;
 
@@ -73,8 +73,7 @@ pub(super) struct SsdMetrics {
     /// Of the devices at work, by their numbers.
     names: Vec<String>,
     figures: Figures<SsdStats>,
-    dropped: Vec<(IntCounter, Reading<SsdStats>)>,
-    devices: LabelledFigures<DeviceStats>,
+    devices: Figures<DeviceStats>,
     faults: IntCounterVec,
 }
 
@@ -98,27 +97,21 @@ impl SsdMetrics {
     }
 
     fn of_devices(registry: &Registry, names: Vec<String>) -> Result<Self, prometheus::Error> {
-        let figures = Figures::new(registry, COUNTERS, GAUGES)?;
         let help = "Blocks not written to a disk, by reason. queue_full: too many blocks waited; evicted: the block \
              left DRAM first; down: no disk works; too_large: the block exceeds a segment.";
-        let of_reason = counters(registry, "ssd_dropped_blocks_total", help, &["reason"])?;
-        let dropped =
-            DROPPED.iter().map(|(reason, figure)| (of_reason.with_label_values(&[*reason]), *figure));
-        let devices = LabelledFigures::new(registry, ("ssd", "device"), DEVICE_COUNTERS, DEVICE_GAUGES)?;
+        let figures = Figures::new(registry, COUNTERS, GAUGES)?;
+        let figures = figures.with_reasons(registry, "ssd_dropped_blocks_total", help, DROPPED)?;
+        let devices = Figures::labelled(registry, ("ssd", "device"), DEVICE_COUNTERS, DEVICE_GAUGES)?;
         let help = "Failed reads and writes, by kind. no_space: the file cannot grow; io: the device failed; gone: the \
              device is missing; short: the transfer ended early; corrupt: the checksum does not match; late: it took \
              too long; other: any other error.";
         let faults = counters(registry, "ssd_faults_total", help, &["device", "kind"])?;
-        let dropped = dropped.collect();
-        Ok(Self { names, figures, dropped, devices, faults })
+        Ok(Self { names, figures, devices, faults })
     }
 
     /// Makes figures visible. Called by one thread alone, so read-then-add is exact.
     pub(super) fn publish(&self, stats: &SsdStats) {
         self.figures.publish(stats);
-        for (counter, figure) in &self.dropped {
-            raise(counter, figure(stats));
-        }
         for (name, device) in self.names.iter().zip(&stats.log.devices) {
             self.devices.show_set(name, device);
             for (kind, count) in FaultKind::ALL.into_iter().zip(device.faults) {

@@ -8,7 +8,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use mesh::control::DataAddresses;
-use mesh::refusals::PeerRefusals;
+use mesh::refusals::RefusalCounts;
 use mesh::transport::rdma::{self, Rdma};
 use mesh::transport::tcp::{self, Tcp};
 use mesh::transport::{BootId, Fetch, Granted, Peer, PeerNumber, Transport, Up};
@@ -36,7 +36,7 @@ impl Carriers {
         mesh: &Mesh,
         boot: BootId,
         blocks: &Blocks,
-        refusals: &Arc<PeerRefusals>,
+        refusals: &Arc<RefusalCounts>,
         up: impl Fn() -> F,
     ) -> Result<(Self, DataAddresses), ::mesh::Error> {
         let own = |listen| tcp::Config {

@@ -7,16 +7,16 @@ use shm_protocol::message::Status;
 use shm_protocol::namespace;
 use shm_protocol::pool::{SLOT_HEADER_BYTES, SlotRef, slot};
 use sidecar::clients::session::Session;
-use sidecar::core::{Action, Comparison, Direction, Event, Piece, SessionId, TierJob};
+use sidecar::core::{Action, Direction, Found, Inspection, Piece, SessionId, TierJob};
 
 use super::Life;
 use crate::coverage;
 use crate::ctx::{Actor, Ctx, Micros};
 use crate::origin::WORDS;
 
-/// The slots that a comparison uses, and how.
-fn uses(comparison: &Comparison) -> impl Iterator<Item = (Direction, Piece)> {
-    comparison.pairs.iter().flat_map(|(kept, computed)| {
+/// The slots of a comparison, and their use.
+fn uses(inspection: &Inspection) -> impl Iterator<Item = (Direction, Piece)> {
+    inspection.pairs().iter().flat_map(|(kept, computed)| {
         let place = |slot: &SlotRef| Piece { block: 0, offset: slot.offset };
         [(Direction::Load, place(kept)), (Direction::Save, place(computed))]
     })
@@ -69,11 +69,10 @@ impl Life {
                     None => self.copies.refuse(copy),
                 }
             }
-            Action::Compare(comparison) => {
-                uses(&comparison).for_each(|(direction, piece)| self.ledger.begin(direction, &[piece]));
-                self.copies.compare(comparison, ctx);
+            Action::Inspect(inspection) => {
+                uses(&inspection).for_each(|(direction, piece)| self.ledger.begin(direction, &[piece]));
+                self.copies.inspect_blocks(inspection, ctx);
             }
-            Action::Scan(scan) => self.copies.scan(scan, ctx),
             Action::Verify { key, slot } => {
                 self.verifications.push_back((key, slot, ctx.now + ctx.pause(200)))
             }
@@ -107,29 +106,22 @@ impl Life {
     }
 
     /// Right KV with noise never alarms, and wrong KV always does. An engine that was found out is served nothing.
-    pub(super) fn end_comparison(&mut self, comparison: &Comparison, ctx: &mut Ctx) {
+    pub(super) fn end_comparison(&mut self, inspection: &Inspection, found: &Found, ctx: &mut Ctx) {
         let memory = self.pool.region();
-        let pairs = comparison.pairs.iter();
+        let pairs = inspection.pairs().iter();
         let is_different =
             |(kept, computed): &&(SlotRef, SlotRef)| self.ledger.compared(*kept, *computed, memory);
         let different: Vec<SlotRef> = pairs.filter(is_different).map(|(kept, _)| *kept).collect();
         let differing = different.len() as u32;
         // What lies behind a shard's words is not the block's.
-        let shard_bytes = self.ledger.form_at(comparison.pairs[0].0.offset).shard_bytes;
-        let found = comparison.carry_out(|offset, out| {
-            out.fill(0);
-            let words = &mut out[..WORDS * 8];
-            assert!(shard_bytes >= words.len() as u64, "a shard holds its words");
-            self.pool.read(offset, words);
-        });
+        let shard_bytes = self.ledger.form_at(inspection.pairs()[0].0.offset).shard_bytes;
+        assert!(shard_bytes >= WORDS as u64 * 8, "a shard holds its words");
         assert_eq!(found.differing, differing, "{found:?} of {different:?}");
         ctx.hit(if differing > 0 { "check differed" } else { "check agreed" });
-        uses(comparison).for_each(|(_, piece)| self.ledger.end(&[piece]));
-        let save = comparison.save;
-        if let Some(peer) = self.sessions.get_mut(&save.0) {
+        uses(inspection).for_each(|(_, piece)| self.ledger.end(&[piece]));
+        if let Some(peer) = self.sessions.get_mut(&inspection.save.0) {
             peer.contradicted.extend(different);
         }
-        self.handle(Event::Compared { save, found }, ctx);
     }
 
     /// Does something to a session that may have ended meanwhile.

@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 use shm_protocol::gate::{self, GateMemory};
 use shm_protocol::layout::header;
 use shm_protocol::session::SessionMemory;
-use sidecar::core::{Comparison, CopyId, Direction, Piece, Scan};
+use sidecar::core::{CopyId, Direction, Inspection, Piece};
 use tiers::pool::Pool;
 
 use crate::connection::Socket;
@@ -64,12 +64,9 @@ pub(super) struct Copies {
     saves: VecDeque<Task>,
     threads: [Option<Task>; COPIERS],
     finished: VecDeque<(CopyId, bool)>,
-    comparisons: VecDeque<Comparison>,
-    comparing: [Option<Comparison>; COPIERS],
-    compared: VecDeque<Comparison>,
-    scans: VecDeque<Scan>,
-    scanning: [Option<Scan>; COPIERS],
-    scanned: VecDeque<Scan>,
+    inspections: VecDeque<Inspection>,
+    inspecting: [Option<Inspection>; COPIERS],
+    inspected: VecDeque<Inspection>,
 }
 
 // === impl Copies ===
@@ -97,26 +94,15 @@ impl Copies {
         }
     }
 
-    pub(super) fn compare(&mut self, comparison: Comparison, ctx: &mut Ctx) {
-        self.comparisons.push_back(comparison);
+    pub(super) fn inspect_blocks(&mut self, inspection: Inspection, ctx: &mut Ctx) {
+        inspection.enqueue(&mut self.inspections);
         let thread = ctx.rng.below(COPIERS as u64) as usize;
         ctx.wakes.push((Actor::Copier(thread), ctx.now + 1 + ctx.rng.below(30)));
     }
 
-    pub(super) fn scan(&mut self, scan: Scan, ctx: &mut Ctx) {
-        self.scans.push_back(scan);
-        let thread = ctx.rng.below(COPIERS as u64) as usize;
-        ctx.wakes.push((Actor::Copier(thread), ctx.now + 1 + ctx.rng.below(30)));
-    }
-
-    /// The next end of a search.
-    pub(super) fn scanned(&mut self) -> Option<Scan> {
-        self.scanned.pop_front()
-    }
-
-    /// Blocks whose time to be compared is over.
-    pub(super) fn compared(&mut self) -> Option<Comparison> {
-        self.compared.pop_front()
+    /// The next inspection whose time is over.
+    pub(super) fn inspected(&mut self) -> Option<Inspection> {
+        self.inspected.pop_front()
     }
 
     /// A batch that never reached a thread.
@@ -129,29 +115,28 @@ impl Copies {
     }
 
     pub(super) fn ended(&self) -> bool {
-        !self.finished.is_empty() || !self.compared.is_empty() || !self.scanned.is_empty()
+        !self.finished.is_empty() || !self.inspected.is_empty()
     }
 
     /// Whether a thread is at work or has work.
     pub(super) fn running(&self) -> bool {
         let queued = !self.loads.is_empty() || !self.saves.is_empty();
-        let compares = !self.comparisons.is_empty() || self.comparing.iter().any(Option::is_some);
-        let scans = !self.scans.is_empty() || self.scanning.iter().any(Option::is_some);
-        queued || compares || scans || self.ended() || self.threads.iter().any(Option::is_some)
+        let inspections = !self.inspections.is_empty() || self.inspecting.iter().any(Option::is_some);
+        queued || inspections || self.ended() || self.threads.iter().any(Option::is_some)
     }
 
     /// One move of a thread; the time until its next one, none while there is nothing to do.
     pub(super) fn step(&mut self, thread: usize, pool: &Pool, ctx: &mut Ctx) -> Option<Micros> {
         let waiting = || self.loads.pop_front().or_else(|| self.saves.pop_front());
         let Some(mut task) = self.threads[thread].take().or_else(waiting) else {
-            if let Some(comparison) = self.comparing[thread].take() {
-                self.compared.push_back(comparison);
-            } else if let Some(scan) = self.scanning[thread].take() {
-                self.scanned.push_back(scan);
-            } else if let Some(comparison) = self.comparisons.pop_front() {
-                self.comparing[thread] = Some(comparison);
-            } else {
-                self.scanning[thread] = Some(self.scans.pop_front()?);
+            match self.inspecting[thread].take() {
+                Some(inspection) => {
+                    // Ends of searches are taken first.
+                    let searches = self.inspected.partition_point(|ended| ended.pairs().is_empty());
+                    let place = if inspection.pairs().is_empty() { searches } else { self.inspected.len() };
+                    self.inspected.insert(place, inspection);
+                }
+                None => self.inspecting[thread] = Some(self.inspections.pop_front()?),
             }
             return Some(ctx.pause(ctx.knobs.copy_us));
         };

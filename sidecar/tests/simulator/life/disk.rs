@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 use shm_protocol::key::NamespaceDigest;
 use shm_protocol::region::Region;
 use sidecar::config::SsdAdmission;
-use sidecar::core::{Core, Direction, Piece};
+use sidecar::core::{Direction, NewTier, Piece, disk_tier};
 use tiers::ssd::{Config, Done, Fault, Geometry, Job, Label, Log, Place, Recovered, Work};
 
 use crate::ctx::{Ctx, Micros};
@@ -59,8 +59,8 @@ pub(super) fn use_of(job: &Job) -> Option<(Direction, Piece)> {
 // === impl Disk ===
 
 impl Disk {
-    /// The disk with the blocks of earlier lives, and the core with a log on it.
-    pub(super) fn start(medium: &Rc<RefCell<Medium>>, slow: bool, core: Core) -> (Self, Core) {
+    /// The disk with the blocks of earlier lives, and the tier of a log on it.
+    pub(super) fn start(medium: &Rc<RefCell<Medium>>, slow: bool) -> (Self, NewTier) {
         let mut found: BTreeMap<(u64, u32), Vec<(u32, Label)>> = BTreeMap::new();
         let is_distrusted = |stored: &&Stored| {
             let of = |(namespace, before): &(_, u64)| {
@@ -86,7 +86,7 @@ impl Disk {
             found.into_iter().rev().map(|(at, blocks)| part(at, blocks, false)).collect();
         recovered.push_back(part((0, 0), Vec::new(), true));
         let disk = Self { medium: Rc::clone(medium), slow, running: Vec::new(), recovered };
-        (disk, core.with_ssd(Log::new(config), SsdAdmission::All))
+        (disk, disk_tier(Log::new(config), SsdAdmission::All))
     }
 
     pub(super) fn post(&mut self, job: Job, form: Option<Form>, memory: &Region, ctx: &mut Ctx) {

@@ -3,7 +3,7 @@
 
 use shm_protocol::request::{Query, SchedulerRequest};
 use sidecar::clients::session::{Session, Violation};
-use sidecar::core::{Event, Request, SessionId};
+use sidecar::core::{Event, Findings, Request, SessionId};
 use sidecar::runtime::turn::{self, Host, Source};
 
 use super::Life;
@@ -122,18 +122,17 @@ impl Life {
             self.handle(Event::Copied { copy, ok }, ctx);
             return true;
         }
-        if let Some(scan) = self.copies.scanned() {
-            // A slot may be another save's by now, if the engine is gone: the core asks for nothing of it then.
-            let broken = scan.carry_out(|offset, out| {
-                out.fill(0);
-                self.pool.read(offset, &mut out[..WORDS * 8]);
-            });
-            self.handle(Event::Scanned { save: scan.save, broken }, ctx);
-            return true;
+        let Some(inspection) = self.copies.inspected() else { return false };
+        // A searched slot may be another save's by now, if the engine is gone: the core asks for nothing of it then.
+        let findings = inspection.carry_out(|offset, out| {
+            out.fill(0);
+            self.pool.read(offset, &mut out[..WORDS * 8]);
+        });
+        if let Findings::Compared(found) = &findings {
+            self.end_comparison(&inspection, found, ctx);
         }
-        let compared = self.copies.compared();
-        compared.iter().for_each(|comparison| self.end_comparison(comparison, ctx));
-        compared.is_some()
+        self.handle(Event::Inspected { save: inspection.save, findings }, ctx);
+        true
     }
 
     /// Serves sockets, and sleeps if there is nothing to do.

@@ -7,9 +7,7 @@ use super::*;
 
 /// Two engines whose namespace has a quota of 8 blocks.
 fn within_8_blocks() -> Harness {
-    let mut core = core_of(64 << 20);
-    core.limit(&["c19a797f=32KiB".parse().unwrap()]);
-    pair(core, SHARD_BYTES)
+    pair(core_over(64 << 20, &["c19a797f=32KiB"], None), SHARD_BYTES)
 }
 
 impl Harness {
@@ -47,8 +45,7 @@ fn what_is_kept_in_a_quota_takes_no_room_from_what_its_engine_hands_over_next() 
 #[test]
 fn what_is_kept_stays_while_an_engine_of_an_earlier_life_may_read_what_that_left() {
     let config = Config { pool_bytes: 4 << 20, segment_bytes: 2 << 20, lease_ttl_ms: 1000 };
-    let mut core = Core::new(Dram::unopened(config, 5000).unwrap());
-    core.limit(&["c19a797f=32KiB".parse().unwrap()]);
+    let mut core = Core::new(Dram::unopened(config, 5000).unwrap(), &["c19a797f=32KiB".parse().unwrap()], []);
     let block = |n| Remains::Block { generation: 1, namespace: NAMESPACE, group: GROUP, hash: hash(n) };
     let remains = (1000..1004).map(block).collect();
     let used = Opened::Used { segment: 0, block_bytes: SHARD_BYTES, first: 0, remains };

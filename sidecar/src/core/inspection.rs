@@ -1,0 +1,101 @@
+//! Inspections of the numbers in blocks: beside kept blocks of the same keys, and alone.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use shm_protocol::pool::SlotRef;
+
+use super::SessionId;
+use crate::compare::{Difference, Layers};
+
+/// Blocks of a save to be inspected; answered by [`super::Event::Inspected`].
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Inspection {
+    /// The save of the blocks: its scheduler's session, and its operation.
+    pub save: (SessionId, u64),
+    pub blocks: InspectedBlocks,
+    /// Parts of a block, each of these layers.
+    pub shards: u32,
+    /// The layers of a part.
+    pub layers: Arc<Layers>,
+}
+
+/// The blocks of an inspection.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub enum InspectedBlocks {
+    /// Kept blocks, each with a computed one to be compared. Their slots stay as they are until the end of the inspection.
+    Pairs(Vec<(SlotRef, SlotRef)>),
+    /// Blocks to be searched for non-finite numbers.
+    Alone(Vec<SlotRef>),
+}
+
+/// The results of an inspection.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Findings {
+    Compared(Found),
+    /// The blocks with a non-finite number.
+    Searched(Vec<SlotRef>),
+}
+
+/// The result of a comparison.
+#[derive(Copy, Clone, Debug, PartialEq)]
+pub struct Found {
+    /// Blocks that differ by more than computing them twice does.
+    pub differing: u32,
+    /// The first of them, by its place among the pairs.
+    pub first: u32,
+    /// The largest difference of all blocks.
+    pub worst: Difference,
+}
+
+// === impl Inspection ===
+
+impl Inspection {
+    /// Blocks to be compared, none where blocks are searched.
+    pub fn pairs(&self) -> &[(SlotRef, SlotRef)] {
+        match &self.blocks {
+            InspectedBlocks::Pairs(pairs) => pairs,
+            InspectedBlocks::Alone(_) => &[],
+        }
+    }
+
+    /// Joins a queue: searches come behind all comparisons.
+    pub fn enqueue(self, queue: &mut VecDeque<Self>) {
+        let is_search = matches!(self.blocks, InspectedBlocks::Alone(_));
+        let place =
+            queue.partition_point(|ahead| is_search || matches!(ahead.blocks, InspectedBlocks::Pairs(_)));
+        queue.insert(place, self);
+    }
+
+    /// Inspects the blocks; `read` copies bytes at a pool offset out.
+    pub fn carry_out(&self, read: impl Fn(u64, &mut [u8])) -> Findings {
+        let part = |slot: SlotRef| {
+            let read = &read;
+            move |at: u64, out: &mut [u8]| read(slot.offset + at, out)
+        };
+        match &self.blocks {
+            InspectedBlocks::Alone(slots) => {
+                let is_broken = |slot: &&SlotRef| !self.layers.are_finite(self.shards, part(**slot));
+                Findings::Searched(slots.iter().filter(is_broken).copied().collect())
+            }
+            InspectedBlocks::Pairs(pairs) => {
+                let compare = |(kept, computed): &(SlotRef, SlotRef)| {
+                    self.layers.compare(self.shards, part(*kept), part(*computed))
+                };
+                Findings::Compared(Found::among(&pairs.iter().map(compare).collect::<Vec<_>>()))
+            }
+        }
+    }
+}
+
+// === impl Found ===
+
+impl Found {
+    /// The result of these differences, at least one.
+    fn among(differences: &[Difference]) -> Self {
+        let differing = differences.iter().filter(|difference| difference.is_too_large()).count() as u32;
+        let first = differences.iter().position(Difference::is_too_large).unwrap_or_default() as u32;
+        let worst = differences.iter().copied().reduce(Difference::max).expect("at least one pair");
+        Self { differing, first, worst }
+    }
+}

@@ -108,6 +108,7 @@ impl Report {
         let mut sound = self.print_coverage(options.runs);
         sound &= self.check_oracle(options.seed, Form::WithoutRescue);
         sound &= self.check_oracle(options.seed, Form::WithoutLongChecks);
+        sound &= check_client(options.seed);
         sound &= check_replay(options.seed);
         if sound { ExitCode::SUCCESS } else { ExitCode::FAILURE }
     }
@@ -243,6 +244,18 @@ fn replay(seed: u64, form: Form, events: usize) -> ExitCode {
     };
     eprintln!("simulator: seed {seed} fails: {text}");
     ExitCode::FAILURE
+}
+
+/// Whether a client costs others nothing by prompts of one xxhash, and would without the second digest.
+fn check_client(seed: u64) -> bool {
+    let tried = [false, true].map(|is_xxhash| caught(seed, || Verdicts::try_client(seed, is_xxhash, 0)));
+    let [None, Some(Failure { text, .. })] = &tried else {
+        eprintln!("simulator: a client, with the second digest and without: {tried:?}");
+        return false;
+    };
+    let is_found = text.starts_with(WRONG_BYTES);
+    say(&format!("simulator: a client without the second digest fails: {text}"));
+    is_found
 }
 
 /// Whether a seed means one run.

@@ -26,6 +26,8 @@ use crate::rng::{Rng, mix};
 
 /// Bits for causes.
 const CAUSES: Cause = 64;
+/// Requests of a client with bad intentions.
+const TRIES: u64 = 10_000;
 /// Rounds over all prompts until all KV is right again.
 const ROUNDS: usize = 40;
 
@@ -121,6 +123,34 @@ impl Verdicts {
             self.ask_all();
         }
         self.audit();
+    }
+
+    /// One client sends pairs of prompts with one xxhash, prompts of one block, more of them than are kept, and ends requests under
+    /// check. Panics if that costs a right engine anything.
+    pub(crate) fn try_client(seed: u64, is_xxhash: bool, events: usize) {
+        let mut rng = Rng::new(seed);
+        let mut pod = Pod::new(events);
+        let mut engine = Engine::new(0, Nature::Right, 4096, Check::new(2, 500));
+        engine.is_xxhash = is_xxhash;
+        engine.start(&mut pod, &mut rng);
+        for _ in 0..TRIES {
+            pod.now += Duration::from_millis(1 + rng.below(100));
+            let (prompt, length) = (1 + rng.below(400), rng.within(1, LENGTH as u64));
+            let end = [prompt, mix(prompt + 1000 * length), rng.below(2), 0];
+            let blocks = (1..length).map(|at| BlockHash::from_words([mix(prompt), at, 0, 0]));
+            let keys: Vec<BlockHash> = blocks.chain([BlockHash::from_words(end)]).collect();
+            engine.admit(&keys, &mut pod, &mut rng);
+            if rng.one_in(4) {
+                engine.abort(&mut pod);
+            }
+            engine.step(rng.within(1, LENGTH as u64) as usize, RIGHT, &mut pod);
+            if rng.one_in(8) {
+                engine.abort(&mut pod);
+            }
+            assert!(pod.is_undisputed(), "wrong bytes: one client had a right engine contradict a chain");
+        }
+        let (found, asked) = engine.hits;
+        assert!(found > asked / 4, "{found} hits of {asked} blocks");
     }
 
     pub(crate) fn trace(&self) -> impl Iterator<Item = &String> {

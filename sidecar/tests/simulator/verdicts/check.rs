@@ -66,6 +66,13 @@ impl Check {
         self.span.filter(|(of, ..)| *of == request).map(|(_, first, end)| (first, end))
     }
 
+    /// A request is gone.
+    pub(super) fn give_up(&mut self, request: u64) {
+        if self.span(request).is_some() {
+            (self.span, self.goes_on) = (None, false);
+        }
+    }
+
     pub(super) fn saved(&mut self) {
         self.span = None;
     }

@@ -61,6 +61,8 @@ pub(super) struct Engine {
     requests: Vec<Asked>,
     /// Blocks found and asked for since the last look.
     pub(super) hits: (usize, usize),
+    /// Whether its keys are an xxhash alone: the first half of these here.
+    pub(super) is_xxhash: bool,
     /// Wrong blocks among the loaded ones, and those of faults found before.
     pub(super) wrong_reads: (u64, u64),
 }
@@ -69,9 +71,9 @@ pub(super) struct Engine {
 
 impl Engine {
     pub(super) fn new(number: usize, nature: Nature, block_bytes: u64, check: Check) -> Self {
-        let (sessions, step, op, requests, hits, wrong_reads) = Default::default();
+        let (sessions, step, op, requests, hits, is_xxhash, wrong_reads) = Default::default();
         let name = format!("e{number}");
-        Self { name, nature, sessions, block_bytes, check, step, op, requests, hits, wrong_reads }
+        Self { name, nature, sessions, block_bytes, check, step, op, requests, hits, is_xxhash, wrong_reads }
     }
 
     /// Its scheduler's session: one for each run.
@@ -106,7 +108,8 @@ impl Engine {
         let all = Keys::new(log, 0..keys.len() as u32);
         let chunks = std::array::from_fn(|at| log * APPEND_CHUNKS as u32 + at as u32);
         let append = Append { keys: all, chunks, promised: false, tail: false };
-        self.ask(pod, SchedulerRequest::Append(append), keys, &[]);
+        let hashes: Vec<BlockHash> = keys.iter().map(|key| self.hash(key)).collect();
+        self.ask(pod, SchedulerRequest::Append(append), &hashes, &[]);
         let query = Query { op: id, keys: all, arriving: false, awaits: false };
         self.ask(pod, SchedulerRequest::Query(query), &[], &[]);
         let outcome = pod.outcome(self.session(), id);
@@ -133,6 +136,19 @@ impl Engine {
         }
         let (keys, known, saved) = (keys.to_vec(), 0, kept);
         self.requests.push(Asked { id, log, keys, block, load, known, saved, disowned: false, lie });
+    }
+
+    /// Ends its newest request, computed or not.
+    pub(super) fn abort(&mut self, pod: &mut Pod) {
+        if let Some(asked) = self.requests.pop() {
+            self.check.give_up(asked.id);
+            self.ask(pod, SchedulerRequest::Close { log: asked.log }, &[], &[]);
+        }
+    }
+
+    fn hash(&self, key: &BlockHash) -> BlockHash {
+        let [first, second, ..] = key.words();
+        if self.is_xxhash { BlockHash::from_words([first, second, 0, 0]) } else { *key }
     }
 
     fn next_op(&mut self) -> u64 {

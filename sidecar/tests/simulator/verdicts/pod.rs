@@ -88,8 +88,8 @@ pub(super) struct Pod {
 impl Kv {
     /// The KV of a key behind this.
     pub(super) fn then(self, hash: &BlockHash, own: Cause) -> Self {
-        let [key, ..] = hash.words();
-        let word = mix(mix(self.word ^ key) ^ u64::from(own));
+        let content = hash.words().into_iter().fold(self.word, |state, word| mix(state ^ word));
+        let word = mix(content ^ u64::from(own));
         Self { word, own, causes: self.causes | 1 << own, saved: (0, 0) }
     }
 
@@ -301,6 +301,11 @@ impl Pod {
         );
         self.note(|| format!("{session}: {saved:?}"));
         self.saved.push((session, saved));
+    }
+
+    /// Whether no engine has contradicted a kept chain.
+    pub(super) fn is_undisputed(&self) -> bool {
+        self.contradictions.is_empty()
     }
 
     /// Whether a further contradiction removes nothing.

@@ -14,7 +14,6 @@ use std::sync::{Arc, mpsc};
 use copy_engine::HostMemory;
 use copy_engine::cuda::Gpu;
 use shm_protocol::handshake::WorkerHello;
-use shm_protocol::pool::SlotRef;
 use shm_protocol::session::SessionMemory;
 use shm_protocol::wait;
 use tiers::pool::Pool;
@@ -24,7 +23,7 @@ use self::gpu::link::Links;
 use self::gpu::{Asked, GpuRank};
 use self::host::{HostCopiers, HostRank};
 use self::staged::StagedRank;
-use crate::core::{Comparison, CopyId, Direction, Found, Piece, Scan, SessionId};
+use crate::core::{Comparison, CopyId, Direction, Found, Piece, Scan, Searched, SessionId};
 use crate::memory::pinning::Pinned;
 use crate::system::wake::EndSignal;
 
@@ -64,8 +63,8 @@ pub struct Finished {
 
 /// The end of a comparison of a save's blocks.
 type Compared = ((SessionId, u64), Found);
-/// The end of a search of a save's blocks, with its blocks of non-finite numbers.
-type Scanned = ((SessionId, u64), Vec<SlotRef>);
+/// The end of a search of a save's blocks.
+type Scanned = ((SessionId, u64), Vec<Searched>);
 
 /// What became of a session's rank.
 #[derive(Debug)]
@@ -293,9 +292,9 @@ impl Copiers {
         self.compared.try_recv().ok()
     }
 
-    /// Takes blocks to be searched for non-finite numbers.
-    pub fn scan(&self, scan: Scan) {
-        self.host.scan(scan);
+    /// Takes blocks to be searched for non-finite numbers, and to be summed in the same pass if `sums`.
+    pub fn scan(&self, scan: Scan, sums: bool) {
+        self.host.scan(scan, sums);
     }
 
     /// The next end of a search, if there is one.

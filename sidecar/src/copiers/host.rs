@@ -58,7 +58,8 @@ struct Waiting {
     /// The core lets no engine have many.
     comparisons: VecDeque<Comparison>,
     /// One for each copied save.
-    scans: VecDeque<Scan>,
+    /// Each with whether it is summed, too.
+    scans: VecDeque<(Scan, bool)>,
     /// How often something was taken.
     taken: u32,
 }
@@ -68,7 +69,7 @@ struct Waiting {
 enum Work {
     Copy(Task),
     Compare(Comparison),
-    Scan(Scan),
+    Scan(Scan, bool),
 }
 
 /// Tasks of every engine that has some, whoever is next first.
@@ -192,9 +193,9 @@ impl HostCopiers {
     }
 
     /// Takes blocks to be searched.
-    pub(super) fn scan(&self, scan: Scan) {
+    pub(super) fn scan(&self, scan: Scan, sums: bool) {
         let mut waiting = self.0.waiting.lock().unwrap_or_else(PoisonError::into_inner);
-        waiting.scans.push_back(scan);
+        waiting.scans.push_back((scan, sums));
         drop(waiting);
         self.0.work.notify_one();
     }
@@ -222,9 +223,9 @@ impl Shared {
                     }
                     continue;
                 }
-                Work::Scan(scan) => {
-                    let broken = scan.carry_out(|offset, out| self.pool.read(offset, out));
-                    if !ends.tell_scanned((scan.save, broken)) {
+                Work::Scan(scan, sums) => {
+                    let searched = scan.carry_out(sums, |offset, out| self.pool.read(offset, out));
+                    if !ends.tell_scanned((scan.save, searched)) {
                         return;
                     }
                     continue;
@@ -279,7 +280,7 @@ impl Waiting {
         let copy = save.or_else(|| self.loads.take(|_| true));
         copy.map(Work::Copy)
             .or_else(|| self.comparisons.pop_front().map(Work::Compare))
-            .or_else(|| self.scans.pop_front().map(Work::Scan))
+            .or_else(|| self.scans.pop_front().map(|(scan, sums)| Work::Scan(scan, sums)))
             .or_else(|| self.saves.take(|_| true).map(Work::Copy))
     }
 }
@@ -349,7 +350,7 @@ mod tests {
                 let is_load = progress.batch.direction == Direction::Load;
                 Some(if is_load { letter.to_ascii_uppercase() } else { letter })
             }
-            Work::Compare(_) | Work::Scan(_) => unreachable!("none was posted"),
+            Work::Compare(_) | Work::Scan(..) => unreachable!("none was posted"),
         });
         letters.collect()
     }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use shm_protocol::pool::SlotRef;
+use tiers::pool::BlockSum;
 
 use super::SessionId;
 use crate::compare::{Difference, Layers};
@@ -31,6 +32,15 @@ pub struct Scan {
     pub layers: Arc<Layers>,
 }
 
+/// A searched block.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct Searched {
+    pub slot: SlotRef,
+    pub is_finite: bool,
+    /// The checksum of its bytes, if it was asked for and all numbers are finite.
+    pub checksum: Option<u64>,
+}
+
 /// What a comparison found.
 #[derive(Copy, Clone, Debug, PartialEq)]
 pub struct Found {
@@ -45,11 +55,16 @@ pub struct Found {
 // === impl Scan ===
 
 impl Scan {
-    /// Returns the blocks with a non-finite number; `read` copies bytes at a pool offset out.
-    pub fn carry_out(&self, read: impl Fn(u64, &mut [u8])) -> Vec<SlotRef> {
-        let is_broken =
-            |slot: &&SlotRef| !self.layers.are_finite(self.shards, |at, out| read(slot.offset + at, out));
-        self.slots.iter().filter(is_broken).copied().collect()
+    /// Searches the blocks, and sums them if asked to; `read` copies bytes at a pool offset out.
+    pub fn carry_out(&self, sums: bool, read: impl Fn(u64, &mut [u8])) -> Vec<Searched> {
+        let search = |slot: &SlotRef| {
+            let mut sum = sums.then(BlockSum::default);
+            let is_finite =
+                self.layers.are_finite(self.shards, sum.as_mut(), |at, out| read(slot.offset + at, out));
+            let checksum = sum.filter(|_| is_finite).map(|sum| sum.finish());
+            Searched { slot: *slot, is_finite, checksum }
+        };
+        self.slots.iter().map(search).collect()
     }
 }
 

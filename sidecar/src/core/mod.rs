@@ -47,7 +47,7 @@ use tiers::ssd::Log;
 
 use self::announcer::Announcer;
 use self::arrivals::Waiter;
-pub use self::comparison::{Comparison, Found, Scan};
+pub use self::comparison::{Comparison, Found, Scan, Searched};
 use self::context::Context;
 use self::engines::Engines;
 pub(crate) use self::engines::whole;

@@ -53,7 +53,7 @@ impl Runtime {
                 self.refused.extend(refused);
             }
             Action::Compare(comparison) => self.copiers.compare(comparison),
-            Action::Scan(scan) => self.copiers.scan(scan),
+            Action::Scan(scan) => self.copiers.scan(scan, self.checksums.is_some()),
             Action::Verify { key, slot } => self.checksums().verify(key, slot),
             Action::Transfer { job, .. } => match job {
                 TierJob::Disk(job) => self.disks.as_mut().expect("the core has their tier").push(job),

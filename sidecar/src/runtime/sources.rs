@@ -97,8 +97,10 @@ impl Runtime {
             self.handle(Event::Copied { copy, ok });
             return true;
         }
-        if let Some((save, broken)) = self.copiers.scanned() {
+        if let Some((save, searched)) = self.copiers.scanned() {
             self.look_at_pool();
+            self.note_searched(&searched);
+            let broken = searched.iter().filter(|block| !block.is_finite).map(|block| block.slot).collect();
             self.handle(Event::Scanned { save, broken });
             return true;
         }

@@ -124,10 +124,12 @@ impl Life {
         }
         if let Some(scan) = self.copies.scanned() {
             // A slot may be another save's by now, if the engine is gone: the core asks for nothing of it then.
-            let broken = scan.carry_out(|offset, out| {
+            let searched = scan.carry_out(false, |offset, out| {
                 out.fill(0);
-                self.pool.read(offset, &mut out[..WORDS * 8]);
+                let words = out.len().min(WORDS * 8);
+                self.pool.read(offset, &mut out[..words]);
             });
+            let broken = searched.iter().filter(|block| !block.is_finite).map(|block| block.slot).collect();
             self.handle(Event::Scanned { save: scan.save, broken }, ctx);
             return true;
         }

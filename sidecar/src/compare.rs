@@ -220,7 +220,7 @@ impl Layers {
                     return false;
                 }
                 if let Some(sum) = &mut sum {
-                    sum.add(part);
+                    sum.add_part(part);
                 }
                 from += part.len() as u64;
             }

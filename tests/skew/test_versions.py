@@ -14,12 +14,12 @@ from releases import BLOCKS, HASHES, Pair, Stated, assert_kept, compute_and_save
 
 OLD, NEW, NEXT = "0.2.0", "0.3.0", "0.4.0"
 BOTH_WAYS = ("upgrade", "rollback")
-# The tests' blocks are such pages, with numbers that are not finite.
+# Pages of the tests' blocks. Some of their numbers are not finite.
 PAGE = "layers=1 tokens=16 kv_heads=1 keys=64 values=0 dtype=float32"
 
 
 def hashed(algorithm: str, hashes: list[bytes]) -> Stated:
-    """What an engine states that hashes so."""
+    """An engine of this hash algorithm."""
     return Stated({"model": "skew", "page_form": PAGE, "hash_algorithm": algorithm}, hashes)
 
 

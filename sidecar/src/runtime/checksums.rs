@@ -15,7 +15,7 @@ impl Runtime {
             return;
         }
         for block in searched {
-            // A slot that was filled again has another block.
+            // A slot may have been filled again.
             _ = block.checksum.map(|sum| self.pool.set_checksum(block.slot, sum));
         }
     }

@@ -22,7 +22,7 @@ pub struct BlockSum(XxHash3_64);
 
 impl BlockSum {
     /// Adds the next bytes.
-    pub fn add(&mut self, bytes: &[u8]) {
+    pub fn add_part(&mut self, bytes: &[u8]) {
         self.0.write(bytes);
     }
 
@@ -101,7 +101,7 @@ impl Pool {
             let wanted = PART_BYTES.min((block_bytes - summed) as usize);
             let read = || rustix::io::pread(&self.fd, &mut part[..wanted], slot.offset + summed);
             let bytes = rustix::io::retry_on_intr(read).ok().filter(|bytes| *bytes > 0)?;
-            sum.add(&part[..bytes]);
+            sum.add_part(&part[..bytes]);
             summed += bytes as u64;
         }
         // SYNC POINT(slot reuse): whoever read a byte of a later filling sees that filling's generation.

@@ -7,6 +7,7 @@
 
 use shm_protocol::namespace::Facts;
 use shm_protocol::page_form;
+use tiers::pool::{BlockSum, PART_BYTES};
 
 shm_protocol::named! {
     /// What the bytes of a layer are.
@@ -198,19 +199,30 @@ impl Layers {
         self.0.iter().any(|(_, number)| *number != Number::Byte)
     }
 
-    /// Whether all numbers of a block of so many shards are finite. `read` reads from so many bytes behind the block's start.
-    pub fn are_finite(&self, shards: u32, read: impl Fn(u64, &mut [u8])) -> bool {
-        let (mut page, mut from) = (Vec::new(), 0);
-        for _ in 0..shards {
-            for &(bytes, number) in &self.0 {
-                if number != Number::Byte {
-                    page.resize(bytes as usize, 0);
-                    read(from, &mut page);
-                    if !number.are_finite(&page) {
-                        return false;
-                    }
+    /// Whether all numbers of a block of so many shards are finite. `read` reads from so many bytes behind the block's start. The bytes
+    /// are summed in the same pass; without a sum layers of mere bytes are not read.
+    pub fn are_finite(
+        &self,
+        shards: u32,
+        mut sum: Option<&mut BlockSum>,
+        read: impl Fn(u64, &mut [u8]),
+    ) -> bool {
+        let (mut part, mut from) = ([0; PART_BYTES], 0);
+        for &(bytes, number) in (0..shards).flat_map(|_| &self.0) {
+            let end = from + bytes;
+            if number == Number::Byte && sum.is_none() {
+                from = end;
+            }
+            while from < end {
+                let part = &mut part[..(end - from).min(PART_BYTES as u64) as usize];
+                read(from, part);
+                if !number.are_finite(part) {
+                    return false;
                 }
-                from += bytes;
+                if let Some(sum) = &mut sum {
+                    sum.add_part(part);
+                }
+                from += part.len() as u64;
             }
         }
         true

@@ -173,7 +173,7 @@ class Release:
 class Engine:
     """Scheduler and worker in one, with blocks 1 to `blocks` of host memory. Block 0 is never saved."""
 
-    def __init__(self, library: Library, socket: Path, blocks: int) -> None:
+    def __init__(self, library: Library, socket: Path, blocks: int, facts: dict[str, str]) -> None:
         self.library = library
         self.scheduler, self.worker = c_void_p(), c_void_p()
         self._run = Run(*os.urandom(16))
@@ -183,7 +183,7 @@ class Engine:
         self._memory = mmap.mmap(descriptor, 0)
         worker = WorkerOptions(socket=bytes(socket), engine=b"skew", world_size=1, shards=1, blocks=1 + blocks)
         worker.regions = Regions.of([Region(0, 0, BLOCK_BYTES, BLOCK_BYTES)])
-        worker.facts = Facts.of([Fact(b"model", b"skew")])
+        worker.facts = Facts.of([Fact(name.encode(), value.encode()) for name, value in facts.items()])
         worker.descriptors = Numbers.of([descriptor])
         # What the sidecar says to the rank: a status and a text.
         self.refusal = library.attempt("worker_connect", byref(worker), byref(self.worker))

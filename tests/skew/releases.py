@@ -19,6 +19,17 @@ DRAM = "64MiB"
 
 
 @dataclasses.dataclass(frozen=True)
+class Stated:
+    """An engine's facts, and the keys of its blocks."""
+
+    facts: dict[str, str] = dataclasses.field(default_factory=lambda: {"model": "skew"})
+    hashes: list[bytes] = dataclasses.field(default_factory=lambda: HASHES)
+
+
+USUAL = Stated()
+
+
+@dataclasses.dataclass(frozen=True)
 class Pair:
     """The release that comes first, or serves, and the one that follows, or asks."""
 
@@ -53,9 +64,9 @@ def over_disk(directory: Path, release: Release, disk: Path) -> Iterator[sidecar
 
 
 @contextlib.contextmanager
-def connected(release: Release, keeper: sidecar.Sidecar) -> Iterator[library.Engine]:
+def connected(release: Release, keeper: sidecar.Sidecar, stated: Stated = USUAL) -> Iterator[library.Engine]:
     """An engine of a release that its sidecar serves."""
-    engine = library.Engine(release.library, keeper.socket, BLOCKS)
+    engine = library.Engine(release.library, keeper.socket, BLOCKS, stated.facts)
     try:
         assert engine.refusal == (library.OK, "")
         yield engine
@@ -63,26 +74,26 @@ def connected(release: Release, keeper: sidecar.Sidecar) -> Iterator[library.Eng
         engine.close()
 
 
-def compute_and_save(engine: library.Engine, keeper: sidecar.Sidecar) -> bool:
+def compute_and_save(engine: library.Engine, keeper: sidecar.Sidecar, stated: Stated = USUAL) -> bool:
     """An engine computes all blocks and saves them; false where its library drops the save."""
     for number, content in enumerate(CONTENT, 1):
         engine.put(number, content)
-    posted = engine.save(engine.open(HASHES), BLOCKS)
+    posted = engine.save(engine.open(stated.hashes), BLOCKS)
     keeper.wait_for(lambda: engine.state().saving == 0, "end of the save")
     return posted
 
 
-def save(release: Release, keeper: sidecar.Sidecar) -> None:
+def save(release: Release, keeper: sidecar.Sidecar, stated: Stated = USUAL) -> None:
     """The same, and they are kept."""
-    with connected(release, keeper) as engine:
-        assert compute_and_save(engine, keeper)
+    with connected(release, keeper, stated) as engine:
+        assert compute_and_save(engine, keeper, stated)
     assert keeper.metrics()["pillion_saved_blocks_total"] == BLOCKS
 
 
-def assert_kept(release: Release, keeper: sidecar.Sidecar, expected: int) -> None:
+def assert_kept(release: Release, keeper: sidecar.Sidecar, expected: int, stated: Stated = USUAL) -> None:
     """So many of the blocks are hits of a new engine, and hold what was saved."""
-    with connected(release, keeper) as engine:
-        log = engine.open(HASHES)
+    with connected(release, keeper, stated) as engine:
+        log = engine.open(stated.hashes)
         hits: list[int] = []
 
         def answered() -> bool:

@@ -10,10 +10,17 @@ from pathlib import Path
 import pytest
 
 from library import Release
-from releases import BLOCKS, Pair, assert_kept, compute_and_save, connected, over_disk, save, serving
+from releases import BLOCKS, HASHES, Pair, Stated, assert_kept, compute_and_save, connected, over_disk, save, serving
 
 OLD, NEW, NEXT = "0.2.0", "0.3.0", "0.4.0"
 BOTH_WAYS = ("upgrade", "rollback")
+# Pages of the tests' blocks. Some of their numbers are not finite.
+PAGE = "layers=1 tokens=16 kv_heads=1 keys=64 values=0 dtype=float32"
+
+
+def hashed(algorithm: str, hashes: list[bytes]) -> Stated:
+    """An engine of this hash algorithm."""
+    return Stated({"model": "skew", "page_form": PAGE, "hash_algorithm": algorithm}, hashes)
 
 
 def before_and_this(request: pytest.FixtureRequest) -> list[Release]:
@@ -98,3 +105,25 @@ def test_an_ssd_log_of_the_other_release_is_adopted(pair: Pair, tmp_path: Path) 
         with over_disk(tmp_path / name, release, disk) as keeper:
             keeper.wait_metric("pillion_ssd_recovered_blocks_total", BLOCKS)
             assert_kept(release, keeper, BLOCKS)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "found"),
+    [
+        (hashed("sha256", HASHES), hashed("sha256", HASHES), BLOCKS),
+        (hashed("xxhash", [key[:16] + bytes(16) for key in HASHES]), hashed("xxhash+sha256", HASHES), 0),
+    ],
+    ids=["sha256", "xxhash"],
+)
+def test_what_is_found_of_the_release_before(
+    old: Release, new: Release, before: Stated, now: Stated, found: int, tmp_path: Path, pool: Path
+) -> None:
+    """Blocks of sha256 are found, and were never searched for non-finite numbers. Blocks of xxhash have other keys now."""
+    with serving(tmp_path / "before", old, pool) as keeper:
+        save(old, keeper, before)
+    with serving(tmp_path / "now", new, pool) as keeper:
+        assert keeper.metrics()["pillion_adopted_blocks_total"] == BLOCKS
+        assert_kept(new, keeper, found, now)
+        with connected(new, keeper, now) as engine:
+            assert compute_and_save(engine, keeper, now)
+        assert keeper.metrics()["pillion_not_finite_blocks_total"] == BLOCKS - found

@@ -19,6 +19,7 @@ use shm_protocol::key::{BlockKey, NamespaceDigest};
 use shm_protocol::pool::{self, Geometry, PoolView, Remains, SlotPlace, SlotRef, header, segment, slot};
 use shm_protocol::region::{Access, Region};
 
+pub use self::checksums::{BlockSum, PART_BYTES};
 use crate::given_up::{Cause, GivenUp};
 use crate::{Error, dram};
 

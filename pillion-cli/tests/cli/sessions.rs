@@ -293,35 +293,39 @@ fn a_memory_that_shrinks_fails_the_save_and_nothing_else() {
 }
 
 #[test]
-fn an_engine_whose_memory_holds_other_bytes_than_are_kept_is_barred_by_its_second_check() {
+fn an_engine_whose_memory_holds_other_bytes_than_are_kept_is_in_doubt_and_barred_by_its_ninth_chain() {
     let sidecar = Sidecar::start();
     let kv = Kv::new();
     (1..4).for_each(|block| kv.fill(block, block.into()));
     let rank = sidecar.rank(&kv, 0, 1, Copier::Sidecar);
     let mut scheduler = sidecar.scheduler(1);
-    for (log, step) in [(0, 1), (1, 2)] {
+    for (log, step) in (0..9).zip(1..) {
         rank.fences(step, step);
-        scheduler.open_log(log, &keys(8)[3 * log as usize..][..3]);
+        scheduler.open_log(log, &keys(27)[3 * log as usize..][..3]);
         scheduler.with_blocks(save_log(step, log, step), &[1, 2, 3]);
         assert_eq!(scheduler.saved().committed, 3);
     }
-    let check = |op, log| Message { flags: SAVE_CHECKED, ..save_log(op, log, 2).into() };
-    scheduler.with_blocks(check(3, 0), &[1, 2, 3]);
+    let check = |op, log| Message { flags: SAVE_CHECKED, ..save_log(op, log, 9).into() };
+    scheduler.with_blocks(check(13, 0), &[1, 2, 3]);
     let saved = scheduler.saved();
     assert_eq!((saved.present, saved.checked, saved.differing, saved.difference), (3, 3, 0, 0));
-    assert_eq!(scheduler.query(0, 4, 3).value, 3);
+    assert_eq!(scheduler.query(0, 14, 3).value, 3);
     kv.fill(3, 77);
-    scheduler.with_blocks(check(5, 0), &[1, 2, 3]);
+    scheduler.with_blocks(check(15, 0), &[1, 2, 3]);
     let saved = scheduler.saved();
     assert_eq!((saved.present, saved.checked, saved.differing), (3, 3, 1));
     assert!(saved.difference > saved.limit, "{saved:?}");
-    let outcome = scheduler.query(0, 6, 3);
+    let outcome = scheduler.query(0, 16, 3);
     assert_eq!((outcome.status, outcome.value), (Status::Ok, 0), "all blocks of that step are gone");
-    scheduler.with_blocks(save_log(7, 0, 2), &[1, 2, 3]);
+    scheduler.with_blocks(save_log(17, 0, 9), &[1, 2, 3]);
     assert_eq!(scheduler.saved().dropped, 3, "in doubt");
-    scheduler.with_blocks(check(8, 1), &[1, 2, 3]);
-    assert_eq!(scheduler.saved().differing, 1);
-    assert_eq!(scheduler.query(1, 9, 3).status, Status::Barred);
+    // All chains are of one saver, and eight of them go within an hour.
+    for log in 1..9 {
+        assert_eq!(scheduler.query(log, 20 + 2 * u64::from(log), 3).status, Status::Ok);
+        scheduler.with_blocks(check(21 + 2 * u64::from(log), log), &[1, 2, 3]);
+        assert_eq!(scheduler.saved().differing, 1);
+    }
+    assert_eq!(scheduler.query(8, 50, 3).status, Status::Barred);
 }
 
 #[test]

@@ -1,4 +1,5 @@
 use shm_protocol::random::Random;
+use tiers::pool::BlockSum;
 
 use super::*;
 
@@ -200,7 +201,7 @@ type Case<'a> = (Number, &'a [&'a [u8]], &'a [&'a [u8]]);
 #[test]
 fn only_non_finite_numbers_are_noticed() {
     let finite = |number: Number, bytes: &[u8]| {
-        Layers(vec![(bytes.len() as u64, number)]).are_finite(1, |at, out| {
+        Layers(vec![(bytes.len() as u64, number)]).are_finite(1, None, |at, out| {
             out.copy_from_slice(&bytes[at as usize..][..out.len()]);
         })
     };
@@ -233,8 +234,11 @@ fn every_layer_of_every_shard_is_searched() {
         let mut block = [0; 40];
         block[at] = 0xff;
         block[at ^ 1] = 0xff;
-        let found =
-            layers.are_finite(2, |from, out| out.copy_from_slice(&block[from as usize..][..out.len()]));
+        let read = |from: u64, out: &mut [u8]| out.copy_from_slice(&block[from as usize..][..out.len()]);
+        let mut sum = BlockSum::default();
+        let found = layers.are_finite(2, None, read);
+        assert_eq!(layers.are_finite(2, Some(&mut sum), read), found);
+        assert!(!found || sum.finish() == shm_protocol::pool::checksum(&block));
         // Behind 8 and 28 lie the bytes. The lower half of a float32 says nothing.
         let (place, half) = (at % 20, (at % 20 + 4) % 4 / 2);
         let expected = (8..12).contains(&place) || place >= 12 && half == 0;

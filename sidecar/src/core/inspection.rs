@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use shm_protocol::pool::SlotRef;
+use tiers::pool::BlockSum;
 
 use super::SessionId;
 use crate::compare::{Difference, Layers};
@@ -18,6 +19,8 @@ pub struct Inspection {
     pub shards: u32,
     /// The layers of a part.
     pub layers: Arc<Layers>,
+    /// Searched blocks are summed in the same pass: the choice of the runtime, for a pool with checksums.
+    pub sums: bool,
 }
 
 /// The blocks of an inspection.
@@ -33,8 +36,17 @@ pub enum InspectedBlocks {
 #[derive(Clone, Debug, PartialEq)]
 pub enum Findings {
     Compared(Found),
-    /// The blocks with a non-finite number.
-    Searched(Vec<SlotRef>),
+    Searched(Vec<SearchedBlock>),
+}
+
+/// The result of a block's search.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct SearchedBlock {
+    pub slot: SlotRef,
+    /// All numbers of the block are finite.
+    pub is_finite: bool,
+    /// The checksum of a finite block's bytes, if the inspection sums.
+    pub checksum: Option<u64>,
 }
 
 /// The result of a comparison.
@@ -75,8 +87,13 @@ impl Inspection {
         };
         match &self.blocks {
             InspectedBlocks::Alone(slots) => {
-                let is_broken = |slot: &&SlotRef| !self.layers.are_finite(self.shards, part(**slot));
-                Findings::Searched(slots.iter().filter(is_broken).copied().collect())
+                let search = |slot: &SlotRef| {
+                    let mut sum = self.sums.then(BlockSum::default);
+                    let is_finite = self.layers.are_finite(self.shards, sum.as_mut(), part(*slot));
+                    let checksum = sum.filter(|_| is_finite).map(|sum| sum.finish());
+                    SearchedBlock { slot: *slot, is_finite, checksum }
+                };
+                Findings::Searched(slots.iter().map(search).collect())
             }
             InspectedBlocks::Pairs(pairs) => {
                 let compare = |(kept, computed): &(SlotRef, SlotRef)| {

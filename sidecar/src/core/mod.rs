@@ -51,7 +51,7 @@ pub(crate) use self::engines::whole;
 pub use self::engines::{Barred, EngineState, Holder, Proof, Standing};
 pub use self::event::{Action, Direction, Ended, Event, Heard, JobEnd, Piece, Request, TierJob};
 use self::handover::Produced;
-pub use self::inspection::{Findings, Found, InspectedBlocks, Inspection};
+pub use self::inspection::{Findings, Found, InspectedBlocks, Inspection, SearchedBlock};
 pub use self::inventory::{Eviction, Kept, Location, Survey};
 use self::namespaces::Binding;
 pub use self::peers::{FAULT_NAMES, PeersStats, peer_tier};
@@ -168,8 +168,9 @@ impl Core {
             Event::Inspected { save, findings: Findings::Compared(found) } => {
                 transfers.compared(save, found, queries, base)
             }
-            Event::Inspected { save, findings: Findings::Searched(broken) } => {
-                transfers.scanned(save, &broken, base)
+            Event::Inspected { save, findings: Findings::Searched(searched) } => {
+                let broken = searched.iter().filter(|block| !block.is_finite).map(|block| block.slot);
+                transfers.scanned(save, &broken.collect::<Vec<_>>(), base)
             }
             Event::Opened(opened) => adoption::open_part(opened, base),
             Event::Verified { key, slot, whole } => {

@@ -100,7 +100,7 @@ impl Transfers {
 
     #[cfg(test)]
     pub(super) fn forget_sources(&mut self) {
-        self.doubts = Doubts::default();
+        self.doubts.forget_savers();
     }
 
     #[cfg(test)]

@@ -6,7 +6,7 @@ use super::Runtime;
 use crate::catalog::Blocks;
 use crate::clients::session::{Session, Violation};
 use crate::copiers::{Batch, Finished};
-use crate::core::{Action, SessionId, TierJob};
+use crate::core::{Action, Inspection, SessionId, TierJob};
 use crate::pages::metrics::CloseReason;
 use crate::ports::checksums::Checksums;
 use crate::ports::peers::Peers;
@@ -52,7 +52,10 @@ impl Runtime {
                 };
                 self.refused.extend(refused);
             }
-            Action::Inspect(inspection) => self.copiers.inspect_blocks(inspection),
+            Action::Inspect(inspection) => {
+                let sums = self.checksums.is_some();
+                self.copiers.inspect_blocks(Inspection { sums, ..inspection });
+            }
             Action::Verify { key, slot } => self.checksums().verify(key, slot),
             Action::Transfer { job, .. } => match job {
                 TierJob::Disk(job) => self.disks.as_mut().expect("the core has their tier").push(job),

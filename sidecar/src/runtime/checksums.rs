@@ -3,12 +3,23 @@
 use tiers::pool::Found;
 
 use super::Runtime;
-use crate::core::Event;
+use crate::core::{Event, SearchedBlock};
 use crate::ports::checksums::{Checksums, Summed};
 
 // === impl Runtime: checksums ===
 
 impl Runtime {
+    /// Notes the checksums of searched blocks before these are committed. The thread of checksums passes over them.
+    pub(super) fn note_searched(&self, searched: &[SearchedBlock]) {
+        if self.lost {
+            return;
+        }
+        for block in searched {
+            // A slot may have been filled again.
+            _ = block.checksum.map(|sum| self.pool.set_checksum(block.slot, sum));
+        }
+    }
+
     /// Takes in one block's; whether there was any.
     pub(super) fn take_checksum(&mut self) -> bool {
         let summed = self.checksums.as_mut().and_then(Checksums::take);

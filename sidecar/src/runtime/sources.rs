@@ -99,11 +99,11 @@ impl Runtime {
         }
         let Some((save, mut findings)) = self.copiers.inspected() else { return false };
         self.look_at_pool();
-        if self.lost
-            && let Findings::Compared(found) = &mut findings
-        {
+        match &mut findings {
             // Its bytes may be none of the engine's: nobody is judged by them.
-            found.differing = 0;
+            Findings::Compared(found) if self.lost => found.differing = 0,
+            Findings::Compared(_) => {}
+            Findings::Searched(searched) => self.note_searched(searched),
         }
         self.handle(Event::Inspected { save, findings });
         true

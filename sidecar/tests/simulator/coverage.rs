@@ -152,6 +152,12 @@ const POINTS: &[&str] = &[
     "check agreed",
     "check differed",
     "namespace began anew",
+    "verdicts engine restarts",
+    "verdicts faulty step",
+    "verdicts wrong block loaded",
+    "verdicts left block loaded",
+    "verdicts wrong engine barred",
+    "verdicts right engine barred",
 ];
 
 /// Every point; a message is a point by its name.

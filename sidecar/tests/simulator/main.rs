@@ -3,8 +3,9 @@
 //! where every byte comes from.
 //!
 //! ```text
-//! simulator [--runs N] [--seed S]    N worlds from seed S on; then worlds without rescue, of which one must fail
+//! simulator [--runs N] [--seed S]    N worlds of processes and N of wrong KV from seed S on; then worlds that must fail
 //! simulator --replay SEED [--without-rescue]    one world, with its last events
+//! simulator --replay SEED --verdicts | --without-long-checks    one world of wrong KV
 //! ```
 
 mod connection;
@@ -18,6 +19,7 @@ mod life;
 mod origin;
 mod report;
 mod rng;
+mod verdicts;
 mod world;
 
 use std::process::ExitCode;

@@ -9,6 +9,7 @@ use std::thread;
 
 use crate::coverage::{Coverage, points};
 use crate::rng::mix;
+use crate::verdicts::Verdicts;
 use crate::world::World;
 
 /// Events that are printed of a run that failed.
@@ -17,10 +18,23 @@ const EVENTS: usize = 60;
 const RUNS: u64 = 1_000;
 /// From this many runs on every point must have been reached.
 const RUNS_COVERING: u64 = 50_000;
-/// Worlds without rescue among which one must fail.
-const RUNS_WITHOUT_RESCUE: u64 = 10_000;
+/// Worlds without a protection: one must fail.
+const RUNS_THAT_FAIL: u64 = 10_000;
 /// First words of a failure that only wrong bytes can cause.
 const WRONG_BYTES: &str = "wrong bytes";
+
+/// A kind of world.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+enum Form {
+    /// Processes, copies and their faults.
+    Processes,
+    /// Unfinished loads are called finished.
+    WithoutRescue,
+    /// Wrong KV.
+    Verdicts,
+    /// Engines make no long checks of it.
+    WithoutLongChecks,
+}
 
 /// What the command line asks for.
 #[derive(Clone, Debug)]
@@ -28,7 +42,7 @@ pub(crate) struct Options {
     runs: u64,
     seed: u64,
     replay: Option<u64>,
-    without_rescue: bool,
+    form: Form,
     events: usize,
 }
 
@@ -51,7 +65,7 @@ pub(crate) struct Report {
 impl Options {
     /// Reads the arguments; those that `cargo test` passes to every test are ignored.
     pub(crate) fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Self, String> {
-        let mut options = Self { runs: RUNS, seed: 1, replay: None, without_rescue: false, events: EVENTS };
+        let mut options = Self { runs: RUNS, seed: 1, replay: None, form: Form::Processes, events: EVENTS };
         while let Some(argument) = arguments.next() {
             let mut number = || {
                 let value = arguments.next().and_then(|text| text.parse().ok());
@@ -62,7 +76,9 @@ impl Options {
                 "--seed" => options.seed = number()?,
                 "--replay" => options.replay = Some(number()?),
                 "--events" => options.events = number()? as usize,
-                "--without-rescue" => options.without_rescue = true,
+                "--without-rescue" => options.form = Form::WithoutRescue,
+                "--verdicts" => options.form = Form::Verdicts,
+                "--without-long-checks" => options.form = Form::WithoutLongChecks,
                 _ => {}
             }
         }
@@ -75,27 +91,30 @@ impl Options {
 impl Report {
     pub(crate) fn run(&self, options: &Options) -> ExitCode {
         if let Some(seed) = options.replay {
-            return replay(seed, options.without_rescue, options.events);
+            return replay(seed, options.form, options.events);
         }
         // The message of a failure is told with its seed, not by each thread as it comes.
         panic::set_hook(Box::new(|_| {}));
         say(&format!("simulator: {} runs from seed {}", options.runs, options.seed));
-        let failures = self.many(options.seed, options.runs, false);
-        if let Some(failure) = failures.first() {
-            return tell(failure);
+        for form in [Form::Verdicts, Form::Processes] {
+            if let Some(failure) = self.many(options.seed, options.runs, form).first() {
+                return tell(failure, form);
+            }
         }
         say(&format!(
             "simulator: all that was done digests to {:016x}",
             self.fingerprint.load(Ordering::Relaxed)
         ));
         let mut sound = self.print_coverage(options.runs);
-        sound &= self.check_oracle(options.seed);
+        sound &= self.check_oracle(options.seed, Form::WithoutRescue);
+        sound &= self.check_oracle(options.seed, Form::WithoutLongChecks);
+        sound &= check_client(options.seed);
         sound &= check_replay(options.seed);
         if sound { ExitCode::SUCCESS } else { ExitCode::FAILURE }
     }
 
     /// Runs worlds on every core until one fails.
-    fn many(&self, first: u64, runs: u64, without_rescue: bool) -> Vec<Failure> {
+    fn many(&self, first: u64, runs: u64, form: Form) -> Vec<Failure> {
         let (next, stop) = (AtomicU64::new(0), AtomicBool::new(false));
         let failures = Mutex::new(Vec::new());
         let threads = thread::available_parallelism().map_or(1, usize::from);
@@ -108,15 +127,12 @@ impl Report {
                         if index >= runs {
                             break;
                         }
-                        match one(seed_of(first, index), without_rescue, 0) {
-                            (world, None) => {
-                                coverage.merge(&world.ctx.cover);
-                                self.fingerprint.fetch_xor(world.ctx.fingerprint, Ordering::Relaxed);
-                            }
-                            (_, Some(failure)) => {
-                                failures.lock().expect("no panic under it").push(failure);
-                                stop.store(true, Ordering::Relaxed);
-                            }
+                        let ended = one(seed_of(first, index), form, 0);
+                        coverage.merge(&ended.cover);
+                        self.fingerprint.fetch_xor(ended.fingerprint, Ordering::Relaxed);
+                        if let Some(failure) = ended.failure {
+                            failures.lock().expect("no panic under it").push(failure);
+                            stop.store(true, Ordering::Relaxed);
                         }
                     }
                     self.coverage.lock().expect("no panic under it").merge(&coverage);
@@ -126,20 +142,20 @@ impl Report {
         failures.into_inner().expect("no panic under it")
     }
 
-    /// Whether the oracle finds wrong bytes where there are some. A rank's copies are the simulator's own, so this
-    /// needs no second build; the product's protections are removed by scripts/mutations.
-    fn check_oracle(&self, first: u64) -> bool {
-        let failures = self.many(first, RUNS_WITHOUT_RESCUE, true);
+    /// Whether the oracle finds wrong bytes where there are some. A rank's copies and an engine's checks are the simulator's own,
+    /// so this needs no second build; the product's protections are removed by scripts/mutations.
+    fn check_oracle(&self, first: u64, form: Form) -> bool {
+        let failures = Self::default().many(first, RUNS_THAT_FAIL, form);
         let Some(Failure { seed, text }) = failures.iter().min_by_key(|f| f.seed ^ mix(first)) else {
-            eprintln!("simulator: {RUNS_WITHOUT_RESCUE} runs without rescue, and none found wrong bytes");
+            eprintln!("simulator: {RUNS_THAT_FAIL} runs of {form:?}, and none found wrong bytes");
             return false;
         };
         if !text.starts_with(WRONG_BYTES) {
-            eprintln!("simulator: without rescue, seed {seed} failed by: {text}");
+            eprintln!("simulator: {form:?}, seed {seed} failed by: {text}");
             return false;
         }
         let run = (seed ^ mix(first)) + 1;
-        say(&format!("simulator: without rescue, run {run} fails, seed {seed}: {text}"));
+        say(&format!("simulator: {form:?}, run {run} fails, seed {seed}: {text}"));
         true
     }
 
@@ -163,15 +179,38 @@ fn seed_of(first: u64, index: u64) -> u64 {
     mix(first) ^ index
 }
 
-/// Runs one world; how it ended, and its failure if it failed.
-fn one(seed: u64, without_rescue: bool, events: usize) -> (World, Option<Failure>) {
-    let mut world = World::new(seed, without_rescue, events);
-    let failure = panic::catch_unwind(AssertUnwindSafe(|| world.run())).err().map(|payload| {
-        let text = payload.downcast_ref::<String>().cloned();
-        let text = text.or_else(|| payload.downcast_ref::<&str>().map(ToString::to_string));
-        Failure { seed, text: text.unwrap_or_else(|| "a panic without words".into()) }
-    });
-    (world, failure)
+/// The end of a world.
+struct Ended {
+    cover: Coverage,
+    fingerprint: u64,
+    trace: Vec<String>,
+    failure: Option<Failure>,
+}
+
+/// Runs one world.
+fn one(seed: u64, form: Form, events: usize) -> Ended {
+    match form {
+        Form::Processes | Form::WithoutRescue => {
+            let mut world = World::new(seed, form == Form::WithoutRescue, events);
+            let failure = caught(seed, || world.run());
+            let trace = world.ctx.trace().cloned().collect();
+            Ended { cover: world.ctx.cover, fingerprint: world.ctx.fingerprint, trace, failure }
+        }
+        Form::Verdicts | Form::WithoutLongChecks => {
+            let mut world = Verdicts::new(seed, form == Form::Verdicts, events);
+            let failure = caught(seed, || world.run());
+            let trace = world.trace().cloned().collect();
+            Ended { cover: world.cover, fingerprint: 0, trace, failure }
+        }
+    }
+}
+
+/// Runs this; returns its panic.
+fn caught(seed: u64, run: impl FnOnce()) -> Option<Failure> {
+    let payload = panic::catch_unwind(AssertUnwindSafe(run)).err()?;
+    let text = payload.downcast_ref::<String>().cloned();
+    let text = text.or_else(|| payload.downcast_ref::<&str>().map(ToString::to_string));
+    Some(Failure { seed, text: text.unwrap_or_else(|| "a panic without words".into()) })
 }
 
 fn say(line: &str) {
@@ -180,43 +219,50 @@ fn say(line: &str) {
 }
 
 /// Runs the failed seed again, with a trace, and prints its end.
-fn tell(failure: &Failure) -> ExitCode {
+fn tell(failure: &Failure, form: Form) -> ExitCode {
     let Failure { seed, text } = failure;
     eprintln!("simulator: seed {seed} failed: {text}");
-    match one(*seed, false, EVENTS) {
-        (_, None) => {
-            eprintln!("simulator: the seed did not fail again: something depends on more than the seed")
-        }
-        (world, Some(again)) => {
-            world.ctx.trace().for_each(|line| eprintln!("{line}"));
-            if again.text != *text {
-                eprintln!("simulator: it failed differently: {}", again.text);
-            }
-        }
+    let again = one(*seed, form, EVENTS);
+    again.trace.iter().for_each(|line| eprintln!("{line}"));
+    match again.failure {
+        None => eprintln!("simulator: the seed did not fail again: something depends on more than the seed"),
+        Some(again) if again.text != *text => eprintln!("simulator: it failed differently: {}", again.text),
+        Some(_) => {}
     }
     let program = std::env::args().next().unwrap_or_default();
-    eprintln!("simulator: replay with: {program} --replay {seed}");
+    let flag = if form == Form::Verdicts { " --verdicts" } else { "" };
+    eprintln!("simulator: replay with: {program} --replay {seed}{flag}");
     ExitCode::FAILURE
 }
 
-fn replay(seed: u64, without_rescue: bool, events: usize) -> ExitCode {
-    let (world, failure) = one(seed, without_rescue, events);
-    world.ctx.trace().for_each(|line| say(line));
-    match failure {
-        None => say(&format!("simulator: seed {seed} holds; {} us simulated", world.ctx.now)),
-        Some(Failure { text, .. }) => {
-            eprintln!("simulator: seed {seed} fails: {text}");
-            return ExitCode::FAILURE;
-        }
-    }
-    ExitCode::SUCCESS
+fn replay(seed: u64, form: Form, events: usize) -> ExitCode {
+    let ended = one(seed, form, events);
+    ended.trace.iter().for_each(|line| say(line));
+    let Some(Failure { text, .. }) = ended.failure else {
+        say(&format!("simulator: seed {seed} holds"));
+        return ExitCode::SUCCESS;
+    };
+    eprintln!("simulator: seed {seed} fails: {text}");
+    ExitCode::FAILURE
+}
+
+/// Whether a client costs others nothing by prompts of one xxhash, and would without the second digest.
+fn check_client(seed: u64) -> bool {
+    let tried = [false, true].map(|is_xxhash| caught(seed, || Verdicts::try_client(seed, is_xxhash, 0)));
+    let [None, Some(Failure { text, .. })] = &tried else {
+        eprintln!("simulator: a client, with the second digest and without: {tried:?}");
+        return false;
+    };
+    let is_found = text.starts_with(WRONG_BYTES);
+    say(&format!("simulator: a client without the second digest fails: {text}"));
+    is_found
 }
 
 /// Whether a seed means one run.
 fn check_replay(first: u64) -> bool {
     let same = (0..20).all(|index| {
         let seed = seed_of(first, index);
-        let prints = [0, 1].map(|_| one(seed, false, 0).0.ctx.fingerprint);
+        let prints = [0, 1].map(|_| one(seed, Form::Processes, 0).fingerprint);
         prints[0] == prints[1]
     });
     if !same {

@@ -2,6 +2,7 @@
 //!
 //! What a header states is its block's checksum mixed with that of the header itself.
 
+use std::fmt;
 use std::hash::Hasher;
 use std::sync::atomic::{Ordering, fence};
 
@@ -10,8 +11,32 @@ use twox_hash::XxHash3_64;
 
 use super::Pool;
 
-/// Bytes that are read and summed at once: they stay in a core's first-level cache or the next.
-const PART_BYTES: usize = 32 << 10;
+/// Bytes to be read and summed at once: they stay in a core's first-level cache or the next.
+pub const PART_BYTES: usize = 32 << 10;
+
+/// The checksum of a block's bytes, part by part.
+#[derive(Clone, Default)]
+pub struct BlockSum(XxHash3_64);
+
+// === impl BlockSum ===
+
+impl BlockSum {
+    /// Adds the next bytes.
+    pub fn add_part(&mut self, bytes: &[u8]) {
+        self.0.write(bytes);
+    }
+
+    /// Returns the checksum of all bytes.
+    pub fn finish(&self) -> u64 {
+        self.0.finish()
+    }
+}
+
+impl fmt::Debug for BlockSum {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("BlockSum").field(&self.finish()).finish()
+    }
+}
 
 // === impl Pool: noting checksums ===
 
@@ -71,17 +96,17 @@ impl Pool {
     pub fn sum(&self, slot: SlotRef) -> Option<u64> {
         self.current(slot)?;
         let (_, block_bytes) = self.place(slot.offset)?;
-        let (mut hasher, mut part, mut summed) = (XxHash3_64::new(), [0; PART_BYTES], 0);
+        let (mut sum, mut part, mut summed) = (BlockSum::default(), [0; PART_BYTES], 0);
         while summed < block_bytes {
             let wanted = PART_BYTES.min((block_bytes - summed) as usize);
             let read = || rustix::io::pread(&self.fd, &mut part[..wanted], slot.offset + summed);
             let bytes = rustix::io::retry_on_intr(read).ok().filter(|bytes| *bytes > 0)?;
-            hasher.write(&part[..bytes]);
+            sum.add_part(&part[..bytes]);
             summed += bytes as u64;
         }
         // SYNC POINT(slot reuse): whoever read a byte of a later filling sees that filling's generation.
         fence(Ordering::Acquire);
-        (self.current(slot).is_some() && self.is_whole()).then(|| hasher.finish())
+        (self.current(slot).is_some() && self.is_whole()).then(|| sum.finish())
     }
 
     /// Whether a slot that nobody fills holds the bytes whose checksum its header states; in any thread.

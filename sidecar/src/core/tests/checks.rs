@@ -87,14 +87,15 @@ impl Harness {
         self.saved().expect("it has ended")
     }
 
-    /// Engine 0 keeps another chain, of a step of its own.
+    /// Another engine keeps another chain, and ends.
     fn keep_another(&mut self, op: u64) {
-        self.speaker = SCHEDULER;
+        self.begin(9);
         self.open(50, 500..502);
         self.post_save(50, op, 0..2, false);
-        self.copy_all(0, op);
+        self.copy_all(9, op);
         assert_eq!(self.saved().unwrap().committed, 2);
-        self.ask(SchedulerRequest::Close { log: 50 });
+        self.disconnect([scheduler(9), rank(9)]);
+        self.speaker = SCHEDULER;
     }
 
     /// An engine contradicts that chain: the chain goes, and the engine is in doubt.
@@ -324,9 +325,7 @@ fn most_engines_are_believed_and_then_the_namespace_begins_anew() {
     engine.post_save(0, 3, 0..2, false);
     engine.copy_all(3, 3);
     assert_eq!(engine.saved().unwrap().committed, 2);
-    engine.open(50, 500..502);
-    engine.post_save(50, 4, 0..2, false);
-    engine.copy_all(3, 4);
+    engine.keep_another(4);
     engine.begin_with_log(4);
     engine.out.clear();
     engine.doubt(4, 1);
@@ -502,6 +501,48 @@ fn engines_that_lie_again_and_again_cost_the_others_nothing() {
     let stats = engine.core.stats();
     assert_eq!((stats.barred_engines, stats.removed_blocks), (0, 16), "eight of them cost two blocks each");
     assert_eq!(engine.status(0, 50, 2), (Status::Ok, 2));
+}
+
+#[test]
+fn all_chains_of_one_run_are_one_witness_however_many_steps_they_are_of() {
+    let mut engine = in_doubt();
+    engine.begin(2);
+    for (op, log) in [(2, 60), (3, 61)] {
+        engine.open(log, 10 * log..10 * log + 2);
+        engine.check(2, log, op, 0..2, 2);
+    }
+    let stats = engine.core.stats();
+    assert_eq!((stats.barred_engines, stats.removed_blocks, stats.blocks), (0, 6, 2));
+    // The saver of these keys is forgotten: it may be the same run.
+    engine.core.transfers.forget_sources();
+    engine.open(0, 0..2);
+    engine.check(2, 0, 4, 0..1, 1);
+    engine.keep_another(5);
+    engine.speaker = scheduler(2);
+    engine.open(50, 500..502);
+    assert_eq!(engine.core.stats().barred_engines, 0);
+    engine.check(2, 50, 6, 0..2, 2);
+    assert_eq!(engine.core.stats().barred_engines, 1, "a chain of another run");
+}
+
+#[test]
+fn a_key_that_was_saved_again_is_of_its_last_saver() {
+    let mut engine = Harness::keeping(1, 2);
+    engine.begin_with_log(1);
+    assert_eq!(engine.check(1, 0, 1, 0..2, 2).differing, 2);
+    // Another engine keeps these keys, and two more in the same step.
+    engine.begin_with_log(2);
+    engine.open(60, 600..602);
+    for (op, log) in [(1, 0), (2, 60)] {
+        let keys = Keys::new(log, 0..2);
+        let save = request::Save { op, keys, position: 0, step: 9, checked: false, handover: false };
+        engine.post(SchedulerRequest::Save(save), Vec::new(), vec![1, 2]);
+    }
+    engine.copy_all(2, 9);
+    assert_eq!(engine.core.stats().blocks, 4);
+    engine.begin_with_log(3);
+    assert_eq!(engine.check(3, 0, 1, 0..2, 2).differing, 2);
+    assert_eq!(engine.core.stats().blocks, 0, "the step of its last saver goes");
 }
 
 /// An engine in doubt. Engine 0 keeps two more chains.

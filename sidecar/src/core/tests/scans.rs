@@ -38,8 +38,12 @@ impl Harness {
     }
 
     fn scanned(&mut self, scan: &Inspection, broken: &[usize]) {
-        let broken = broken.iter().map(|at| slots(scan)[*at]).collect();
-        self.event(Event::Inspected { save: scan.save, findings: Findings::Searched(broken) });
+        let search = |(at, slot): (usize, &SlotRef)| {
+            let is_finite = !broken.contains(&at);
+            SearchedBlock { slot: *slot, is_finite, checksum: None }
+        };
+        let searched = slots(scan).iter().enumerate().map(search).collect();
+        self.event(Event::Inspected { save: scan.save, findings: Findings::Searched(searched) });
     }
 }
 

@@ -83,6 +83,8 @@ struct Contradiction {
     /// The first differing block, and the doubtful part of its chain.
     key: BlockKey,
     chain: BTreeSet<BlockKey>,
+    /// Keys of kept blocks: each may be the cause.
+    suspected: BTreeSet<BlockKey>,
     worst: Difference,
 }
 
@@ -155,11 +157,22 @@ impl Running {
     /// The keys of the chain without a witness if a pair differs: all behind the equal pair before it, or all.
     fn doubtful(&self, pair: usize) -> BTreeSet<BlockKey> {
         let SaveChain { before, keys } = &self.chain;
-        let doubtful = match pair.checked_sub(1) {
-            Some(equal) => (&[][..], &keys[self.pairs[equal].place as usize + 1..]),
-            None => (&before[..], &keys[..]),
-        };
-        doubtful.0.iter().chain(doubtful.1).map(|hash| self.binding.key(hash)).collect()
+        let equal = self.equal_before(pair);
+        let before = if equal == 0 { &before[..] } else { &[] };
+        before.iter().chain(&keys[equal..]).map(|hash| self.binding.key(hash)).collect()
+    }
+
+    /// The keys of kept blocks, each a possible cause of a pair's difference: the loaded ones, and those behind the equal pair before it
+    /// up to its own.
+    fn suspected(&self, pair: usize) -> BTreeSet<BlockKey> {
+        let SaveChain { before, keys } = &self.chain;
+        let suspected = &keys[self.equal_before(pair)..=self.pairs[pair].place as usize];
+        before.iter().chain(suspected).map(|hash| self.binding.key(hash)).collect()
+    }
+
+    /// The number of keys up to the equal pair before this one, in the save.
+    fn equal_before(&self, pair: usize) -> usize {
+        pair.checked_sub(1).map_or(0, |equal| self.pairs[equal].place as usize + 1)
     }
 }
 
@@ -184,7 +197,7 @@ impl Transfers {
         };
         let (layers, shards) = (Arc::clone(&rank.layers), binding.shards);
         let blocks = InspectedBlocks::Pairs(pairs.iter().map(|pair| (pair.kept, pair.computed)).collect());
-        base.cx.actions.push(Action::Inspect(Inspection { save, blocks, shards, layers }));
+        base.cx.actions.push(Action::Inspect(Inspection { save, blocks, shards, layers, sums: false }));
         self.checks.running.insert(save, Running { binding, chain, pairs, end });
     }
 
@@ -211,7 +224,13 @@ impl Transfers {
             if !base.engines.is_barred(save.0, binding.space()) {
                 let first = found.first as usize;
                 let (key, chain) = (running.key(first), running.doubtful(first));
-                let said = Contradiction { binding, key, chain, worst: found.worst };
+                let said = Contradiction {
+                    binding,
+                    key,
+                    chain,
+                    suspected: running.suspected(first),
+                    worst: found.worst,
+                };
                 self.contradicts(save.0, &said, queries, base);
             }
         }
@@ -230,7 +249,7 @@ impl Transfers {
         let against = self.doubts.source(&said.key);
         let has_word = base.engines.may_save(session);
         if !has_word
-            || self.doubts.contradict(session, namespace, against.clone(), base.cx.now)
+            || self.doubts.contradict(session, namespace, against.clone(), &said.suspected, base.cx.now)
                 == ContradictionVerdict::Wrong
         {
             return self.differs(session, &said.binding, said.worst, queries, base);
@@ -244,7 +263,7 @@ impl Transfers {
         base.cx.actions.push(Action::Warn(format!(
             "{} blocks of namespace {} are removed: engine {} computed other KV ({}), so it or the engine that saved them is \
              wrong. Nothing that engine {} computes is kept until it agrees with {WITNESSES} other chains, or for {} s. If it \
-             contradicts another one, the namespace is closed to it{at_peers}",
+             contradicts a chain of another saver, the namespace is closed to it{at_peers}",
             kept - base.cx.dram.stats().blocks,
             said.binding.digest,
             base.engines[session].engine,

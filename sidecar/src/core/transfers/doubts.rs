@@ -4,7 +4,8 @@
 //!   blocks upon these. A miss is always right.
 //! - One contradiction bars nobody. Its engine is in doubt: it loads, and none of its blocks is kept.
 //! - An engine in doubt was right once it agrees with kept chains of two other sources.
-//! - An engine in doubt is wrong once it contradicts a chain of another source: the namespace is closed to it.
+//! - An engine in doubt is wrong once no single run has a hand in all chains that it contradicts: the namespace is closed to it. One
+//!   fault may spoil many steps of a run, and chains upon these. A block of a forgotten saver may be of any run.
 //! - A doubt ends by itself if no other chain is kept.
 //! - Few contradictions an hour remove a chain. A further one closes the namespace to its engine: a liar costs the others these few chains.
 
@@ -15,7 +16,7 @@ use shm_protocol::key::{BlockHash, BlockKey};
 
 use super::SessionId;
 
-/// Remembered blocks of a saver: 3.7 MB. Older blocks stay if it is barred.
+/// Remembered blocks of a saver: 4.2 MB. Older blocks stay if it is barred.
 const RECENT_MAX: usize = 65_536;
 /// Remembered savers without a connection.
 const ENDED_MAX: usize = 4;
@@ -50,6 +51,8 @@ pub(super) enum ContradictionVerdict {
 pub(super) struct Doubts {
     /// Savers without a connection come first, the longest ended before the others.
     savers: VecDeque<Saver>,
+    /// Blocks committed so far.
+    commits: u64,
     open: BTreeMap<SessionId, Doubt>,
     /// Times of the removals within the last hour.
     removals: VecDeque<Duration>,
@@ -70,13 +73,17 @@ struct SavedBlock {
     step: u64,
     /// The key before it, in short; zero for a first block.
     parent: u64,
+    /// Its number among all commits: a key that was removed or evicted may be saved again.
+    commit: u64,
 }
 
 #[derive(Debug)]
 struct Doubt {
     namespace: u32,
-    /// The source of the contradicted chain.
+    /// The source of the last contradicted block.
     against: SaveSource,
+    /// Runs with blocks in every contradicted chain; none: any run may have.
+    suspects: Option<BTreeSet<Run>>,
     /// Sources of the chains in agreement since then.
     agreed: BTreeSet<SaveSource>,
     until: Duration,
@@ -92,13 +99,17 @@ impl Doubts {
         step: u64,
         blocks: impl Iterator<Item = (BlockKey, Option<BlockHash>)>,
     ) {
+        let mut commit = self.commits;
         let recent = &mut self.saver(run).recent;
         for (key, parent) in blocks {
             if recent.len() == RECENT_MAX {
                 recent.pop_front();
             }
-            recent.push_back(SavedBlock { key, step, parent: parent.map_or(0, |parent| short(&parent)) });
+            let parent = parent.map_or(0, |parent| short(&parent));
+            recent.push_back(SavedBlock { key, step, parent, commit });
+            commit += 1;
         }
+        self.commits = commit;
     }
 
     fn saver(&mut self, run: Run) -> &mut Saver {
@@ -127,13 +138,31 @@ impl Doubts {
         recent.into_iter().map(|saved| saved.key).filter(|key| key.namespace == namespace).collect()
     }
 
-    /// The source of a kept block.
+    #[cfg(test)]
+    pub(super) fn forget_savers(&mut self) {
+        self.savers.clear();
+    }
+
+    /// The source of a kept block: its last commit.
     pub(super) fn source(&self, key: &BlockKey) -> SaveSource {
-        let saved = self.savers.iter().find_map(|saver| {
+        let found = self.savers.iter().filter_map(|saver| {
             let found = saver.recent.iter().rev().find(|saved| saved.key == *key)?;
-            Some(SaveSource::Saved(saver.run, found.step))
+            Some((found.commit, SaveSource::Saved(saver.run, found.step)))
         });
-        saved.unwrap_or(SaveSource::Unknown(key.hash))
+        let last = found.max_by_key(|(commit, _)| *commit);
+        last.map_or(SaveSource::Unknown(key.hash), |(_, source)| source)
+    }
+
+    /// The runs that saved these kept blocks, unless one is forgotten. It looks at every remembered block.
+    fn runs_of(&self, keys: &BTreeSet<BlockKey>) -> Option<BTreeSet<Run>> {
+        let mut last: HashMap<BlockKey, (u64, Run)> = HashMap::new();
+        for saver in &self.savers {
+            for saved in saver.recent.iter().filter(|saved| keys.contains(&saved.key)) {
+                let commit = (saved.commit, saver.run);
+                last.entry(saved.key).and_modify(|last| *last = commit.max(*last)).or_insert(commit);
+            }
+        }
+        (last.len() == keys.len()).then(|| last.into_values().map(|(_, run)| run).collect())
     }
 
     /// All remembered blocks of a source in a namespace.
@@ -166,15 +195,22 @@ impl Doubts {
         self.open.get(&session).is_some_and(|doubt| doubt.namespace == namespace && now < doubt.until)
     }
 
-    /// An engine's KV contradicts a kept chain of this source.
+    /// An engine's KV contradicts a kept block of this source, computed upon this chain and in the place of its end.
     pub(super) fn contradict(
         &mut self,
         session: SessionId,
         namespace: u32,
         against: SaveSource,
+        chain: &BTreeSet<BlockKey>,
         now: Duration,
     ) -> ContradictionVerdict {
-        if self.holds(session, namespace, now) && self.open[&session].against != against {
+        let is_held = self.holds(session, namespace, now);
+        let before = self.open.get(&session).filter(|_| is_held).and_then(|doubt| doubt.suspects.clone());
+        let suspects = match (before, self.runs_of(chain)) {
+            (Some(before), Some(runs)) => Some(&before & &runs),
+            (before, runs) => before.or(runs),
+        };
+        if suspects.as_ref().is_some_and(BTreeSet::is_empty) {
             return ContradictionVerdict::Wrong;
         }
         self.removals.retain(|removed| now < *removed + REMOVALS_IN);
@@ -183,7 +219,7 @@ impl Doubts {
         }
         self.removals.push_back(now);
         let agreed = BTreeSet::new();
-        self.open.insert(session, Doubt { namespace, against, agreed, until: now + DOUBT_MAX });
+        self.open.insert(session, Doubt { namespace, against, suspects, agreed, until: now + DOUBT_MAX });
         ContradictionVerdict::Doubt
     }
 

@@ -56,6 +56,7 @@ impl Transfers {
             blocks: InspectedBlocks::Alone(slots),
             shards,
             layers,
+            sums: false,
         }));
         self.scans.0.insert(save, committed);
         true

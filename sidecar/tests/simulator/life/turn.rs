@@ -126,7 +126,8 @@ impl Life {
         // A searched slot may be another save's by now, if the engine is gone: the core asks for nothing of it then.
         let findings = inspection.carry_out(|offset, out| {
             out.fill(0);
-            self.pool.read(offset, &mut out[..WORDS * 8]);
+            let words = out.len().min(WORDS * 8);
+            self.pool.read(offset, &mut out[..words]);
         });
         if let Findings::Compared(found) = &findings {
             self.end_comparison(&inspection, found, ctx);

@@ -210,7 +210,7 @@ def measure(engine: rig.Engine, keys: list[bytes], long_keys: list[bytes]) -> di
 def grouped() -> dict[str, dict[str, float]]:
     """Requests for 512 blocks in turns: of one cache group, and of two, the second of which needs 64 blocks or all.
 
-    By the pause before each, in microseconds. As [pillion.set_scheduler][] asks: both groups ahead."""
+    By the pause before each, in microseconds. As the policy asks: both groups ahead."""
     source = random.Random(4)
     with rig.sidecar(DRAM) as sidecar, contextlib.ExitStack() as stack:
         groups = []

@@ -119,7 +119,7 @@ class Engine:
         self._scheduler.update_from_output(output, ModelRunnerOutput(req_ids=[], req_id_to_index={}))
         connector = self._scheduler.connector
         assert isinstance(connector, PillionConnector) and isinstance(connector._scheduler, SchedulerRole)
-        return bool(connector._scheduler._session.namespace)
+        return connector._scheduler.state == "serving"
 
     @property
     def busy(self) -> bool:

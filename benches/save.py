@@ -29,6 +29,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from benches import harness, hooks, rig
+from pillion import _shim
 from pillion.connector import PillionConnector
 from pillion.scheduler import Scheduler as SchedulerRole
 from pillion.vllm_compat import KVConnectorRole
@@ -154,12 +155,14 @@ class Engine:
         """Whether the sidecar has bound the engine to its namespace; ranks join in a step."""
         self.step(output([], CachedRequestData.make_empty(), {}))
         assert isinstance(self.scheduler._scheduler, SchedulerRole)
-        return self.scheduler._scheduler._session.namespace != 0
+        return self.scheduler._scheduler.state == "serving"
 
     def saved(self) -> bool:
         """Whether every save has ended."""
         assert isinstance(self.scheduler._scheduler, SchedulerRole)
-        session = self.scheduler._scheduler._session
+        policy = self.scheduler._scheduler._policy
+        assert isinstance(policy, _shim.Policy)
+        [session] = policy.sessions()
         session.end_step()
         return session.saving == 0
 

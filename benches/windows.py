@@ -2,14 +2,14 @@
 
     benches/run windows [--tokens 128|16] [--requests N] [--saved RULE ...]
 
-The shape is that of Gemma 3 27B: 10 layers of full attention and 52 with a window of 1,024 tokens. Requests are those of the
-conversation trace, cut at 32,768 tokens, each with its answer; a prompt that goes on from another has that one's answer in it.
-The room is a tenth of the bytes of all whole blocks of the trace, which have 512 tokens. A block of the engine has 128 tokens
+The shape follows Gemma 3 27B: 10 layers of full attention and 52 with a window of 1,024 tokens. Requests come from the
+conversation trace, cut at 32,768 tokens, each with its answer; a prompt continuing another one includes the other's answer.
+The room is a tenth of the bytes of all whole blocks of the trace, of 512 tokens each. A block of the engine has 128 tokens
 or 16, and few bytes: 10 parts of full attention and 52 of windows, or 10 and 50 with 16 tokens, as slots are whole sectors.
 
 The last line is one JSON object: for every block kept (`all`), and for checkpoints every so many tokens (0: none). `hits` is
-the share of the prompts' tokens that was found. `bytes` are those kept for each token whose full attention is kept, as a share
-of those that it has in all layers.
+the found share of the prompts' tokens. `bytes` are the bytes kept for each token with kept full attention, as a share of its
+bytes in all layers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benches import harness, rig
-from pillion.resuming import Resuming
+from pillion import _shim
 from testkit.waiting import wait_for
 
 TRACE = Path(__file__).parent / "traces" / "mooncake-conversation.jsonl.gz"
@@ -32,16 +32,19 @@ LAYERS, FULL_LAYERS = 62, 10
 BYTES = {128: (2560, 13_312), 16: (512, 2560)}
 CHECKPOINTS = (0, 2048, 4096, 8192, 16_384)
 KEY_BYTES = 32
-# Boundaries that are tried, as pillion.set_scheduler has it.
+# The most boundaries tried, as in the policy.
 TRIES_MAX = 32
 Request = tuple[list[int], int, int]
+# A cache group's blocks: read before a point (0: all), and from one point of every prompt to the next (0: none).
+Points = tuple[int, int]
+ALL: Points = (0, 0)
 
 
 def requests(count: int | None) -> list[Request]:
-    """Of each its blocks in the trace, those of the answer too, the tokens of its prompt, and all tokens."""
+    """The trace's requests: blocks in the trace, with the answer's blocks, tokens of the prompt, and all tokens."""
     with gzip.open(TRACE, "rt") as lines:
         asked = [json.loads(line) for line in itertools.islice(lines, count)]
-    # By a block of the trace, the blocks of the next request that has it and goes on.
+    # By a block of the trace, the blocks of the next request to go on behind it.
     following: dict[int, list[int]] = {}
     found: list[Request] = []
     for number, request in reversed(list(enumerate(asked))):
@@ -57,7 +60,7 @@ def requests(count: int | None) -> list[Request]:
 
 
 def keys_of(request: Request, tokens: int) -> list[bytes]:
-    """Of its whole blocks of so many tokens."""
+    """The keys of a request's whole blocks of so many tokens."""
     ids, _, total = request
     return [key for place, block in enumerate(ids) for key in _keys(place, block, tokens)][: (total - 1) // tokens]
 
@@ -70,9 +73,9 @@ def _keys(place: int, block: int, tokens: int) -> Iterator[bytes]:
 class Group(rig.Engine):
     """A cache group: an engine of its own to the sidecar."""
 
-    def __init__(self, path: Path, number: int, kind: str, blocks: int, block_bytes: int, resuming: Resuming) -> None:
+    def __init__(self, path: Path, number: int, kind: str, blocks: int, block_bytes: int, points: Points) -> None:
         super().__init__(path, blocks, block_bytes, f"windows group {number}", {"group_kind": kind})
-        self._resuming = resuming
+        self._points = points
 
     def hits(self, log: int, first: int, count: int) -> int:
         """Leading hits, not to be loaded."""
@@ -81,22 +84,22 @@ class Group(rig.Engine):
         return found
 
     def offer(self, log: int, spans: list[tuple[int, int]], prompt: int, points: tuple[int, int]) -> None:
-        """Saves what is needed of these blocks."""
+        """Saves the needed parts of these blocks."""
         for first, end in spans:
-            for begin, stop in self._resuming.needed(first, end, prompt, points):
+            for begin, stop in _shim.needed_blocks(*self._points, first, end, prompt, points):
                 self.scheduler.save(log, begin, list(range(1, stop - begin + 1)), self.next_step)
         with self.step():
             pass
 
 
-def play(asked: list[Request], size: int, room: int, resuming: Resuming) -> dict[str, float]:
+def play(asked: list[Request], size: int, room: int, points: Points) -> dict[str, float]:
     """The shares, in so many bytes, with blocks of so many tokens."""
     tokens = found = 0
     blocks, reads, kind = 2 * CUT_TOKENS // size, _reads(size), f"window {WINDOW_TOKENS}"
     with rig.sidecar(str(room)) as running:
         groups = [
-            Group(running.socket, 0, "full", blocks, BYTES[size][0], Resuming()),
-            Group(running.socket, 1, kind, blocks, BYTES[size][1], resuming),
+            Group(running.socket, 0, "full", blocks, BYTES[size][0], ALL),
+            Group(running.socket, 1, kind, blocks, BYTES[size][1], points),
         ]
         full, windows = groups
         for number, request in enumerate(asked):
@@ -126,7 +129,7 @@ def play(asked: list[Request], size: int, room: int, resuming: Resuming) -> dict
 
 
 def _reads(size: int) -> int:
-    """Blocks of so many tokens that a window reads before a point."""
+    """Blocks of so many tokens read by a window before a point."""
     return -(-(WINDOW_TOKENS - 1) // size)
 
 
@@ -143,8 +146,8 @@ def main() -> None:
     room = len(there_are) * TRACE_TOKENS // size * sum(BYTES[size]) // 10
     results = {}
     for name in given.saved:
-        resuming = Resuming() if name == "all" else Resuming(_reads(size), int(name) // size)
-        results[name] = play(asked, size, room, resuming)
+        points = ALL if name == "all" else (_reads(size), int(name) // size)
+        results[name] = play(asked, size, room, points)
         harness.say(f"{name}: {results[name]}")
     harness.report({"room_bytes": room, **results})
 

@@ -11,6 +11,7 @@ pub mod endpoint;
 mod log_table;
 pub mod notices;
 pub mod plan;
+pub mod policy;
 mod saves;
 pub mod scheduler;
 pub mod submission;

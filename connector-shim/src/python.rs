@@ -1,14 +1,15 @@
 //! The module `pillion._shim`: argument conversion, the interpreter's lock, and one table of errors. No decisions.
 //!
-//! A session sits behind a mutex. Whoever waits releases the interpreter first and gives the mutex back before asking
-//! for the interpreter again, so the two locks cannot wait for each other.
+//! A session sits behind a mutex. A waiting thread releases the interpreter first and gives the mutex back before asking for the
+//! interpreter again, so the two locks cannot wait for each other.
 
 mod facts;
 mod keys;
+mod policy;
 
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Mutex;
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use pyo3::create_exception;
@@ -55,7 +56,7 @@ impl<S> Guarded<S> {
         Self { session: Mutex::new(session), owner: std::process::id() }
     }
 
-    /// One call. A forked child is refused before the lock, which its parent may have held; a panic ends the session.
+    /// One call. A forked child is refused before the lock: its parent may have held it. A panic ends the session.
     fn enter<T>(&self, call: impl FnOnce(&mut S) -> PyResult<T>) -> PyResult<T> {
         refuse_forked(self.owner)?;
         let entered = catch_unwind(AssertUnwindSafe(|| {
@@ -65,7 +66,14 @@ impl<S> Guarded<S> {
         entered.unwrap_or_else(|_| Err(internal_error()))
     }
 
-    /// The same of a call that has no error of its own.
+    /// The last call, also after a panic: promises made to the sidecar end.
+    fn last<T>(&self, call: impl FnOnce(&mut S) -> T) -> PyResult<T> {
+        refuse_forked(self.owner)?;
+        let mut session = self.session.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(call(&mut session))
+    }
+
+    /// The same of a call without an error of its own.
     fn with<T>(&self, call: impl FnOnce(&mut S) -> T) -> PyResult<T> {
         self.enter(|session| Ok(call(session)))
     }
@@ -79,7 +87,30 @@ fn internal_error() -> PyErr {
 
 #[derive(Debug)]
 #[pyclass(frozen, module = "pillion._shim")]
-struct SchedulerSession(Guarded<Scheduler>);
+struct SchedulerSession(SessionOwner);
+
+/// The owner of the session.
+#[derive(Debug)]
+enum SessionOwner {
+    Itself(Box<Guarded<Scheduler>>),
+    /// A cache group of a policy.
+    Group(Py<policy::PyPolicy>, usize),
+}
+
+// === impl SessionOwner ===
+
+impl SessionOwner {
+    fn enter_session<T>(&self, call: impl FnOnce(&mut Scheduler) -> PyResult<T>) -> PyResult<T> {
+        match self {
+            Self::Itself(session) => session.enter(call),
+            Self::Group(policy, group) => policy.get().session(*group, call),
+        }
+    }
+
+    fn with<T>(&self, call: impl FnOnce(&mut Scheduler) -> T) -> PyResult<T> {
+        self.enter_session(|session| Ok(call(session)))
+    }
+}
 
 #[pymethods]
 impl SchedulerSession {
@@ -114,7 +145,8 @@ impl SchedulerSession {
             promise_wait_ms,
             groups: some16("groups", groups)?,
         };
-        Ok(Self(Guarded::new(py.detach(|| Scheduler::new(options))?)))
+        let session = Guarded::new(py.detach(|| Scheduler::new(options))?);
+        Ok(Self(SessionOwner::Itself(Box::new(session))))
     }
 
     #[getter]
@@ -149,11 +181,11 @@ impl SchedulerSession {
             let item = hashes.get_item(index as usize)?;
             Ok(key.set(item.cast::<PyBytes>()?.as_bytes()).map_err(Failure::from)?)
         };
-        self.0.enter(|session| session.append(log, start, end.saturating_sub(start), key))
+        self.0.enter_session(|session| session.append(log, start, end.saturating_sub(start), key))
     }
 
     fn append_tail(&self, log: i64, tail: &[u8]) -> PyResult<bool> {
-        self.0.enter(|session| Ok(session.append_tail(log, tail)?))
+        self.0.enter_session(|session| Ok(session.append_tail(log, tail)?))
     }
 
     fn await_producer(&self, log: i64) -> PyResult<()> {
@@ -165,7 +197,7 @@ impl SchedulerSession {
     }
 
     fn promise(&self, log: i64) -> PyResult<()> {
-        self.0.enter(|session| Ok(session.promise(log)?))
+        self.0.enter_session(|session| Ok(session.promise(log)?))
     }
 
     fn hint(&self, log: i64, start: u32, count: u32) -> PyResult<()> {
@@ -452,7 +484,7 @@ fn plan_op(plan: &[u8]) -> PyResult<u64> {
     Ok(Plan::decode(plan).map_err(Failure::from)?.op)
 }
 
-/// The blocks that a plan writes.
+/// The blocks written by a plan.
 #[pyfunction]
 fn plan_blocks(plan: &[u8]) -> PyResult<Vec<u32>> {
     Ok(Plan::decode(plan).map_err(Failure::from)?.block_ids())
@@ -476,6 +508,8 @@ fn _shim(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("ShimError", module.py().get_type::<ShimError>())?;
     module.add_class::<SchedulerSession>()?;
     module.add_class::<WorkerSession>()?;
+    module.add_class::<policy::PyPolicy>()?;
+    module.add_function(wrap_pyfunction!(policy::needed_blocks, module)?)?;
     module.add_class::<keys::Chain>()?;
     module.add_function(wrap_pyfunction!(keys::none_hash, module)?)?;
     module.add_function(wrap_pyfunction!(keys::derive_keys, module)?)?;

@@ -17,6 +17,7 @@ use crate::clock;
 use crate::connection::{Address, Connection};
 use crate::core::notices::{Cause, Notices};
 use crate::core::plan::Plan;
+use crate::core::policy::host::SessionHost;
 pub use crate::core::scheduler::{Asked, Change as BlockChange, Config, PENDING, Session, UNBOUND_WAIT};
 use crate::error::{ShimError, argument};
 
@@ -165,6 +166,26 @@ impl Scheduler {
         self.session.flush();
         self.client.stop();
         self.session.detach();
+    }
+}
+
+impl SessionHost for Scheduler {
+    type Connection = Arc<Connection>;
+
+    fn generation(&self) -> u64 {
+        self.client.generation()
+    }
+
+    fn refresh(&mut self) {
+        self.refresh(false);
+    }
+
+    fn end_step(&mut self) {
+        Self::end_step(self);
+    }
+
+    fn take_changes(&mut self) -> Vec<BlockChange> {
+        Self::take_changes(self)
     }
 }
 

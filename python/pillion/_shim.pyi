@@ -1,7 +1,7 @@
 """The engine's side of Pillion in Rust (crate `connector-shim`).
 
-Nothing here waits for the sidecar, except `query` within the step's budget, `linger` and `WorkerSession.finished` for the time
-that they are given, and `WorkerSession.load` of a synchronous load into host memory; these release the interpreter. Without a
+Nothing here waits for the sidecar, except `query` within the step's budget, `linger` and `WorkerSession.finished` for the given
+time, and `WorkerSession.load` of a synchronous load into host memory; these release the interpreter. Without a
 sidecar every answer is a miss and every save is dropped.
 """
 
@@ -9,11 +9,14 @@ from collections.abc import Sequence
 from os import PathLike
 from typing import final
 
+from pillion.numbers import Numbers, PolicyEvent, PolicyState, PolicyStep
+
 __all__ = [
     "ITEM_BYTES",
     "KEYS_THEN_VALUES",
     "KEY_THEN_VALUE",
     "Chain",
+    "Policy",
     "SchedulerSession",
     "ShimError",
     "WorkerSession",
@@ -22,6 +25,7 @@ __all__ = [
     "extend_hashes",
     "folded",
     "hash_fact",
+    "needed_blocks",
     "none_hash",
     "plan_blocks",
     "plan_op",
@@ -30,7 +34,7 @@ __all__ = [
     "write_page_form",
 ]
 
-# Of an element of each type that a page can have.
+# The bytes of an element, by the types of a page.
 ITEM_BYTES: dict[str, int]
 # How attention kernels arrange a page: a token's key and then its value, or a head's keys, dimension by dimension, and then its
 # values, token by token. Any other packing is a name for equal engines alone.
@@ -38,7 +42,149 @@ KEY_THEN_VALUE: str
 KEYS_THEN_VALUES: str
 
 class ShimError(Exception):
-    """A wrong call, or a sidecar that refuses; the text names the remedy."""
+    """A wrong call, or a refusal by the sidecar; the text names the remedy."""
+
+@final
+class Policy:
+    """An engine's decisions on its cache (`connector-shim/src/core/policy`), with a session for each cache group.
+
+    The engine hands over numbers. `follow_request` numbers a request. A panic ends the policy: from then on each call raises
+    `ShimError`, but for `disconnect`.
+    """
+
+    def __new__(
+        cls,
+        socket: str | PathLike[str],
+        engines: list[str],
+        world_size: int,
+        runs: list[bytes],
+        budget_us: int,
+        early: list[bool],
+        tables: list[bytes],
+        algorithm: str,
+        groups: list[tuple[int, int, int, int]],
+        checkpoint_tokens: int,
+        load: str,
+        waits: bool,
+        on_gpu: bool,
+        by_engine: bool,
+        consumer: bool,
+        recomputes: bool,
+        sync_ms: int | None,
+        block_bytes: list[int],
+        loads: bool,
+        saves: bool,
+        check_every: int,
+        check_per_mille: int,
+        strict_tokens: int | None,
+        drops_last_block: bool,
+        tokens_per_step: int,
+        beside_others: bool,
+        events: bool,
+        miss_wait_ms: int | None,
+        handover_wait_ms: int | None,
+        promise_wait_ms: int | None,
+    ) -> Policy:
+        """`engines`, `runs`, `early`, `tables`, `groups` and `block_bytes` have an item for each group. An item of `groups`:
+        tokens of a block, hashes of it, tokens of a window (0: none), blocks read before a boundary (0: all).
+        `waits`: a step may wait for a load."""
+    # --- requests ---
+    def may_announce(self, running: int) -> bool:
+        """Whether one more waiting request is announced, beside so many running ones."""
+    def look_for_verdict(self) -> bool:
+        """Whether a check has found other KV since the last step: blocks of before may be wrong."""
+    def follow_request(
+        self,
+        prompt: int,
+        reads: bool,
+        awaits: int | None,
+        hands_over: bool,
+        numbers: Numbers,
+        tokens: Sequence[int] | None = None,
+    ) -> int:
+        """Follows a request from now on; its number. `reads`: it may be served from the cache. `awaits`: its tokens saved by
+        another engine. `tokens`: all of its tokens, where its keys depend on nothing else."""
+    def follow_media(self, id: int, media: list[tuple[str, int, int]]) -> None:
+        """Outputs of encoders for a request: identifier, first token, tokens."""
+    def progress(self, computed: list[tuple[int, int]]) -> None:
+        """So many tokens of these requests are computed by now."""
+    def announce(self, id: int) -> None:
+        """A request waits for its turn."""
+    def matched(self, id: int, numbers: Numbers, computed: int, alone: bool) -> tuple[int | None, bool]:
+        """Found tokens beyond `computed`, None: ask again; and whether they come beside the steps. The call waits for the
+        step's budget at most."""
+    def is_put_off(self, id: int) -> bool:
+        """Whether the cache has answered, and the load waits for a step with room."""
+    def is_refused(self, id: int) -> bool:
+        """Whether a load of the request has failed, so the cache is not asked again."""
+    def allocated(self, id: int, numbers: Numbers, external: int) -> list[tuple[int, int]] | None:
+        """The engine takes so many tokens of the cache. The places of the blocks for `load_blocks`, by group; None: no load."""
+    def load_blocks(self, id: int, blocks: list[list[int]]) -> None:
+        """Has the step load the hit into these blocks, by group."""
+    def sources(self, id: int, tokens: int) -> list[int] | None:
+        """Tokens of the last load by the place of their hit: memory, disk, peer; None where the places are unknown."""
+    def take_hit_tokens(self) -> list[int]:
+        """The same of all loads since the last call."""
+    def loads_ended(self, ids: list[int], failed: list[int]) -> None:
+        """The loads of these requests have ended on every rank, without the `failed` blocks."""
+    def loads_failed(self, blocks: list[int]) -> None:
+        """These blocks were not loaded."""
+    def requests_failed(self, ids: list[int]) -> None:
+        """The loads of these requests have failed as a whole."""
+    def end_request(self, id: int) -> tuple[int | None, list[int]]:
+        """The request is over: tokens of its prompt kept for another engine, if one goes on; and blocks to hold."""
+    def held(self, blocks: list[int]) -> None:
+        """The engine holds these blocks until `begin_step` or `release_held` gives them back."""
+    def release_held(self) -> list[int]:
+        """Gives back all held blocks."""
+    # --- one step ---
+    def begin_step(
+        self,
+        begun: list[tuple[int, Sequence[list[int]], int, Numbers | None]],
+        grown: list[tuple[int, Sequence[list[int]]]],
+        filled: list[int],
+        encoded: list[str],
+    ) -> tuple[list[int], list[int], bool]:
+        """A step has been scheduled. `begun`: requests with a new block table: number (-1: not followed), blocks by group,
+        their tokens. `grown`: further blocks. `filled`: other blocks written by the step. Returns the requests due in
+        `end_step`, released blocks, and whether blocks of before may be wrong."""
+    def end_step(self, due: list[tuple[int, int | None, Numbers]], computes: int) -> PolicyStep:
+        """Posts the step's saves. `due`: each such request and its tokens computed by the step. `computes`: the number of all
+        requests computed by the step."""
+    def passes_over(self, step: int) -> bool:
+        """Whether `accept_step` of this step wants to know the requests of the open steps."""
+    def accept_step(self, step: int, scheduled: dict[int, list[int]] = ...) -> None:
+        """The engine has taken the output of a step; earlier outputs not taken by now never will be."""
+    # --- weights ---
+    @property
+    def updating(self) -> bool: ...
+    def update(self, updating: bool) -> None:
+        """An update of the weights begins, or has ended."""
+    def disown(self) -> None:
+        """Nothing of before is kept."""
+    def weights_may_have_changed(self) -> None:
+        """Every rank says again what it computes with."""
+    def ranks_copy(self) -> None:
+        """Ranks copy for themselves."""
+    # --- state and messages ---
+    @property
+    def state(self) -> PolicyState: ...
+    def take_unkept(self) -> tuple[int, int]:
+        """Since the last call: passed-over steps, and unproven blocks."""
+    def take_notices(self) -> tuple[list[str], list[tuple[str, int, int]]]:
+        """Messages for the log, and remarks by name with two numbers ([pillion.remarks][])."""
+    def take_events(self, group: int) -> list[PolicyEvent]:
+        """Changes of a group's blocks."""
+    def lingers(self) -> bool:
+        """Whether an engine without requests is to step on for these."""
+    def blocks_cleared(self) -> None:
+        """Routers were told to forget all blocks."""
+    def sessions(self) -> list[SchedulerSession]:
+        """The sessions of the groups, to look at."""
+    def log(self, id: int, group: int) -> int:
+        """The key log of a request in a group; -1: none."""
+    def disconnect(self) -> None:
+        """Ends the sessions permanently."""
 
 @final
 class SchedulerSession:
@@ -61,8 +207,8 @@ class SchedulerSession:
         promise_wait_ms: int | None = None,
     ) -> SchedulerSession:
         """`part_blocks`: blocks of a part, where queries may be answered while their blocks are on their way; 0: they may
-        not. `whole_blocks`: nor may those of an awaiting log for so many blocks. `groups`: 16 bytes, a digest of the table of
-        cache groups, which the workers state too."""
+        not. `whole_blocks`: queries of an awaiting log for so many blocks may not either. `groups`: 16 bytes, a digest of the
+        table of cache groups, as stated by the workers too."""
     @property
     def connected(self) -> bool: ...
     @property
@@ -70,12 +216,12 @@ class SchedulerSession:
         """Connections so far."""
     @property
     def saving(self) -> int:
-        """Blocks that the sidecar may still read."""
+        """Blocks still to be read by the sidecar."""
     @property
     def namespace(self) -> int:
-        """The first 8 bytes of the namespace that the engine is bound to; 0 while it is not."""
+        """The first 8 bytes of the bound engine's namespace; 0 while it is not bound."""
     def open(self, fold: bytes | None = None) -> int:
-        """A new key log; -1 without sidecar or room. `fold`: 16 bytes that are mixed into each of its keys. Picks up a new
+        """A new key log; -1 without sidecar or room. `fold`: 16 bytes to mix into each of its keys. Picks up a new
         connection."""
     def append(self, log: int, hashes: list[bytes], start: int) -> int:
         """Appends `hashes[start:]`, `start` being the log's length; returns the length, unchanged without room."""
@@ -83,40 +229,41 @@ class SchedulerSession:
         """Ends a log with the key of a prompt's tail. False: without room, or the sidecar does not know tails."""
     def await_producer(self, log: int) -> None:
         """Another engine computes the keys of `log`, or is about to: a query of it asks again (-1) until they are there, or
-        until that is not worth waiting for."""
+        until the wait is not worthwhile."""
     def hand_over(self, log: int) -> None:
-        """Another engine will load the keys of `log`: what is saved of it from now on is kept for that."""
+        """Another engine will load the keys of `log`: its blocks saved from now on are kept for the handover."""
     def promise(self, log: int) -> None:
-        """This engine computes the keys of `log`, which has none yet, for another one: that waits until this log is closed,
-        while this engine works. What is saved of it is handed over."""
+        """This engine computes the keys of a `log` without keys for another engine: the other one waits until this log is
+        closed, while this engine works. The saved blocks of the log are handed over."""
     def hint(self, log: int, start: int, count: int) -> None:
-        """Tells that keys `start..start + count` will be asked for soon; awaits nothing."""
+        """Announces a coming query of keys `start..start + count`; awaits nothing."""
     def query(self, log: int, start: int, count: int) -> int:
         """Leading hits among keys `start..start + count`, under a lease; 0 is a miss, -1: ask again next step."""
     def linger(self, log: int, start: int, count: int, within_us: int) -> int:
-        """What `query`, which answered -1, answers within so much time."""
+        """The answer of a `query` pending with -1, within so much time."""
     def ask_ahead(self, log: int, start: int, count: int) -> None:
-        """Posts what the next `query` of the log will ask for, so that the sidecar looks meanwhile; awaits nothing."""
+        """Posts the next `query` of the log, so the sidecar looks meanwhile; awaits nothing."""
     def arriving(self, log: int) -> bool:
         """Whether blocks of the last answer were on their way: load them asynchronously."""
     def sources(self, log: int, start: int, count: int) -> list[int]:
-        """Blocks among hits `start..start + count`, to be loaded, that were found in memory, on a disk and at a peer."""
+        """Blocks among hits `start..start + count`, to be loaded: found in memory, on a disk and at a peer."""
     def load(self, log: int, start: int, block_ids: list[int], step: int, sync: bool) -> list[bytes]:
-        """Posts a load under the log's lease and returns its plan, or, where blocks are on their way, one for each part, a load
-        that ends by itself; empty: no lease covers it, load nothing."""
+        """Posts a load under the log's lease and returns its plan, or, where blocks are on their way, one for each part, each
+        a load with its own end; empty: no lease covers it, load nothing."""
     def save(self, log: int, start: int, block_ids: list[int], step: int, checked: bool = False) -> bool:
         """Posts a save of keys from `start`, to be read once `step` is done, and kept once it was accepted; False: dropped.
 
-        `checked`: what is kept already under these keys is compared with the blocks; `stats` counts them as `blocks_checked`
-        and `blocks_differing`, and those that may not be kept, since this engine has proven nothing, as `blocks_unproven`.
+        `checked`: blocks already kept under these keys are compared with the saved ones; `stats` counts them as
+        `blocks_checked` and `blocks_differing`, and blocks not to be kept, since this engine has proven nothing, as
+        `blocks_unproven`.
         """
     def accept(self, step: int) -> None:
-        """The engine went on with the output of `step`, which every rank returned: saves of that step may be kept. Those of
-        earlier steps that were not accepted are void; `stats` counts their blocks as `blocks_unaccepted`."""
+        """The engine went on with the output of `step`, returned by every rank: saves of the step may be kept. Saves of
+        earlier steps without `accept` are void; `stats` counts their blocks as `blocks_unaccepted`."""
     def overwrite(self, block_ids: list[int]) -> int:
         """Gives up the unfinished saves of these blocks; returns how many there were."""
     def unsaved(self, block_ids: list[int]) -> list[int]:
-        """Of `block_ids`, those that the sidecar may still read."""
+        """The blocks among `block_ids` still to be read by the sidecar."""
     def void_saves(self) -> None:
         """Gives up every unfinished save."""
     def release(self, log: int) -> None:
@@ -127,29 +274,29 @@ class SchedulerSession:
         """Starts a new generation of the namespace; no lease survives. False: no randomness, nothing changed."""
     def weights(self, count: int) -> None:
         """The weights may have changed for the `count`th time: no lease survives, saves are dropped and queries pending, for
-        200 ms at most, until every rank has called `set_weights` with this count. A count that is not above the last one does
+        200 ms at most, until every rank has called `set_weights` with this count. A count not above the last one does
         nothing."""
     def end_step(self) -> None:
         """Publishes, reaps, refills the budget, and looks whether the sidecar is still there."""
     def announce(self) -> None:
-        """Has `take_changes` tell of every block that this engine could find at the sidecar, and then of what changes. Called
-        again, of every block again: whoever was told has forgotten all."""
+        """Has `take_changes` tell of every block within this engine's reach at the sidecar, and then of changes. Called
+        again, of every block again: the router has forgotten all."""
     def take_changes(self) -> tuple[list[tuple[bool, bool, bytes]], bool]:
-        """What has changed since the last call, in its order: whether the block can be found there now, whether that is on a
-        disk, and its key; and whether a save has not ended. Of one block at one place what is told alternates. Without a
-        sidecar nothing can be found."""
+        """Changes since the last call, in their order: whether the block can be found there now, whether its place is a disk,
+        and its key; and whether a save has not ended. Changes of one block at one place alternate. Without a sidecar nothing
+        can be found."""
     def stats(self) -> dict[str, int]: ...
     def take_notices(self) -> list[str]:
         """Messages for the log, each handed over once."""
     def disconnect(self) -> None:
-        """Ends the session for good."""
+        """Ends the session permanently."""
 
 @final
 class WorkerSession:
     """One rank's session.
 
     Its memory is the host's, behind `fds`, or a GPU's, at `pointers`: one for each storage, the offsets of its regions
-    counting from there, in the CUDA context that is current on the calling thread. A `stream` is a CUstream of that GPU,
+    counting from there, in the current CUDA context of the calling thread. A `stream` is a CUstream of that GPU,
     such as `torch.cuda.current_stream().cuda_stream`; host memory ignores it.
     """
 
@@ -174,10 +321,10 @@ class WorkerSession:
         groups: bytes | None = None,
         proves: bool = False,
     ) -> WorkerSession:
-        """`cuts`, on a GPU: ascending ends, in bytes of a block, of the parts that a load is delivered in. `expects`: the
-        namespace that the facts must make. `live_weights`: 16 bytes, a digest of a sample of every parameter as loaded.
-        `groups`: as the scheduler's. `proves`: the facts are others', so what is saved is kept once a check has passed; a fact
-        weights_live says the same."""
+        """`cuts`, on a GPU: ascending ends, in bytes of a block, of the parts of a load's delivery. `expects`: the required
+        namespace of the facts. `live_weights`: 16 bytes, a digest of a sample of every parameter as loaded.
+        `groups`: as in the scheduler's session. `proves`: the facts are others', so saved blocks are kept once a check has
+        passed; a fact weights_live says the same."""
     @property
     def connected(self) -> bool: ...
     @property
@@ -185,24 +332,24 @@ class WorkerSession:
         """Connections so far."""
     @property
     def namespace(self) -> str:
-        """32 hex digits; empty while unknown. Where several ranks state their weights it is known once each has joined the run,
-        and after `set_weights` once the engine is bound anew."""
+        """32 hex digits; empty while unknown. With several ranks to state their weights it is known once each has joined the
+        run, and after `set_weights` once the engine is bound again."""
     @property
     def namespace_line(self) -> str:
         """The namespace and its facts in one line, as the sidecar logs it; empty as `namespace` is."""
     def set_weights(self, count: int, digest: bytes | None) -> None:
-        """States the weights that this rank holds, by a digest of 16 bytes, in answer to the scheduler's `weights(count)`; 0:
+        """States the weights of this rank, by a digest of 16 bytes, in answer to the scheduler's `weights(count)`; 0:
         the rank found the change by itself. None: they cannot be sampled, and its blocks are shared with nobody from now on.
-        Loads fail until the engine is bound anew."""
+        Loads fail until the engine is bound again."""
     def join(self, run: bytes) -> None:
         """Takes part in the scheduler's run; idempotent. Picks up a new connection."""
     def start(self, step: int, stream: int = 0) -> None:
         """The step begins, on a GPU once the stream gets there: its loads may be written. Picks up a new connection."""
     def done(self, step: int, wake: bool, stream: int = 0) -> None:
         """The step's KV is written, on a GPU once the stream gets there; `wake` wakes the sidecar because something
-        waits for that."""
+        waits for the fence."""
     def load(self, plan: bytes, stream: int = 0, by_cuts: bool = False) -> list[int] | None:
-        """Of a synchronous load: loads now and returns the failed blocks. On a GPU nothing is waited for and none fail: the
+        """A synchronous load: loads now and returns the failed blocks. On a GPU nothing is waited for and none fail: the
         wait for all blocks is enqueued on the stream, or with `by_cuts` left to `wait_cut`. Any other load begins, and
         `finished` tells its end."""
     def wait_cut(self, cut: int, stream: int) -> None:
@@ -211,7 +358,7 @@ class WorkerSession:
     def loading(self) -> int:
         """Sync loads since `start` whose last cut was not waited for yet; 0 on host memory."""
     def finished(self, within_us: int = 0) -> list[tuple[int, list[int]]]:
-        """Loads begun without `sync` that ended, each once: operation and failed blocks. Waits for one for so long at most."""
+        """Ends of loads begun without `sync`, each once: operation and failed blocks. Waits for one for so long at most."""
     def stats(self) -> dict[str, int]: ...
     def take_notices(self) -> list[str]:
         """Messages for the log, each handed over once."""
@@ -219,7 +366,7 @@ class WorkerSession:
         """Ends the session permanently, and returns once nothing of it reads or writes the rank's memory. Returns False after
         `within_us`: then the memory may not go."""
     def disconnect(self) -> None:
-        """Ends the session for good."""
+        """Ends the session permanently."""
 
 @final
 class Chain:
@@ -245,6 +392,10 @@ def extend_hashes(
 ) -> list[bytes]:
     """The keys of blocks behind one with the key `before`, of hashes of 16 bytes."""
 
+def needed_blocks(reads: int, every: int, first: int, end: int, prompt: int, own: tuple[int, int]) -> list[tuple[int, int]]:
+    """The parts of the blocks `first..end` to save for a cache group, if `reads` blocks are read before a point (0: all), and
+    each prompt has a point `every` some blocks (0: none). `prompt`: its whole blocks; `own`: further points of it."""
+
 def none_hash(algo: str, seed: str | None, rule: str) -> bytes:
     """The parent of a first block."""
 
@@ -262,26 +413,25 @@ def derive_keys(
     """First hash, keys of the full blocks, key of the tail."""
 
 def folded(hash: bytes, fold: bytes) -> bytes:
-    """The key of a block of this hash in a log that was opened with this fold."""
+    """The key of a block of this hash in a log opened with this fold."""
 
 def plan_op(plan: bytes) -> int:
     """The operation of a plan."""
 
 def plan_blocks(plan: bytes) -> list[int]:
-    """The blocks that a plan writes."""
+    """The blocks written by a plan."""
 
 def weight_files(directory: str | PathLike[str]) -> str | None:
     """The digest of a directory's safetensors files, as the fact `weights` states it; None if there are none."""
 
 def differences(ours: dict[str, str], theirs: dict[str, str]) -> list[tuple[str, str | None, str | None, str]]:
-    """Facts that differ, the most telling first: name, ours, theirs, and what makes them agree."""
+    """Differing facts, the most telling first: name, ours, theirs, and the remedy."""
 
 def read_page_form(
     text: str,
 ) -> list[tuple[tuple[int, int, int, int, int, int], str, tuple[int, list[int]], tuple[int, list[int]]]]:
-    """What the fact `page_form` says of each run of like layers: layers, tokens, kernel block, heads, keys and values; dtype;
-    of K and of V in elements the offset, and the strides of heads, kernel blocks, tokens and content, 0 for an axis of length
-    1."""
+    """The fact `page_form` by runs of like layers: layers, tokens, kernel block, heads, keys and values; dtype; of K and of V
+    in elements the offset, and the strides of heads, kernel blocks, tokens and content, 0 for an axis of length 1."""
 
 def hash_fact(algorithm: str) -> str:
     """The fact `hash_algorithm` for vLLM's algorithm of this name."""

@@ -1,7 +1,7 @@
-"""What keys a LoRA adapter's blocks: its bytes. vLLM's own hashes name an adapter and its path, not what lies there.
+"""Keys for a LoRA adapter's blocks, from the adapter's bytes. vLLM's own hashes name an adapter and its path alone.
 
-Every adapter has a fold, 16 bytes that the shim mixes into each key of a request. It follows from the adapter's files, so
-that it is the same on every engine that has them, and from this run alone where the files do not tell what the ranks hold.
+Every adapter has a fold, 16 bytes mixed by the shim into each key of a request. The fold follows from the adapter's files, so
+it is the same on every engine with these files, and from this run alone where the files do not show the ranks' bytes.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from pillion import vllm_compat
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
-# The fold of an adapter whose requests go without the cache.
+# The fold of an adapter for requests without the cache.
 NO_CACHE = b""
+# In place of the fold while the digest is being computed.
+UNDIGESTED = b"?"
 FOLD_BYTES = 16
-# What ranks read of an adapter's folder: the first, and one of the others.
+# Files of an adapter's folder read by ranks: the first, and one of the others.
 FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 # Bytes read at once: the interpreter is not held while they are hashed.
 READ_BYTES = 1 << 20
 logger = vllm_compat.init_logger("vllm.pillion")
 
-# (name, size, mtime in ns, ctime in ns, inode) of each file that a rank may read of an adapter. A copy may keep size, mtime and
+# (name, size, mtime in ns, ctime in ns, inode) of each file of an adapter for the ranks. A copy may keep size, mtime and
 # inode, as `rsync --inplace --times` does; no program sets a ctime.
 Files = tuple[tuple[str, int, int, int, int], ...]
 
@@ -41,11 +43,11 @@ class _Adapter:
 
     name: str
     path: str
-    # Empty: not to be seen from here, such as one that the ranks fetch from a hub.
+    # Empty: not to be seen from here, such as an adapter fetched from a hub by the ranks.
     files: Files
-    # No two have the same, so that what follows from it was never stated before.
+    # No two have the same, so a fold made from it was never stated before.
     serial: int
-    # Whether the digest was begun, and what it is once it is there.
+    # Whether the digest was begun, and the digest once it is there.
     begun: bool = False
     digest: bytes | None = None
     # Ranks load an adapter when they please, once. After its files have changed nobody knows which bytes they hold.
@@ -53,23 +55,23 @@ class _Adapter:
 
 
 class Adapters:
-    """The adapters that this engine's requests have named, by the number under which ranks hold them."""
+    """The adapters named by this engine's requests, by their number in the ranks."""
 
     def __init__(self, run: bytes, form: str, replaced: Callable[[], None]) -> None:
-        """`form`: what else decides how adapters are applied. `replaced` is told that ranks hold other bytes than before."""
+        """`form`: further facts on how adapters are applied. `replaced` is called once ranks hold other bytes than before."""
         self._run = run
         self._form = form
         self._replaced = replaced
         self._known: dict[int, _Adapter] = {}
         self._serials = itertools.count()
         self._said: set[str] = set()
-        # Digests to compute, one after the other in a thread that begins with the first.
+        # Digests to compute, one after the other in a thread begun with the first.
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def look(self, request: LoRARequest) -> None:
         """A request is about to have ranks load the adapter, unless they hold it."""
-        # Earlier versions of vLLM have adapters whose bytes lie elsewhere.
+        # Earlier versions of vLLM have adapters with bytes elsewhere.
         files = () if getattr(request, "tensorizer_config_dict", None) else files_of(request.lora_path)
         known = self._known.get(request.lora_int_id)
         if known is None:
@@ -95,12 +97,12 @@ class Adapters:
         self.look(request)
 
     def forget(self, number: int) -> None:
-        """Ranks no longer hold what they held under this number."""
+        """Ranks no longer hold the adapter of this number."""
         if self._known.pop(number, None) is not None:
             self._replaced()
 
     def may_differ(self) -> None:
-        """Ranks may hold other bytes than their files had: what cannot be seen is taken for other bytes."""
+        """Ranks may hold other bytes than their files had: unseen bytes are taken for other ones."""
         for known in self._known.values():
             known.serial = next(self._serials)
 
@@ -123,20 +125,25 @@ class Adapters:
         fused_experts = bool(getattr(request, "is_3d_lora_weight", False))
         return _fold(b"files", known.digest, bytes([fused_experts]), self._form.encode())
 
+    def word(self, request: LoRARequest) -> bytes:
+        """The policy's word for an adapter: the fold, `NO_CACHE`, or `UNDIGESTED`."""
+        fold = self.fold(request)
+        return UNDIGESTED if fold is None else fold
+
     def _learn(self, request: LoRARequest, files: Files) -> _Adapter:
         known = _Adapter(request.lora_name, request.lora_path, files, next(self._serials))
         self._known[request.lora_int_id] = known
         return known
 
     def _digest(self, request: LoRARequest, known: _Adapter, before: bytes | None) -> None:
-        """Computes the digest beside the engine; one that differs from what ranks may hold is a doubt."""
+        """Computes the digest beside the engine; a difference from the ranks' possible bytes is a doubt."""
         known.begun, known.digest = True, None
         number, files = request.lora_int_id, known.files
 
         def compute() -> None:
             digest = digest_files(known.path, files)
             if self._known.get(number) is not known or known.files is not files:
-                # What was looked at since counts.
+                # A later look counts.
                 return
             if digest is None or before not in (None, digest):
                 self._doubt(known)
@@ -172,7 +179,7 @@ def _do_all(work: queue.SimpleQueue[Callable[[], None]]) -> None:
 
 
 def digest_files(path: str, files: Files) -> bytes | None:
-    """A digest of names and bytes, all of them; None where they are not, or do not stay, what `files` says."""
+    """A digest of names and bytes, all of them; None where the files differ from `files`, before or after."""
     digest = hashlib.sha256()
     folder = os.path.expanduser(path)
     try:
@@ -187,7 +194,7 @@ def digest_files(path: str, files: Files) -> bytes | None:
 
 
 def files_of(path: str) -> Files:
-    """What ranks read of the adapter; nothing where they would look elsewhere, such as at a hub."""
+    """The adapter's files for the ranks; nothing where they would look elsewhere, such as at a hub."""
     folder = os.path.expanduser(path)
     found = []
     for name in FILES:

@@ -1,23 +1,23 @@
-"""`PillionConnector`: vLLM's KV connector that keeps blocks in the Pillion sidecar.
+"""`PillionConnector`: a KV connector for vLLM, with blocks kept in the Pillion sidecar.
 
-The class only hands vLLM's hooks to the role that answers them: [pillion.scheduler][] in the scheduler process,
-[pillion.worker][] in each rank. Where an engine cannot be served yet it says so once and stays out of the way.
+The class only hands vLLM's hooks to their role: [pillion.scheduler][] in the scheduler process, [pillion.worker][] in each
+rank. If an engine cannot be served yet, the class says so once and stays out of the way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from pillion import _shim, hasher, vllm_compat, watch
 from pillion import config as options
-from pillion import hasher, vllm_compat, watch
 from pillion.metadata import PillionMetadata, StepOutput
 from pillion.records import Records
 from pillion.reports import Reports
 from pillion.scheduler import Scheduler
-from pillion.set_scheduler import SetScheduler
 from pillion.set_worker import SetWorker
 from pillion.state import EngineState, PromMetrics, State
 from pillion.vllm_compat import (
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+P = ParamSpec("P")
+T = TypeVar("T")
 logger = vllm_compat.init_logger("vllm.pillion")
 
 
@@ -56,40 +58,55 @@ def __getattr__(name: str) -> Any:
 
 @dataclass(frozen=True)
 class StaysOut(KVConnectorHandshakeMetadata):
-    """What a rank that cannot be served tells the scheduler role before the first request."""
+    """The word of an unserved rank to the scheduler role before the first request."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Served(KVConnectorHandshakeMetadata):
-    """Where a rank runs that can be served, and whether it copies for itself although the sidecar was to."""
+    """The host of a served rank, and whether the rank copies for itself although the sidecar was to."""
 
     host: str
     copies: bool = False
 
 
 def this_host() -> str:
-    """What the kernel calls its own run, the same in all containers of a host; empty where it does not say."""
+    """The kernel's name of its own run, the same in all containers of a host; empty where the kernel gives none."""
     try:
         return BOOT_ID.read_text()
     except OSError:
         return ""
 
 
+def _survived(hook: Callable[P, T]) -> Callable[P, T]:
+    """A hook of the scheduler role, safe from internal errors of the policy: it is called again, without a policy."""
+
+    @functools.wraps(hook)
+    def survived(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return hook(*args, **kwargs)
+        except _shim.ShimError as error:
+            connector: Any = args[0]
+            connector.put_out(error)
+            return hook(*args, **kwargs)
+
+    return survived
+
+
 class PillionConnector(KVConnectorBase_V1, SupportsHMA):
     """Both roles of the connector. At most one of `_scheduler` and `_worker` is set; neither where Pillion stays out."""
 
-    # Of the scheduler role.
+    # The scheduler role's records of requests.
     _records: Records | None = None
-    # The state that vLLM was told last, with its reason.
+    # The state last reported to vLLM, with its reason.
     _told: tuple[State, str] | None = None
     # Whether another connector is beside this one.
     _is_one_of_several = False
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig | None = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._scheduler: Scheduler | SetScheduler | None = None
+        self._scheduler: Scheduler | None = None
         self._worker: Worker | SetWorker | None = None
         self._reports = Reports()
         # Why neither is.
@@ -107,8 +124,7 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             if warning := vllm_compat.release_warning():
                 logger.warning("pillion: %s", warning)
-            role_of = SetScheduler if len(kv_cache_config.kv_cache_groups) > 1 else Scheduler
-            self._scheduler = role_of(config, vllm_config, kv_cache_config, beside_others=beside)
+            self._scheduler = Scheduler(config, vllm_config, kv_cache_config, beside_others=beside)
             if config.loads:
                 engine_id = str(self._kv_transfer_config.engine_id)
                 self._records = Records(config, engine_id, vllm_compat.steps_in_flight(vllm_config))
@@ -120,6 +136,17 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
             worker = SetWorker if len(kv_cache_config.kv_cache_groups) > 1 else Worker
             self._worker = worker(config, vllm_config, kv_cache_config, beside_others=beside)
 
+    def put_out(self, error: _shim.ShimError) -> None:
+        """The policy of the scheduler role has met an internal error: the engine goes on without the cache."""
+        if self._scheduler is None:
+            raise error
+        logger.error(
+            "PILLION STAYS OUT: its scheduler role met an internal error: %s. vLLM goes on as if no connector were configured. "
+            "Restart the engine to use the cache again, and report the error with the lines above it",
+            error,
+        )
+        self._scheduler.put_out()
+
     def _stay_out(self, reason: str) -> None:
         self._out = reason
         logger.error("PILLION STAYS OUT: %s. vLLM runs as if no connector were configured.", reason)
@@ -128,7 +155,7 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """The layout named by `pillion.layout`; with `auto` the one that makes a block one run, where that is known to work."""
+        """The layout named by `pillion.layout`; with `auto` the one with each block in one run, where it is known to work."""
         transfer = vllm_config.kv_transfer_config
         config = options.parse((transfer and transfer.kv_connector_extra_config) or {})
         # MultiConnector ends the start where two connectors name different ones.
@@ -143,7 +170,7 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Of an engine that computes for others alone. Else a lost save is a later miss, nothing that must be delivered."""
+        """True for an engine computing for others alone. For other engines a lost save is only a later miss."""
         return bool(self._kv_transfer_config.kv_role == "kv_producer")
 
     @classmethod
@@ -159,7 +186,7 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics | None:
-        """The gauges of what is reported."""
+        """The gauges of the reports."""
         return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # --- worker role ---
@@ -180,7 +207,7 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.restore()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Where this rank runs or why it stays out, for the scheduler role."""
+        """This rank's host, or its reason to stay out, for the scheduler role."""
         # MultiConnector hands the metadata of one connector to all. The sidecar binds no engine without all ranks.
         if self._is_one_of_several:
             return None
@@ -209,30 +236,30 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing: whole blocks are saved after the step."""
 
     def wait_for_save(self) -> None:
-        """Tells the sidecar that this step's KV is written. Waits for nothing."""
+        """Tells the sidecar of this step's written KV. Waits for nothing."""
         if self._worker:
             self._worker.end_step()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Requests whose asynchronous load ended on this rank."""
+        """Requests with an asynchronous load ended on this rank."""
         return None, self._reports.ended(self._worker.finished()) if self._worker else None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """As `get_finished`, and which of these requests' loads failed as a whole. vLLM 0.30 and later asks so."""
+        """As `get_finished`, with the requests among them whose loads failed as a whole. vLLM 0.30 and later asks so."""
         results = super().get_transfer_results(finished_req_ids)
         if self._worker:
             results.failed_recving |= self._reports.failed(self._worker.take_failed_requests())
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks whose load failed since the last call."""
+        """Blocks with a load failed since the last call."""
         if not self._worker:
             return set()
-        # Those that a step read are told once: where vLLM drops that word, other requests may have the blocks since.
+        # Blocks read by a step are reported once: where vLLM drops the report, other requests may have the blocks since.
         return self._reports.blocks(self._worker.take_failed_waiting()) | self._worker.take_failed()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Names the step in its output, so that the scheduler role learns whose output vLLM takes."""
+        """Names the step in its output, so the scheduler role learns of each output taken by vLLM."""
         return self._worker.step_output() if self._worker else None
 
     def shutdown(self) -> None:
@@ -246,7 +273,7 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
     # --- scheduler role ---
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
-        """Where a rank stays out or has another sidecar, so does the scheduler role: each rank holds a part of every block."""
+        """The scheduler role stays out if a rank does or has another sidecar: each rank holds a part of every block."""
         reasons = []
         for (_, rank), told in sorted(metadata.items()):
             if isinstance(told, StaysOut):
@@ -263,8 +290,9 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = None
             self._stay_out(reasons[0])
 
+    @_survived
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """Holds blocks of the pool, and sees its resets, with which users say that weights have changed."""
+        """Holds blocks of the pool, and sees its resets, the users' sign of changed weights."""
         watch.resets(gpu_block_pool, self._resets, self._was_reset)
         if self._scheduler:
             self._scheduler.bind(gpu_block_pool)
@@ -282,13 +310,15 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler:
             self._scheduler.weights_may_have_changed()
 
+    @_survived
     def on_new_request(self, request: Request) -> None:
-        """Tells the sidecar what will be asked for."""
+        """Tells the sidecar of the coming query."""
         if self._scheduler:
             self._scheduler.announced(request)
 
+    @_survived
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens beyond `num_computed_tokens` the cache holds, and whether they come asynchronously."""
+        """The number of tokens in the cache beyond `num_computed_tokens`, and whether they come asynchronously."""
         if not self._scheduler:
             return 0, False
         if not self._records or request.skip_reading_prefix_cache:
@@ -298,8 +328,9 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         self._records.asked(request, found is not None or self._scheduler.put_off(request), is_async)
         return found, is_async
 
+    @_survived
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Plans the load into the blocks that vLLM allocated."""
+        """Plans the load into the blocks allocated by vLLM."""
         if self._scheduler:
             self._scheduler.allocated(request, blocks, num_external_tokens)
             if self._records and num_external_tokens:
@@ -307,11 +338,12 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
                 self._records.loads(request, num_external_tokens, found)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
-        """Where the tokens of a hit were found, for what vLLM counts of a request that it admits."""
+        """Tokens of a hit by the place of the hit, for vLLM's counts of an admitted request."""
         found = self._scheduler.sources(request, num_external_tokens) if self._scheduler else {}
         unknown: dict[Any, int] = super().get_external_cache_hit_sources(request, num_external_tokens)
         return vllm_compat.cache_hit_sources(found) if found else unknown
 
+    @_survived
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Posts this step's saves and cancellations and describes its loads."""
         if not self._scheduler:
@@ -321,8 +353,9 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
             self._records.scheduled(scheduler_output, metadata.step)
         return metadata
 
+    @_survived
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Learns of loads that ended, and that failed, and whose output vLLM has taken."""
+        """Learns of ended and of failed loads, and of the step with its output taken by vLLM."""
         if not self._scheduler:
             return
         invalid, failed = connector_output.invalid_block_ids, getattr(connector_output, "failed_recving", None)
@@ -333,7 +366,7 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.requests_failed(failed)
         if received:
             self._scheduler.loads_ended(received, invalid)
-        # Behind what has failed: of that nothing is accepted.
+        # Behind the failed loads: nothing of these is accepted.
         if isinstance(output := getattr(connector_output, "kv_connector_worker_meta", None), StepOutput):
             self._scheduler.accepts(output)
         if self._records:
@@ -341,16 +374,19 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
             if invalid or failed:
                 self._records.failed(self._scheduler.is_refused)
 
+    @_survived
     def take_events(self) -> Iterable[Any]:
-        """What routers are told of the blocks that the sidecar keeps, where vLLM publishes KV events."""
+        """KV events for routers, where vLLM publishes any: the blocks kept by the sidecar."""
         return self._scheduler.take_events() if self._scheduler else ()
 
+    @_survived
     def has_pending_push_work(self) -> bool:
         """Whether an engine without requests steps on for a moment: the ends of its last saves are still to be told."""
         return self._scheduler is not None and self._scheduler.lingers
 
+    @_survived
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """What is reported to vLLM's metrics; None if nothing has changed since the last report."""
+        """A report for vLLM's metrics; None if nothing has changed since the last report."""
         # MultiConnector looks for the class of each report by its name. The wheel's plugin registers the name.
         untold = self._is_one_of_several and not vllm_compat.is_registered(type(self).__name__)
         if self.role != KVConnectorRole.SCHEDULER or untold:
@@ -364,8 +400,9 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         self._told = told
         return EngineState.of(*told, found, records, unkept)
 
+    @_survived
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Forgets a request; answers what its router hands to the engine that goes on with it. Saves never hold its blocks."""
+        """Forgets a request; the answer is for its router to hand to the next engine. Saves never hold its blocks."""
         if self._records:
             self._records.finished(request)
         return False, self._scheduler.finished(request) if self._scheduler else None
@@ -376,7 +413,8 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         """As `request_finished`."""
         return self.request_finished(request, [])
 
+    @_survived
     def reset_cache(self) -> bool:
-        """Has the ranks say anew what they compute with; deletes nothing, and equal weights find what they kept."""
+        """Has the ranks state their weights again; deletes nothing, and equal weights find their kept blocks."""
         self._weights_may_have_changed()
         return True

@@ -1,19 +1,21 @@
 """A model with several cache groups, such as windows beside full attention: each group is to the sidecar an engine of its own.
 
-Its blocks have their own namespace and leases. What a request is served is decided in the engine: what all groups have.
+Its blocks have their own namespace and leases. The engine decides on a request's hit: the blocks present in all groups.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from pillion import vllm_compat
-from pillion.resuming import Resuming
+from pillion import _shim, vllm_compat
+from pillion.config import Config
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = vllm_compat.init_logger("vllm.pillion")
 
 
 class Group(NamedTuple):
@@ -26,44 +28,87 @@ class Group(NamedTuple):
     hashes: int = 1
 
     @property
-    def boundary(self) -> int:
-        """Tokens from one boundary of all groups' blocks to the next, where there are others."""
-        return math.lcm(*self.sizes)
-
-    def checkpoint(self, tokens: int) -> int:
-        """The next boundary from so many tokens on."""
-        return -(-tokens // self.boundary) * self.boundary
-
-    @property
     def several(self) -> bool:
         """Whether the engine has other groups."""
         return bool(self.sizes)
 
     def engine(self, name: str) -> str:
-        """What an engine of this name calls itself to the sidecar."""
+        """The name of this group at the sidecar, in an engine of this name."""
         return f"{name} group {self.number}" if self.several else name
 
 
-# Of an engine that has no other.
+# The only group of an engine.
 ALONE = Group(0)
 
 
 def parts(kv_cache_config: KVCacheConfig) -> list[tuple[Group, KVCacheConfig]]:
-    """Each group with a configuration that describes it alone."""
+    """Each group with a configuration of its own."""
+    if len(kv_cache_config.kv_cache_groups) == 1:
+        return [(ALONE, kv_cache_config)]
     views = [dataclasses.replace(kv_cache_config, kv_cache_groups=[group]) for group in kv_cache_config.kv_cache_groups]
     sizes, hashed = tuple(map(vllm_compat.block_tokens, views)), vllm_compat.hash_tokens(kv_cache_config)
     return [(Group(number, sizes, sizes[number] // hashed), view) for number, view in enumerate(views)]
 
 
-def reads(kv_cache_config: KVCacheConfig) -> int:
-    """Blocks before a boundary that the token after it reads, of the only group; 0: all of them."""
-    window = vllm_compat.window(kv_cache_config)
-    return max(1, -(-(window - 1) // vllm_compat.block_tokens(kv_cache_config))) if window else 0
+def steps_wait(config: Config) -> bool:
+    """Whether a step may wait for a load: on a GPU, with copies by the sidecar."""
+    on_gpu = vllm_compat.on_gpu()
+    return on_gpu and config.copier(on_gpu) != "engine"
 
 
-def resuming(group: Group, kv_cache_config: KVCacheConfig, checkpoint_tokens: int) -> Resuming:
-    """Which of the group's blocks are saved. An only group saves all of them, since its queries ask for all."""
-    if not group.several:
-        return Resuming()
-    size = vllm_compat.block_tokens(kv_cache_config)
-    return Resuming(reads(kv_cache_config), group.checkpoint(checkpoint_tokens) // size, group.boundary // size)
+def policy(
+    config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, runs: list[bytes], beside_others: bool
+) -> _shim.Policy:
+    """The policy of an engine, with a session and a run for each of its groups."""
+    groups, on_gpu = parts(kv_cache_config), vllm_compat.on_gpu()
+    several, by_engine = len(groups) > 1, config.copier(on_gpu) == "engine"
+    if config.load == "sync" and not steps_wait(config):
+        logger.warning(
+            "pillion: pillion.load=sync has no effect because %s, and tokens computed from a load that fails could be "
+            "answered. Loads are asynchronous: leave the option out",
+            "this engine copies for itself (pillion.copy=engine)" if on_gpu else "KV lies in host memory",
+        )
+    # A drafter's KV may differ under one key.
+    checks = config.loads and config.saves and not several and not vllm_compat.drafts_from_hidden_states(vllm_config)
+    return _shim.Policy(
+        config.socket,
+        engines=[group.engine(str(vllm_config.kv_transfer_config.engine_id)) for group, _ in groups],
+        world_size=vllm_compat.world_size(vllm_config),
+        runs=runs,
+        budget_us=config.query_timeout_us,
+        early=[on_gpu and not vllm_compat.zeroes_blocks(view) for _, view in groups],
+        tables=[vllm_compat.groups(view) for _, view in groups],
+        algorithm=vllm_config.cache_config.prefix_caching_hash_algo,
+        groups=[_form(group, view) for group, view in groups],
+        checkpoint_tokens=config.checkpoint_tokens,
+        load=config.load,
+        waits=steps_wait(config),
+        on_gpu=on_gpu,
+        by_engine=by_engine,
+        consumer=vllm_config.kv_transfer_config.kv_role == "kv_consumer",
+        recomputes=vllm_compat.recomputes_failed_loads(vllm_config),
+        sync_ms=config.sync_ms,
+        block_bytes=[vllm_compat.block_bytes(view) for _, view in groups],
+        loads=config.loads,
+        saves=config.saves,
+        check_every=config.check_every if checks else 0,
+        check_per_mille=config.check_per_mille,
+        strict_tokens=config.strict_tokens,
+        drops_last_block=vllm_compat.drops_last_block(vllm_config),
+        tokens_per_step=vllm_compat.tokens_per_step(vllm_config),
+        beside_others=beside_others,
+        events=vllm_compat.kv_events_are_on(vllm_config),
+        miss_wait_ms=config.miss_wait_ms,
+        handover_wait_ms=config.handover_wait_ms,
+        promise_wait_ms=config.promise_wait_ms,
+    )
+
+
+def _form(group: Group, kv_cache_config: KVCacheConfig) -> tuple[int, int, int, int]:
+    """Tokens of a block, hashes of it, tokens of its window, and blocks read by the token behind a boundary, 0: all.
+
+    An only group is asked for all blocks, and saves all.
+    """
+    window, size = vllm_compat.window(kv_cache_config), vllm_compat.block_tokens(kv_cache_config)
+    reads = max(1, -(-(window - 1) // size)) if window and group.several else 0
+    return size, group.hashes, window, reads

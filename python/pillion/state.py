@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from pillion.numbers import PolicyState
 from pillion.vllm_compat import KVConnectorPromMetrics, KVConnectorStats
 
 if TYPE_CHECKING:
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 # serving: blocks are found and kept, unless the sidecar shows the namespace as closed to the engine. unbound: the sidecar does
 # not know yet what the engine's ranks compute with. unaccepted: blocks are found, and none are kept, since the connector is not
 # told whose output vLLM takes. away: there is no sidecar, or it refuses the engine. out: no sidecar can serve the engine.
-State = Literal["serving", "unbound", "unaccepted", "away", "out"]
-STATES: tuple[State, ...] = get_args(State)
+State = PolicyState | Literal["out"]
+STATES: tuple[State, ...] = (*get_args(PolicyState), "out")
 # Where tokens were found, by vLLM's names: in the sidecar's memory, on its disks, at another sidecar. In the order of the shim.
 Source = Literal["host", "disk", "p2p"]
 SOURCES: tuple[Source, ...] = get_args(Source)

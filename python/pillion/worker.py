@@ -17,7 +17,6 @@ from pillion.groups import ALONE, Group
 from pillion.live import Live
 from pillion.metadata import Load, Lost, PillionMetadata, StepLoads, StepOutput
 from pillion.models import Models
-from pillion.pacing import LINGER_US
 from pillion.sample import Sampler
 
 if TYPE_CHECKING:
@@ -28,17 +27,19 @@ if TYPE_CHECKING:
 
 SHARED_MEMORY = "/dev/shm"
 MIB = 1 << 20
+# A step without tokens waits so long for the end of a load: vLLM looks once in a millisecond.
+LINGER_S = 0.002
 # A sleep waits so long for copies of the KV memory. A load of an engine takes at most some hundred milliseconds.
 REST_S = 10.0
-# A step that begins after a pause of so many seconds looks whether the weights are still the same. A look takes milliseconds
-# on a GPU; on a CPU its kernels must be asked, which takes as long as a decoding step.
+# A step begun after a pause of so many seconds looks whether the weights are still the same. A look takes milliseconds on a
+# GPU; on a CPU its kernels must be asked, for as long as a decoding step.
 LOOK_AFTER_S_GPU = 1.0
 LOOK_AFTER_S_CPU = 60.0
 logger = vllm_compat.init_logger("vllm.pillion")
 
 
 class Worker:
-    """State of one rank's worker role. Without a session (memory that cannot be shared) every call does nothing."""
+    """State of one rank's worker role. Without a session (memory impossible to share) every call does nothing."""
 
     def __init__(
         self,
@@ -49,21 +50,21 @@ class Worker:
         first: Worker | None = None,
         beside_others: bool = False,
     ) -> None:
-        """Of an engine with one cache group, or of one `group` of several, which `kv_cache_config` then describes alone.
-        `first`: the worker of the engine's first group, whose samples of the weights this one shares."""
+        """`group`: the engine's only cache group, or one of several, with a `kv_cache_config` of the one group alone.
+        `first`: the worker of the engine's first group; it shares its samples of the weights with this one."""
         self._config = config
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._group = group
         self._beside_others = beside_others
-        # Whether a load that fails must fail as a whole: vLLM frees blocks before windows, and tells no groups apart.
+        # Whether a failing load must fail as a whole: vLLM frees blocks before windows, and tells no groups apart.
         self._whole = group.several or bool(vllm_compat.window(kv_cache_config))
         self._session: _shim.WorkerSession | None = None
         # Why this rank has no session.
         self.out_reason = ""
         # Whether this process copies although the sidecar was to.
         self.copies = False
-        # What the sidecar compares with other engines': facts, and a digest of the live weights.
+        # For the sidecar to compare with other engines: facts, and a digest of the live weights.
         self._facts: dict[str, str] = {}
         self._first = first or self
         self._sampler: Sampler | None = None
@@ -72,27 +73,27 @@ class Worker:
         # How often the weights may have changed so far, as the scheduler counts, and when this rank had its last step.
         self._weights = 0
         self._last_step_s = time.monotonic()
-        # The namespace that the log has named last.
+        # The namespace last named in the log.
         self._namespace = ""
         self._metadata: PillionMetadata | None = None
-        # On a GPU only: the device, by whose stream everything is ordered, and the waits between its layers.
+        # On a GPU only: the device, with everything in the order of its stream, and the waits between its layers.
         self._device: torch.device | None = None
         self._waits: LayerWaits | None = None
         # Asynchronous loads in progress, by operation. A request may have several.
         self._loading: dict[int, Load] = {}
         # Shows the memory to the sidecar again in the form of the first time.
         self._reconnect: Callable[[], None] | None = None
-        # Blocks that ended loads of such requests did not bring.
+        # Blocks not brought by ended loads of such requests.
         self._lacking: dict[str, list[int]] = {}
-        # Plans of this step's loads that are waited for between its layers.
+        # Plans of this step's loads with waits between its layers.
         self._loaded_by_cuts: list[bytes] = []
-        # Blocks that were not loaded: of loads that a step waited for, and of those of waiting requests.
+        # Blocks not loaded: of loads with a waiting step, and of loads of waiting requests.
         self._failed: set[int] = set()
         self._failed_waiting: set[int] = set()
         self._ended: set[str] = set()
-        # The exception that was being handled when this step began: another one at its end is its own forward's.
+        # The exception being handled at this step's beginning: another one at its end comes from its own forward.
         self._handled: BaseException | None = None
-        # Requests whose load failed, where vLLM must not go on upon the blocks that did come: it frees those before windows.
+        # Requests with a failed load, if vLLM must not go on upon their loaded blocks: it frees the blocks before windows.
         self._failed_requests: set[str] = set()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -120,7 +121,7 @@ class Worker:
             self._reconnect = lambda: self._connect(geometry, descriptors, [], [], self._config.copier(on_gpu=False))
             self._reconnect()
         except (GeometryError, OSError, _shim.ShimError) as error:
-            # The last: memory that cannot be exported, such as sleep mode's, or a sidecar that refuses this engine.
+            # The last: memory impossible to export, such as sleep mode's, or a refusal by the sidecar.
             self._stay_out(str(error))
         except RuntimeError as error:
             # Torch's, such as its OutOfMemoryError: the engine's own KV fills the device.
@@ -182,7 +183,7 @@ class Worker:
         )
 
     def _connect_gpu(self, geometry: Geometry, pointers: list[int]) -> None:
-        """Shows the memory to the sidecar; where that cannot be and the user left it open, this process copies."""
+        """Shows the memory to the sidecar; if it cannot and the user left it open, this process copies."""
         copier = self._config.copier(on_gpu=True)
         # A sleeping allocator takes the memory away under the engine's own copies, unless vLLM calls a hook before.
         alone = vllm_compat.keeps_kv_memory(self._vllm_config) or vllm_compat.tells_of_sleep()
@@ -194,7 +195,7 @@ class Worker:
         try:
             self._connect(geometry, [], pointers, geometry.cuts, copier)
         except _shim.ShimError as refused:
-            # Most of all memory that cannot be exported, and a sidecar that does not see the GPU.
+            # Most of all for memory impossible to export, and for a sidecar without access to the GPU.
             if self._beside_others and self._config.copy == "auto":
                 # The scheduler role would not learn of it, and its steps may wait for loads of the sidecar alone.
                 raise GeometryError(f"{refused} (beside another connector set pillion.copy to engine)") from refused
@@ -210,7 +211,7 @@ class Worker:
             )
 
     def _identify(self, geometry: Geometry) -> None:
-        """What the rank states of itself. Once: weights are read for it."""
+        """Makes the rank's statements of itself. Once: weights are read for them."""
         models = Models(vllm_compat.cache_layers(self._vllm_config, self._kv_cache_config))
         facts = Facts(self._config, self._vllm_config, self._kv_cache_config, models)
         self._facts = facts.stated(geometry.form)
@@ -265,8 +266,8 @@ class Worker:
             self._say_notices()
 
     def _missed_loads(self, metadata: PillionMetadata) -> list[StepLoads]:
-        """Loads of earlier steps that this rank has not begun, although the sidecar may copy them: such a step was skipped, or
-        raised before it got there. vLLM waits for their ends, and this step for what they write."""
+        """Loads of earlier steps not begun by this rank, although the sidecar may copy them: such a step was skipped, or
+        raised before it got there. vLLM waits for their ends, and this step for the blocks written by them."""
         last = self._metadata or PillionMetadata(metadata.run, 0)
         if not (metadata.open_loads or last.loads or last.lost):
             return []
@@ -274,10 +275,10 @@ class Worker:
         return [unbegun, *(planned for planned in metadata.open_loads if planned.step > last.step)]
 
     def _follow_weights(self, session: _shim.WorkerSession, metadata: PillionMetadata) -> None:
-        """Tells the sidecar what the weights are once they may have changed: it binds the engine to what all its ranks say.
+        """Tells the sidecar the digest of the weights once they may have changed: it binds the engine to the word of all ranks.
 
-        Who writes weights past vLLM tells nobody, but hardly while requests run: so a pause is followed by a look, before
-        this step loads anything.
+        Weights may be written past vLLM without notice, but hardly while requests run: so a pause is followed by a look,
+        before this step loads anything.
         """
         paused = time.monotonic() - self._last_step_s
         self._last_step_s += paused
@@ -295,7 +296,7 @@ class Worker:
             session.set_weights(0, self._live.again(metadata.step))
 
     def _say_namespace(self, session: _shim.WorkerSession) -> None:
-        """Once it is known, which takes the first steps of all ranks, and whenever it is another one."""
+        """Logs the namespace once it is known, after the first steps of all ranks, and at every change."""
         namespace = session.namespace
         if namespace and namespace != self._namespace:
             self._namespace = namespace
@@ -303,7 +304,7 @@ class Worker:
             logger.info("pillion: rank %d of %d, %s", rank, world, session.namespace_line)
 
     def load(self, forward_context: ForwardContext) -> None:
-        """Begins this step's loads; what the forward needs is there, or on a GPU waited for, before it reads it."""
+        """Begins this step's loads; the forward's blocks are there, or on a GPU waited for, before it reads them."""
         metadata = self._metadata
         if metadata is None:
             return
@@ -354,14 +355,14 @@ class Worker:
             return
         raised = sys.exc_info()[1]
         if raised is not None and raised is not self._handled:
-            # What the forward has not waited for, the next step waits for.
+            # Loads not waited for by the forward are waited for by the next step.
             return
         if self._waits:
             self._end_waits(self._waits, self._session, metadata.step)
         self._session.done(metadata.step, metadata.urgent, self._stream())
 
     def step_output(self) -> StepOutput | None:
-        """The step that this rank has begun and whose output vLLM is about to return; None where nobody waits for that."""
+        """The step begun by this rank, for its output about to be returned by vLLM; None where nobody waits for it."""
         metadata = self._metadata
         return StepOutput(metadata.run, metadata.step) if metadata is not None and metadata.asks else None
 
@@ -378,7 +379,7 @@ class Worker:
         self._fail(blocks)
 
     def _stream(self) -> int:
-        """The engine's stream of the moment; 0 on a CPU engine, which has none."""
+        """The engine's stream of the moment; 0 on a CPU engine, without streams."""
         if self._device is None:
             return 0
         import torch
@@ -390,16 +391,16 @@ class Worker:
         return any(loading == req_id for loading, _, _ in self._loading.values())
 
     def finished(self) -> set[str] | None:
-        """Requests whose asynchronous load ended since the last call, well or not, each once."""
+        """Requests with an asynchronous load ended since the last call, well or not, each once."""
         if self._loading and self._session:
             self._take_ends(self._session)
         ended, self._ended = self._ended, set()
         return ended or None
 
     def _take_ends(self, session: _shim.WorkerSession) -> None:
-        """Ends the loads that are over. A step that computes nothing waits for one: that is all it can bring."""
+        """Reports loads at their end. A step without tokens waits for one: it can bring nothing else."""
         idle = self._metadata is not None and self._metadata.idle and not self._whole
-        until = time.monotonic() + LINGER_US / 1e6
+        until = time.monotonic() + LINGER_S
         while True:
             left_us = max(0, int((until - time.monotonic()) * 1e6)) if idle and not self._ended else 0
             for op, failed in session.finished(left_us):
@@ -419,17 +420,17 @@ class Worker:
             self._failed_waiting.update(lacking)
 
     def take_failed_requests(self) -> set[str]:
-        """Requests that vLLM computes from their beginning; each is among those `finished` that were returned last."""
+        """Requests for vLLM to compute from their beginning; each is among the last ones returned by `finished`."""
         failed, self._failed_requests = self._failed_requests, set()
         return failed
 
     def take_failed(self) -> set[int]:
-        """Blocks that a step read and that were not loaded; vLLM computes them again."""
+        """Blocks read by a step but not loaded; vLLM computes them again."""
         failed, self._failed = self._failed, set()
         return failed
 
     def take_failed_waiting(self) -> set[int]:
-        """Blocks of waiting requests that were not loaded; they are those requests' until vLLM learns of it."""
+        """Blocks of waiting requests not loaded; they belong to these requests until vLLM learns of it."""
         failed, self._failed_waiting = self._failed_waiting, set()
         return failed
 
@@ -448,7 +449,7 @@ class Worker:
 
 
 def _share(storage: torch.UntypedStorage, ranks: int) -> int:
-    """Moves a storage to shared memory, in place, and returns its descriptor, which stays the storage's own."""
+    """Moves a storage to shared memory, in place, and returns its descriptor, still owned by the storage."""
     needed = storage.nbytes()
     if not storage.is_shared():
         room = os.statvfs(SHARED_MEMORY)
@@ -465,7 +466,7 @@ def _share(storage: torch.UntypedStorage, ranks: int) -> int:
 def _no_room(needed: int, ranks: int) -> OSError:
     room = os.statvfs(SHARED_MEMORY)
     free, used = room.f_bavail * room.f_frsize, (room.f_blocks - room.f_bfree) * room.f_frsize
-    # Every rank of the engine moves as much; some room for whatever else uses it.
+    # Every rank of the engine moves as much; some room for other users of it.
     size = -(-(used + needed * ranks) // MIB) + 64
     return OSError(
         f"the KV cache of {-(-needed // MIB)} MiB must lie in {SHARED_MEMORY}, which has {free // MIB} MiB free: enlarge it, "

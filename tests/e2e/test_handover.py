@@ -40,7 +40,7 @@ DRAM = "32MiB"
 LOST = "pillion_handover_lost_total"
 # Shorter than any patience: a pause of a process is no fault of it.
 PAUSE_S = 0.05
-# How long P keeps a block for its save, at the longest (python/pillion/held.py). A busy machine may make a pause as long.
+# How long P keeps a block for its save, at the longest (policy/held.rs). A busy machine may make a pause as long.
 HELD_S = 1.0
 
 

@@ -5,37 +5,31 @@ What is done about such a load that fails is so tested without a GPU. With a ste
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
-from pillion import vllm_compat
+from pillion import groups, vllm_compat
 from pillion.connector import PillionConnector
-from pillion.pacing import Pacing
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from pillion import _shim
     from pillion.config import Config
 
 __all__ = ["PillionConnector"]
 
-INIT, SYNCHRONOUS = Pacing.__init__, Pacing.synchronous
-WAITING: set[Pacing] = set()
+POLICY = groups.policy
 
 
-@functools.wraps(INIT)
-def init(self: Pacing, config: Config, vllm_config: VllmConfig, block_bytes: int) -> None:
-    """Remembers who waits."""
-    INIT(self, config, vllm_config, block_bytes)
-    if config.load == "sync" and vllm_compat.steps_in_flight(vllm_config) == 1:
-        WAITING.add(self)
+def policy(config: Config, vllm_config: VllmConfig, *others: object) -> _shim.Policy:
+    """A policy whose steps wait."""
+    before = groups.steps_wait
+    try:
+        if config.load == "sync" and vllm_compat.steps_in_flight(vllm_config) == 1:
+            groups.steps_wait = lambda config: True
+        return POLICY(config, vllm_config, *others)  # type: ignore[arg-type]
+    finally:
+        groups.steps_wait = before
 
 
-@functools.wraps(SYNCHRONOUS)
-def synchronous(self: Pacing, blocks: int, alone: bool) -> bool | None:
-    """Always, of those."""
-    return self in WAITING or SYNCHRONOUS(self, blocks, alone)
-
-
-Pacing.__init__ = init  # type: ignore[method-assign]
-Pacing.synchronous = synchronous  # type: ignore[method-assign]
+groups.policy = policy  # type: ignore[assignment]

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import played
 import pytest
-from played import BLOCK_TOKENS as TOKENS
-from played import Engine
 from stage import (
     RESET,
     SETTLE,
@@ -67,23 +66,15 @@ def test_what_another_connector_loads_is_not_kept(stage: Stage, kind: str, sync:
         assert warm["hits"] == HITS
 
 
-@pytest.mark.supports("beside-others")
-def test_a_proven_block_is_not_once_another_connector_loads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under the same key, after vLLM has dropped the block from its own cache."""
-    engine = Engine(monkeypatch, beside_others=True)
-    tokens, blocks = 3 * TOKENS, [1, 2, 3]
-    for request in (engine.arrive(tokens), engine.arrive(tokens)):
-        engine.ask(request)
-        engine.take(engine.compute(request, blocks=blocks).step)
-        engine.role.finished(request)
-    assert [saved for _, _, saved in engine.session.saves] == [blocks, blocks], "what the engine computes is kept"
-    engine.session.saves.clear()
-    brought = engine.arrive(tokens)
-    engine.ask(brought)
-    engine.take(engine.compute(brought, 2 * TOKENS, blocks=blocks, loaded=False).step)
-    engine.decode(brought)
-    assert engine.session.saves == [], "nothing that another connector has written, and nothing that is computed upon that"
-    assert engine.role.take_unkept() == {}, "and nobody is alarmed"
+@pytest.mark.parametrize("beside_others", [False, True])
+def test_words_of_routers_are_for_the_other_connector(monkeypatch: pytest.MonkeyPatch, beside_others: bool) -> None:
+    """It brings prompts that are awaited, and hands over those that another engine goes on with."""
+    role, policy = played.scheduler(monkeypatch, beside_others=beside_others)
+    for name, words in (("one", BROUGHT), ("two", COMPUTED_FOR_ANOTHER), ("three", None)):
+        role.announced(played.request(name, kv_transfer_params=words))
+    told = [(reads, awaits is not None, hands_over) for _, reads, awaits, hands_over, *_ in policy.told("follow_request")]
+    alone, beside = [(True, True, False), (True, False, True)], [(False, False, False), (True, False, False)]
+    assert told == [*(beside if beside_others else alone), (True, False, False)]
 
 
 @pytest.mark.supports("beside-others")

@@ -1,16 +1,14 @@
-"""Blocks that wait for their saves, of vLLM's own block pool; what the sidecar may still read is played."""
+"""Blocks waiting for their saves, of vLLM's own block pool; the blocks still to be read by the sidecar are played."""
 
 from __future__ import annotations
 
-import time
-from types import SimpleNamespace
 from typing import Any
 
+import played
 import pytest
-from played import BLOCK_TOKENS, Engine
+from played import BLOCK_TOKENS
 from vllm.v1.core.block_pool import BlockPool
 
-from pillion import held
 from pillion.connector import PillionConnector
 
 TO_DECODE = {"do_remote_decode": True}
@@ -18,45 +16,71 @@ WHOLE = 3
 TAIL = WHOLE + 1
 
 
+class Policy(played.Policy):
+    """Holds the blocks still to be read by the sidecar."""
+
+    def __init__(self, *arguments: Any, **facts: Any) -> None:
+        super().__init__(*arguments, **facts)
+        self.read: set[int] = set()
+        self.kept: list[int] = []
+
+    def ended(self, number: int) -> tuple[int | None, list[int]]:
+        """The blocks to hold, of a request continued by another engine."""
+        hands_over = self.told("follow_request")[number - 1][3]
+        return (0, [block for block in sorted(self.read) if block not in self.kept]) if hands_over else (None, [])
+
+    def held(self, blocks: list[int]) -> None:
+        """The engine holds them."""
+        self.kept += blocks
+
+    def begin_step(self, *_: Any) -> tuple[list[int], list[int], bool]:
+        """Releases blocks saved by now."""
+        released = [block for block in self.kept if block not in self.read]
+        self.kept = [block for block in self.kept if block in self.read]
+        return [], released, False
+
+    def release_held(self) -> list[int]:
+        """All of them."""
+        released, self.kept = self.kept, []
+        return released
+
+
 class Prefill:
-    """An engine that has computed a prompt of three blocks and a tail, and saves them."""
+    """An engine with a computed prompt of three blocks and a tail, and with their saves."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, caching: bool = True) -> None:
-        self.engine = Engine(monkeypatch)
+        self.role, self.policy = played.scheduler(monkeypatch, made=Policy)
         self.pool = BlockPool(16, caching, BLOCK_TOKENS)
         self.connector: Any = PillionConnector.__new__(PillionConnector)
-        self.connector._scheduler, self.connector._worker = self.engine.role, None
+        self.connector._scheduler, self.connector._worker = self.role, None
         self.connector.bind_gpu_block_pool(self.pool)
         self.blocks = self.pool.get_new_blocks(TAIL)
         for block in self.blocks[:WHOLE] if caching else []:
             block.set_block_hash(bytes([block.block_id]) * 36, BLOCK_TOKENS)
 
-    def compute(self, transfer: Any) -> Any:
-        """A request whose blocks are these, all of which the sidecar may still read."""
-        request = self.engine.arrive(WHOLE * BLOCK_TOKENS + 5, transfer=transfer)
-        # The engine's blocks are numbered from here on, as the pool's.
-        self.engine._free = 1
-        self.engine.compute(request)
-        self.engine.session.read = {block.block_id for block in self.blocks}
+    def compute(self, name: str, transfer: Any) -> Any:
+        """A request with these blocks, all still to be read by the sidecar."""
+        request = played.request(name, WHOLE * BLOCK_TOKENS + 5, kv_transfer_params=transfer)
+        self.role.announced(request)
+        self.policy.read = {block.block_id for block in self.blocks}
         return request
 
     def finish(self, request: Any) -> None:
         """The request is over."""
-        request.status = SimpleNamespace(name="FINISHED_LENGTH_CAPPED")
-        self.engine.role.finished(request)
+        played.finish(self.role, request)
 
     def free_blocks(self) -> None:
-        """As vLLM does behind a request that is over or preempted."""
+        """As vLLM does behind a finished or preempted request."""
         self.pool.free_blocks(reversed(self.blocks))
 
     def end(self, transfer: Any) -> None:
-        """A request is computed and over, and its blocks are vLLM's, but for those that are held."""
-        self.finish(self.compute(transfer))
+        """A request is computed and over, and its blocks belong to vLLM, but for the held ones."""
+        self.finish(self.compute("one", transfer))
         self.free_blocks()
 
     def step(self) -> None:
         """A step of nothing."""
-        self.engine.decode()
+        played.step(self.role)
 
     def free(self) -> int:
         """How many blocks of the pool nobody uses."""
@@ -75,7 +99,7 @@ def test_a_tail_is_not_reused_before_it_is_saved(prefill: Prefill) -> None:
     prefill.step()
     [next_block] = prefill.pool.get_new_blocks(1)
     assert next_block.block_id not in range(1, TAIL + 1)
-    prefill.engine.session.read.clear()
+    prefill.policy.read.clear()
     prefill.step()
     [next_block] = prefill.pool.get_new_blocks(1)
     assert next_block.block_id == TAIL, "vLLM's first choice"
@@ -92,20 +116,9 @@ def test_without_a_prefix_cache_every_block_waits(monkeypatch: pytest.MonkeyPatc
     prefill = Prefill(monkeypatch, caching=False)
     prefill.end(TO_DECODE)
     assert prefill.free() == 15 - TAIL
-    prefill.engine.session.read = {1, TAIL}
+    prefill.policy.read = {1, TAIL}
     prefill.step()
     assert prefill.free() == 15 - 2
-
-
-def test_a_save_without_an_end_holds_nothing_for_long(prefill: Prefill, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sidecar that stands still ends no save: the block is vLLM's again after HELD_S."""
-    prefill.end(TO_DECODE)
-    prefill.step()
-    assert prefill.free() == 15 - 1
-    later = time.monotonic() + held.HELD_S
-    monkeypatch.setattr(time, "monotonic", lambda: later)
-    prefill.step()
-    assert prefill.free() == 15
 
 
 def test_vllm_can_reset_its_pool(prefill: Prefill) -> None:
@@ -117,19 +130,19 @@ def test_vllm_can_reset_its_pool(prefill: Prefill) -> None:
 
 
 def test_a_block_that_is_vllm_s_already_is_not_held(prefill: Prefill) -> None:
-    """A preempted request that ends has blocks no more, and vLLM gives out none that it finds in use."""
-    request = prefill.compute(TO_DECODE)
+    """A preempted request has no blocks at its end, and vLLM gives out no block in use."""
+    request = prefill.compute("one", TO_DECODE)
     prefill.free_blocks()
     prefill.finish(request)
     assert len(prefill.pool.get_new_blocks(15)) == 15
 
 
 def test_a_block_is_held_once(prefill: Prefill) -> None:
-    """A preempted request that ends may name a block that is held since another one ended."""
-    preempted, other = prefill.compute(TO_DECODE), prefill.compute(TO_DECODE)
+    """A preempted request may name, at its end, a block held since the end of another request."""
+    preempted, other = prefill.compute("one", TO_DECODE), prefill.compute("two", TO_DECODE)
     prefill.finish(other)
     prefill.free_blocks()
     prefill.finish(preempted)
-    prefill.engine.session.read.clear()
+    prefill.policy.read.clear()
     prefill.step()
     assert prefill.free() == 15

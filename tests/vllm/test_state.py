@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
+import played as roles
 import pytest
 from prometheus_client import REGISTRY
 from vllm.config import KVTransferConfig
@@ -13,8 +13,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogg
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from pillion.connector import PillionConnector, StaysOut
-from pillion.proof import Proof
-from pillion.scheduler import Scheduler
 from pillion.state import RECORD_ENDS, SOURCES, STATES, UNKEPT, EngineState
 from pillion.vllm_compat import KVConnectorRole
 
@@ -22,15 +20,10 @@ LABELS = {"model_name": "tiny", "engine": "1"}
 
 
 class Played:
-    """A connector over a session that is played, and vLLM's front end."""
+    """A connector over a policy that is played, and vLLM's front end."""
 
-    def __init__(self) -> None:
-        self.session = SimpleNamespace(connected=False, namespace=0, disconnect=lambda: None)
-        role: Any = Scheduler.__new__(Scheduler)
-        role._session = self.session
-        role._matching = SimpleNamespace(hit_tokens=Counter())
-        self.proof = role._proof = Proof()
-        self.hit_tokens = role._matching.hit_tokens
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        role, self.policy = roles.scheduler(monkeypatch)
         self.connector: Any = PillionConnector.__new__(PillionConnector)
         self.connector._role = KVConnectorRole.SCHEDULER
         self.connector._scheduler, self.connector._worker, self.connector._out = role, None, ""
@@ -41,8 +34,10 @@ class Played:
         self.prom = KVConnectorProm(config, list(LABELS), {0: ["tiny", "0"], 1: ["tiny", "1"]})
         self.logging = KVConnectorLogging(transfer)
 
-    def step(self) -> bool:
-        """The end of a step, as vLLM's scheduler and front end go through it; whether anything was reported."""
+    def step(self, state: str = "serving", **counted: tuple[int, ...]) -> bool:
+        """The end of a step, as vLLM's scheduler and front end go through it; whether anything was reported. The policy has
+        `counted` since the step before."""
+        self.policy.state, self.policy.answers = state, roles.ANSWERS | counted
         report = self.connector.get_kv_connector_stats()
         if report is None or report.is_empty():
             return False
@@ -57,25 +52,23 @@ class Played:
 
 
 @pytest.fixture
-def played() -> Any:
+def played(monkeypatch: pytest.MonkeyPatch) -> Any:
     """As vLLM does before it makes metrics anew."""
     unregister_vllm_metrics()
-    yield Played()
+    yield Played(monkeypatch)
     unregister_vllm_metrics()
 
 
 def test_a_sidecar_that_comes_and_goes_is_seen_in_the_engines_metrics(played: Played) -> None:
     """Each change once, and the state is the last one's alone."""
-    for connected, namespace, state in ((False, 0, "away"), (True, 0, "unbound"), (True, 7, "serving"), (False, 0, "away")):
-        played.session.connected, played.session.namespace = connected, namespace
-        assert played.step() and played.shown() == [state]
-        assert not played.step(), "nothing has changed"
+    for state in ("away", "unbound", "serving", "away"):
+        assert played.step(state) and played.shown() == [state]
+        assert not played.step(state), "nothing has changed"
 
 
 def test_an_engine_that_stays_out_says_why(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the metrics and in the line that vLLM logs of its connectors."""
     monkeypatch.setattr("pillion.connector.logger.error", lambda text, *parts: None)
-    played.session.connected, played.session.namespace = True, 7
     assert played.step()
     played.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): StaysOut("no room in /dev/shm: raise --shm-size")})
     assert played.step() and played.shown() == ["out"]
@@ -107,10 +100,8 @@ def test_tokens_of_hits_are_counted_once(played: Played) -> None:
     def shown(source: str) -> float | None:
         return REGISTRY.get_sample_value("vllm:pillion_hit_tokens_total", {**LABELS, "source": source})
 
-    played.session.connected, played.session.namespace = True, 7
     assert played.step() and [shown(source) for source in SOURCES] == [0, 0, 0]
-    played.hit_tokens.update({"disk": 32, "p2p": 64})
-    assert played.step() and not played.step()
+    assert played.step(take_hit_tokens=(0, 32, 64)) and not played.step()
     assert [shown(source) for source in SOURCES] == [0, 32, 64] and played.shown() == ["serving"]
 
 
@@ -136,17 +127,12 @@ def test_what_is_not_kept_is_counted(played: Played, name: str) -> None:
     """From the start, so that a rate sees the first of them."""
     metric = f"vllm:pillion_{name}_total"
     assert REGISTRY.get_sample_value(metric, LABELS) == 0
-    played.proof.counts[name] += 3
-    assert played.step()
-    played.proof.counts[name] += 2
-    assert played.step()
+    for number in (3, 2):
+        assert played.step(take_unkept=tuple(number * (name == each) for each in UNKEPT))
     assert REGISTRY.get_sample_value(metric, LABELS) == 5
 
 
 def test_an_engine_whose_outputs_nobody_takes_says_so(played: Played) -> None:
     """Blocks are found, and none are kept."""
-    played.session.connected, played.session.namespace = True, 7
-    assert played.step()
-    played.proof.stalled = True
-    assert played.step()
+    assert played.step() and played.step("unaccepted")
     assert REGISTRY.get_sample_value("vllm:pillion_engine_state", {**LABELS, "state": "unaccepted"}) == 1

@@ -167,8 +167,18 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
 
     /// Of `blocks`, those that the sidecar may still read: none without a sidecar.
     pub fn unsaved(&self, mut blocks: Vec<u32>) -> Vec<u32> {
-        blocks.retain(|block| self.link.as_ref().is_some_and(|link| link.saves.has(*block)));
+        blocks.retain(|block| self.is_unsaved(*block));
         blocks
+    }
+
+    /// Whether the sidecar may still read this block.
+    pub fn is_unsaved(&self, block: u32) -> bool {
+        self.link.as_ref().is_some_and(|link| link.saves.has(block))
+    }
+
+    /// Blocks compared with kept ones, and the differing ones of them.
+    pub fn checked(&self) -> (u64, u64) {
+        (self.counters.blocks_checked, self.counters.blocks_differing)
     }
 
     /// The first 8 bytes of the namespace that the engine is bound to; 0: none.

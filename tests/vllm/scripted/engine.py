@@ -25,21 +25,21 @@ from testkit import metrics, plan, pool_file, threads, waiting
 from testkit.child import Parent
 from testkit.server import fetch
 
-# How long an engine that is not bound takes steps before it goes on: on a busy machine binding takes seconds.
+# An unbound engine takes steps for so long before it goes on: on a busy machine binding takes seconds.
 BIND_S = 10
-# How long the end of an engine waits for its last records: they are what tests look at, and a user would not wait so long.
+# The end of an engine waits so long for its last records: tests look at them, and a user would not wait so long.
 RECORDS_CLOSE_S = 60
 # A scripted step takes microseconds and a transfer some milliseconds: an idle step waits as a real one would.
 IDLE_STEP_S = 0.001
 # Watchdog: no scenario needs nearly as many steps.
 STEPS_MAX = 20_000
-# A load that ends so many steps after the one that it began in is late.
+# A load with its end so many steps after its beginning is late.
 LATE_STEPS = 3
-# The states of threads that obey a signal; a zombie's are gone.
+# The states of threads after obeying a signal; a zombie's are gone.
 GONE_STATES = {"SIGSTOP": {"T"}, "SIGKILL": {"Z", "X"}}
 # How a block of a save ends, as the shim counts it.
 SAVE_ENDS = ("blocks_committed", "blocks_present", "blocks_cancelled", "blocks_dropped")
-# A key that nothing has.
+# A key of no block.
 PROBE = b"\xff" * 16
 
 
@@ -47,7 +47,7 @@ wait_for = functools.partial(waiting.wait_for, poll_s=IDLE_STEP_S)
 
 
 def use_cpu_platform() -> None:
-    """A source tree alone has no distribution that would tell vLLM its platform."""
+    """A source tree alone has no distribution to tell vLLM its platform."""
     import vllm.platforms
     from vllm.platforms.cpu import CpuPlatform
 
@@ -68,7 +68,7 @@ class Executor:
         self._worker = worker
 
     def collective_rpc(self, method: str, timeout: float | None, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        """What each worker answers."""
+        """The answer of each worker."""
         return [getattr(self._worker, method)(*args, **(kwargs or {}))]
 
 
@@ -105,7 +105,7 @@ class ScriptedEngine:
         )
         # Behind its scheduler, as in vLLM: the connector may have put another in its place.
         self._hasher = core.get_request_block_hasher(scenario["block_tokens"], hash_function)
-        # Through which vLLM is called from outside; of its parts only the workers are there.
+        # For calls of vLLM from outside; of its parts only the workers are there.
         self._core = EngineCore.__new__(EngineCore)
         self._core.model_executor = Executor(self.worker)
         self._depth = config.max_concurrent_batches
@@ -132,10 +132,10 @@ class ScriptedEngine:
         self._loads_begun: dict[str, int] = {}
         self._began = 0
         self.hits = self.preemptions = self.steps = self.failed_blocks = self.failed_requests = self.late_loads = 0
-        # Hit tokens by where they were found: vLLM's counts, and what Pillion's metrics are told.
+        # Hit tokens by the place of the hit: vLLM's counts, and the counts for Pillion's metrics.
         self.found: collections.Counter[str] = collections.Counter()
         self.told: collections.Counter[str] = collections.Counter()
-        # When vLLM had looked at a request for the first time, and requests that it has not looked at.
+        # The time of vLLM's first look at each request, and requests not looked at.
         self._looked_at: dict[str, float] = {}
         self._new: list[str] = []
         self._waits: dict[str, list[list[float]]] = {}
@@ -145,17 +145,19 @@ class ScriptedEngine:
 
     def _connected(self) -> bool:
         """Whether both sessions are there: on a busy machine the first attempt may have taken too long."""
-        workers, schedulers = ([role._session for role in roles] for roles in (self._workers(), self._schedulers()))
+        workers, schedulers = [role._session for role in self._workers()], self._sessions()
         for worker in workers:
             worker.start(0)
         for scheduler in schedulers:
             scheduler.end_step()
         return all(session.connected for session in workers + schedulers)
 
-    def _schedulers(self) -> list[Any]:
-        """The connector's scheduler role of each cache group."""
+    def _sessions(self) -> list[Any]:
+        """The scheduler role's session of each cache group; none where another connector is tried."""
         role = _pillions(self.scheduler.connector)._scheduler
-        return getattr(role, "_all", [role])
+        # A policy has none after its internal error.
+        sessions: list[Any] = role._policy.sessions() or []
+        return sessions
 
     @property
     def _foreign(self) -> set[str]:
@@ -169,7 +171,7 @@ class ScriptedEngine:
         return getattr(role, "_all", [role])
 
     def counts(self) -> dict[str, int]:
-        """What tests look at, so far."""
+        """The counts for tests, so far."""
         names = ("hits", "failed_blocks", "failed_requests", "late_loads", "preemptions", "steps", "failed_steps")
         of_worker = {name: getattr(self.worker, name) for name in ("crossings", "null_blocks", "wrong_loaded")}
         return {name: getattr(self, name) for name in names} | of_worker | {"wrong": self.worker.wrong.total()}
@@ -181,7 +183,7 @@ class ScriptedEngine:
         at: dict[str, list[dict[str, Any]]] | None = None,
         transfer: dict[str, Any] | None = None,
     ) -> list[list[int]]:
-        """Answer the prompts; an aborted one keeps what it had. `at` names what happens when, `transfer` is a router's word."""
+        """Answer the prompts; an aborted one keeps its tokens. `at`: acts by moments; `transfer`: a router's word."""
         self._names, self._answers = [], {}
         self._bind()
         for prompt in prompts:
@@ -201,13 +203,19 @@ class ScriptedEngine:
         assert not +self._loading, f"loads that were never reported as ended: {self._loading}"
 
     def _bind(self) -> None:
-        """Steps without work, in which ranks say what they compute with, while a sidecar that acts does not know it: what `at`
-        names happens in an engine that is served."""
+        """Steps without work, for the ranks to state their weights, while an acting sidecar does not know them: the acts of
+        `at` happen in a served engine."""
         if not self._metrics:
             return
-        sessions = [role._session for role in self._schedulers()]
         ends_at = time.monotonic() + BIND_S
-        while any(it.connected and not it.namespace for it in sessions) and time.monotonic() < ends_at:
+
+        def unbound() -> bool:
+            with contextlib.suppress(_shim.ShimError):
+                return any(it.connected and not it.namespace for it in self._sessions())
+            # Its policy has met an internal error.
+            return False
+
+        while unbound() and time.monotonic() < ends_at:
             scheduled = self.scheduler.schedule()
             self._finish_step(scheduled, self.worker.execute(scheduled), time.monotonic())
             time.sleep(IDLE_STEP_S)
@@ -222,7 +230,7 @@ class ScriptedEngine:
         return self._waits
 
     def add(self, prompt: list[int], output_tokens: int, transfer: dict[str, Any] | None = None, priority: int = 0) -> str:
-        """One more request, of the `generate` that runs if one does."""
+        """One more request, of the running `generate` if one runs."""
         name = self._add(prompt, output_tokens, transfer, priority)
         self._names.append(name)
         self._answers[name] = []
@@ -230,15 +238,15 @@ class ScriptedEngine:
         return name
 
     def answer(self, name: str) -> list[int]:
-        """What a request was answered so far."""
+        """The tokens of a request's answer so far."""
         return self._answers[name]
 
     def plan(self, moment: str, act: dict[str, Any]) -> None:
-        """Something that happens in the next step, if that has such a moment."""
+        """Something to happen in the next step, if it has such a moment."""
         self._events.setdefault((self.steps - self._began, moment), []).append(act)
 
     def forget_events(self) -> None:
-        """Forgets what has not happened."""
+        """Forgets planned acts."""
         self._events.clear()
         self._fault = ""
 
@@ -251,7 +259,7 @@ class ScriptedEngine:
         self.abort_named(self._names[index])
 
     def spoil_plans(self, count: int, first_block: int = 0) -> None:
-        """The next loads fail from a block on: their plans name generations that the slots do not have."""
+        """The next loads fail from a block on: their plans name wrong generations of the slots."""
         self._plans_to_spoil, self._spoil_from = count, first_block
 
     def slow_steps(self, seconds: float) -> None:
@@ -263,19 +271,25 @@ class ScriptedEngine:
         self._leases_to_lose = count
 
     def _put_lose_leases(self) -> None:
-        """Puts `lose_leases` between the connector's answer and vLLM's word that blocks are allocated."""
+        """Puts `lose_leases` between the connector's answer and vLLM's call after allocating blocks."""
         connector = self.scheduler.connector
         allocated = connector.update_state_after_alloc
 
         def lose_and_go_on(request: Any, blocks: Any, external_tokens: int) -> None:
             if external_tokens and self._leases_to_lose:
                 self._leases_to_lose -= 1
-                # Of a set one group's: it has failed as a whole then.
-                role = self._schedulers()[self._leases_to_lose % len(self._schedulers())]
-                role._session.release(role._requests.by_id[request.request_id].log)
+                # In a set the lease of one group: its load has failed as a whole then.
+                role, sessions = _pillions(connector)._scheduler, self._sessions()
+                group = self._leases_to_lose % len(sessions)
+                sessions[group].release(role._policy.log(role._numbers[request.request_id], group))
             allocated(request, blocks, external_tokens)
 
         connector.update_state_after_alloc = lose_and_go_on
+
+    def break_policy(self, method: str, after: int) -> None:
+        """The policy panics before a call, after so many others of the same method."""
+        role = _pillions(self.scheduler.connector)._scheduler
+        role._policy = BrokenPolicy(role._policy, method, after)
 
     def break_slots(self, path: str, word: str) -> int:
         """A wrong header of every committed slot, until `mend_pool`."""
@@ -290,7 +304,7 @@ class ScriptedEngine:
         self._damage.close()
 
     def signal(self, pid: int, name: str) -> None:
-        """Freezes (SIGSTOP), thaws (SIGCONT) or kills (SIGKILL) a process, and waits until that is so."""
+        """Freezes (SIGSTOP), thaws (SIGCONT) or kills (SIGKILL) a process, and waits until it is done."""
         os.kill(pid, getattr(signal, name))
         if name != "SIGCONT":
             wait_for(lambda: threads.states(pid) <= GONE_STATES[name], f"{name} of {pid}")
@@ -305,16 +319,16 @@ class ScriptedEngine:
         assert reply == "done", reply
 
     def turn(self) -> None:
-        """Waits until the sidecar's data thread has done all that was to be done when this was called.
+        """Waits until the sidecar's data thread has done everything due at the time of this call.
 
-        It reads rings before fences, and publishes its metrics last. The first query may be counted with one that was put
-        before and whose answer nobody awaited, by a turn that had begun; behind it no other is left. Once the metrics count the
-        second, a turn has seen the fences stored before and begun the copies that waited for them.
+        It reads rings before fences, and publishes its metrics last. The first query may be counted with an earlier
+        one without a waiting caller, by a turn begun before; behind it no other is left. Once the metrics count the second, a
+        turn has seen the fences stored before and begun the copies waiting for them.
         """
         for _ in range(2):
             before = self._metric("queries_total")
-            for role in self._schedulers():
-                self._probe(role._session)
+            for session in self._sessions():
+                self._probe(session)
             wait_for(lambda: self._metric("queries_total") > before, "count of a query")  # noqa: B023
 
     def _probe(self, session: Any) -> None:
@@ -323,7 +337,7 @@ class ScriptedEngine:
         session.append(log, [PROBE], 0)
 
         def answered() -> bool:
-            # A new budget; a sidecar that was frozen is asked again once its heartbeat has moved.
+            # A new budget; a sidecar frozen before is asked again once its heartbeat has moved.
             session.end_step()
             numbers = session.stats()
             session.query(log, 0, 1)
@@ -337,7 +351,7 @@ class ScriptedEngine:
     def settle(self) -> None:
         """Waits until the sidecar has seen everything, every save has ended, and no load is open."""
         self.turn()
-        sessions = [role._session for role in self._schedulers()]
+        sessions = self._sessions()
 
         def settled() -> bool:
             ended = 0
@@ -351,7 +365,7 @@ class ScriptedEngine:
         wait_for(lambda: self._metric("leases") == 0, "end of all leases")
 
     def wait_filled(self, path: str) -> None:
-        """Waits until every slot that is being filled holds what some block of this engine holds now."""
+        """Waits until every slot being filled holds the content of some block of this engine."""
 
         def filled() -> bool:
             held = pool_file.filling(Path(path))
@@ -360,7 +374,7 @@ class ScriptedEngine:
         wait_for(filled, "whole copy of this engine's blocks")
 
     def wait_released(self) -> None:
-        """Waits until the sidecar holds no lease: whatever it copied for a load has ended."""
+        """Waits until the sidecar holds no lease: its copies for loads have ended."""
         wait_for(lambda: self._metric("leases") == 0, "end of all leases")
 
     def new_weights(self, weights: int | None = None) -> None:
@@ -437,25 +451,25 @@ class ScriptedEngine:
         self._fault = fault
 
     def _recover(self) -> None:
-        """What vLLM's fault tolerance does (EngineCoreSentinel.on_fault): it ends every request, and goes on without the output
-        of the steps in flight."""
+        """As vLLM's fault tolerance does (EngineCoreSentinel.on_fault): ends every request, and goes on without the output of
+        the steps in flight."""
         from vllm.v1.request import RequestStatus
 
         self.failed_steps += 1
         self.ended_by_faults.update(self.scheduler.requests)
-        # vLLM frees blocks by the number of outputs that it took, and does not count those that it drops here: without room it
-        # would stand still.
+        # vLLM frees blocks by the number of taken outputs, and does not count the ones dropped here: without room it would
+        # stand still.
         self.scheduler.processed_step_seq = self.scheduler.sched_step_seq
         self.scheduler._drain_deferred_frees()
         self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
         for _, output, _ in self._in_flight:
-            # The ends of loads that these steps reported are reported again.
+            # The ends of loads reported by these steps are reported again.
             self._loading.update(output.kv_connector_output.finished_recving or () if output.kv_connector_output else ())
         self._in_flight.clear()
         self.steps += 1
 
     def _spoil(self, metadata: Any) -> None:
-        """Of a set one group's load, now of this group and now of that."""
+        """Spoils one group's load of a set, now of this group and now of another."""
         groups = _groups(metadata)
         for name, _, _ in list(groups[0].loads if groups else ()):
             if not self._plans_to_spoil:
@@ -536,13 +550,32 @@ class ScriptedEngine:
         return bool(self.scheduler.reset_prefix_cache(reset_running_requests, reset_connector))
 
 
+# Beyond all groups of a policy.
+NO_GROUP = 99
+
+
+class BrokenPolicy:
+    """A policy with a panic before a call: its lock is poisoned then, so every call fails, but for the last one."""
+
+    def __init__(self, policy: Any, method: str, after: int) -> None:
+        self._policy, self._method, self._after = policy, method, after
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._method:
+            self._after -= 1
+            if self._after == -1:
+                with contextlib.suppress(_shim.ShimError):
+                    self._policy.take_events(NO_GROUP)
+        return getattr(self._policy, name)
+
+
 def _pillions(connector: Any) -> Any:
     """Pillion's connector, also inside vLLM's MultiConnector."""
     return next((one for one in getattr(connector, "_connectors", ()) if hasattr(one, "_worker")), connector)
 
 
 def _groups(metadata: Any) -> list[Any]:
-    """What a step's metadata says of each cache group; nothing where another connector made it."""
+    """A step's metadata of each cache group; nothing where another connector made it."""
     for one in getattr(metadata, "metadata", (metadata,)):
         if hasattr(one, "others"):
             return [one, *one.others]
@@ -570,7 +603,7 @@ def play(scenario: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Plays what it is told until its input ends. vLLM's own prints go to the log."""
+    """Plays scenarios until the input ends. vLLM's own prints go to the log."""
     parent = Parent()
     use_cpu_platform()
     wait_for_records()

@@ -1,4 +1,4 @@
-//! The engine's standing check, as `python/pillion/checking.py` has it, of one subject.
+//! The engine's standing check, as `connector-shim/src/core/policy/checks.rs` has it, of one subject.
 
 pub(super) const BLOCK_TOKENS: usize = 16;
 /// Blocks of a short check.

@@ -1,0 +1,633 @@
+//! An engine's rules for its cache: the hits served to each request, the blocks saved and when, and the KV never to be believed.
+//!
+//! The engine hands over numbers: arriving and ending requests, their blocks, the scheduled steps, and the steps with a taken output. The
+//! policy answers with the loads, the requests to look at in a step, and the blocks to hold. Nothing here reads a clock or waits: if an
+//! answer is to be waited for, a call returns [`PolicyWait`], and its host calls again once it has the answer.
+//!
+//! One table has all requests, and each cache group has a session of its own ([`SessionHost`]). The differences between kinds of groups are
+//! in [`kinds`].
+
+mod checks;
+mod events;
+mod held;
+pub mod host;
+pub mod kinds;
+mod loading;
+mod logs;
+mod matching;
+mod pacing;
+mod proof;
+mod remarks;
+mod requests;
+mod saving;
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use shm_protocol::key::{Algorithm, BlockHash, Chain};
+
+use self::checks::Check;
+pub use self::checks::CheckRate;
+use self::events::Events;
+pub use self::events::{EventChange, KNOWN, KvEvent};
+use self::held::HeldBlocks;
+use self::host::SessionHost;
+use self::kinds::{GroupSet, Points};
+pub use self::loading::{LostLoad, RequestLoad};
+pub use self::matching::FoundTokens;
+use self::matching::KnownAnswer;
+use self::pacing::Pacing;
+pub use self::pacing::{BYTES_PER_MS, LoadMode, Machine};
+use self::proof::BlockProof;
+pub use self::proof::Unkept;
+pub use self::remarks::Remark;
+use self::requests::Requests;
+pub use self::requests::{Adapter, Arrival, Media, Now, RequestId};
+pub use self::saving::Due;
+
+/// An engine's settings for its cache.
+#[derive(Copy, Clone, Debug, Default)]
+pub struct PolicyOptions {
+    /// Blocks are loaded.
+    pub loads: bool,
+    /// Blocks are saved.
+    pub saves: bool,
+    /// How often hits are checked.
+    pub checks: CheckRate,
+    /// The most tokens to compute of a prompt another engine should have handed over: a request with more ends. None: no limit.
+    pub strict_tokens: Option<u32>,
+    /// The engine takes each hit of its own cache to be a block shorter than it is, for a drafter.
+    pub drops_last_block: bool,
+    /// The most tokens of a decoding request computed in a step.
+    pub tokens_per_step: u32,
+    /// Another connector loads blocks, too.
+    pub beside_others: bool,
+    /// Routers are told of blocks, by hashes of this algorithm; an inner none: the algorithm is not known here.
+    pub events: Option<Option<Algorithm>>,
+}
+
+/// An answer to wait for: the host waits, passes the answer on ([`EnginePolicy::answered`]), and calls again.
+#[derive(Copy, Clone, Debug)]
+pub enum PolicyWait {
+    /// The answer to a query of a group's session.
+    Answer {
+        /// The group.
+        group: usize,
+        /// The query.
+        op: u64,
+    },
+    /// A better answer than a pending one, for a limited time.
+    Linger {
+        /// The group.
+        group: usize,
+        /// The key log of the question.
+        log: i64,
+        /// The first key.
+        first: u32,
+        /// How many.
+        count: u32,
+        /// How long.
+        within: Duration,
+    },
+}
+
+/// The sidecar's service for the engine.
+#[derive(Copy, Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
+pub enum ServedState {
+    /// There is no sidecar, or it refuses the engine.
+    Away,
+    /// Blocks are found, and none are kept: the engine reports no step's output as taken.
+    Unaccepted,
+    /// The sidecar does not know the namespace of the engine's ranks yet.
+    Unbound,
+    /// Blocks are found and kept.
+    Serving,
+}
+
+/// A request beginning on a block table in a step, perhaps not for the first time.
+#[derive(Clone, Debug)]
+pub struct BegunRequest {
+    /// The request; none: it is not followed.
+    pub request: Option<RequestId>,
+    /// Its blocks by group.
+    pub blocks: Vec<Vec<u32>>,
+    /// Tokens held by these blocks.
+    pub computed: u32,
+}
+
+/// A step's changes to requests and blocks.
+#[derive(Clone, Debug, Default)]
+pub struct Changes {
+    /// Requests that begin.
+    pub begun: Vec<BegunRequest>,
+    /// Further blocks, by group, of continuing requests.
+    pub grown: Vec<(Option<RequestId>, Vec<Vec<u32>>)>,
+    /// Blocks filled by other means than computing tokens.
+    pub filled: Vec<u32>,
+    /// Outputs of encoders, by the engine's identifiers.
+    pub encoded: Vec<String>,
+}
+
+/// The work of a step before its numbers are known.
+#[derive(Clone, Debug, Default)]
+pub struct OpenedStep {
+    /// Requests to hand in the numbers of ([`Due`]).
+    pub due: Vec<RequestId>,
+    /// Blocks no longer held.
+    pub released: Vec<u32>,
+    /// Blocks of before may be wrong: no request may find them in the engine's own cache.
+    pub contradicted: bool,
+}
+
+/// The work of a group's ranks in a step.
+#[derive(Clone, Debug, Default)]
+pub struct StepPart {
+    /// Their loads.
+    pub loads: Vec<RequestLoad>,
+    /// Loads to report as failed.
+    pub lost: Vec<LostLoad>,
+    /// The sidecar waits for the step's fences.
+    pub urgent: bool,
+}
+
+/// The work of the ranks in a step.
+#[derive(Clone, Debug, Default)]
+pub struct PlannedStep {
+    /// Its number, from 1 on.
+    pub step: u64,
+    /// By group.
+    pub parts: Vec<StepPart>,
+    /// The last block of a synchronous load is partly full: the step itself writes behind its loaded part.
+    pub fills_tail: bool,
+    /// The output of this step, or of an earlier one, is waited for.
+    pub asks: bool,
+    /// Earlier steps with loads perhaps not begun by all ranks.
+    pub open_loads: Vec<u64>,
+    /// Steps passed over by the engine: the reports of ranks with these steps are lost.
+    pub passed: Vec<u64>,
+    /// How often the weights may have changed.
+    pub weights: u64,
+}
+
+/// The end of a request.
+#[derive(Clone, Debug, Default)]
+pub struct EndedRequest {
+    /// Another engine goes on with it: so many tokens of its prompt are kept for the other engine.
+    pub handed_over: Option<u32>,
+    /// Blocks to hold until they are saved, as far as the engine can ([`EnginePolicy::held`]).
+    pub hold: Vec<u32>,
+}
+
+/// One cache group.
+#[derive(Debug)]
+pub(crate) struct PolicyGroup<H> {
+    session: H,
+    points: Points,
+    events: Option<Events>,
+    /// The last step with a save, until the engine has taken its output; 0: none.
+    posted_in: u64,
+    /// The namespace of the KV held by the engine; 0: not known yet.
+    namespace: u64,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub struct EnginePolicy<H> {
+    options: PolicyOptions,
+    machine: Machine,
+    set: Arc<GroupSet>,
+    groups: Vec<PolicyGroup<H>>,
+    requests: Requests,
+    proof: BlockProof,
+    check: Check,
+    pacing: Pacing,
+    held: HeldBlocks,
+    /// The step being scheduled.
+    next: PlannedStep,
+    /// Requests beginning in it.
+    begun: Vec<RequestId>,
+    /// The blocks written by its loads.
+    overwritten: Vec<u32>,
+    /// Steps with loads, and with an output not yet taken by the engine.
+    open_loads: Vec<u64>,
+    /// Passed-over steps, each with the first step to name it to the ranks. A rank may never begin the naming step, or tell nothing with
+    /// it: later steps name the passed-over one, too, until the engine has taken the output of one of them.
+    passed: BTreeMap<u64, u64>,
+    /// How often the weights may have changed.
+    weights: u64,
+    /// An update of the weights has begun and not ended: KV computed meanwhile belongs to no namespace.
+    pub updating: bool,
+    hit_tokens: [u64; 3],
+    remarks: Vec<Remark>,
+    said_unproven: bool,
+    /// When the engine began to schedule the step.
+    time: Instant,
+    /// Answers the host has waited for in the current call, the last one, and the group with the lease it was to renew.
+    known: Vec<KnownAnswer>,
+    waited: i64,
+    renewing: Option<usize>,
+}
+
+// === impl Policy ===
+
+impl<H: SessionHost> EnginePolicy<H> {
+    /// With a session for each group of the set.
+    pub fn new(
+        options: PolicyOptions,
+        machine: Machine,
+        set: GroupSet,
+        sessions: Vec<H>,
+        time: Instant,
+    ) -> Self {
+        let groups = sessions.into_iter().enumerate().map(|(group, mut session)| {
+            let events = options.events.map(Events::new);
+            if events.is_some() {
+                session.announce();
+            }
+            let points = Points::new(&set, group);
+            PolicyGroup { session, points, events, posted_in: 0, namespace: 0 }
+        });
+        let groups: Vec<_> = groups.collect();
+        let next =
+            PlannedStep { step: 1, parts: vec![StepPart::default(); groups.len()], ..PlannedStep::default() };
+        Self {
+            proof: BlockProof::new(set.forms.clone(), options.beside_others),
+            check: Check::new(set.forms[0].block_tokens, options.checks),
+            pacing: Pacing::new(&machine),
+            options,
+            machine,
+            set: Arc::new(set),
+            groups,
+            requests: Requests::default(),
+            held: HeldBlocks::default(),
+            next,
+            begun: Vec::new(),
+            overwritten: Vec::new(),
+            open_loads: Vec::new(),
+            passed: BTreeMap::new(),
+            weights: 0,
+            updating: false,
+            hit_tokens: [0; 3],
+            remarks: Vec::new(),
+            said_unproven: false,
+            time,
+            known: Vec::new(),
+            waited: 0,
+            renewing: None,
+        }
+    }
+
+    /// A group's session.
+    pub fn session(&mut self, group: usize) -> &mut H {
+        &mut self.groups[group].session
+    }
+
+    /// How many groups there are.
+    pub fn groups(&self) -> usize {
+        self.groups.len()
+    }
+
+    /// The sidecar's service for the engine: the worst state of its groups.
+    pub fn state(&self) -> ServedState {
+        let state = |group: &PolicyGroup<H>| match group.session.namespace() {
+            _ if !group.session.connected() => ServedState::Away,
+            _ if self.proof.stalled => ServedState::Unaccepted,
+            0 => ServedState::Unbound,
+            _ => ServedState::Serving,
+        };
+        self.groups.iter().map(state).min().unwrap_or(ServedState::Away)
+    }
+
+    /// Remarks since the last call.
+    pub fn take_remarks(&mut self) -> Vec<Remark> {
+        std::mem::take(&mut self.remarks)
+    }
+
+    /// Counts of steps and blocks not kept since the last call.
+    pub fn take_unkept(&mut self) -> Unkept {
+        std::mem::take(&mut self.proof.unkept)
+    }
+
+    /// Ranks copy for themselves, where the sidecar could not and the user left it open.
+    pub fn ranks_copy(&mut self) {
+        self.pacing.ranks_copy();
+    }
+
+    // --- requests ---
+
+    /// A request is followed from now on.
+    pub fn follow_request(&mut self, arrival: Arrival) -> RequestId {
+        self.requests.follow_request(arrival, self.groups.len())
+    }
+
+    /// A verdict may have come since the last step, and the engine looks for a request in its own cache before the next one: whether blocks
+    /// of before may be wrong.
+    pub fn look_for_verdict(&mut self) -> bool {
+        if !self.check.goes_on() {
+            return false;
+        }
+        self.groups.iter_mut().for_each(|group| group.session.end_step());
+        self.follow_check()
+    }
+
+    /// The keys of a request are these now: a key hangs on all before it, so known ones are not read again.
+    pub fn follow_keys<E>(
+        &mut self,
+        id: RequestId,
+        count: usize,
+        mut key: impl FnMut(usize, &mut BlockHash) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let Some(request) = self.requests.get_mut(id) else { return Ok(()) };
+        let mut hash = BlockHash([0; 32]);
+        let mut common = request.keys.len().min(count);
+        while common > 0 {
+            key(common - 1, &mut hash)?;
+            if hash == request.keys[common - 1] {
+                break;
+            }
+            common -= 1;
+        }
+        request.keys.truncate(common);
+        for index in common..count {
+            key(index, &mut hash)?;
+            request.keys.push(hash);
+        }
+        Ok(())
+    }
+
+    /// The encoder outputs of a request.
+    pub fn follow_media(&mut self, id: RequestId, media: Vec<Media>) {
+        if let Some(request) = self.requests.get_mut(id) {
+            request.media = media;
+        }
+    }
+
+    /// The request has a tail: its prompt's last block, if it is partly full, is handed over under this key.
+    pub fn set_tail(&mut self, id: RequestId, tail: Option<(u32, BlockHash)>) {
+        if let Some(request) = self.requests.get_mut(id) {
+            request.arrival.tail = tail;
+        }
+    }
+
+    /// The tokens under the key of a request's tail, if it has one; its keys are known.
+    ///
+    /// None without a whole block before it, and where another engine's tail is of no use.
+    pub fn tail_tokens(&self, id: RequestId) -> Option<std::ops::Range<u32>> {
+        let request = self.requests.get(id)?;
+        let (size, prompt) = (self.set.forms[0].block_tokens, request.arrival.prompt);
+        let last = prompt.checked_sub(1)?;
+        let end = request.arrival.awaits.unwrap_or(prompt);
+        if self.set.several() {
+            return None;
+        }
+        if request.arrival.awaits.is_some() {
+            if end < last || last % size == 0 {
+                return None;
+            }
+        } else if !request.arrival.hands_over {
+            return None;
+        }
+        let place = end / size;
+        let is_tail = place > 0 && place as usize <= request.keys.len() && end % size > 0;
+        is_tail.then_some(place * size..end)
+    }
+
+    /// The key of a request's tail, of these tokens: none for hashes of an algorithm not known here.
+    pub fn tail(&self, id: RequestId, algorithm: Algorithm, tokens: &[u64]) -> Option<(u32, BlockHash)> {
+        let range = self.tail_tokens(id)?;
+        let size = self.set.forms[0].block_tokens;
+        let place = range.start / size;
+        let before = self.requests.get(id)?.keys[place as usize - 1];
+        let chain = Chain::new(algorithm, algorithm.bytes(&before), size).ok()?;
+        let mut chain = chain.behind(before);
+        chain.append(tokens);
+        Some((place, chain.tail()?))
+    }
+
+    /// The request is over; its saves go on, its blocks may be reused.
+    pub fn end_request(&mut self, id: RequestId) -> EndedRequest {
+        self.pacing.forget_request(id);
+        self.check.forsake(id);
+        let lead = self.set.lead();
+        let serves = self.options.saves && self.state() == ServedState::Serving;
+        let Some(request) = self.requests.get_mut(id) else { return EndedRequest::default() };
+        for (part, group) in request.parts.iter_mut().zip(&mut self.groups) {
+            part.close_log(&mut group.session);
+        }
+        let mut ended = EndedRequest::default();
+        if request.arrival.hands_over {
+            let kept = request.handed_over(lead, self.set.forms[lead].block_tokens);
+            ended.handed_over = Some(if serves { kept } else { 0 });
+            for (part, group) in request.parts.iter().zip(&self.groups) {
+                ended.hold.extend(group.session.unsaved(part.blocks[part.freed..].to_vec()));
+            }
+            ended.hold.retain(|block| !self.held.holds(*block));
+        }
+        self.requests.end_request(id, self.next.step);
+        ended
+    }
+
+    /// The engine holds these blocks: no request is given them.
+    pub fn held(&mut self, blocks: &[u32], time: Instant) {
+        self.held.hold(blocks, time);
+    }
+
+    /// The engine is about to reset its pool, possible only while no block is in use: the blocks no longer held.
+    pub fn release_held(&mut self) -> Vec<u32> {
+        self.held.release_all()
+    }
+
+    // --- one step ---
+
+    /// A step has been scheduled: follows the block tables, and gives up saves of blocks the step may overwrite. Called once a step, before
+    /// [`EnginePolicy::end_step`] with the numbers of the due requests.
+    pub fn begin_step(&mut self, changes: Changes, time: Instant) -> OpenedStep {
+        self.time = time;
+        for begun in &changes.begun {
+            if let Some(request) = begun.request.and_then(|id| self.requests.get_mut(id)) {
+                request.doubted_before = request.doubt.take().is_some();
+            }
+        }
+        // A step without tokens waits for its output, too: it may tell ends of loads.
+        let remark = self.proof.schedule(self.next.step);
+        self.remarks.extend(remark);
+        if self.proof.stalled {
+            // No open step has a fill.
+            self.requests.forget_ended(self.next.step);
+        }
+        self.follow_namespaces();
+        let contradicted = self.follow_check();
+        let groups = &self.groups;
+        let unsaved = |block| groups.iter().any(|group| group.session.is_unsaved(block));
+        let released = self.held.release_saved(unsaved, time);
+        let written = self.take_blocks(&changes);
+        let mut filled = std::mem::take(&mut self.overwritten);
+        filled.extend(&changes.filled);
+        for group in &mut self.groups {
+            if group.session.saving() > 0 && !(written.is_empty() && filled.is_empty()) {
+                group.session.overwrite(written.iter().chain(&filled).copied());
+            }
+        }
+        let mut due = Vec::new();
+        if self.options.saves {
+            self.follow_proof(changes, &filled, &written);
+            due = self.requests.take_due(self.next.step, &self.begun);
+        }
+        OpenedStep { due, released, contradicted }
+    }
+
+    /// Follows the block tables. Returns the new blocks of all groups, even if another group had them before.
+    fn take_blocks(&mut self, changes: &Changes) -> Vec<u32> {
+        let mut written = Vec::new();
+        self.begun.clear();
+        for begun in &changes.begun {
+            if let Some(id) = begun.request
+                && self.begin_table(id, begun)
+            {
+                self.begun.push(id);
+            }
+            for (blocks, form) in begun.blocks.iter().zip(&self.set.forms) {
+                written.extend(blocks.iter().skip((begun.computed / form.block_tokens) as usize));
+            }
+        }
+        for (id, blocks) in &changes.grown {
+            written.extend(blocks.iter().flatten());
+            if let Some(request) = id.and_then(|id| self.requests.get_mut(id)) {
+                for (part, blocks) in request.parts.iter_mut().zip(blocks) {
+                    part.blocks.extend(blocks);
+                }
+            }
+        }
+        written
+    }
+
+    fn begin_table(&mut self, id: RequestId, begun: &BegunRequest) -> bool {
+        let step = self.next.step;
+        let Some(request) = self.requests.get_mut(id) else { return false };
+        let same = request.now.preemptions == request.began_after;
+        request.began_after = request.now.preemptions;
+        for ((part, blocks), form) in request.parts.iter_mut().zip(&begun.blocks).zip(&self.set.forms) {
+            let found = (begun.computed / form.block_tokens) as usize;
+            part.goes_on = same && part.blocks.get(found) == blocks.get(found);
+            part.blocks.clone_from(blocks);
+            (part.freed, part.saved, part.found) = (0, found, found);
+            part.found_in = if found > 0 { step } else { 0 };
+        }
+        true
+    }
+
+    /// Learns of the blocks filled by other means than computing tokens, and of the blocks under beginning requests, before the step
+    /// computes tokens into the `written` blocks.
+    fn follow_proof(&mut self, changes: Changes, filled: &[u32], written: &[u32]) {
+        self.proof.overwrite(filled);
+        for load in self.next.parts.iter().flat_map(|part| &part.loads).filter(|load| load.sync) {
+            if let Some(request) = self.requests.get_mut(load.request) {
+                self.proof.fill_by_load(request);
+            }
+        }
+        if self.proof.encodes() {
+            changes.encoded.into_iter().for_each(|identifier| self.proof.note_encoded(identifier));
+        }
+        for begun in &changes.begun {
+            let Some(id) = begun.request else { continue };
+            let Some(request) = self.requests.get_mut(id) else { continue };
+            let mut unproven = 0;
+            for group in 0..self.set.forms.len() {
+                unproven += self.proof.begin_request(id, request, group, begun.computed);
+            }
+            if unproven > 0 && !std::mem::replace(&mut self.said_unproven, true) {
+                self.remarks.push(Remark::Unproven { blocks: unproven, request: id });
+            }
+        }
+        self.proof.overwrite(written);
+    }
+
+    /// Posts the step's saves, of requests with numbers and keys handed in by the engine. `computes`: the number of requests computed by
+    /// the step.
+    pub fn end_step(&mut self, due: &[Due], computes: usize) -> PlannedStep {
+        let mut step = self.next.clone_for_next();
+        std::mem::swap(&mut step, &mut self.next);
+        step.open_loads.clone_from(&self.open_loads);
+        step.passed = self.passed.keys().copied().collect();
+        if step.parts.iter().any(|part| !part.loads.is_empty() || !part.lost.is_empty()) {
+            self.open_loads.push(step.step);
+        }
+        let saves =
+            if self.options.saves { self.save(due, step.step) } else { vec![false; step.parts.len()] };
+        step.asks = self.proof.waits() || !self.open_loads.is_empty();
+        self.pacing.end_step(computes == 0);
+        for ((group, part), saves) in self.groups.iter_mut().zip(&mut step.parts).zip(saves) {
+            group.session.end_step();
+            if let Some(events) = &mut group.events {
+                events.has_worked |= computes > 0;
+            }
+            part.urgent = !part.loads.is_empty() || saves || group.session.saving() > 0;
+        }
+        step.weights = self.weights;
+        step
+    }
+
+    /// Whether [`EnginePolicy::accept_step`] of this step needs the requests of steps: the engine has passed over some.
+    pub fn passes_over(&self, step: u64) -> bool {
+        self.proof.expects() != Some(step)
+    }
+
+    /// Steps with an output the engine has not taken.
+    pub fn open_steps(&self) -> impl Iterator<Item = u64> {
+        self.proof.open_steps()
+    }
+
+    /// The engine has taken the output of `step`, returned by every rank. `scheduled`: the requests computed by each open step, if the
+    /// engine has passed over steps.
+    pub fn accept_step(&mut self, step: u64, scheduled: &HashMap<u64, Vec<RequestId>>) {
+        let mut passed = proof::Passed::default();
+        if !self.proof.accept_next(step) {
+            let stalled = self.proof.stalled;
+            passed = self.proof.pass_over(step, &mut self.requests, scheduled);
+            if !passed.steps.is_empty() || stalled {
+                self.remarks.push(Remark::PassedOver { steps: passed.steps.len() as u64, step });
+            }
+        }
+        self.open_loads.retain(|open| *open > step);
+        self.passed.retain(|_, told| *told > step);
+        self.passed.extend(passed.steps.iter().map(|lost| (*lost, self.next.step)));
+        self.accept_saves(step, &passed);
+        self.requests.forget_ended(self.proof.open_steps().next().unwrap_or(self.next.step));
+    }
+
+    // --- KV events ---
+
+    /// The events of a group's changes, if the engine publishes any.
+    pub fn take_events(&mut self, group: usize, time: Instant) -> Vec<KvEvent> {
+        let PolicyGroup { session, events: Some(events), .. } = &mut self.groups[group] else {
+            return Vec::new();
+        };
+        let changes = session.take_changes();
+        events.take_events(&changes, session.saving() > 0, time)
+    }
+
+    /// Whether an engine without requests is to step on for them.
+    pub fn lingers(&self, time: Instant) -> bool {
+        self.groups.iter().flat_map(|group| &group.events).any(|events| events.linger(time))
+    }
+
+    /// The engine has announced every block as removed.
+    pub fn blocks_cleared(&mut self) {
+        for group in &mut self.groups {
+            if let Some(events) = &mut group.events {
+                events.cleared();
+                group.session.announce();
+            }
+        }
+    }
+}
+
+// === impl Step ===
+
+impl PlannedStep {
+    /// The step after this one, still empty.
+    fn clone_for_next(&self) -> Self {
+        Self { step: self.step + 1, parts: vec![StepPart::default(); self.parts.len()], ..Self::default() }
+    }
+}

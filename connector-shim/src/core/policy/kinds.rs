@@ -1,0 +1,375 @@
+//! Cache groups by kind. A request's hit is one question to all of them, [`GroupSet::serve_request`].
+
+use std::ops::Range;
+
+/// Boundaries tried for one question, and the first of them, before only checkpoints are tried. Each costs a query of a window's blocks, 6
+/// us for 64 of them, and the next one is a window below at most.
+const TRIES_MAX: u32 = 32;
+const TRIES_IN_TURN: u32 = 16;
+
+/// The blocks before a boundary read by the next token.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub enum GroupKind {
+    /// All of them.
+    Full,
+    /// The last ones.
+    Window {
+        /// How many.
+        reads: u32,
+    },
+}
+
+/// A cache group.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct GroupForm {
+    /// The blocks asked for and saved. A single group counts as [`GroupKind::Full`], also with windows.
+    pub kind: GroupKind,
+    /// Tokens of a block.
+    pub block_tokens: u32,
+    /// Hashes of a request for each block; the last of them is the block's key.
+    pub hashes_each: u32,
+    /// Tokens read by the layers, if the engine frees the blocks before them; 0: it keeps all.
+    pub window: u32,
+}
+
+/// All cache groups of an engine.
+#[derive(Clone, Debug)]
+pub struct GroupSet {
+    /// By number.
+    pub forms: Vec<GroupForm>,
+    /// Tokens from one boundary of all groups' blocks to the next.
+    pub boundary: u32,
+    /// Tokens from one checkpoint to the next, a multiple of the boundary; 0: there are none.
+    pub checkpoint: u32,
+}
+
+/// How far a request is served.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub enum ServedTokens {
+    /// Up to this token.
+    To(u32),
+    /// Some group will know later. The boundary tried last, if any.
+    Pending(Option<u32>),
+}
+
+/// The blocks of a group to save: those a later request reads at a point where it may go on.
+#[derive(Copy, Clone, Debug)]
+pub struct Points {
+    /// Blocks between two points of every prompt; 0: there are none.
+    pub every: u32,
+    /// Blocks between two possible points.
+    pub boundary: u32,
+}
+
+// === impl Form ===
+
+impl GroupForm {
+    /// The blocks loaded for a hit from `first` up to `end`, both in tokens; the engine has those before `first`.
+    pub fn loaded(&self, first: u32, end: u32) -> Range<u32> {
+        let (first, end) = (first / self.block_tokens, end.div_ceil(self.block_tokens));
+        match self.kind {
+            GroupKind::Full => first..end.max(first),
+            GroupKind::Window { reads } => first.max(end.saturating_sub(reads))..end.max(first),
+        }
+    }
+}
+
+// === impl Set ===
+
+impl GroupSet {
+    /// Groups with checkpoints `checkpoint_tokens` apart, or a little more; 0: none.
+    pub fn new(forms: Vec<GroupForm>, checkpoint_tokens: u32) -> Self {
+        let boundary = forms.iter().fold(1, |all, form| lcm(all, form.block_tokens));
+        let checkpoint = checkpoint_tokens.div_ceil(boundary) * boundary;
+        Self { forms, boundary, checkpoint }
+    }
+
+    /// Whether there are several groups.
+    pub fn several(&self) -> bool {
+        self.forms.len() > 1
+    }
+
+    /// The groups of one sort, by number.
+    pub fn groups_of(&self, windows: bool) -> impl Iterator<Item = usize> {
+        (0..self.forms.len()).filter(move |group| (self.forms[*group].kind != GroupKind::Full) == windows)
+    }
+
+    /// The group with its loads reported as those of the request.
+    pub fn lead(&self) -> usize {
+        self.groups_of(false).next().unwrap_or(0)
+    }
+
+    /// The highest boundary before so many tokens.
+    pub fn floor(&self, tokens: u32) -> u32 {
+        tokens - tokens % self.boundary
+    }
+
+    /// The highest boundary reached by so many blocks of a group; `limit` counts as one.
+    fn below(&self, group: usize, blocks: u32, limit: u32) -> u32 {
+        let tokens = blocks * self.forms[group].block_tokens;
+        if tokens >= limit { limit } else { self.floor(tokens) }
+    }
+
+    /// How far all groups have the blocks a request reads, of `first..limit`, in tokens. `present` returns the number of a group's blocks
+    /// before the first missing one; none: it will know later. `parted` is told how far full groups have all blocks. `tried`: the boundary
+    /// of the last pending answer.
+    pub fn serve_request<W>(
+        &self,
+        (first, limit): (u32, u32),
+        tried: Option<u32>,
+        mut present: impl FnMut(usize, Range<u32>) -> Result<Option<u32>, W>,
+        mut parted: impl FnMut(u32),
+    ) -> Result<ServedTokens, W> {
+        let mut hits = |group: usize, blocks: &Range<u32>| {
+            if blocks.is_empty() { Ok(Some(0)) } else { present(group, blocks.clone()) }
+        };
+        let mut end = limit;
+        for group in self.groups_of(false) {
+            let blocks = self.forms[group].loaded(first, limit);
+            let Some(found) = hits(group, &blocks)? else { return Ok(ServedTokens::Pending(tried)) };
+            end = end.min(self.below(group, blocks.start + found, limit));
+        }
+        parted(end);
+        end = end.min(tried.unwrap_or(end));
+        for count in 0..TRIES_MAX {
+            if count >= TRIES_IN_TURN && self.checkpoint > 0 {
+                end -= end % self.checkpoint;
+            }
+            let asked = end;
+            for group in self.groups_of(true) {
+                let blocks = self.forms[group].loaded(first, end);
+                let Some(found) = hits(group, &blocks)? else {
+                    return Ok(ServedTokens::Pending(Some(asked)));
+                };
+                if found < blocks.len() as u32 {
+                    // A boundary beyond a missing block reads it, as far as this one does.
+                    end = self.below(group, blocks.start + found, limit);
+                    break;
+                }
+            }
+            if end == asked {
+                // A checkpoint may lie before the engine's own tokens.
+                return Ok(ServedTokens::To(end.max(first)));
+            }
+        }
+        Ok(ServedTokens::To(first))
+    }
+}
+
+fn lcm(a: u32, b: u32) -> u32 {
+    let (mut x, mut y) = (a, b);
+    while y > 0 {
+        (x, y) = (y, x % y);
+    }
+    a / x * b
+}
+
+// === impl Points ===
+
+impl Points {
+    pub(super) fn new(set: &GroupSet, group: usize) -> Self {
+        let size = set.forms[group].block_tokens;
+        Self { every: set.checkpoint / size, boundary: set.boundary / size }
+    }
+
+    /// The parts of the blocks `first..end` to save, of a request with `prompt` whole blocks before its prompt's last token, and with its
+    /// `own` points.
+    pub fn needed(
+        &self,
+        kind: GroupKind,
+        (mut first, end): (u32, u32),
+        prompt: u32,
+        own: [u32; 2],
+    ) -> Vec<Range<u32>> {
+        let GroupKind::Window { reads } = kind else { return std::iter::once(first..end).collect() };
+        let prompt = prompt - prompt % self.boundary;
+        let mut points = own.to_vec();
+        if self.every > 0 {
+            points.extend((self.every..end + reads).step_by(self.every as usize));
+        }
+        points.retain(|point| *point < prompt);
+        points.sort_unstable();
+        let spans = points.iter().map(|point| (*point, *point));
+        // Behind the prompt's last point each block is read at a point: an answer may end there.
+        let spans = spans.chain([(prompt, end)]);
+        let mut needed = Vec::new();
+        for (point, stop) in spans {
+            let (begin, stop) = (point.saturating_sub(reads).max(first), stop.min(end));
+            if begin < stop {
+                needed.push(begin..stop);
+                first = stop;
+            }
+        }
+        needed
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::convert::Infallible;
+
+    use shm_protocol::random::Random;
+
+    use super::*;
+
+    const CASES: u64 = 5_000;
+    const GROUPS_MAX: u64 = 4;
+
+    /// Groups of an engine, the kept blocks of each, and a question.
+    #[derive(Debug)]
+    struct Case {
+        set: GroupSet,
+        /// By group and block.
+        present: Vec<Vec<bool>>,
+        first: u32,
+        limit: u32,
+        tried: Option<u32>,
+    }
+
+    fn below(random: &mut Random, end: u64) -> u32 {
+        (random.next() % end) as u32
+    }
+
+    /// A question over `boundaries` boundaries of a set at most.
+    fn case(seed: u64, boundaries: u64) -> Case {
+        let random = &mut Random(seed);
+        let groups = 1 + random.next() % GROUPS_MAX;
+        let forms: Vec<GroupForm> = (0..groups)
+            .map(|_| {
+                let reads = below(random, 6);
+                let kind = if reads == 0 { GroupKind::Full } else { GroupKind::Window { reads } };
+                let block_tokens = [1, 2, 3, 4, 8][below(random, 5) as usize];
+                GroupForm { kind, block_tokens, hashes_each: 1, window: 0 }
+            })
+            .collect();
+        let checkpoint = below(random, 40);
+        let set = GroupSet::new(forms, checkpoint);
+        let first = set.boundary * below(random, 3);
+        let limit = first + set.boundary * (1 + below(random, boundaries));
+        // A hit of a single group may end within a block.
+        let limit = if set.several() { limit } else { limit - below(random, u64::from(set.boundary)) };
+        // Much of it, or all but little.
+        let lacks = [3, 10, 50, 1000][below(random, 4) as usize];
+        let kept = |form: &GroupForm, random: &mut Random| {
+            (0..limit.div_ceil(form.block_tokens)).map(|_| !random.next().is_multiple_of(lacks)).collect()
+        };
+        let present = set.forms.iter().map(|form| kept(form, random)).collect();
+        let tried =
+            random.next().is_multiple_of(4).then(|| first + set.boundary * below(random, boundaries + 1));
+        Case { set, present, first, limit, tried: tried.map(|tried| tried.min(limit)) }
+    }
+
+    impl Case {
+        /// Whether the groups of one sort, or of both, have all blocks loaded for a hit up to `end`.
+        fn has(&self, end: u32, windows: &[bool]) -> bool {
+            let mut groups = windows.iter().flat_map(|windows| self.set.groups_of(*windows));
+            groups.all(|group| {
+                let blocks = self.set.forms[group].loaded(self.first, end);
+                blocks.into_iter().all(|block| self.present[group][block as usize])
+            })
+        }
+
+        /// The highest end up to `most` with all its blocks in those groups.
+        fn highest(&self, most: u32, windows: &[bool]) -> u32 {
+            let ends = (self.first..=most).rev();
+            let mut ends = ends.filter(|end| *end == self.limit || end.is_multiple_of(self.set.boundary));
+            ends.find(|end| self.has(*end, windows)).unwrap_or(self.first)
+        }
+
+        /// The hit if every group but `late` answers at once, how far full groups were said to have it, and the number of questions.
+        fn serve(&self, late: Option<usize>) -> (ServedTokens, Option<u32>, u32) {
+            let (mut parted, mut questions) = (None, 0);
+            let served = self.set.serve_request(
+                (self.first, self.limit),
+                self.tried,
+                |group, blocks| {
+                    questions += 1;
+                    assert!(!blocks.is_empty(), "nothing is no question");
+                    let present = |block: &u32| self.present[group][*block as usize];
+                    let hits = blocks.into_iter().take_while(present).count() as u32;
+                    Ok::<_, Infallible>((Some(group) != late).then_some(hits))
+                },
+                |end| parted = Some(end),
+            );
+            let Ok(served) = served;
+            (served, parted, questions)
+        }
+    }
+
+    /// The highest boundary with all its blocks in each group, found by trying all of them.
+    #[test]
+    fn a_request_is_served_up_to_the_highest_boundary_that_all_groups_have() {
+        let mut ends = [0; 3];
+        for seed in 0..CASES {
+            let case = case(seed, u64::from(TRIES_IN_TURN) - 2);
+            let most = case.tried.unwrap_or(case.limit);
+            let right = case.highest(most, &[true, false]);
+            let (served, parted, _) = case.serve(None);
+            assert_eq!(served, ServedTokens::To(right), "{seed}: {case:?}");
+            assert_eq!(parted, Some(case.highest(case.limit, &[false])), "{seed}: {case:?}");
+            ends[usize::from(right > case.first) + usize::from(right == most)] += 1;
+        }
+        assert!(ends.iter().all(|count| *count > CASES / 20), "one-sided cases: {ends:?}");
+    }
+
+    /// Some of many boundaries are passed over. No hit has a block missing in a group, and questions are few.
+    #[test]
+    fn of_many_boundaries_only_so_many_are_tried() {
+        let mut missed = 0;
+        for seed in 0..CASES {
+            let case = case(seed, 300);
+            let (served, _, questions) = case.serve(None);
+            let ServedTokens::To(end) = served else { panic!("{seed}: all groups know") };
+            assert!(case.has(end, &[true, false]), "{seed}: {case:?}");
+            assert!(end == case.limit || end.is_multiple_of(case.set.boundary), "{seed}: {case:?}");
+            let right = case.highest(case.tried.unwrap_or(case.limit), &[true, false]);
+            assert!((case.first..=right).contains(&end), "{seed}: {case:?}");
+            assert!(questions <= (TRIES_MAX + 1) * GROUPS_MAX as u32, "{seed}: {questions}");
+            missed += u64::from(end < right);
+        }
+        assert!((1..CASES / 10).contains(&missed), "{missed}");
+    }
+
+    /// Asked again from the tried boundary, the answer is the same.
+    #[test]
+    fn what_is_pending_goes_on_where_it_was() {
+        let mut resumed = 0;
+        for seed in 0..CASES {
+            let mut case = case(seed, u64::from(TRIES_IN_TURN) - 2);
+            let (right, ..) = case.serve(None);
+            let late = seed as usize % case.set.forms.len();
+            if let (ServedTokens::Pending(tried), ..) = case.serve(Some(late)) {
+                resumed += u64::from(tried.is_some_and(|tried| tried < case.limit));
+                case.tried = tried;
+                assert_eq!(case.serve(None).0, right, "{seed}: {case:?}");
+            }
+        }
+        assert!(resumed > CASES / 100, "{resumed}");
+    }
+
+    /// A later request reads, at each point, as many blocks as the window has; behind the prompt's last point any end is one.
+    #[test]
+    fn what_a_later_request_reads_is_saved() {
+        for seed in 0..CASES {
+            let random = &mut Random(seed);
+            let (every, boundary, reads) = (below(random, 12), 1 + below(random, 4), 1 + below(random, 5));
+            let points = Points { every: every.next_multiple_of(boundary), boundary };
+            let first = below(random, 30);
+            let (end, prompt) = (first + below(random, 40), below(random, 60));
+            let own = [below(random, 50), below(random, 50)];
+            let last = prompt - prompt % boundary;
+            let read = |block: &u32| {
+                let of = |point: u32| point < last && (block + 1..=block + reads).contains(&point);
+                let checkpoint = |point| points.every > 0 && point % points.every == 0 && of(point);
+                block + reads >= last
+                    || own.into_iter().any(of)
+                    || (block + 1..=block + reads).any(checkpoint)
+            };
+            let needed = points.needed(GroupKind::Window { reads }, (first, end), prompt, own);
+            let right: Vec<u32> = (first..end).filter(read).collect();
+            assert_eq!(needed.into_iter().flatten().collect::<Vec<_>>(), right, "{seed}");
+            let full = points.needed(GroupKind::Full, (first, end), prompt, own);
+            assert!(full.into_iter().flatten().eq(first..end), "{seed}");
+        }
+    }
+}

@@ -1,0 +1,299 @@
+//! The loads of the step being scheduled.
+
+use std::ops::Range;
+use std::time::Instant;
+
+use super::host::SessionHost;
+use super::kinds::GroupKind;
+use super::requests::{Allocation, FollowedRequest, Hit, LastAnswer, Now, RequestId};
+use super::{EnginePolicy, PolicyWait};
+use crate::core::plan::Plan;
+use crate::core::scheduler::PENDING;
+
+/// A load of a request.
+#[derive(Clone, Debug)]
+pub struct RequestLoad {
+    /// The request.
+    pub request: RequestId,
+    /// The copies: slots of the cache, and blocks of the engine.
+    pub plan: Plan,
+    /// Whether the step waits for it.
+    pub sync: bool,
+}
+
+/// A load with its lease lost before it could be planned: ranks report it as failed.
+#[derive(Clone, Debug)]
+pub struct LostLoad {
+    /// The request.
+    pub request: RequestId,
+    /// The blocks not loaded.
+    pub blocks: Vec<u32>,
+    /// Whether the step would have waited for it.
+    pub sync: bool,
+}
+
+// === impl Policy: loads ===
+
+impl<H: SessionHost> EnginePolicy<H> {
+    /// The engine has allocated blocks for a request and takes `external` tokens of the cache. Returns the ranges of blocks to name, by
+    /// group, counted from the request's first; [`EnginePolicy::load_blocks`] takes them. None: it is to name no blocks.
+    pub fn allocated(&mut self, id: RequestId, external: u32) -> Option<Vec<Range<usize>>> {
+        let several = self.set.several();
+        let request = self.requests.get_mut(id)?;
+        let Now { tokens, computed, .. } = request.now;
+        let had = request.had.take();
+        let answer = std::mem::take(&mut request.answer);
+        request.allocation = None;
+        if !several {
+            self.pacing.take_in();
+            if matches!(answer, LastAnswer::Nothing | LastAnswer::PutOff) {
+                self.pacing.compute(id, tokens.saturating_sub(computed));
+            }
+        }
+        let (LastAnswer::Hit(hit) | LastAnswer::GivenUp(hit)) = answer else {
+            return if external == 0 { self.foreign(id, had?) } else { None };
+        };
+        if external == 0 {
+            self.release_leases(id);
+            return self.foreign(id, had?);
+        }
+        let end = hit.first + external;
+        let request = self.requests.get_mut(id)?;
+        request.allocation = Some(Allocation::Load { answer, end });
+        let sizes = self.set.forms.iter().map(|form| form.block_tokens);
+        Some(sizes.map(|size| (hit.first / size) as usize..end.div_ceil(size) as usize).collect())
+    }
+
+    /// Without a load here another connector may load every block since the engine's question.
+    fn foreign(&mut self, id: RequestId, had: u32) -> Option<Vec<Range<usize>>> {
+        self.requests.get_mut(id)?.allocation = Some(Allocation::Foreign);
+        let sizes = self.set.forms.iter().map(|form| form.block_tokens);
+        Some(sizes.map(|size| (had / size) as usize..usize::MAX).collect())
+    }
+
+    /// Has the step load the promised tokens into the blocks of each group asked for by [`EnginePolicy::allocated`].
+    pub fn load_blocks(
+        &mut self,
+        id: RequestId,
+        blocks: &[Vec<u32>],
+        time: Instant,
+    ) -> Result<(), PolicyWait> {
+        let Some(allocation) = self.requests.get(id).and_then(|request| request.allocation.clone()) else {
+            return Ok(());
+        };
+        // Null blocks stand for those before a window.
+        let fresh: Vec<Vec<u32>> =
+            blocks.iter().map(|each| each.iter().copied().filter(|block| *block > 0).collect()).collect();
+        let (answer, end) = match allocation {
+            Allocation::Foreign => {
+                self.overwrite(fresh.into_iter().flatten().collect());
+                return Ok(());
+            }
+            Allocation::Load { answer, end } => (answer, end),
+        };
+        let LastAnswer::Hit(hit) = answer else {
+            self.lose(id, blocks.to_vec(), false);
+            return Ok(());
+        };
+        // vLLM may allocate less than the answer: then windows end elsewhere, and their blocks are asked for again.
+        let whole = end == hit.end || end < hit.end && self.reaches(id, hit.first, end, time)?;
+        self.renew(id, hit.sync, time)?;
+        self.known.clear();
+        let request = self.requests.get_mut(id).expect("it was looked up");
+        request.allocation = None;
+        let wanted: Vec<Range<u32>> = self.set.forms.iter().map(|form| form.loaded(hit.first, end)).collect();
+        let within = |group: usize, range: &Range<u32>| {
+            let skipped = (range.start - hit.first / self.set.forms[group].block_tokens) as usize;
+            let ids = &blocks[group];
+            ids[skipped.min(ids.len())..].to_vec()
+        };
+        let ids: Vec<Vec<u32>> =
+            wanted.iter().enumerate().map(|(group, range)| within(group, range)).collect();
+        // A block not zeroed by vLLM, because it is to be loaded, must be among the loaded blocks of a group.
+        let covers = fresh.iter().zip(&ids).all(|(fresh, ids)| fresh.iter().all(|block| ids.contains(block)));
+        // Before the loads: they may begin as soon as they are posted.
+        self.overwrite(fresh.iter().flatten().copied().collect());
+        if !whole || !covers {
+            self.release_leases(id);
+            self.lose(id, fresh, false);
+            return Ok(());
+        }
+        self.count_hit(id, &wanted, (hit, end));
+        for (group, (range, ids)) in wanted.iter().zip(ids).enumerate() {
+            self.plan(id, group, range.start, ids, hit.sync);
+        }
+        Ok(())
+    }
+
+    /// True if the hit may end earlier, at `end`: groups with windows have leased all blocks of their windows there.
+    fn reaches(&mut self, id: RequestId, first: u32, end: u32, time: Instant) -> Result<bool, PolicyWait> {
+        if !self.set.several() {
+            return Ok(true);
+        }
+        if !end.is_multiple_of(self.set.boundary) {
+            return Ok(false);
+        }
+        let windows: Vec<usize> = self.set.groups_of(true).collect();
+        for group in windows {
+            let blocks = self.set.forms[group].loaded(first, end);
+            let count = blocks.len() as u32;
+            if count > 0 && self.look_up(id, group, blocks, time)? != Some(count) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Asks again where a lease is too old to be relied on. A step's own answer has half a lease's life left.
+    fn renew(&mut self, id: RequestId, sync: bool, time: Instant) -> Result<(), PolicyWait> {
+        if sync {
+            return Ok(());
+        }
+        for group in 0..self.groups.len() {
+            let log = self.requests.get(id).expect("the caller has it").parts[group].log;
+            let session = &mut self.groups[group].session;
+            if self.renewing.take_if(|renewing| *renewing == group).is_some() {
+                if self.waited == PENDING {
+                    // Nobody asks again for blocks not loaded now.
+                    session.release(log);
+                }
+            } else if let Some(op) = session.renew(log, time) {
+                self.renewing = Some(group);
+                return Err(PolicyWait::Answer { group, op });
+            }
+        }
+        Ok(())
+    }
+
+    /// Has the step load blocks of a group from `first` on.
+    fn plan(&mut self, id: RequestId, group: usize, first: u32, mut blocks: Vec<u32>, sync: bool) {
+        // Blocks before the window of the next token are null blocks: they must be kept, for the blocks behind them, but are not loaded.
+        let unneeded = blocks.iter().take_while(|block| **block == 0).count();
+        blocks.drain(..unneeded);
+        let first = first + unneeded as u32;
+        let request = self.requests.get_mut(id).expect("the caller has it");
+        request.begin_load(group, &self.set.forms[group], first, blocks.clone());
+        let session = &mut self.groups[group].session;
+        let plans = session.load(request.parts[group].log, first, &blocks, self.next.step, sync);
+        let next = &mut self.next.parts[group];
+        if plans.is_empty() {
+            next.lost.push(LostLoad { request: id, blocks, sync });
+        }
+        next.loads.extend(plans.into_iter().map(|plan| RequestLoad { request: id, plan, sync }));
+    }
+
+    /// Has the step report these blocks of each group as failed to load.
+    fn lose(&mut self, id: RequestId, blocks: Vec<Vec<u32>>, sync: bool) {
+        let Some(request) = self.requests.get_mut(id) else { return };
+        request.allocation = None;
+        for (group, blocks) in blocks.into_iter().enumerate() {
+            self.overwritten.extend(&blocks);
+            request.parts[group].loaded.clone_from(&blocks);
+            self.next.parts[group].lost.push(LostLoad { request: id, blocks, sync });
+        }
+    }
+
+    /// Counts the tokens about to be loaded, by the group with its loads reported as those of the request. As in an engine, tokens of a
+    /// preempted request do not count again.
+    fn count_hit(&mut self, id: RequestId, wanted: &[Range<u32>], (hit, end): (Hit, u32)) {
+        let lead = self.set.lead();
+        let (size, range) = (self.set.forms[lead].block_tokens, &wanted[lead]);
+        let session = &mut self.groups[lead].session;
+        let request = self.requests.get_mut(id).expect("the caller has it");
+        let (log, blocks) = (request.parts[lead].log, range.len() as u32);
+        let mut found = session.sources(log, range.start, blocks).map(|blocks| blocks * size);
+        let partly = end % size;
+        if partly > 0 && self.set.forms[lead].kind == GroupKind::Full {
+            let last = session.sources(log, range.end - 1, 1);
+            for (found, last) in found.iter_mut().zip(last) {
+                *found -= last * (size - partly);
+            }
+        }
+        request.sources = found;
+        if request.now.preemptions == 0 {
+            for (all, found) in self.hit_tokens.iter_mut().zip(found) {
+                *all += u64::from(found);
+            }
+        }
+        if self.set.several() {
+            return;
+        }
+        let external = end - hit.first;
+        self.check.loaded(external);
+        let new_tokens = request.now.tokens.saturating_sub(end);
+        self.pacing.begin_load(id, blocks, new_tokens, hit.sync);
+        self.next.fills_tail |= hit.sync && external % size > 0;
+    }
+
+    /// The engine, or another connector, is about to write these blocks: unfinished saves of them are given up.
+    fn overwrite(&mut self, blocks: Vec<u32>) {
+        for group in &mut self.groups {
+            if group.session.saving() > 0 {
+                group.session.overwrite(blocks.iter().copied());
+            }
+        }
+        self.overwritten.extend(blocks);
+    }
+
+    // --- reports of loads ---
+
+    /// The sources of the tokens in the hit planned last, in the order of [`shm_protocol::source::Source::ALL`]; none: not known.
+    pub fn sources(&self, id: RequestId, tokens: u32) -> Option<[u32; 3]> {
+        let sources = self.requests.get(id)?.sources;
+        (sources.iter().sum::<u32>() == tokens).then_some(sources)
+    }
+
+    /// Tokens of hits loaded since the last call, by the source they were found in.
+    pub fn take_hit_tokens(&mut self) -> [u64; 3] {
+        std::mem::take(&mut self.hit_tokens)
+    }
+
+    /// Every rank has reported the end of these requests' loads, without the `failed` blocks.
+    pub fn loads_ended(&mut self, ids: &[RequestId], failed: &[u32]) {
+        for id in ids {
+            if let Some(request) = self.requests.get_mut(*id) {
+                self.proof.loaded(request, failed);
+            }
+        }
+    }
+
+    /// The engine computes these blocks again, or ends their requests. KV computed on blocks with a failed load must never be kept: every
+    /// unfinished save is given up.
+    pub fn loads_failed(&mut self, blocks: &[u32]) {
+        self.remarks.push(super::remarks::Remark::NotLoaded { blocks: blocks.len() as u64 });
+        self.void_saves();
+        self.check.give_up();
+        self.proof.fail(blocks, &mut self.requests);
+        for (_, request) in self.requests.live_mut() {
+            let hit = |request: &FollowedRequest| {
+                request.parts.iter().flat_map(|part| &part.loaded).any(|block| blocks.contains(block))
+            };
+            if hit(request) {
+                request.refuse();
+            }
+            request.parts.iter_mut().for_each(|part| part.saved = 0);
+        }
+    }
+
+    /// The engine computes these requests from their beginning: the loads of all their blocks count as failed.
+    pub fn requests_failed(&mut self, ids: &[RequestId]) {
+        let mut blocks = Vec::new();
+        let mut any = false;
+        for id in ids {
+            let Some(request) = self.requests.get_mut(*id) else { continue };
+            let loaded = request.parts.iter().flat_map(|part| &part.loaded).copied();
+            let before = blocks.len();
+            blocks.extend(loaded);
+            // Without a load here, another connector's load has failed.
+            if self.options.beside_others && blocks.len() == before {
+                continue;
+            }
+            any = true;
+            request.refuse();
+            request.parts.iter_mut().for_each(|part| part.loading.clear());
+        }
+        if any {
+            self.loads_failed(&blocks);
+        }
+    }
+}

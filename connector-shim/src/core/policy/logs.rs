@@ -1,0 +1,163 @@
+//! Key logs: the keys of a request as the sidecar gets them, group by group.
+
+use std::time::{Duration, Instant};
+
+use shm_protocol::key::BlockHash;
+
+use super::EnginePolicy;
+use super::host::SessionHost;
+use super::kinds::GroupForm;
+use super::requests::{Adapter, FollowedRequest, LastAnswer, RequestId, RequestPart};
+use crate::error::ShimError;
+
+/// How long a request waits for the digest of its adapter before it goes without the cache: some hundred MB are read meanwhile.
+const ADAPTER_WAIT: Duration = Duration::from_millis(200);
+
+// === impl Request: its adapter ===
+
+impl FollowedRequest {
+    /// Whether to ask again because the digest of the request's adapter is being computed.
+    pub(super) fn adapter_is_near(&mut self, time: Instant) -> bool {
+        self.now.adapter == Adapter::Undigested
+            && time - *self.undigested_since.get_or_insert(time) < ADAPTER_WAIT
+    }
+
+    /// Another engine computes its prompt: nobody else computes blocks of this engine's own answer.
+    fn awaits_producer(&self) -> bool {
+        self.arrival.awaits.is_some() && self.now.preemptions == 0
+    }
+}
+
+// === impl Policy: key logs ===
+
+impl<H: SessionHost> EnginePolicy<H> {
+    /// Brings the request's key log in a group up to date; false while there is none to be had.
+    pub(super) fn append(&mut self, id: RequestId, group: usize) -> bool {
+        let may_promise = self.options.saves && self.may_keep(id);
+        let (session, form) = (&mut self.groups[group].session, self.set.forms[group]);
+        let Some(request) = self.requests.get_mut(id) else { return false };
+        let fold = match request.now.adapter {
+            Adapter::Absent => None,
+            Adapter::Fold(fold) => Some(fold),
+            Adapter::Undigested | Adapter::Unknown => return false,
+        };
+        let count = request.key_count(&form);
+        let count = request.tail_at().map_or(count, |place| count.min(place as usize)) as u32;
+        let stale = {
+            let part = &request.parts[group];
+            let last = part.appended.checked_sub(1).map(|last| request.key(&form, last as usize));
+            // The engine has taken back sampled tokens, as between two inputs of a streaming session: a written key is never changed, so
+            // another log is begun.
+            last.is_some_and(|last| part.appended > count || last != Some(&part.newest))
+        };
+        let ended = request.parts[group].tailed && request.arrival.tail.is_none();
+        let preempted = request.parts[group].awaited && request.now.preemptions > 0;
+        let part = &mut request.parts[group];
+        let mut kept = 0;
+        if fold.is_some() && fold != part.fold {
+            part.close_log(session);
+            part.fold = fold;
+        }
+        if ended {
+            // A log with a tail at its end takes no key: the next one goes on where it ended.
+            kept = part.go_on(session);
+        } else if stale {
+            part.close_log(session);
+        } else if preempted {
+            kept = part.go_on(session);
+        }
+        if part.generation != Some(session.generation()) {
+            session.refresh();
+            part.log = session.open(part.fold);
+            let generation = session.generation();
+            request.open_log(group, session, generation, may_promise);
+            let part = &mut request.parts[group];
+            (part.appended, part.saved, part.tailed) = (0, kept, false);
+            request.answer = LastAnswer::Nothing;
+        }
+        let part = &mut request.parts[group];
+        if part.log < 0 {
+            // Try again at the next occasion.
+            part.generation = None;
+            return false;
+        }
+        request.append_keys(group, &form, count, session);
+        true
+    }
+
+    /// The request's blocks will not be kept: ends its promised logs, so no other engine waits for them any longer.
+    pub(super) fn break_promise(&mut self, id: RequestId) {
+        let Some(request) = self.requests.get_mut(id) else { return };
+        for (part, group) in request.parts.iter_mut().zip(&mut self.groups) {
+            if part.promised {
+                part.close_log(&mut group.session);
+            }
+        }
+    }
+}
+
+// === impl Request: written keys ===
+
+impl FollowedRequest {
+    /// A log was opened for the group: the computing engine, this one or another, is declared before the log's first key.
+    fn open_log<H: SessionHost>(
+        &mut self,
+        group: usize,
+        session: &mut H,
+        generation: u64,
+        may_promise: bool,
+    ) {
+        let awaited = self.awaits_producer();
+        let promised = may_promise && self.arrival.hands_over;
+        let part = &mut self.parts[group];
+        (part.awaited, part.promised, part.generation) = (awaited, promised, Some(generation));
+        if awaited {
+            session.await_producer(part.log);
+        }
+        if promised {
+            session.promise(part.log).expect("the log has no keys yet");
+        }
+    }
+
+    /// Appends the first `count` keys and the tail, as far as there is room.
+    fn append_keys<H: SessionHost>(&mut self, group: usize, form: &GroupForm, count: u32, session: &mut H) {
+        let (log, appended) = (self.parts[group].log, self.parts[group].appended);
+        if count > appended {
+            let key = |index: u32, key: &mut BlockHash| {
+                *key = *self.key(form, index as usize).expect("counted before");
+                Ok::<(), ShimError>(())
+            };
+            let appended =
+                session.append(log, appended, count - appended, key).expect("it begins where the log ends");
+            let newest = appended.checked_sub(1).and_then(|last| self.key(form, last as usize)).copied();
+            let part = &mut self.parts[group];
+            (part.appended, part.newest) = (appended, newest.unwrap_or(part.newest));
+        }
+        let part = &mut self.parts[group];
+        if let Some((_, tail)) = self.arrival.tail
+            && !part.tailed
+            && part.appended == count
+        {
+            part.tailed = session.append_tail(log, &tail.0).expect("a key has 32 bytes");
+        }
+    }
+}
+
+// === impl Part: ends of logs ===
+
+impl RequestPart {
+    pub(super) fn close_log<H: SessionHost>(&mut self, session: &mut H) {
+        self.promised = false;
+        if self.log >= 0 && self.generation == Some(session.generation()) {
+            session.close(self.log);
+        }
+        self.generation = None;
+    }
+
+    /// Ends a log to be followed by another one of the same keys. Returns the number of its saved blocks.
+    fn go_on<H: SessionHost>(&mut self, session: &mut H) -> usize {
+        let kept = if self.generation == Some(session.generation()) { self.saved } else { 0 };
+        self.close_log(session);
+        kept
+    }
+}

@@ -1,0 +1,360 @@
+//! The hits of a prompt in the cache.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::checks::CheckedHit;
+use super::host::SessionHost;
+use super::kinds::{GroupKind, ServedTokens};
+use super::requests::{Adapter, Hit, LastAnswer, Now, RequestId};
+use super::{EnginePolicy, PolicyWait};
+use crate::core::scheduler::{Asked, PENDING};
+
+/// The most announced requests among those waiting for their turn. Blocks fetched for more of them would push each other out of memory, and
+/// their keys fill the log arena.
+const ANNOUNCED_MAX: usize = 64;
+
+/// The answer to an engine's question for a request.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub enum FoundTokens {
+    /// So many tokens beyond the engine's own; whether they come beside the steps.
+    Tokens(u32, bool),
+    /// To be asked again.
+    Later,
+}
+
+/// Nothing is found.
+const MISS: FoundTokens = FoundTokens::Tokens(0, false);
+
+/// A question to a session, with the answer its host has waited for.
+#[derive(Copy, Clone, Debug)]
+pub(super) struct KnownAnswer {
+    request: RequestId,
+    group: usize,
+    first: u32,
+    count: u32,
+    hits: i64,
+    /// A step has waited for more than the first answer.
+    lingered: bool,
+}
+
+// === impl Policy: waiting requests ===
+
+impl<H: SessionHost> EnginePolicy<H> {
+    /// Whether one more request waiting for its turn is announced. `running`: requests computed by the last step and not over.
+    pub fn may_announce(&self, running: usize) -> bool {
+        self.requests.live_count() < running + ANNOUNCED_MAX
+    }
+
+    /// Tells the sidecar the keys of an arrived request waiting for its turn. Blocks of its prompt outside memory are fetched meanwhile.
+    pub fn announce(&mut self, id: RequestId) {
+        let Some(request) = self.requests.get(id) else { return };
+        let fetches = self.options.loads && request.arrival.reads;
+        // A promise is made as soon as the request's keys are told.
+        if !(fetches || self.options.saves && request.arrival.hands_over) {
+            return;
+        }
+        let limit = self.set.floor(request.now.tokens.saturating_sub(1));
+        // Groups with windows need the blocks read at the highest boundary, if all is kept. Those few blocks come first: a set's load
+        // begins once all groups are asked for, and each group with windows waits for its own.
+        let groups: Vec<usize> = self.set.groups_of(true).chain(self.set.groups_of(false)).collect();
+        for group in groups {
+            let blocks = self.set.forms[group].loaded(0, limit);
+            if !blocks.is_empty() && self.append(id, group) && fetches {
+                let log = self.requests.get(id).expect("it was looked up").parts[group].log;
+                self.groups[group].session.hint(log, blocks.start, blocks.len() as u32);
+            }
+        }
+    }
+
+    // --- questions ---
+
+    /// Tokens beyond `computed` held by all groups. `alone`: no other request is computed beside it. On a [`PolicyWait`] the host waits,
+    /// passes the session's answer on ([`EnginePolicy::answered`]) and asks again.
+    pub fn matched(
+        &mut self,
+        id: RequestId,
+        computed: u32,
+        alone: bool,
+        time: Instant,
+    ) -> Result<FoundTokens, PolicyWait> {
+        self.known.retain(|known| known.request == id);
+        let found = self.find(id, computed, alone, time)?;
+        self.known.clear();
+        Ok(found)
+    }
+
+    fn find(
+        &mut self,
+        id: RequestId,
+        computed: u32,
+        alone: bool,
+        time: Instant,
+    ) -> Result<FoundTokens, PolicyWait> {
+        let beside = self.options.beside_others;
+        let Some(request) = self.requests.get_mut(id) else { return Ok(MISS) };
+        request.had = beside.then_some(computed);
+        if !self.options.loads || !request.arrival.reads || self.updating {
+            return Ok(MISS);
+        }
+        let single = (!self.set.several()).then(|| self.set.forms[0].block_tokens);
+        let request = self.requests.get_mut(id).expect("looked up above");
+        request.answer = LastAnswer::Nothing;
+        if let Some(size) = single {
+            // The key of a tail must not be taken for its block's own, once the request's tokens fill the block.
+            request.fill_tail(size, request.now.tokens.saturating_sub(1));
+        }
+        let limit = self.limit(id);
+        if limit <= computed || !computed.is_multiple_of(self.set.boundary) {
+            return Ok(MISS);
+        }
+        let request = self.requests.get_mut(id).expect("looked up above");
+        if request.refused.is_some() {
+            return Ok(if request.steps_aside() { FoundTokens::Later } else { MISS });
+        }
+        match self.serve_groups(id, (computed, limit), time)? {
+            ServedTokens::Pending(tried) => {
+                self.requests.get_mut(id).expect("looked up above").tried = tried;
+                Ok(FoundTokens::Later)
+            }
+            ServedTokens::To(end) => {
+                self.requests.get_mut(id).expect("looked up above").tried = None;
+                Ok(self.settle(id, (computed, end, limit), alone))
+            }
+        }
+    }
+
+    /// The end of the tokens asked for: one is left to compute, and a hit ends on a boundary or, in another engine's prompt, before the
+    /// last token.
+    fn limit(&mut self, id: RequestId) -> u32 {
+        let request = self.requests.get(id).expect("the caller has it");
+        let most = request.now.tokens.saturating_sub(1);
+        let boundary = self.set.floor(most);
+        let saved = request.arrival.awaits.unwrap_or(0);
+        if self.set.several() || boundary == most || saved < most || !self.append(id, 0) {
+            return boundary;
+        }
+        // The block of the last token has a key: its tail's, or, if the token fills it, its own.
+        let request = self.requests.get(id).expect("the caller has it");
+        let part = &request.parts[0];
+        let newest = if part.tailed { request.tail_at() } else { part.appended.checked_sub(1) };
+        if newest == Some(most / self.set.boundary) { most } else { boundary }
+    }
+
+    fn serve_groups(
+        &mut self,
+        id: RequestId,
+        tokens: (u32, u32),
+        time: Instant,
+    ) -> Result<ServedTokens, PolicyWait> {
+        let set = Arc::clone(&self.set);
+        let tried = self.requests.get(id).expect("the caller has it").tried;
+        if set.several() && self.known.is_empty() {
+            // The sidecar looks for all groups at once: for those with windows where they are asked first if the others have all.
+            let guessed = tokens.1.min(tried.unwrap_or(tokens.1));
+            for group in set.groups_of(true).chain(set.groups_of(false)) {
+                let end = if set.forms[group].kind == GroupKind::Full { tokens.1 } else { guessed };
+                self.ask_ahead(id, group, set.forms[group].loaded(tokens.0, end), time);
+            }
+        }
+        let mut parted = None;
+        let served = set.serve_request(
+            tokens,
+            tried,
+            |group, blocks| self.look_up(id, group, blocks, time),
+            |end| parted = Some(end),
+        )?;
+        if let Some(end) = parted {
+            let request = self.requests.get_mut(id).expect("the caller has it");
+            for group in set.groups_of(true) {
+                // Others' prompts are kept as far as this, and the request's goes on: so may other ones from there.
+                request.parts[group].parted = end / set.forms[group].block_tokens;
+            }
+        }
+        Ok(served)
+    }
+
+    fn ask_ahead(&mut self, id: RequestId, group: usize, blocks: Range<u32>, time: Instant) {
+        if !blocks.is_empty() && self.append(id, group) {
+            let log = self.requests.get(id).expect("it has a log").parts[group].log;
+            self.groups[group].session.ask_ahead(log, blocks.start, blocks.len() as u32, time);
+        }
+    }
+
+    /// The number of these blocks in the cache before the first missing one; none: to be asked again.
+    pub(super) fn look_up(
+        &mut self,
+        id: RequestId,
+        group: usize,
+        blocks: Range<u32>,
+        time: Instant,
+    ) -> Result<Option<u32>, PolicyWait> {
+        if !self.append(id, group) {
+            let request = self.requests.get_mut(id).expect("the caller has it");
+            return Ok(if request.adapter_is_near(time) { None } else { Some(0) });
+        }
+        let part = &self.requests.get(id).expect("it has a log").parts[group];
+        let (log, awaited) = (part.log, part.awaited);
+        let (first, count) = (blocks.start, blocks.len() as u32);
+        let asked =
+            |known: &&mut KnownAnswer| (known.group, known.first, known.count) == (group, first, count);
+        let known = match self.known.iter_mut().find(asked) {
+            Some(known) => known,
+            None => {
+                let asked = self.groups[group].session.ask(log, first, count, time);
+                let hits = if let Asked::Answered(hits) = asked { hits } else { PENDING };
+                self.known.push(KnownAnswer { request: id, group, first, count, hits, lingered: false });
+                if let Asked::Posted(op) = asked {
+                    return Err(PolicyWait::Answer { group, op });
+                }
+                self.known.last_mut().expect("it was pushed")
+            }
+        };
+        if known.hits >= 0 {
+            return Ok(Some(known.hits as u32));
+        }
+        if awaited
+            && !known.lingered
+            && let Some(within) = self.pacing.linger()
+        {
+            known.lingered = true;
+            return Err(PolicyWait::Linger { group, log, first, count, within });
+        }
+        Ok(None)
+    }
+
+    /// Takes the session's answer the host has waited for.
+    pub fn answered(&mut self, hits: i64) {
+        self.waited = hits;
+        if self.renewing.is_none()
+            && let Some(known) = self.known.last_mut()
+        {
+            known.hits = hits;
+        }
+    }
+
+    /// Decides on a hit up to `end`, of `limit`: to load it, to put it off, or to leave it.
+    fn settle(&mut self, id: RequestId, (first, end, limit): (u32, u32, u32), alone: bool) -> FoundTokens {
+        let found = |end: u32, sync: bool| FoundTokens::Tokens(end - first, !sync);
+        if self.is_too_much(id, end) {
+            // An engine such as vLLM ends a request after a failed load, and knows no other way for a connector to end one.
+            self.release_leases(id);
+            let request = self.requests.get_mut(id).expect("the caller has it");
+            request.answer = LastAnswer::GivenUp(Hit { first, end: limit, sync: false });
+            return found(limit, false);
+        }
+        let size = self.set.forms[0].block_tokens;
+        let awaited = self.requests.get(id).expect("the caller has it").parts[0].awaited;
+        let dropped =
+            self.options.drops_last_block && !awaited && end > first && (end - first).div_ceil(size) == 1;
+        // Most likely the engine has dropped this block of its own hit: each request would load it again.
+        if end <= first || dropped {
+            self.release_leases(id);
+            return MISS;
+        }
+        let arriving = self.is_arriving(id);
+        // No step waits for blocks on their way, or for a load of several groups or a window: its failure must be told before a token is
+        // computed upon it.
+        let beside = arriving || self.set.several() || self.set.forms[0].window > 0;
+        let hits = (end - first).div_ceil(size);
+        let Some(sync) = (if beside { Some(false) } else { self.pacing.synchronous(hits, alone) }) else {
+            self.requests.get_mut(id).expect("the caller has it").answer = LastAnswer::PutOff;
+            return FoundTokens::Later;
+        };
+        // Blocks on their way cannot be compared yet.
+        let end = if arriving { end } else { self.trim(id, first, end) };
+        if end <= first {
+            self.release_leases(id);
+            return MISS;
+        }
+        let request = self.requests.get_mut(id).expect("the caller has it");
+        request.answer = LastAnswer::Hit(Hit { first, end, sync });
+        found(end, sync)
+    }
+
+    fn is_arriving(&mut self, id: RequestId) -> bool {
+        let request = self.requests.get(id).expect("the caller has it");
+        let mut parts = request.parts.iter().zip(&mut self.groups);
+        parts.any(|(part, group)| group.session.arriving(part.log))
+    }
+
+    /// The end of the hit without the blocks left to be computed for a check.
+    fn trim(&mut self, id: RequestId, first: u32, end: u32) -> u32 {
+        let namespace = self.groups[0].session.namespace();
+        let size = self.set.forms[0].block_tokens;
+        let whole = end / size - first / size;
+        if self.set.several() || namespace == 0 || whole == 0 {
+            return end;
+        }
+        let request = self.requests.get(id).expect("the caller has it");
+        let hit = CheckedHit {
+            owner: id,
+            first: first / size,
+            hits: whole,
+            subject: (namespace, request.parts[0].fold),
+            // A handed-over prompt is not computed again, and a window's first blocks are not there.
+            whole: request.arrival.awaits.is_none() && self.set.forms[0].window == 0,
+        };
+        let kept = self.check.trim(hit, self.next.step);
+        if kept == whole { end } else { first + kept * size }
+    }
+
+    /// Whether a request ends rather than have this engine compute so much of it.
+    fn is_too_much(&self, id: RequestId, end: u32) -> bool {
+        let request = self.requests.get(id).expect("the caller has it");
+        let Now { tokens, preemptions, .. } = request.now;
+        let awaits = request.arrival.awaits.is_some() && preemptions == 0;
+        self.options.strict_tokens.is_some_and(|strict| awaits && tokens - end > strict)
+    }
+
+    /// Ends the leases of the request's last hit: its blocks are not loaded.
+    pub(super) fn release_leases(&mut self, id: RequestId) {
+        let Some(request) = self.requests.get_mut(id) else { return };
+        request.answer = LastAnswer::Nothing;
+        for (part, group) in request.parts.iter().zip(&mut self.groups) {
+            if part.generation == Some(group.session.generation()) {
+                group.session.release(part.log);
+            }
+        }
+    }
+
+    /// The key log of a request in a group; -1: none.
+    pub fn log(&self, id: RequestId, group: usize) -> i64 {
+        self.requests.get(id).map_or(-1, |request| request.parts[group].log)
+    }
+
+    /// Whether the cache has answered, and the load waits for a step with room.
+    pub fn is_put_off(&self, id: RequestId) -> bool {
+        self.requests.get(id).is_some_and(|request| request.answer == LastAnswer::PutOff)
+    }
+
+    /// Whether a load of the request has failed: the cache is not asked again.
+    pub fn is_refused(&self, id: RequestId) -> bool {
+        self.requests.get(id).is_some_and(|request| request.refused.is_some())
+    }
+
+    /// A request has so many computed tokens by now. An engine with windows calls this for all requests before it reports failed loads.
+    pub fn progress(&mut self, id: RequestId, computed: u32) {
+        if let Some(request) = self.requests.get_mut(id) {
+            request.now.computed = computed;
+        }
+    }
+
+    /// The engine's current numbers of a request.
+    pub fn now(&mut self, id: RequestId, now: Now) {
+        if let Some(request) = self.requests.get_mut(id) {
+            if now.adapter != Adapter::Undigested {
+                request.undigested_since = None;
+            }
+            request.now = now;
+        }
+    }
+}
+
+impl PolicyWait {
+    /// How long a host may wait at most, if there is a limit.
+    pub fn within(&self) -> Option<Duration> {
+        if let Self::Linger { within, .. } = self { Some(*within) } else { None }
+    }
+}

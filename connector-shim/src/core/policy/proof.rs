@@ -1,0 +1,444 @@
+//! The blocks of the engine's pool with the KV of their keys, as far as this run has seen them filled.
+//!
+//! An engine such as vLLM lists a block under its hash when it schedules the step to fill the block. The step may be skipped, raise or be
+//! refused, and its request may be preempted in the same schedule(). A listed hash therefore proves nothing. A block is proven by an
+//! accepted step filling it under the listed key, or by a successful load. An unproven block is not saved or handed over, and neither is
+//! any block computed upon it.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+
+use shm_protocol::key::BlockHash;
+
+use super::kinds::GroupForm;
+use super::remarks::Remark;
+use super::requests::{FollowedRequest, RequestId, Requests};
+
+/// Encoder outputs remembered as new ones: beyond so many, all count as old.
+const ENCODED_MAX: usize = 1 << 16;
+/// Steps waiting for the engine to take their output; vLLM has two in flight at most. With more, the engine is held to take no output at
+/// all.
+const OPEN_STEPS_MAX: usize = 32;
+/// The engine's null block, in place of each block before a window. Nothing is ever written to it.
+const NULL_BLOCK: u32 = 0;
+
+/// Blocks filled by a step in a cache group.
+#[derive(Debug)]
+struct Fill {
+    group: usize,
+    blocks: Vec<u32>,
+    /// The request computing them; none for a load: its content depends on no block before it.
+    owner: Option<RequestId>,
+}
+
+/// A step with its output not taken by the engine yet.
+#[derive(Debug)]
+struct OpenStep {
+    number: u64,
+    fills: Vec<Fill>,
+    /// The blocks under each request at its begin in the step. A request with a window forgets them before the engine takes the output.
+    begins: Vec<(RequestId, Vec<u32>)>,
+}
+
+/// The steps passed over by the engine when it took a later output.
+#[derive(Debug, Default)]
+pub(super) struct Passed {
+    pub(super) steps: Vec<u64>,
+    /// Later steps have computed upon them: no save posted until now counts.
+    pub(super) voids: bool,
+}
+
+/// Counts of unkept steps and blocks, since they were taken last.
+#[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
+pub struct Unkept {
+    /// Steps passed over by the engine.
+    pub unaccepted_steps: u64,
+    /// Unproven blocks under beginning requests.
+    pub unproven_blocks: u64,
+}
+
+/// By block of a group, the key this run saw it filled under, by an accepted step, a load or an open step.
+#[derive(Debug, Default)]
+struct FilledBlocks(Vec<Option<BlockHash>>);
+
+/// The proven blocks of one engine, of all its cache groups.
+#[derive(Debug)]
+pub(super) struct BlockProof {
+    forms: Vec<GroupForm>,
+    keys: Vec<FilledBlocks>,
+    open: VecDeque<OpenStep>,
+    /// The engine's identifiers of encoder outputs made since all blocks were disowned; none: no blocks ever were. The engine may still use
+    /// older outputs, made with other weights.
+    encoded: Option<HashSet<String>>,
+    /// The engine takes no output, as far as this run is told: then nothing is kept, and nothing promised.
+    pub(super) stalled: bool,
+    pub(super) unkept: Unkept,
+    /// Another connector loads blocks, too. They are unproven here.
+    beside_others: bool,
+}
+
+// === impl Filled ===
+
+impl FilledBlocks {
+    fn get(&self, block: u32) -> Option<&BlockHash> {
+        self.0.get(block as usize)?.as_ref()
+    }
+
+    fn set(&mut self, block: u32, key: BlockHash) {
+        let at = block as usize;
+        if at >= self.0.len() {
+            self.0.resize(at + 1, None);
+        }
+        self.0[at] = Some(key);
+    }
+
+    fn forget_blocks(&mut self, blocks: &[u32]) {
+        for block in blocks {
+            if let Some(key) = self.0.get_mut(*block as usize) {
+                *key = None;
+            }
+        }
+    }
+
+    /// Blocks of the request before `end` and before the first one not filled under its key. A null block, in place of one before a window,
+    /// is not read.
+    fn leading(&self, request: &FollowedRequest, group: usize, form: &GroupForm, end: usize) -> usize {
+        let blocks = &request.parts[group].blocks;
+        let keys = request.keys_of(form, 0..end.min(blocks.len()));
+        let right =
+            |(block, key): &(&u32, &BlockHash)| **block == NULL_BLOCK || self.get(**block) == Some(key);
+        blocks.iter().zip(keys).take_while(right).count()
+    }
+}
+
+// === impl Proof ===
+
+impl BlockProof {
+    pub(super) fn new(forms: Vec<GroupForm>, beside_others: bool) -> Self {
+        Self {
+            keys: forms.iter().map(|_| FilledBlocks::default()).collect(),
+            forms,
+            open: VecDeque::new(),
+            encoded: None,
+            stalled: false,
+            unkept: Unkept::default(),
+            beside_others,
+        }
+    }
+
+    /// Whether there are steps with an output not taken by the engine.
+    pub(super) fn waits(&self) -> bool {
+        !self.open.is_empty()
+    }
+
+    /// The first of them, if the engine is known to take outputs.
+    pub(super) fn expects(&self) -> Option<u64> {
+        self.open.front().filter(|_| !self.stalled).map(|step| step.number)
+    }
+
+    /// Those steps.
+    pub(super) fn open_steps(&self) -> impl Iterator<Item = u64> {
+        self.open.iter().map(|step| step.number)
+    }
+
+    /// Whether encoder outputs are followed.
+    pub(super) fn encodes(&self) -> bool {
+        self.encoded.is_some()
+    }
+
+    // --- one step ---
+
+    /// A step is scheduled.
+    pub(super) fn schedule(&mut self, step: u64) -> Option<Remark> {
+        if self.stalled {
+            // One of them is enough to learn of passed-over steps.
+            return None;
+        }
+        self.open.push_back(OpenStep { number: step, fills: Vec::new(), begins: Vec::new() });
+        (self.open.len() > OPEN_STEPS_MAX).then(|| {
+            self.void();
+            self.stalled = true;
+            Remark::Stalled { steps: OPEN_STEPS_MAX as u64 }
+        })
+    }
+
+    /// The step writes these blocks.
+    pub(super) fn overwrite(&mut self, blocks: &[u32]) {
+        for keys in &mut self.keys {
+            keys.forget_blocks(blocks);
+        }
+    }
+
+    /// The step waits for the request's load, so its blocks are filled by the step.
+    pub(super) fn fill_by_load(&mut self, request: &mut FollowedRequest) {
+        if self.stalled {
+            return;
+        }
+        let Some(step) = self.open.back_mut() else { return };
+        for (group, part) in request.parts.iter().enumerate() {
+            let blocks = part.loading.iter().map(|(block, _)| *block).collect();
+            step.fills.push(Fill { group, blocks, owner: None });
+        }
+        self.loaded(request, &[]);
+    }
+
+    /// The request begins in a group on blocks with so many tokens, as the engine counts them. Returns the number of unproven blocks to
+    /// tell of.
+    pub(super) fn begin_request(
+        &mut self,
+        id: RequestId,
+        request: &mut FollowedRequest,
+        group: usize,
+        tokens: u32,
+    ) -> u64 {
+        let form = self.forms[group];
+        let (found, rest) = ((tokens / form.block_tokens) as usize, tokens % form.block_tokens);
+        let filled = self.keys[group].leading(request, group, &form, found);
+        request.parts[group].filled = filled;
+        let mut unproven = 0;
+        if filled < found {
+            if self.encoded.is_none() && !self.beside_others {
+                unproven = (found - filled) as u64;
+                self.unkept.unproven_blocks += unproven;
+            }
+            request.doubt(filled as u32 * form.block_tokens);
+        } else if rest > 0 && !self.is_partly_proven(request, group, found) {
+            request.doubt(found as u32 * form.block_tokens);
+        }
+        if tokens > 0
+            && let Some(step) = self.open.back_mut()
+        {
+            let blocks = &request.parts[group].blocks;
+            step.begins.push((id, blocks[..blocks.len().min(found + 1)].to_vec()));
+        }
+        unproven
+    }
+
+    /// Whether the beginning of a block is right: the block was loaded, or the request computed this part.
+    fn is_partly_proven(&self, request: &FollowedRequest, group: usize, place: usize) -> bool {
+        let part = &request.parts[group];
+        let key = part.blocks.get(place).and_then(|block| self.keys[group].get(*block));
+        let tail = request.arrival.tail.as_ref().map(|(_, key)| key);
+        let own = request.key(&self.forms[group], place);
+        key.is_some() && (key == tail || key == own) || part.goes_on && !request.doubted_before
+    }
+
+    /// Notes the blocks full once the current step has computed the request's tokens from `start` to `end`.
+    pub(super) fn fill(&mut self, id: RequestId, request: &mut FollowedRequest, start: u32, mut end: u32) {
+        if let Some(doubt) = request.doubt {
+            if start > doubt {
+                return;
+            }
+            // The step computes everything in doubt again.
+            request.doubt = None;
+        }
+        if let Some(old) = self.old_output(request, start, end) {
+            request.doubt = Some(old);
+            end = old;
+        }
+        for group in 0..self.forms.len() {
+            self.fill_group(id, request, group, (start, end));
+        }
+    }
+
+    fn fill_group(
+        &mut self,
+        id: RequestId,
+        request: &mut FollowedRequest,
+        group: usize,
+        (start, end): (u32, u32),
+    ) {
+        let form = self.forms[group];
+        let part = &request.parts[group];
+        // The engine may have taken tokens back: the step writes filled blocks again.
+        let first = part.filled.min((start / form.block_tokens) as usize);
+        let end = ((end / form.block_tokens) as usize).min(part.blocks.len()).max(first);
+        let keys = request.keys_of(&form, first..end);
+        let full = part.blocks[first.min(part.blocks.len())..].iter().copied().zip(keys);
+        let mut blocks = Vec::new();
+        let mut filled = first;
+        for (block, key) in full {
+            filled += 1;
+            if block != NULL_BLOCK {
+                self.keys[group].set(block, *key);
+                blocks.push(block);
+            }
+        }
+        request.parts[group].filled = filled;
+        if filled > first
+            && let Some(step) = self.open.back_mut()
+        {
+            step.fills.push(Fill { group, blocks, owner: Some(id) });
+        }
+    }
+
+    /// The first token from `start` on, before `end`, of an encoder output made with earlier weights.
+    fn old_output(&self, request: &FollowedRequest, start: u32, end: u32) -> Option<u32> {
+        let encoded = self.encoded.as_ref()?;
+        let old = request.media.iter().filter(|media| !encoded.contains(&media.identifier));
+        let read = old.filter(|media| media.offset < end && media.offset + media.length > start);
+        read.map(|media| media.offset.max(start)).min()
+    }
+
+    /// Whether the engine took the output of the oldest open step, a proof of the blocks filled by the step.
+    pub(super) fn accept_next(&mut self, step: u64) -> bool {
+        let next = self.expects() == Some(step);
+        if next {
+            self.open.pop_front();
+        }
+        next
+    }
+
+    /// The engine has taken the output of `step`, and nothing of the steps before it; `scheduled` has their requests.
+    pub(super) fn pass_over(
+        &mut self,
+        step: u64,
+        requests: &mut Requests,
+        scheduled: &HashMap<u64, Vec<RequestId>>,
+    ) -> Passed {
+        let before = self.open.iter().take_while(|open| open.number < step).count();
+        let passed: Vec<OpenStep> = self.open.drain(..before).collect();
+        let mut voids = self.stalled;
+        if !passed.is_empty() || voids {
+            let ids = passed.iter().filter_map(|open| scheduled.get(&open.number)).flatten();
+            let ids: HashSet<RequestId> = ids.copied().collect();
+            let stalled = self.stalled;
+            let affected =
+                requests.live().map(|(id, _)| id).filter(|id| stalled || ids.contains(id)).collect();
+            let mut lost = HashSet::new();
+            for open in &passed {
+                for fill in &open.fills {
+                    self.keys[fill.group].forget_blocks(&fill.blocks);
+                    lost.extend(&fill.blocks);
+                }
+            }
+            voids |= self.spread(lost, affected, requests, scheduled);
+            self.unkept.unaccepted_steps += passed.len() as u64;
+        }
+        self.stalled = false;
+        if self.expects() == Some(step) {
+            self.open.pop_front();
+        }
+        Passed { steps: passed.iter().map(|open| open.number).collect(), voids }
+    }
+
+    // --- loads beside the steps, and lost proofs ---
+
+    /// The request's load has ended, well but for the `failed` blocks.
+    pub(super) fn loaded(&mut self, request: &mut FollowedRequest, failed: &[u32]) {
+        for (part, keys) in request.parts.iter_mut().zip(&mut self.keys) {
+            for (block, key) in std::mem::take(&mut part.loading) {
+                if !failed.contains(&block) {
+                    keys.set(block, key);
+                }
+            }
+        }
+    }
+
+    /// The open steps prove none of the blocks they fill.
+    fn void(&mut self) {
+        for open in &mut self.open {
+            for fill in std::mem::take(&mut open.fills) {
+                self.keys[fill.group].forget_blocks(&fill.blocks);
+            }
+        }
+    }
+
+    /// Blocks were not loaded: KV computed upon them by the open steps, directly or not, is not proven.
+    pub(super) fn fail(&mut self, blocks: &[u32], requests: &mut Requests) {
+        self.overwrite(blocks);
+        self.spread(blocks.iter().copied().collect(), HashSet::new(), requests, &HashMap::new());
+    }
+
+    /// KV computed by the open steps for the `affected` requests, or upon the `lost` blocks, directly or not, is not proven. Returns
+    /// whether the open steps have computed any of it.
+    fn spread(
+        &mut self,
+        mut lost: HashSet<u32>,
+        mut affected: HashSet<RequestId>,
+        requests: &mut Requests,
+        scheduled: &HashMap<u64, Vec<RequestId>>,
+    ) -> bool {
+        let mut left = self.blocks_under(requests);
+        let mut voids = false;
+        loop {
+            if affected.is_empty() {
+                let upon = left.iter().filter(|(_, blocks)| !lost.is_disjoint(blocks));
+                affected = upon.map(|(id, _)| *id).collect();
+            }
+            if affected.is_empty() {
+                return voids;
+            }
+            left.retain(|id, _| !affected.contains(id));
+            for open in &mut self.open {
+                let gone =
+                    open.fills.extract_if(.., |fill| fill.owner.is_some_and(|id| affected.contains(&id)));
+                for fill in gone {
+                    self.keys[fill.group].forget_blocks(&fill.blocks);
+                    lost.extend(fill.blocks);
+                }
+                let computes = scheduled.get(&open.number);
+                voids |= computes.is_some_and(|ids| ids.iter().any(|id| affected.contains(id)));
+            }
+            for id in affected.drain() {
+                if let Some(request) = requests.get_mut(id) {
+                    self.fall_back(request);
+                }
+            }
+        }
+    }
+
+    /// The blocks under each request, also of requests ended in the meantime with blocks filled in an open step.
+    fn blocks_under(&self, requests: &mut Requests) -> HashMap<RequestId, HashSet<u32>> {
+        let tables =
+            |request: &FollowedRequest| request.parts.iter().flat_map(|part| part.blocks.clone()).collect();
+        let mut under: HashMap<RequestId, HashSet<u32>> =
+            requests.live().map(|(id, request)| (id, tables(request))).collect();
+        for owner in self.open.iter().flat_map(|open| &open.fills).filter_map(|fill| fill.owner) {
+            if let Some(request) = requests.known_mut(owner) {
+                under.entry(owner).or_insert_with(|| tables(request));
+            }
+        }
+        for (id, blocks) in self.open.iter().flat_map(|open| &open.begins) {
+            under.entry(*id).or_default().extend(blocks);
+        }
+        under
+    }
+
+    /// The request's KV beyond its proven blocks is in doubt.
+    fn fall_back(&self, request: &mut FollowedRequest) {
+        if !request.has_blocks() {
+            return;
+        }
+        request.slide(&self.forms);
+        for (group, form) in self.forms.iter().enumerate() {
+            let filled = self.keys[group].leading(request, group, form, request.parts[group].filled);
+            request.parts[group].filled = filled;
+            request.doubt(filled as u32 * form.block_tokens);
+        }
+    }
+
+    /// No block belongs to the KV computed from now on. If the engine's own cache could not be reset, requests still find old blocks in it.
+    pub(super) fn disown(&mut self, requests: &mut Requests) {
+        for keys in &mut self.keys {
+            keys.0.clear();
+        }
+        self.void();
+        self.encoded = Some(HashSet::new());
+        for (_, request) in requests.live_mut() {
+            for part in &mut request.parts {
+                part.loading.clear();
+            }
+            self.fall_back(request);
+        }
+    }
+
+    /// A step has encoders make this output.
+    pub(super) fn note_encoded(&mut self, identifier: String) {
+        if let Some(encoded) = &mut self.encoded {
+            encoded.insert(identifier);
+            if encoded.len() > ENCODED_MAX {
+                encoded.clear();
+            }
+        }
+    }
+}

@@ -1,0 +1,406 @@
+//! The requests not over yet: of each its keys, and in each cache group its key log, its blocks, and how far they are kept.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::ops::Range;
+use std::time::Instant;
+
+use shm_protocol::key::BlockHash;
+
+use super::kinds::GroupForm;
+
+/// A request of the policy's engine. Numbers are never used again.
+pub type RequestId = u64;
+
+/// The adapter of a request.
+#[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
+pub enum Adapter {
+    /// None.
+    #[default]
+    Absent,
+    /// An adapter with this digest of its bytes, mixed into every key.
+    Fold([u8; 16]),
+    /// An adapter with its digest being computed.
+    Undigested,
+    /// An adapter of requests without the cache.
+    Unknown,
+}
+
+/// The changing numbers of a request, as of the engine's call.
+#[derive(Copy, Clone, Debug, Default)]
+pub struct Now {
+    /// Tokens of the prompt and of the answer so far.
+    pub tokens: u32,
+    /// Tokens with their KV there before the step being scheduled.
+    pub computed: u32,
+    /// How often the request has lost its blocks.
+    pub preemptions: u32,
+    /// Its adapter.
+    pub adapter: Adapter,
+}
+
+/// The constant facts of a request.
+#[derive(Clone, Debug, Default)]
+pub struct Arrival {
+    /// Tokens of the prompt.
+    pub prompt: u32,
+    /// It may be served from the cache, and no other connector brings its prompt.
+    pub reads: bool,
+    /// Another engine has computed its prompt, or is about to: tokens saved there, as far as is known.
+    pub awaits: Option<u32>,
+    /// Another engine goes on with it.
+    pub hands_over: bool,
+    /// The block at the end of the handed-over tokens, and the key of its tokens so far ([`super::EnginePolicy::tail`]).
+    pub tail: Option<(u32, BlockHash)>,
+}
+
+/// An encoder's output for a request, and the place of its tokens.
+#[derive(Clone, Debug)]
+pub struct Media {
+    /// The engine's name for the output.
+    pub identifier: String,
+    /// First token.
+    pub offset: u32,
+    /// Tokens.
+    pub length: u32,
+}
+
+/// A hit: from the first token asked for up to the end of the tokens in all groups.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(super) struct Hit {
+    pub(super) first: u32,
+    pub(super) end: u32,
+    pub(super) sync: bool,
+}
+
+/// The answer to the last question of a request.
+#[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
+pub(super) enum LastAnswer {
+    /// Nothing to load.
+    #[default]
+    Nothing,
+    /// The found blocks are to be loaded in a later step.
+    PutOff,
+    /// A hit, under leases of all groups.
+    Hit(Hit),
+    /// Too little was handed over: its load is to fail, and so to end the request.
+    GivenUp(Hit),
+}
+
+/// The blocks to be named by the engine for an allocation.
+#[derive(Clone, Debug)]
+pub(super) enum Allocation {
+    /// Blocks another connector may load.
+    Foreign,
+    /// Those of a hit, up to this token.
+    Load { answer: LastAnswer, end: u32 },
+}
+
+/// A request in one cache group.
+#[derive(Clone, Debug)]
+pub(super) struct RequestPart {
+    /// The key log, and the connection it was opened in; none: the next append opens one.
+    pub(super) log: i64,
+    pub(super) generation: Option<u64>,
+    /// The adapter's digest, mixed into the log's keys.
+    pub(super) fold: Option<[u8; 16]>,
+    pub(super) appended: u32,
+    /// The last appended key: it hangs on all before it.
+    pub(super) newest: BlockHash,
+    /// The log ends with the key of a tail, and takes no other.
+    pub(super) tailed: bool,
+    /// Another engine is awaited for the log's keys.
+    pub(super) awaited: bool,
+    /// They are promised to another engine.
+    pub(super) promised: bool,
+    pub(super) blocks: Vec<u32>,
+    /// Leading blocks freed, or never allocated, by the engine: other requests may hold them by now. They are 0.
+    pub(super) freed: usize,
+    /// Leading blocks this run has seen filled, by steps the engine may still refuse.
+    pub(super) filled: usize,
+    /// The first block of its next step holds KV computed by the request itself before, as in a session.
+    pub(super) goes_on: bool,
+    /// Leading blocks offered to the cache, or loaded from it.
+    pub(super) saved: usize,
+    /// The blocks it began on, computed before, and the step of its begin. The cache has most likely kept them: they are offered, and so
+    /// marked as used, in the step after, not on the way to the first token. 0: they were offered.
+    pub(super) found: usize,
+    pub(super) found_in: u64,
+    /// The block at which its prompt parts from prompts kept before, as far as known.
+    pub(super) parted: u32,
+    /// Blocks of the last load. Each with its key, until the load ends.
+    pub(super) loaded: Vec<u32>,
+    pub(super) loading: Vec<(u32, BlockHash)>,
+}
+
+/// One request.
+#[derive(Clone, Debug)]
+pub(super) struct FollowedRequest {
+    pub(super) arrival: Arrival,
+    pub(super) now: Now,
+    /// One for each of its hashes.
+    pub(super) keys: Vec<BlockHash>,
+    pub(super) media: Vec<Media>,
+    pub(super) parts: Vec<RequestPart>,
+    /// When the digest of its adapter was first asked for without an answer.
+    pub(super) undigested_since: Option<Instant>,
+    pub(super) answer: LastAnswer,
+    pub(super) allocation: Option<Allocation>,
+    /// Tokens in the engine's own cache at its last question, beside another connector.
+    pub(super) had: Option<u32>,
+    /// The boundary tried by the last question, if it was pending.
+    pub(super) tried: Option<u32>,
+    /// Tokens of the last load, by where they were found.
+    pub(super) sources: [u32; 3],
+    /// A load has failed: the cache is not asked again. Whether the engine has asked since, and found no room perhaps.
+    pub(super) refused: Option<bool>,
+    /// Leading tokens with right KV; none: all of them.
+    pub(super) doubt: Option<u32>,
+    /// It begins in the current step, and was in doubt until then.
+    pub(super) doubted_before: bool,
+    /// Preemptions until it began on its blocks.
+    pub(super) began_after: u32,
+    /// The step to look at it next; other entries of it among the due are stale.
+    pub(super) due: u64,
+    /// It is not over.
+    pub(super) live: bool,
+}
+
+/// All live requests, and ended ones while a step may refer to them.
+#[derive(Debug, Default)]
+pub(super) struct Requests {
+    by_id: BTreeMap<RequestId, FollowedRequest>,
+    last: RequestId,
+    /// Ended requests, each with the first step sure to have filled no block of it.
+    ended: VecDeque<(u64, RequestId)>,
+    live: usize,
+    due: HashMap<u64, Vec<RequestId>>,
+}
+
+// === impl Part ===
+
+impl RequestPart {
+    fn new() -> Self {
+        Self {
+            log: -1,
+            generation: None,
+            fold: None,
+            appended: 0,
+            newest: BlockHash([0; 32]),
+            tailed: false,
+            awaited: false,
+            promised: false,
+            blocks: Vec::new(),
+            freed: 0,
+            filled: 0,
+            goes_on: false,
+            saved: 0,
+            found: 0,
+            found_in: 0,
+            parted: 0,
+            loaded: Vec::new(),
+            loading: Vec::new(),
+        }
+    }
+
+    /// Forgets the blocks freed by the engine until now: at most those before the window of the next token to be scheduled. Valid from one
+    /// step's scheduling until the next one's begin.
+    fn slide(&mut self, form: &GroupForm, computed: u32) {
+        if form.window == 0 {
+            return;
+        }
+        let passed = ((computed + 1).saturating_sub(form.window) / form.block_tokens) as usize;
+        let passed = passed.min(self.blocks.len());
+        while self.freed < self.blocks.len() && (self.freed < passed || self.blocks[self.freed] == 0) {
+            self.blocks[self.freed] = 0;
+            self.freed += 1;
+        }
+    }
+}
+
+// === impl Request ===
+
+impl FollowedRequest {
+    fn new(arrival: Arrival, groups: usize) -> Self {
+        Self {
+            arrival,
+            now: Now::default(),
+            keys: Vec::new(),
+            media: Vec::new(),
+            parts: (0..groups).map(|_| RequestPart::new()).collect(),
+            undigested_since: None,
+            answer: LastAnswer::Nothing,
+            allocation: None,
+            had: None,
+            tried: None,
+            sources: [0; 3],
+            refused: None,
+            doubt: None,
+            doubted_before: false,
+            began_after: 0,
+            due: u64::MAX,
+            live: true,
+        }
+    }
+
+    /// The number of a group's keys.
+    pub(super) fn key_count(&self, form: &GroupForm) -> usize {
+        self.keys.len() / form.hashes_each as usize
+    }
+
+    /// The key of a group's block.
+    pub(super) fn key(&self, form: &GroupForm, block: usize) -> Option<&BlockHash> {
+        self.keys.get((block + 1) * form.hashes_each as usize - 1)
+    }
+
+    /// The keys of a group's blocks `from..end`, as far as there are.
+    pub(super) fn keys_of(&self, form: &GroupForm, blocks: Range<usize>) -> impl Iterator<Item = &BlockHash> {
+        blocks.map_while(|block| self.key(form, block))
+    }
+
+    /// The block to hand over although it is partly full.
+    pub(super) fn tail_at(&self) -> Option<u32> {
+        self.arrival.tail.map(|(place, _)| place)
+    }
+
+    /// Gives up the tail's key once `tokens` computed tokens fill its block: it is then saved under its own key.
+    pub(super) fn fill_tail(&mut self, block_tokens: u32, tokens: u32) {
+        if let Some((place, _)) = self.arrival.tail
+            && tokens >= (place + 1) * block_tokens
+        {
+            self.arrival.tail = None;
+            for part in &mut self.parts {
+                part.saved = part.saved.min(place as usize);
+            }
+        }
+    }
+
+    /// Whether the engine is to pass over a request refused the cache: each second time it asks, as without room.
+    ///
+    /// vLLM 0.33 keeps such a request, its blocks given back, before requests holding theirs since their loads ended. It looks at none
+    /// behind one without room: all would wait for ever.
+    pub(super) fn steps_aside(&mut self) -> bool {
+        let asked = self.refused.get_or_insert(false);
+        *asked = !*asked;
+        !*asked
+    }
+
+    /// No load of it is tried again.
+    pub(super) fn refuse(&mut self) {
+        self.refused.get_or_insert(false);
+    }
+
+    /// A load of a group's blocks from `first` on into `blocks` begins.
+    pub(super) fn begin_load(&mut self, group: usize, form: &GroupForm, first: u32, blocks: Vec<u32>) {
+        let end = first as usize + blocks.len();
+        let mut keys: Vec<BlockHash> = self.keys_of(form, first as usize..end).copied().collect();
+        let part = &mut self.parts[group];
+        if let Some((place, key)) = self.arrival.tail
+            && part.tailed
+            && place >= first
+            && (place - first) as usize == keys.len()
+        {
+            keys.push(key);
+        }
+        part.loading = blocks.iter().copied().zip(keys).collect();
+        part.loaded = blocks;
+    }
+
+    /// [`RequestPart::slide`] in every group.
+    pub(super) fn slide(&mut self, forms: &[GroupForm]) {
+        for (part, form) in self.parts.iter_mut().zip(forms) {
+            part.slide(form, self.now.computed);
+        }
+    }
+
+    /// In doubt beyond so many tokens.
+    pub(super) fn doubt(&mut self, tokens: u32) {
+        self.doubt = Some(self.doubt.unwrap_or(tokens).min(tokens));
+    }
+
+    /// Whether the request has a block table.
+    pub(super) fn has_blocks(&self) -> bool {
+        self.parts.iter().any(|part| !part.blocks.is_empty())
+    }
+}
+
+// === impl Requests ===
+
+impl Requests {
+    /// A request begins to be followed.
+    pub(super) fn follow_request(&mut self, arrival: Arrival, groups: usize) -> RequestId {
+        self.last += 1;
+        self.live += 1;
+        self.by_id.insert(self.last, FollowedRequest::new(arrival, groups));
+        self.last
+    }
+
+    /// The number of live requests.
+    pub(super) fn live_count(&self) -> usize {
+        self.live
+    }
+
+    /// A live request.
+    pub(super) fn get(&self, id: RequestId) -> Option<&FollowedRequest> {
+        self.by_id.get(&id).filter(|request| request.live)
+    }
+
+    /// The same, to be changed.
+    pub(super) fn get_mut(&mut self, id: RequestId) -> Option<&mut FollowedRequest> {
+        self.by_id.get_mut(&id).filter(|request| request.live)
+    }
+
+    /// A request known to some step, over or not.
+    pub(super) fn known_mut(&mut self, id: RequestId) -> Option<&mut FollowedRequest> {
+        self.by_id.get_mut(&id)
+    }
+
+    /// All live requests.
+    pub(super) fn live(&self) -> impl Iterator<Item = (RequestId, &FollowedRequest)> {
+        self.by_id.iter().filter(|(_, request)| request.live).map(|(id, request)| (*id, request))
+    }
+
+    /// The same, to be changed.
+    pub(super) fn live_mut(&mut self) -> impl Iterator<Item = (RequestId, &mut FollowedRequest)> {
+        self.by_id.iter_mut().filter(|(_, request)| request.live).map(|(id, request)| (*id, request))
+    }
+
+    /// The request is over; its blocks are known until `step`, and all before it, were accepted or passed over.
+    pub(super) fn end_request(&mut self, id: RequestId, step: u64) {
+        if let Some(request) = self.get_mut(id) {
+            request.live = false;
+            self.live -= 1;
+            self.ended.push_back((step, id));
+        }
+    }
+
+    /// No step before this one is open any more.
+    pub(super) fn forget_ended(&mut self, step: u64) {
+        while let Some((ended, id)) = self.ended.front().copied()
+            && ended <= step
+        {
+            self.ended.pop_front();
+            self.by_id.remove(&id);
+        }
+    }
+
+    // --- when to look at them ---
+
+    /// The request is to be looked at in this step, and not before.
+    pub(super) fn due_in(&mut self, id: RequestId, step: u64) {
+        if let Some(request) = self.by_id.get_mut(&id)
+            && request.due != step
+        {
+            request.due = step;
+            self.due.entry(step).or_default().push(id);
+        }
+    }
+
+    /// The requests to look at in this step, beginning ones last.
+    pub(super) fn take_due(&mut self, step: u64, begun: &[RequestId]) -> Vec<RequestId> {
+        let mut due = self.due.remove(&step).unwrap_or_default();
+        due.retain(|id| self.get(*id).is_some_and(|request| request.due == step));
+        let not_due = |id: &&RequestId| self.get(**id).is_some_and(|request| request.due != step);
+        due.extend(begun.iter().filter(not_due));
+        due
+    }
+}

@@ -1,0 +1,296 @@
+//! Saves: the computed KV offered to the cache, the time of each offer, and saves taken back, as after a change of the namespace.
+//!
+//! The cost of a step does not depend on how long or how many the running requests are: a decoding request is looked at only when a step
+//! may fill its next block.
+
+use std::ops::Range;
+
+use super::EnginePolicy;
+use super::host::SessionHost;
+use super::proof::Passed;
+use super::remarks::Remark;
+use super::requests::{FollowedRequest, RequestId};
+
+/// The most parts of a prompt saved in one step: each can be loaded while the next is copied. 4,096 saves may be unfinished.
+const PARTS_MAX: usize = 64;
+
+/// A request due in a step, and its tokens computed by the step.
+#[derive(Copy, Clone, Debug)]
+pub struct Due {
+    /// The request.
+    pub request: RequestId,
+    /// Tokens computed by the step; none: it does not compute the request.
+    pub scheduled: Option<u32>,
+}
+
+// === impl Policy: full blocks ===
+
+impl<H: SessionHost> EnginePolicy<H> {
+    /// Saves the blocks filled by a step, of due requests and of those beginning on blocks. Returns, by group, whether anything was posted.
+    pub(super) fn save(&mut self, due: &[Due], step: u64) -> Vec<bool> {
+        let mut posted = vec![false; self.groups.len()];
+        let computes = !self.proof.stalled && !self.updating;
+        if self.proof.stalled {
+            self.fall_back(true);
+        }
+        for Due { request: id, scheduled } in due {
+            let mut wait = 1;
+            if let Some(tokens) = scheduled.filter(|_| computes)
+                && let Some(request) = self.requests.get_mut(*id)
+            {
+                let computed = request.now.computed + tokens;
+                request.slide(&self.set.forms);
+                self.proof.fill(*id, request, request.now.computed, computed);
+                if !self.set.several() {
+                    request.fill_tail(self.set.forms[0].block_tokens, computed);
+                }
+                for (group, posted) in posted.iter_mut().enumerate() {
+                    *posted |= self.save_group(*id, group, computed, step);
+                }
+                wait = self.until_full(*id, computed);
+            }
+            self.requests.due_in(*id, step + wait);
+        }
+        for (group, posted) in self.groups.iter_mut().zip(&posted) {
+            if *posted {
+                group.posted_in = step;
+            }
+        }
+        posted
+    }
+
+    /// Steps until the request may fill its next block.
+    fn until_full(&self, id: RequestId, computed: u32) -> u64 {
+        let request = self.requests.get(id).expect("it was looked up");
+        let begins = request.parts.iter().any(|part| part.found_in > 0);
+        if begins || computed < request.now.tokens {
+            return 1;
+        }
+        let missing = request.parts.iter().zip(&self.set.forms).map(|(part, form)| {
+            // The block of a tail was saved, and will be full.
+            let saved = (part.saved as u32).min(computed / form.block_tokens);
+            ((saved + 1) * form.block_tokens).saturating_sub(computed)
+        });
+        let least = missing.min().unwrap_or(1).max(1);
+        u64::from(least.div_ceil(self.options.tokens_per_step.max(1)))
+    }
+
+    /// Saves the request's blocks of a group full by `computed` tokens, and its prompt's tail for another engine.
+    fn save_group(&mut self, id: RequestId, group: usize, computed: u32, step: u64) -> bool {
+        let checked = self.checked(id, group);
+        let request = self.requests.get(id).expect("it was looked up");
+        let part = &request.parts[group];
+        let (is_right, full) = (request.doubt.is_none(), part.filled);
+        let hands_over = request.arrival.hands_over;
+        // A request that another engine goes on with may have no step after: blocks that this engine alone has go over at once.
+        let again = part.found_in > 0 && part.found_in < step + u64::from(hands_over) && checked.is_none();
+        let tail_at = request.tail_at().map(|place| place as usize);
+        let tail = is_right && hands_over && tail_at == Some(full) && full < part.blocks.len();
+        let tail = tail && computed >= request.arrival.prompt;
+        let new = full + usize::from(tail) > part.saved;
+        if !is_right {
+            self.break_promise(id);
+        }
+        let waits = checked.as_ref().is_some_and(|checked| full < checked.end as usize);
+        if !(again || new) || waits || !self.append(id, group) || !self.is_home(group) {
+            return false;
+        }
+        let part = &self.requests.get(id).expect("it has a log").parts[group];
+        if full > part.appended as usize {
+            return false;
+        }
+        let end = full + usize::from(tail && part.tailed);
+        let (mut posted, mut fresh) = (false, part.saved);
+        // Blocks computed by the request in an earlier step were offered then; offering them says nothing of their use.
+        let used = if again { part.found.min(part.saved).min(full) } else { 0 };
+        if let Some(checked) = checked {
+            fresh = checked.end as usize;
+            posted = self.save_checked(id, group, checked, step);
+        }
+        for range in [0..used, fresh..end] {
+            for range in self.needed(id, group, range, hands_over) {
+                posted |= self.offer(id, group, range, step);
+            }
+        }
+        let part = &mut self.requests.get_mut(id).expect("it has a log").parts[group];
+        part.saved = end;
+        if again {
+            part.found_in = 0;
+        }
+        posted
+    }
+
+    fn save_checked(&mut self, id: RequestId, group: usize, blocks: Range<u32>, step: u64) -> bool {
+        let part = &self.requests.get(id).expect("it has a log").parts[group];
+        let ids = part.blocks[blocks.start as usize..blocks.end as usize].to_vec();
+        let posted = self.groups[group].session.save(part.log, blocks.start, ids, step, true);
+        if posted {
+            self.check.saved();
+        } else {
+            self.check.give_up();
+        }
+        posted
+    }
+
+    fn offer(&mut self, id: RequestId, group: usize, blocks: Range<usize>, step: u64) -> bool {
+        let request = self.requests.get(id).expect("it has a log");
+        let part = &request.parts[group];
+        let ids = part.blocks[blocks.clone()].to_vec();
+        let posted = self.groups[group].session.save(part.log, blocks.start as u32, ids, step, false);
+        if let Some(events) = &mut self.groups[group].events {
+            let keys = request.keys_of(&self.set.forms[group], blocks.clone()).copied().collect();
+            events.offered(id, part.fold, blocks.start, keys, self.time);
+        }
+        posted
+    }
+
+    /// The parts of the blocks to offer, each by a save.
+    fn needed(
+        &self,
+        id: RequestId,
+        group: usize,
+        blocks: Range<usize>,
+        hands_over: bool,
+    ) -> Vec<Range<usize>> {
+        let request = self.requests.get(id).expect("it has a log");
+        let (part, form) = (&request.parts[group], self.set.forms[group]);
+        let prompt = request.arrival.prompt.saturating_sub(1) / form.block_tokens;
+        let first = blocks.start.max(part.freed);
+        if first >= blocks.end {
+            return Vec::new();
+        }
+        let own = [part.found as u32, part.parted];
+        let ranges =
+            self.groups[group].points.needed(form.kind, (first as u32, blocks.end as u32), prompt, own);
+        let most = if hands_over { self.machine.blocks_of_part() as usize } else { usize::MAX };
+        ranges
+            .into_iter()
+            .flat_map(|range| {
+                let (first, end) = (range.start as usize, range.end as usize);
+                let size = most.max((end - first).div_ceil(PARTS_MAX)).max(1);
+                (first..end)
+                    .step_by(size.min(end - first))
+                    .map(move |at| at..end.min(at.saturating_add(size)))
+            })
+            .collect()
+    }
+
+    /// Blocks of the request to save by themselves, for a comparison, if it is still possible.
+    fn checked(&mut self, id: RequestId, group: usize) -> Option<Range<u32>> {
+        let span = self.check.span(id)?;
+        let request = self.requests.get(id)?;
+        let part = &request.parts[group];
+        let first = span.start as usize;
+        if part.freed <= first && first == part.saved && request.doubt.is_none() {
+            return Some(span);
+        }
+        self.check.forsake(id);
+        None
+    }
+
+    /// Whether the engine's KV belongs to the namespace a save would go to. A new connection may be bound to another namespace; only the
+    /// first one keeps saves until it is bound to any.
+    fn is_home(&self, group: usize) -> bool {
+        let group = &self.groups[group];
+        let namespace = group.session.namespace();
+        namespace == group.namespace && (namespace > 0 || self.weights == 0)
+    }
+
+    // --- saves taken back ---
+
+    /// The engine has taken the output of a step. Saves of passed-over steps are void then.
+    pub(super) fn accept_saves(&mut self, step: u64, passed: &Passed) {
+        if !passed.steps.is_empty() || passed.voids {
+            self.fall_back(passed.voids);
+        }
+        for group in &mut self.groups {
+            if group.posted_in > 0 {
+                group.session.accept(step);
+                if step >= group.posted_in {
+                    group.posted_in = 0;
+                }
+            }
+        }
+    }
+
+    /// Blocks lost by requests may be offered again; all of them with `voids`: every unfinished save is void.
+    fn fall_back(&mut self, voids: bool) {
+        if voids {
+            self.void_saves();
+        }
+        let stalled = self.proof.stalled;
+        let mut broken = Vec::new();
+        for (id, request) in self.requests.live_mut() {
+            for part in &mut request.parts {
+                part.saved = if voids { 0 } else { part.saved.min(part.filled) };
+            }
+            if stalled || request.doubt.is_some() {
+                broken.push(id);
+            }
+        }
+        broken.into_iter().for_each(|id| self.break_promise(id));
+    }
+
+    pub(super) fn void_saves(&mut self) {
+        self.groups.iter_mut().for_each(|group| group.session.void_saves());
+    }
+
+    /// Whether the request's next KV may be kept.
+    pub(super) fn may_keep(&self, id: RequestId) -> bool {
+        !self.proof.stalled && self.requests.get(id).is_some_and(|request| request.doubt.is_none())
+    }
+
+    /// No KV computed or loaded until now is kept. A sleep discards the KV memory next: no save may read it.
+    pub fn disown(&mut self) {
+        self.void_saves();
+        self.check.forget_verdicts();
+        self.proof.disown(&mut self.requests);
+        for (_, request) in self.requests.live_mut() {
+            request.answer = super::requests::LastAnswer::Nothing;
+            request.parts.iter_mut().for_each(|part| part.saved = 0);
+        }
+    }
+
+    /// The weights may have changed: every rank states its weights again, and until then saves wait. The weights decide the namespace: the
+    /// one before, if nothing changed.
+    pub fn weights_may_have_changed(&mut self) {
+        self.weights += 1;
+        self.disown();
+        for group in &mut self.groups {
+            group.namespace = 0;
+            group.session.weights(self.weights);
+        }
+    }
+
+    /// Learns whether a check has found other KV since the last call. Earlier blocks do not count then.
+    pub(super) fn follow_check(&mut self) -> bool {
+        let counts = self.groups[0].session.checked();
+        let contradicts = self.check.goes_on() && self.check.learn(counts, self.next.step);
+        if contradicts {
+            self.disown();
+        }
+        contradicts
+    }
+
+    /// Learns of a new namespace: ranks compute with something else than before, although nothing was seen to change it.
+    pub(super) fn follow_namespaces(&mut self) {
+        for group in 0..self.groups.len() {
+            let (namespace, before) = (self.groups[group].session.namespace(), self.groups[group].namespace);
+            if namespace == 0 || namespace == before {
+                continue;
+            }
+            if before > 0 {
+                self.remarks.push(Remark::Changed);
+                self.disown();
+            }
+            self.groups[group].namespace = namespace;
+        }
+    }
+}
+
+impl FollowedRequest {
+    /// Tokens of the prompt kept for another engine.
+    pub(super) fn handed_over(&self, group: usize, block_tokens: u32) -> u32 {
+        (self.parts[group].saved as u32 * block_tokens).min(self.arrival.prompt)
+    }
+}

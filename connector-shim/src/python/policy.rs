@@ -1,0 +1,527 @@
+//! `Policy` for Python: conversions, and the waits for a session's answers.
+
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
+use pyo3::types::{PyBytes, PyList};
+use shm_protocol::key::{Algorithm, BlockHash};
+
+use super::{Guarded, SchedulerSession, SessionOwner, bytes16, some16};
+use crate::clock;
+use crate::core::policy::kinds::{GroupForm, GroupKind, GroupSet, Points};
+use crate::core::policy::{
+    Adapter, Arrival, BegunRequest, Changes, CheckRate, Due, EnginePolicy as Rules, EventChange, FoundTokens,
+    LoadMode, Machine, Media, Now, PlannedStep, PolicyOptions, PolicyWait, Remark, RequestId, ServedState,
+};
+use crate::error::{ShimError as Failure, argument};
+use crate::scheduler::{self, Config, Scheduler};
+
+/// The number of an unfollowed request.
+const STRANGER: i64 = -1;
+/// The placeholder of an adapter while its digest is being computed; an adapter without the cache has an empty one.
+const UNDIGESTED: &[u8] = b"?";
+
+/// Tokens, computed tokens, preemptions, the adapter's digest or placeholder, and the keys.
+type Numbers<'py> = (u32, u32, u32, Option<PyBackedBytes>, Bound<'py, PyList>);
+/// A due request: its number, its tokens computed by the step, and its current numbers.
+type DueNumbers<'py> = (RequestId, Option<u32>, Numbers<'py>);
+/// A beginning request: its number, its blocks, the tokens held by them, and its current numbers.
+type BegunNumbers<'py> = (i64, Vec<Vec<u32>>, u32, Option<Numbers<'py>>);
+/// Loads, lost ones, and whether the fences are waited for.
+type PyPart<'py> = (Vec<(RequestId, Bound<'py, PyBytes>, bool)>, Vec<(RequestId, Vec<u32>, bool)>, bool);
+/// The step's number, its parts, whether it fills a tail and asks, open loads, passed-over steps, and the count of weights.
+type PyStep<'py> = (u64, Vec<PyPart<'py>>, bool, bool, Vec<u64>, Vec<u64>, u64);
+/// On a disk; hashes; whether they are stored; the request, -1 where it is not known, and the first one's place.
+type PyEvent<'py> = (bool, Vec<Bound<'py, PyBytes>>, bool, i64, u32);
+
+#[derive(Debug)]
+#[pyclass(frozen, name = "Policy", module = "pillion._shim")]
+pub(super) struct PyPolicy {
+    rules: Guarded<Rules<Scheduler>>,
+    algorithm: Option<Algorithm>,
+}
+
+/// How a wait goes on if it does not end at once.
+enum Sleep {
+    Answer(usize, u64),
+    Linger(usize, i64, (u32, u32), Duration),
+}
+
+#[pymethods]
+impl PyPolicy {
+    #[new]
+    #[pyo3(signature = (
+        socket, engines, world_size, runs, budget_us, early, tables, algorithm, groups, checkpoint_tokens,
+        load, waits, on_gpu, by_engine, consumer, recomputes, sync_ms, block_bytes, loads, saves, check_every,
+        check_per_mille, strict_tokens, drops_last_block, tokens_per_step, beside_others, events,
+        miss_wait_ms, handover_wait_ms, promise_wait_ms
+    ))]
+    #[allow(clippy::too_many_arguments, reason = "the facts of an engine, named at the call")]
+    fn new(
+        py: Python<'_>,
+        socket: std::path::PathBuf,
+        engines: Vec<String>,
+        world_size: u32,
+        runs: Vec<PyBackedBytes>,
+        budget_us: u64,
+        early: Vec<bool>,
+        tables: Vec<PyBackedBytes>,
+        algorithm: &str,
+        groups: Vec<(u32, u32, u32, u32)>,
+        checkpoint_tokens: u32,
+        load: &str,
+        waits: bool,
+        on_gpu: bool,
+        by_engine: bool,
+        consumer: bool,
+        recomputes: bool,
+        sync_ms: Option<u64>,
+        block_bytes: Vec<u64>,
+        loads: bool,
+        saves: bool,
+        check_every: u32,
+        check_per_mille: u32,
+        strict_tokens: Option<u32>,
+        drops_last_block: bool,
+        tokens_per_step: u32,
+        beside_others: bool,
+        events: bool,
+        miss_wait_ms: Option<u32>,
+        handover_wait_ms: Option<u32>,
+        promise_wait_ms: Option<u32>,
+    ) -> PyResult<Self> {
+        let wrong = || argument(format!("load is '{load}': pass one of auto, sync, async"));
+        let load = LoadMode::named(load).map_or_else(wrong, Ok)?;
+        let algorithm = Algorithm::of_fact(algorithm).ok();
+        let forms: Vec<GroupForm> = groups.iter().map(|group| form(*group)).collect();
+        let set = GroupSet::new(forms, checkpoint_tokens);
+        let machine = |block_bytes| Machine {
+            load,
+            waits,
+            on_gpu,
+            by_engine,
+            consumer,
+            recomputes,
+            sync_ms,
+            block_bytes,
+        };
+        let mut sessions = Vec::new();
+        for (group, engine) in engines.into_iter().enumerate() {
+            let machine = machine(block_bytes[group]);
+            let config = Config {
+                budget: Duration::from_micros(budget_us),
+                by_engine,
+                early: early[group],
+                part_blocks: machine.part_blocks(),
+                whole_blocks: if set.several() { 0 } else { machine.whole_blocks() },
+            };
+            let options = scheduler::Options {
+                socket: socket.clone(),
+                engine,
+                world_size,
+                run: bytes16("a run id", &runs[group])?,
+                config,
+                // A set waits for no producer, and no step for a set.
+                miss_wait_ms: miss_wait_ms.filter(|_| !set.several()),
+                handover_wait_ms,
+                promise_wait_ms,
+                groups: some16("groups", Some(&tables[group][..]))?,
+            };
+            sessions.push(py.detach(|| Scheduler::new(options))?);
+        }
+        let options = PolicyOptions {
+            loads,
+            saves,
+            checks: CheckRate { every: check_every, per_mille: check_per_mille },
+            strict_tokens,
+            drops_last_block,
+            tokens_per_step,
+            beside_others,
+            events: events.then_some(algorithm),
+        };
+        let rules = Rules::new(options, machine(block_bytes[0]), set, sessions, clock::now());
+        Ok(Self { rules: Guarded::new(rules), algorithm })
+    }
+
+    // --- requests ---
+
+    fn may_announce(&self, running: usize) -> PyResult<bool> {
+        self.rules.with(|rules| rules.may_announce(running))
+    }
+
+    fn look_for_verdict(&self) -> PyResult<bool> {
+        self.rules.with(Rules::look_for_verdict)
+    }
+
+    #[pyo3(signature = (prompt, reads, awaits, hands_over, numbers, tokens = None))]
+    fn follow_request(
+        &self,
+        prompt: u32,
+        reads: bool,
+        awaits: Option<u32>,
+        hands_over: bool,
+        numbers: Numbers<'_>,
+        tokens: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<RequestId> {
+        let arrival = Arrival { prompt, reads, awaits, hands_over, tail: None };
+        self.rules.enter(|rules| {
+            let id = rules.follow_request(arrival);
+            follow_numbers(rules, id, &numbers)?;
+            if let (Some(range), Some(tokens), Some(algorithm)) =
+                (rules.tail_tokens(id), tokens, self.algorithm)
+            {
+                let part =
+                    range.map(|at| tokens.get_item(at)?.extract::<u64>()).collect::<PyResult<Vec<_>>>()?;
+                let tail = rules.tail(id, algorithm, &part);
+                rules.set_tail(id, tail);
+            }
+            Ok(id)
+        })
+    }
+
+    fn follow_media(&self, id: RequestId, media: Vec<(String, u32, u32)>) -> PyResult<()> {
+        let media =
+            media.into_iter().map(|(identifier, offset, length)| Media { identifier, offset, length });
+        self.rules.with(|rules| rules.follow_media(id, media.collect()))
+    }
+
+    fn progress(&self, computed: Vec<(RequestId, u32)>) -> PyResult<()> {
+        self.rules.with(|rules| computed.into_iter().for_each(|(id, tokens)| rules.progress(id, tokens)))
+    }
+
+    fn announce(&self, id: RequestId) -> PyResult<()> {
+        self.rules.with(|rules| rules.announce(id))
+    }
+
+    fn matched(
+        &self,
+        py: Python<'_>,
+        id: RequestId,
+        numbers: Numbers<'_>,
+        computed: u32,
+        alone: bool,
+    ) -> PyResult<(Option<u32>, bool)> {
+        self.rules.enter(|rules| follow_numbers(rules, id, &numbers))?;
+        let found = self.until(py, |rules, time| rules.matched(id, computed, alone, time))?;
+        Ok(match found {
+            FoundTokens::Tokens(tokens, beside) => (Some(tokens), beside),
+            FoundTokens::Later => (None, false),
+        })
+    }
+
+    fn is_put_off(&self, id: RequestId) -> PyResult<bool> {
+        self.rules.with(|rules| rules.is_put_off(id))
+    }
+
+    fn is_refused(&self, id: RequestId) -> PyResult<bool> {
+        self.rules.with(|rules| rules.is_refused(id))
+    }
+
+    fn allocated(
+        &self,
+        id: RequestId,
+        numbers: Numbers<'_>,
+        external: u32,
+    ) -> PyResult<Option<Vec<(usize, usize)>>> {
+        self.rules.enter(|rules| {
+            follow_numbers(rules, id, &numbers)?;
+            let wanted = rules.allocated(id, external);
+            // A slice in Python ends at the end of its list at the latest.
+            let most = i64::MAX as usize;
+            let range = |range: std::ops::Range<usize>| (range.start, range.end.min(most));
+            Ok(wanted.map(|ranges| ranges.into_iter().map(range).collect()))
+        })
+    }
+
+    fn load_blocks(&self, py: Python<'_>, id: RequestId, blocks: Vec<Vec<u32>>) -> PyResult<()> {
+        self.until(py, |rules, time| rules.load_blocks(id, &blocks, time))
+    }
+
+    fn sources(&self, id: RequestId, tokens: u32) -> PyResult<Option<[u32; 3]>> {
+        self.rules.with(|rules| rules.sources(id, tokens))
+    }
+
+    fn take_hit_tokens(&self) -> PyResult<[u64; 3]> {
+        self.rules.with(Rules::take_hit_tokens)
+    }
+
+    fn loads_ended(&self, ids: Vec<RequestId>, failed: Vec<u32>) -> PyResult<()> {
+        self.rules.with(|rules| rules.loads_ended(&ids, &failed))
+    }
+
+    fn loads_failed(&self, blocks: Vec<u32>) -> PyResult<()> {
+        self.rules.with(|rules| rules.loads_failed(&blocks))
+    }
+
+    fn requests_failed(&self, ids: Vec<RequestId>) -> PyResult<()> {
+        self.rules.with(|rules| rules.requests_failed(&ids))
+    }
+
+    fn end_request(&self, id: RequestId) -> PyResult<(Option<u32>, Vec<u32>)> {
+        let ended = self.rules.with(|rules| rules.end_request(id))?;
+        Ok((ended.handed_over, ended.hold))
+    }
+
+    fn held(&self, blocks: Vec<u32>) -> PyResult<()> {
+        self.rules.with(|rules| rules.held(&blocks, clock::now()))
+    }
+
+    fn release_held(&self) -> PyResult<Vec<u32>> {
+        self.rules.with(Rules::release_held)
+    }
+
+    // --- one step ---
+
+    fn begin_step(
+        &self,
+        begun: Vec<BegunNumbers<'_>>,
+        grown: Vec<(i64, Vec<Vec<u32>>)>,
+        filled: Vec<u32>,
+        encoded: Vec<String>,
+    ) -> PyResult<(Vec<RequestId>, Vec<u32>, bool)> {
+        self.rules.enter(|rules| {
+            let mut changes = Changes { filled, encoded, ..Changes::default() };
+            for (number, blocks, computed, numbers) in begun {
+                let request = followed(number);
+                if let (Some(id), Some(numbers)) = (request, &numbers) {
+                    follow_numbers(rules, id, numbers)?;
+                }
+                changes.begun.push(BegunRequest { request, blocks, computed });
+            }
+            changes.grown = grown.into_iter().map(|(number, blocks)| (followed(number), blocks)).collect();
+            let opened = rules.begin_step(changes, clock::now());
+            Ok((opened.due, opened.released, opened.contradicted))
+        })
+    }
+
+    fn end_step<'py>(
+        &self,
+        py: Python<'py>,
+        due: Vec<DueNumbers<'py>>,
+        computes: usize,
+    ) -> PyResult<PyStep<'py>> {
+        let step = self.rules.enter(|rules| {
+            let mut all = Vec::with_capacity(due.len());
+            for (request, scheduled, numbers) in due {
+                follow_numbers(rules, request, &numbers)?;
+                all.push(Due { request, scheduled });
+            }
+            Ok(rules.end_step(&all, computes))
+        })?;
+        Ok(step_of(py, step))
+    }
+
+    fn passes_over(&self, step: u64) -> PyResult<bool> {
+        self.rules.with(|rules| rules.passes_over(step))
+    }
+
+    #[pyo3(signature = (step, scheduled = HashMap::new()))]
+    fn accept_step(&self, step: u64, scheduled: HashMap<u64, Vec<RequestId>>) -> PyResult<()> {
+        self.rules.with(|rules| rules.accept_step(step, &scheduled))
+    }
+
+    // --- weights ---
+
+    #[getter]
+    fn updating(&self) -> PyResult<bool> {
+        self.rules.with(|rules| rules.updating)
+    }
+
+    fn update(&self, updating: bool) -> PyResult<()> {
+        self.rules.with(|rules| rules.updating = updating)
+    }
+
+    fn disown(&self) -> PyResult<()> {
+        self.rules.with(Rules::disown)
+    }
+
+    fn weights_may_have_changed(&self) -> PyResult<()> {
+        self.rules.with(Rules::weights_may_have_changed)
+    }
+
+    fn ranks_copy(&self) -> PyResult<()> {
+        self.rules.with(Rules::ranks_copy)
+    }
+
+    // --- state and reports ---
+
+    #[getter]
+    fn state(&self) -> PyResult<&'static str> {
+        self.rules.with(|rules| match rules.state() {
+            ServedState::Away => "away",
+            ServedState::Unaccepted => "unaccepted",
+            ServedState::Unbound => "unbound",
+            ServedState::Serving => "serving",
+        })
+    }
+
+    fn take_unkept(&self) -> PyResult<(u64, u64)> {
+        let unkept = self.rules.with(Rules::take_unkept)?;
+        Ok((unkept.unaccepted_steps, unkept.unproven_blocks))
+    }
+
+    /// The sessions' notices, and remarks by name with two numbers each.
+    #[allow(clippy::type_complexity, reason = "what _shim.pyi says of it")]
+    fn take_notices(&self) -> PyResult<(Vec<String>, Vec<(&'static str, u64, u64)>)> {
+        self.rules.with(|rules| {
+            let groups = 0..rules.groups();
+            let notices = groups.flat_map(|group| rules.session(group).take_notices()).collect();
+            (notices, rules.take_remarks().into_iter().map(remark).collect())
+        })
+    }
+
+    fn take_events<'py>(&self, py: Python<'py>, group: usize) -> PyResult<Vec<PyEvent<'py>>> {
+        let events = self.rules.with(|rules| rules.take_events(group, clock::now()))?;
+        let event = |event: &crate::core::policy::KvEvent| {
+            let hashes = event.hashes.iter().map(|hash| PyBytes::new(py, hash)).collect();
+            let (stored, request, first) = match event.change {
+                EventChange::Stored { request, first } => (true, request as i64, first),
+                EventChange::Located => (true, STRANGER, 0),
+                EventChange::Removed => (false, STRANGER, 0),
+            };
+            (event.on_disk, hashes, stored, request, first)
+        };
+        Ok(events.iter().map(event).collect())
+    }
+
+    fn lingers(&self) -> PyResult<bool> {
+        self.rules.with(|rules| rules.lingers(clock::now()))
+    }
+
+    fn blocks_cleared(&self) -> PyResult<()> {
+        self.rules.with(Rules::blocks_cleared)
+    }
+
+    /// The sessions of the cache groups, to look at.
+    fn sessions(slf: &Bound<'_, Self>) -> PyResult<Vec<SchedulerSession>> {
+        let groups = slf.get().rules.with(|rules| rules.groups())?;
+        let session = |group| SchedulerSession(SessionOwner::Group(slf.clone().unbind(), group));
+        Ok((0..groups).map(session).collect())
+    }
+
+    /// The key log of a request in a cache group.
+    fn log(&self, id: RequestId, group: usize) -> PyResult<i64> {
+        self.rules.with(|rules| rules.log(id, group))
+    }
+
+    fn disconnect(&self) -> PyResult<()> {
+        self.rules.last(|rules| (0..rules.groups()).for_each(|group| rules.session(group).disconnect()))
+    }
+}
+
+impl PyPolicy {
+    /// One call of a cache group's session.
+    pub(super) fn session<T>(
+        &self,
+        group: usize,
+        call: impl FnOnce(&mut Scheduler) -> PyResult<T>,
+    ) -> PyResult<T> {
+        self.rules.enter(|rules| call(rules.session(group)))
+    }
+
+    /// Calls until no answer is waited for any more. A short wait keeps the interpreter ([`scheduler::HOLD`]).
+    fn until<T>(
+        &self,
+        py: Python<'_>,
+        mut call: impl FnMut(&mut Rules<Scheduler>, Instant) -> Result<T, PolicyWait>,
+    ) -> PyResult<T> {
+        loop {
+            let step = self.rules.with(|rules| {
+                let wait = match call(rules, clock::now()) {
+                    Ok(done) => return Ok(done),
+                    Err(wait) => wait,
+                };
+                match wait {
+                    PolicyWait::Answer { group, op } => match rules.session(group).hold(op) {
+                        Some(hits) => {
+                            rules.answered(hits);
+                            Err(None)
+                        }
+                        None => Err(Some(Sleep::Answer(group, op))),
+                    },
+                    PolicyWait::Linger { group, log, first, count, within } => {
+                        Err(Some(Sleep::Linger(group, log, (first, count), within)))
+                    }
+                }
+            })?;
+            let sleep = match step {
+                Ok(done) => return Ok(done),
+                Err(None) => continue,
+                Err(Some(sleep)) => sleep,
+            };
+            py.detach(|| {
+                self.rules.with(|rules| {
+                    let hits = match sleep {
+                        Sleep::Answer(group, op) => rules.session(group).sleep(op),
+                        Sleep::Linger(group, log, (first, count), within) => {
+                            rules.session(group).linger(log, first, count, within)
+                        }
+                    };
+                    rules.answered(hits);
+                })
+            })?;
+        }
+    }
+}
+
+/// The parts of the blocks `first..end` saved by a cache group.
+#[pyfunction]
+pub(super) fn needed_blocks(
+    reads: u32,
+    every: u32,
+    first: u32,
+    end: u32,
+    prompt: u32,
+    own: [u32; 2],
+) -> Vec<(u32, u32)> {
+    let GroupForm { kind, .. } = form((1, 1, 0, reads));
+    let needed = Points { every, boundary: 1 }.needed(kind, (first, end), prompt, own);
+    needed.into_iter().map(|range| (range.start, range.end)).collect()
+}
+
+fn form((block_tokens, hashes_each, window, reads): (u32, u32, u32, u32)) -> GroupForm {
+    let kind = if reads > 0 { GroupKind::Window { reads } } else { GroupKind::Full };
+    GroupForm { kind, block_tokens, hashes_each, window }
+}
+
+fn followed(number: i64) -> Option<RequestId> {
+    RequestId::try_from(number).ok()
+}
+
+/// Takes a request's current numbers.
+fn follow_numbers(rules: &mut Rules<Scheduler>, id: RequestId, numbers: &Numbers<'_>) -> PyResult<()> {
+    let (tokens, computed, preemptions, adapter, keys) = numbers;
+    let adapter = match adapter.as_deref() {
+        None => Adapter::Absent,
+        Some([]) => Adapter::Unknown,
+        Some(UNDIGESTED) => Adapter::Undigested,
+        Some(fold) => Adapter::Fold(bytes16("a fold", fold)?),
+    };
+    rules.now(id, Now { tokens: *tokens, computed: *computed, preemptions: *preemptions, adapter });
+    rules.follow_keys(id, keys.len(), |index, key: &mut BlockHash| -> PyResult<()> {
+        let item = keys.get_item(index)?;
+        Ok(key.set(item.cast::<PyBytes>()?.as_bytes()).map_err(Failure::from)?)
+    })
+}
+
+fn step_of(py: Python<'_>, step: PlannedStep) -> PyStep<'_> {
+    let parts = step.parts.into_iter().map(|part| {
+        let loads =
+            part.loads.iter().map(|load| (load.request, PyBytes::new(py, &load.plan.encode()), load.sync));
+        let lost = part.lost.into_iter().map(|lost| (lost.request, lost.blocks, lost.sync));
+        (loads.collect(), lost.collect(), part.urgent)
+    });
+    (step.step, parts.collect(), step.fills_tail, step.asks, step.open_loads, step.passed, step.weights)
+}
+
+fn remark(remark: Remark) -> (&'static str, u64, u64) {
+    match remark {
+        Remark::Stalled { steps } => ("stalled", steps, 0),
+        Remark::PassedOver { steps, step } => ("passed_over", steps, step),
+        Remark::Unproven { blocks, request } => ("unproven", blocks, request),
+        Remark::NotLoaded { blocks } => ("not_loaded", blocks, 0),
+        Remark::Changed => ("changed", 0, 0),
+    }
+}

@@ -1,0 +1,14 @@
+//! The policy over a real session, as an engine calls it: its requests in the ring, and its answers.
+
+mod acceptance;
+mod adapters;
+mod beside_others;
+mod checking;
+mod events;
+mod handover;
+mod harness;
+mod held;
+mod pacing;
+mod scheduler_role;
+mod sidecar;
+mod weights;

@@ -321,7 +321,7 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         """The number of tokens in the cache beyond `num_computed_tokens`, and whether they come asynchronously."""
         if not self._scheduler:
             return 0, False
-        if not self._records or request.skip_reading_prefix_cache:
+        if not self._records or not vllm_compat.reads_cache(request):
             return self._scheduler.match(request, num_computed_tokens)
         self._records.asks(request, num_computed_tokens)
         found, is_async = self._scheduler.match(request, num_computed_tokens)

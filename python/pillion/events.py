@@ -6,10 +6,10 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from pillion import vllm_compat
 from pillion._shim import Policy
 from pillion.groups import Group
 from pillion.no_policy import NoPolicy
-from pillion.vllm_compat import BlockEvents
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -26,7 +26,7 @@ class Events:
 
     def __init__(self, group: Group, kv_cache_config: KVCacheConfig) -> None:
         self._group = group
-        self._events = BlockEvents(kv_cache_config, group.number)
+        self._events = vllm_compat.BlockEvents(kv_cache_config, group.number)
         # Finished requests, the oldest first, with the time of forgetting them; and by the policy's number.
         self._ended: deque[tuple[float, int]] = deque()
         self._over: dict[int, Request] = {}
@@ -59,5 +59,4 @@ class Events:
     def _hashes(self, request: Request, first: int, end: int) -> list[bytes]:
         """vLLM's hashes of some of a request's blocks."""
         each = self._group.hashes
-        hashes: list[bytes] = request.block_hashes[(first + 1) * each - 1 : end * each : each]
-        return hashes
+        return vllm_compat.block_hashes(request)[(first + 1) * each - 1 : end * each : each]

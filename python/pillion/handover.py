@@ -26,16 +26,15 @@ def hands_over(request: Request) -> bool:
 
 def tokens(request: Request) -> int:
     """How many of an awaited request's tokens the other engine saves, as far as is known: those of its prompt, or fewer."""
-    told = request.kv_transfer_params.get("pillion")
+    told = vllm_compat.transfer_params(request).get("pillion")
     saved = told.get("tokens") if isinstance(told, dict) else None
-    prompt: int = request.num_prompt_tokens
+    prompt = vllm_compat.prompt_tokens(request)
     return min(saved, prompt) if type(saved) is int and saved > 0 else prompt
 
 
 def _asks(request: Request, name: str) -> bool:
     # A client's own words, where no router drops them.
-    params = request.kv_transfer_params
-    return isinstance(params, dict) and params.get(name) is True
+    return vllm_compat.transfer_params(request).get(name) is True
 
 
 def answer(request: Request, engine_id: str, tokens: int) -> dict[str, Any] | None:

@@ -45,7 +45,7 @@ class RequestHasher:
 
     def __call__(self, request: Any) -> list[bytes]:
         """The new hashes, in order."""
-        start = len(request.block_hashes)
+        start = len(vllm_compat.block_hashes(request))
         chain = self._hash(request, start)
         hashes = self._vllms(request) if chain is None else chain.hashes(0)
         if self._makes_keys:
@@ -54,15 +54,15 @@ class RequestHasher:
 
     def _hash(self, request: Any, start: int) -> _shim.Chain | None:
         """The new blocks, hashed natively; None where vLLM is to hash them."""
-        end = request.num_tokens // self._block_tokens
+        end = vllm_compat.token_count(request) // self._block_tokens
         if not self._native or end - start < WORTH_BLOCKS or vllm_compat.has_extra_keys(request):
             return None
         try:
-            hashed, keys = request.block_hashes, getattr(request, KEYS, None)
+            hashed, keys = vllm_compat.block_hashes(request), getattr(request, KEYS, None)
             parent = hashed[-1] if hashed else self._first_parent
             before = keys[start - 1] if keys and start else None
             chain = _shim.Chain(self._algorithm, parent, self._block_tokens, "tagged", before)
-            chain.append(request.all_token_ids[start * self._block_tokens : end * self._block_tokens], None)
+            chain.append(vllm_compat.token_ids(request, start * self._block_tokens, end * self._block_tokens), None)
             if self._agrees(request, start, chain.hashes(0)):
                 return chain
             why = "its hashes differ from those of vLLM"
@@ -73,7 +73,7 @@ class RequestHasher:
         return None
 
     def _agrees(self, request: Any, start: int, made: list[bytes]) -> bool:
-        hashed = list(request.block_hashes)
+        hashed = list(vllm_compat.block_hashes(request))
         self._turn += 1
         places = (0, 1 + self._turn % (len(made) - 2), len(made) - 1)
         return all(
@@ -98,7 +98,7 @@ class RequestHasher:
             return []
         first, size = len(keys), self._block_tokens
         end = first + len(hashes)
-        tokens = request.all_token_ids[first * size : end * size]
+        tokens = vllm_compat.token_ids(request, first * size, end * size)
         extra = vllm_compat.extra_keys(request, first, end, size) if vllm_compat.has_extra_keys(request) else None
         return _shim.extend_hashes(keys[-1] if keys else None, hashes, tokens, extra, vllm_compat.extra_form())
 
@@ -127,7 +127,7 @@ _warned: set[str] = set()
 def keys_of(request: Any) -> list[bytes]:
     """The keys that were made beside a request's hashes; none where they could not be."""
     keys: list[bytes] | None = getattr(request, KEYS, None)
-    if request.block_hashes and not hasattr(request, KEYS) and not _warned:
+    if vllm_compat.block_hashes(request) and not hasattr(request, KEYS) and not _warned:
         _warned.add(KEYS)
         logger.warning(
             "pillion: requests go without the cache: two prompts with equal xxhash hashes are easily made, and this vLLM lets "

@@ -74,7 +74,7 @@ class Record:
     def told(self) -> dict[str, Any]:
         """The fields of the log line and of the span; times are in milliseconds."""
         names = ("tokens", "computed_tokens", "hit_tokens", "found", "load", "end")
-        told = {"request": self.request.request_id} | {name: getattr(self, name) for name in names}
+        told = {"request": vllm_compat.request_id(self.request)} | {name: getattr(self, name) for name in names}
         told["whole_ms"] = round(self.whole_s * 1e3, 3)
         return told | {f"{part}_ms": round(seconds * 1e3, 3) for part, seconds in self.times_s.items()}
 
@@ -100,19 +100,20 @@ class Records:
 
     def asks(self, request: Request, computed_tokens: int) -> None:
         """The cache is about to be asked, most likely not for the first time."""
-        if request.request_id not in self._open:
-            self._open[request.request_id] = Record(request, request.num_tokens, computed_tokens)
+        name = vllm_compat.request_id(request)
+        if name not in self._open:
+            self._open[name] = Record(request, vllm_compat.token_count(request), computed_tokens)
 
     def asked(self, request: Request, answered: bool, is_async: bool) -> None:
         """The cache has answered, or has put that off; a load of what it has found is one beside the steps or not."""
-        record = self._open[request.request_id]
-        pending: Part = "producer" if handover.awaits(request) and not request.num_preemptions else "query"
+        record = self._open[vllm_compat.request_id(request)]
+        pending: Part = "producer" if handover.awaits(request) and not vllm_compat.was_preempted(request) else "query"
         record.enter("waiting" if answered else pending)
         record.is_async = is_async
 
     def loads(self, request: Request, tokens: int, found: dict[Source, int]) -> None:
         """A load of `tokens` tokens into blocks that vLLM has allocated has been planned."""
-        if record := self._open.get(request.request_id):
+        if record := self._open.get(vllm_compat.request_id(request)):
             record.enter("copy")
             record.hit_tokens, record.found, record.load = tokens, found, "async" if record.is_async else "sync"
 
@@ -130,7 +131,7 @@ class Records:
 
     def scheduled(self, output: SchedulerOutput, step: int) -> None:
         """A step computes what it names, beginning with requests that are new in it."""
-        for request_id in [*(new.req_id for new in output.scheduled_new_reqs), *output.scheduled_cached_reqs.resumed_req_ids]:
+        for request_id in vllm_compat.begun_ids(output):
             record = self._open.get(request_id)
             if record and record.load == "sync":
                 self._loading.append((step + self._steps_in_flight, record))
@@ -138,17 +139,17 @@ class Records:
                 self._end(record)
         while self._loading and self._loading[0][0] <= step:
             _, record = self._loading.popleft()
-            if self._open.get(record.request.request_id) is record:
+            if self._open.get(vllm_compat.request_id(record.request)) is record:
                 self._end(record)
 
     def finished(self, request: Request) -> None:
         """The request is over, perhaps before it was computed."""
-        if record := self._open.get(request.request_id):
+        if record := self._open.get(vllm_compat.request_id(request)):
             record.end = "computed" if vllm_compat.answered(request) else "aborted"
             self._end(record)
 
     def _end(self, record: Record) -> None:
-        del self._open[record.request.request_id]
+        del self._open[vllm_compat.request_id(record.request)]
         record.enter("ready")
         self._count += 1
         chosen = self._every > 0 and self._count % self._every == 0
@@ -192,8 +193,9 @@ class Records:
     def _send(self, record: Record, told: dict[str, Any]) -> bool:
         if self._spans is None:
             return True
-        headers = getattr(record.request, "trace_headers", None)
-        return self._spans.send(told, headers, record.ended_s - record.whole_s, record.ended_s)
+        return self._spans.send(
+            told, vllm_compat.trace_headers(record.request), record.ended_s - record.whole_s, record.ended_s
+        )
 
 
 def _spans(url: str | None, engine_id: str) -> Spans | None:

@@ -523,6 +523,65 @@ def hash_of(algorithm: str, text: str) -> bytes:
     return digest
 
 
+def request_id(request: Any) -> str:
+    """vLLM's name of a request."""
+    return str(request.request_id)
+
+
+def transfer_params(request: Any) -> dict[str, Any]:
+    """The words of routers about a request; empty without any."""
+    params = request.kv_transfer_params
+    return params if isinstance(params, dict) else {}
+
+
+def reads_cache(request: Any) -> bool:
+    """False for a request with the wish to be computed as a whole."""
+    return not request.skip_reading_prefix_cache
+
+
+def was_preempted(request: Any) -> bool:
+    """True once a request has lost its blocks."""
+    return bool(request.num_preemptions)
+
+
+def prompt_tokens(request: Any) -> int:
+    """Tokens of a request's prompt."""
+    return int(request.num_prompt_tokens)
+
+
+def token_count(request: Any) -> int:
+    """Tokens of a request's prompt and of its answer so far."""
+    return int(request.num_tokens)
+
+
+def token_ids(request: Any, first: int, end: int) -> list[int]:
+    """Some of these tokens."""
+    ids: list[int] = request.all_token_ids[first:end]
+    return ids
+
+
+def block_hashes(request: Any) -> list[bytes]:
+    """vLLM's hashes of a request, one for each `hash_tokens`."""
+    hashes: list[bytes] = request.block_hashes
+    return hashes
+
+
+def trace_headers(request: Any) -> Mapping[str, str] | None:
+    """The trace of a request, as HTTP headers."""
+    headers: Mapping[str, str] | None = getattr(request, "trace_headers", None)
+    return headers
+
+
+def begun_ids(output: Any) -> list[str]:
+    """The requests beginning in a step, or beginning again."""
+    return [*(new.req_id for new in output.scheduled_new_reqs), *output.scheduled_cached_reqs.resumed_req_ids]
+
+
+def wrap_reset(pool: Any, wrap: Callable[[Callable[[], bool]], Callable[[], bool]]) -> None:
+    """Puts a function around the reset of a block pool."""
+    pool.reset_prefix_cache = wrap(pool.reset_prefix_cache)
+
+
 def answered(request: Any) -> bool:
     """Whether a request has ended by its length or a stop, so that its prompt was computed."""
     return request.status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")

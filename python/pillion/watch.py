@@ -12,6 +12,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
+from pillion import vllm_compat
+
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
@@ -68,19 +70,21 @@ _watched: set[type] = set()
 
 def resets(pool: Any, begins: Callable[[], None], told: Callable[[bool], None]) -> None:
     """Calls `begins` before every reset of a block pool of vLLM's, and `told` after it: whether vLLM could carry it out."""
-    reset = pool.reset_prefix_cache
 
-    @functools.wraps(reset)
-    def reset_and_tell() -> bool:
-        done = False
-        begins()
-        try:
-            done = bool(reset())
-            return done
-        finally:
-            told(done)
+    def around(reset: Callable[[], bool]) -> Callable[[], bool]:
+        @functools.wraps(reset)
+        def reset_and_tell() -> bool:
+            done = False
+            begins()
+            try:
+                done = bool(reset())
+                return done
+            finally:
+                told(done)
 
-    pool.reset_prefix_cache = reset_and_tell
+        return reset_and_tell
+
+    vllm_compat.wrap_reset(pool, around)
 
 
 def engine_core(core: type, watcher: Watcher) -> None:

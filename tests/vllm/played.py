@@ -13,8 +13,11 @@ from specs import full_attention, kv_cache_config
 from pillion import _shim, vllm_compat
 from pillion.config import Config
 from pillion.scheduler import Scheduler
+from pillion.state import SOURCES
 
 BLOCK_TOKENS = 16
+# The policy itself, for the names of its calls.
+OWN = _shim.Policy
 ANSWERS: dict[str, Any] = {
     "allocated": None,
     "begin_step": ([], [], False),
@@ -25,7 +28,7 @@ ANSWERS: dict[str, Any] = {
     "passes_over": False,
     "release_held": [],
     "take_events": [],
-    "take_hit_tokens": (0, 0, 0),
+    "take_hit_tokens": (0,) * len(SOURCES),
     "take_notices": ([], []),
     "take_unkept": (0, 0),
 }
@@ -43,6 +46,8 @@ class Policy:
         self._numbers, self._steps = itertools.count(1), itertools.count(1)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
+        assert hasattr(OWN, name), f"the policy has no {name}"
+
         def call(*arguments: Any) -> Any:
             self.calls.append((name, arguments))
             return self.answers.get(name)
@@ -61,6 +66,7 @@ class Policy:
 
     def told(self, name: str) -> list[tuple[Any, ...]]:
         """The arguments of each call of this name."""
+        assert hasattr(OWN, name), f"the policy has no {name}"
         return [arguments for called, arguments in self.calls if called == name]
 
 

@@ -24,7 +24,7 @@ def _followed(engine: Any, transfer: Any, **more: Any) -> Any:
     role, policy = engine
     request = played.request("one", TOKENS, kv_transfer_params=transfer, **more)
     role.announced(request)
-    [(prompt, reads, awaits, hands_over, _, tokens)] = policy.told("follow")
+    [(prompt, reads, awaits, hands_over, _, tokens)] = policy.told("follow_request")
     assert (prompt, reads) == (TOKENS, True)
     return request, awaits, hands_over, tokens
 
@@ -34,7 +34,7 @@ def test_a_prompt_for_another_engine_is_offered_with_what_was_found_in_the_step_
     role, policy = engine
     request, awaits, hands_over, tokens = _followed(engine, TO_DECODE)
     assert (awaits, hands_over, tokens) == (None, True, list(range(TOKENS)))
-    policy.answers["ended"] = (TOKENS, [])
+    policy.answers["end_request"] = (TOKENS, [])
     told = played.finish(role, request)
     assert told == {
         "do_remote_prefill": True,
@@ -48,7 +48,7 @@ def test_a_prompt_for_another_engine_is_offered_with_what_was_found_in_the_step_
     policy.calls.clear()
     awaiting, awaits, hands_over, _ = _followed(engine, told)
     assert (awaits, hands_over) == (TOKENS, False)
-    policy.answers["ended"] = (None, [])
+    policy.answers["end_request"] = (None, [])
     assert played.finish(role, awaiting) is None
 
 
@@ -72,10 +72,10 @@ def test_who_is_aborted_or_has_saved_nothing_sends_nobody_to_wait(engine: Any) -
     assert played.finish(role, played.request("never", kv_transfer_params=TO_DECODE), "FINISHED_ABORTED") is None
     aborted, alone = (played.request(name, TOKENS, kv_transfer_params=TO_DECODE) for name in ("aborted", "alone"))
     role.announced(aborted)
-    policy.answers["ended"] = (TOKENS, [])
+    policy.answers["end_request"] = (TOKENS, [])
     assert played.finish(role, aborted, "FINISHED_ABORTED") is None
     role.announced(alone)
-    policy.answers["ended"] = (0, [])
+    policy.answers["end_request"] = (0, [])
     told = played.finish(role, alone, "FINISHED_STOPPED")
     assert (told["do_remote_prefill"], told["pillion"]) == (False, {"tokens": 0})
 

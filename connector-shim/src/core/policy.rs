@@ -26,6 +26,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use shm_protocol::key::{Algorithm, BlockHash, Chain};
+use shm_protocol::source::Source;
 
 use self::checks::Check;
 pub use self::checks::CheckRate;
@@ -218,7 +219,7 @@ pub struct EnginePolicy<H> {
     weights: u64,
     /// An update of the weights has begun and not ended: KV computed meanwhile belongs to no namespace.
     pub updating: bool,
-    hit_tokens: [u64; 3],
+    hit_tokens: [u64; Source::ALL.len()],
     remarks: Vec<Remark>,
     said_unproven: bool,
     /// When the engine began to schedule the step.
@@ -268,7 +269,7 @@ impl<H: SessionHost> EnginePolicy<H> {
             passed: BTreeMap::new(),
             weights: 0,
             updating: false,
-            hit_tokens: [0; 3],
+            hit_tokens: [0; Source::ALL.len()],
             remarks: Vec::new(),
             said_unproven: false,
             time,

@@ -7,6 +7,7 @@ use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyList};
 use shm_protocol::key::{Algorithm, BlockHash};
+use shm_protocol::source::Source;
 
 use super::{Guarded, SchedulerSession, SessionOwner, bytes16, some16};
 use crate::clock;
@@ -239,11 +240,11 @@ impl PyPolicy {
         self.until(py, |rules, time| rules.load_blocks(id, &blocks, time))
     }
 
-    fn sources(&self, id: RequestId, tokens: u32) -> PyResult<Option<[u32; 3]>> {
+    fn sources(&self, id: RequestId, tokens: u32) -> PyResult<Option<[u32; Source::ALL.len()]>> {
         self.rules.with(|rules| rules.sources(id, tokens))
     }
 
-    fn take_hit_tokens(&self) -> PyResult<[u64; 3]> {
+    fn take_hit_tokens(&self) -> PyResult<[u64; Source::ALL.len()]> {
         self.rules.with(Rules::take_hit_tokens)
     }
 

@@ -88,6 +88,9 @@ fn a_request_of_a_step_that_is_passed_over_is_in_doubt() {
     engine.take(&step);
     assert_eq!(engine.voided(), 1);
     assert!(!keeps_another_block(&mut engine, request));
+    engine[request].computed = 0;
+    engine.go_on(request);
+    assert_eq!(engine.take_saved(), (1..11).collect::<Vec<_>>(), "all of it was computed again");
 }
 
 /// Begins a new request on the blocks of another one with the same beginning, and on `more` further blocks.

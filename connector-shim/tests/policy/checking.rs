@@ -137,12 +137,28 @@ fn what_is_not_compared() {
     let arriving = engine.arrive(9 * BLOCK_TOKENS + 1);
     assert_eq!(engine.ask(arriving), Some(7 * BLOCK_TOKENS));
     engine.sidecar().arriving = false;
-    let request = engine.arrive(9 * BLOCK_TOKENS + 1);
-    assert_eq!(engine.ask(request), Some(3 * BLOCK_TOKENS));
-    engine.begin(request, Begin { found: 3 * BLOCK_TOKENS, most: Some(BLOCK_TOKENS), ..Begin::default() });
+    let begin = |engine: &mut Engine| {
+        let request = engine.arrive(9 * BLOCK_TOKENS + 1);
+        assert_eq!(engine.ask(request), Some(3 * BLOCK_TOKENS));
+        engine
+            .begin(request, Begin { found: 3 * BLOCK_TOKENS, most: Some(BLOCK_TOKENS), ..Begin::default() });
+        request
+    };
+    let next = |engine: &mut Engine| {
+        let next = engine.arrive(9 * BLOCK_TOKENS + 1);
+        engine.ask(next)
+    };
+    let failed = begin(&mut engine);
     engine.policy.loads_failed(&[1]);
-    engine.go_on(request);
+    // Hits pass after a check without a verdict: one, then two.
+    assert_eq!(next(&mut engine), Some(7 * BLOCK_TOKENS));
+    let passed_over = begin(&mut engine);
+    engine.go_on(failed);
+    let step = engine.idle();
+    engine.take(&step);
+    engine.go_on(passed_over);
     assert_eq!(engine.sidecar().checked, []);
+    assert_eq!([(); 3].map(|()| next(&mut engine)), [7, 7, 3].map(|blocks| Some(blocks * BLOCK_TOKENS)));
     let mut without = finding(Setup::default());
     let request = without.arrive(9 * BLOCK_TOKENS + 1);
     assert_eq!(without.ask(request), Some(7 * BLOCK_TOKENS));

@@ -1,4 +1,4 @@
-//! Engines one of which goes on with the other's prompts.
+//! Prompts of one engine, for another one to go on with.
 
 use std::time::Duration;
 
@@ -92,7 +92,7 @@ fn who_goes_on_with_a_prompt_has_one_token_to_compute() {
     let tails = tails(&mut engine);
     assert_eq!((tails.len(), tails[2]), (3, tails[0]));
     engine.compute_behind(request, tokens - 1);
-    assert_eq!(engine.policy.sources(request, tokens - 1), Some([tokens - 1, 0, 0]));
+    assert_eq!(engine.policy.sources(request, tokens - 1).map(|sources| sources[0]), Some(tokens - 1));
     engine[request].keys.push(key(200));
     for _ in 0..BLOCK_TOKENS - 5 {
         assert_eq!(engine.sidecar().logs.len(), 3);
@@ -193,18 +193,22 @@ fn a_prompt_of_whole_blocks_is_loaded_but_for_its_last_token() {
 /// was saved, and for a request handed over by nobody.
 #[test]
 fn without_a_tail_a_hit_ends_on_a_block_s_boundary() {
-    for why in ["", "salt", "short", "sidecar", "fewer", "not awaited"] {
+    for why in ["", "salt", "short", "sidecar", "fewer", "fewer of whole blocks", "not awaited"] {
         let mut engine = Engine::new();
         engine.sidecar().hits = Some(10);
         if why == "sidecar" {
             engine.sidecar().know_no_tails();
         }
-        let tokens = if why == "short" { 5 } else { 9 * BLOCK_TOKENS + 5 };
-        let saved = if why == "fewer" { 9 * BLOCK_TOKENS } else { tokens };
+        let tokens = match why {
+            "short" => 5,
+            "fewer of whole blocks" => 10 * BLOCK_TOKENS,
+            _ => 9 * BLOCK_TOKENS + 5,
+        };
+        let saved = if why.starts_with("fewer") { 9 * BLOCK_TOKENS } else { tokens };
         let arrival = Arrival { awaits: (why != "not awaited").then_some(saved), ..Arrival::default() };
         let request =
             if why == "salt" { engine.follow(tokens, arrival) } else { engine.arrive_as(tokens, arrival) };
-        let whole = tokens / BLOCK_TOKENS * BLOCK_TOKENS;
+        let whole = (tokens - 1) / BLOCK_TOKENS * BLOCK_TOKENS;
         assert_eq!(engine.ask(request), Some(if why.is_empty() { tokens - 1 } else { whole }), "{why}");
     }
 }
@@ -222,6 +226,37 @@ fn a_tail_is_not_compared() {
     let checked: Vec<_> =
         engine.sidecar().checked.iter().map(|(_, first, blocks)| (*first, blocks.len())).collect();
     assert_eq!(checked, [(kept, 4)]);
+}
+
+/// An engine in doubt compares the end of its hit alone.
+#[test]
+fn a_handed_over_prompt_is_not_computed_again() {
+    let mut engine = Setup::checking(4).engine();
+    engine.sidecar().hits = Some(9);
+    let tokens = 9 * BLOCK_TOKENS + 1;
+    let own = engine.arrive(tokens);
+    assert_eq!(engine.ask(own), Some(5 * BLOCK_TOKENS));
+    engine.compute_behind(own, 5 * BLOCK_TOKENS);
+    engine.sidecar().finish(1);
+    let request = engine.arrive_awaiting(tokens, tokens);
+    assert!(engine.contradicted);
+    assert_eq!(engine.ask(request), Some(5 * BLOCK_TOKENS));
+}
+
+/// The engine has saved the tail, and goes on itself.
+#[test]
+fn the_block_of_a_tail_is_saved_again_once_it_is_full() {
+    let mut engine = Engine::new();
+    let request = engine.arrive_to_decode(9 * BLOCK_TOKENS + 5);
+    engine.compute(request);
+    assert_eq!(engine.take_saves(), [(0, 0, (1..11).collect())]);
+    engine[request].keys.push(key(200));
+    for _ in 0..BLOCK_TOKENS - 5 {
+        engine.decode(&[request]);
+        engine[request].computed += 1;
+        engine[request].tokens += 1;
+    }
+    assert_eq!(engine.take_saves(), [(1, 9, vec![10])]);
 }
 
 /// Also without a sidecar.

@@ -11,7 +11,7 @@ const TAIL: u32 = WHOLE + 1;
 /// A save without an end holds a block for so long.
 const HELD: Duration = Duration::from_secs(1);
 
-/// A request whose prompt of three blocks and a tail was computed, and is being saved in parts of two blocks.
+/// A request with a prompt of three blocks and a tail, computed, and being saved in parts of two blocks.
 fn prefill(hands_over: bool) -> (Engine, RequestId) {
     let mut setup = Setup::default();
     setup.machine.block_bytes = 2 << 20;

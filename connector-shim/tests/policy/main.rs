@@ -10,5 +10,6 @@ mod harness;
 mod held;
 mod pacing;
 mod scheduler_role;
+mod sets;
 mod sidecar;
 mod weights;

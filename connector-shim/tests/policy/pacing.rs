@@ -1,4 +1,4 @@
-//! Requests that arrive together and load synchronously on a GPU begin one after the other, step by step.
+//! Requests arrive together, load synchronously on a GPU, and begin one after the other, step by step.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use crate::harness::{BLOCK_TOKENS, Engine, Setup};
 
 /// 10 ms at 40 GB/s are 190 of these.
 const BLOCK_BYTES: u64 = 2 << 20;
-/// New tokens after which a step takes in no more.
+/// New tokens of a full step.
 const STEP_NEW_TOKENS: u32 = 512;
 /// How long an idle step waits for another engine.
 const LINGER: Duration = Duration::from_millis(2);

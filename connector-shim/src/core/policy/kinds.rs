@@ -264,8 +264,14 @@ mod tests {
         fn has(&self, end: u32, windows: &[bool]) -> bool {
             let mut groups = windows.iter().flat_map(|windows| self.set.groups_of(*windows));
             groups.all(|group| {
-                let blocks = self.set.forms[group].loaded(self.first, end);
-                blocks.into_iter().all(|block| self.present[group][block as usize])
+                let GroupForm { kind, block_tokens, .. } = self.set.forms[group];
+                let last = end.div_ceil(block_tokens);
+                let is_read = |block: &u32| match kind {
+                    GroupKind::Full => true,
+                    GroupKind::Window { reads } => block + reads >= last,
+                };
+                let mut read = (self.first / block_tokens..last).filter(is_read);
+                read.all(|block| self.present[group][block as usize])
             })
         }
 

@@ -3,6 +3,8 @@
 use std::ops::Range;
 use std::time::Instant;
 
+use shm_protocol::source::Source;
+
 use super::host::SessionHost;
 use super::kinds::GroupKind;
 use super::requests::{Allocation, FollowedRequest, Hit, LastAnswer, Now, RequestId};
@@ -237,14 +239,14 @@ impl<H: SessionHost> EnginePolicy<H> {
 
     // --- reports of loads ---
 
-    /// The sources of the tokens in the hit planned last, in the order of [`shm_protocol::source::Source::ALL`]; none: not known.
-    pub fn sources(&self, id: RequestId, tokens: u32) -> Option<[u32; 3]> {
+    /// The sources of the tokens in the hit planned last, in the order of [`Source::ALL`]; none: not known.
+    pub fn sources(&self, id: RequestId, tokens: u32) -> Option<[u32; Source::ALL.len()]> {
         let sources = self.requests.get(id)?.sources;
         (sources.iter().sum::<u32>() == tokens).then_some(sources)
     }
 
     /// Tokens of hits loaded since the last call, by the source they were found in.
-    pub fn take_hit_tokens(&mut self) -> [u64; 3] {
+    pub fn take_hit_tokens(&mut self) -> [u64; Source::ALL.len()] {
         std::mem::take(&mut self.hit_tokens)
     }
 

@@ -35,8 +35,6 @@ pub(super) struct KnownAnswer {
     first: u32,
     count: u32,
     hits: i64,
-    /// A step has waited for more than the first answer.
-    lingered: bool,
 }
 
 // === impl Policy: waiting requests ===
@@ -204,7 +202,7 @@ impl<H: SessionHost> EnginePolicy<H> {
             None => {
                 let asked = self.groups[group].session.ask(log, first, count, time);
                 let hits = if let Asked::Answered(hits) = asked { hits } else { PENDING };
-                self.known.push(KnownAnswer { request: id, group, first, count, hits, lingered: false });
+                self.known.push(KnownAnswer { request: id, group, first, count, hits });
                 if let Asked::Posted(op) = asked {
                     return Err(PolicyWait::Answer { group, op });
                 }
@@ -214,11 +212,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         if known.hits >= 0 {
             return Ok(Some(known.hits as u32));
         }
-        if awaited
-            && !known.lingered
-            && let Some(within) = self.pacing.linger()
-        {
-            known.lingered = true;
+        if awaited && let Some(within) = self.pacing.linger() {
             return Err(PolicyWait::Linger { group, log, first, count, within });
         }
         Ok(None)
@@ -246,8 +240,11 @@ impl<H: SessionHost> EnginePolicy<H> {
         }
         let size = self.set.forms[0].block_tokens;
         let awaited = self.requests.get(id).expect("the caller has it").parts[0].awaited;
-        let dropped =
-            self.options.drops_last_block && !awaited && end > first && (end - first).div_ceil(size) == 1;
+        let dropped = self.options.drops_last_block
+            && !self.set.several()
+            && !awaited
+            && end > first
+            && (end - first).div_ceil(size) == 1;
         // Most likely the engine has dropped this block of its own hit: each request would load it again.
         if end <= first || dropped {
             self.release_leases(id);

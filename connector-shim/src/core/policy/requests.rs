@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::time::Instant;
 
 use shm_protocol::key::BlockHash;
+use shm_protocol::source::Source;
 
 use super::kinds::GroupForm;
 
@@ -150,7 +151,7 @@ pub(super) struct FollowedRequest {
     /// The boundary tried by the last question, if it was pending.
     pub(super) tried: Option<u32>,
     /// Tokens of the last load, by where they were found.
-    pub(super) sources: [u32; 3],
+    pub(super) sources: [u32; Source::ALL.len()],
     /// A load has failed: the cache is not asked again. Whether the engine has asked since, and found no room perhaps.
     pub(super) refused: Option<bool>,
     /// Leading tokens with right KV; none: all of them.
@@ -232,7 +233,7 @@ impl FollowedRequest {
             allocation: None,
             had: None,
             tried: None,
-            sources: [0; 3],
+            sources: [0; Source::ALL.len()],
             refused: None,
             doubt: None,
             doubted_before: false,

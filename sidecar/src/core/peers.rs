@@ -9,6 +9,7 @@
 
 mod distrusted;
 mod fetches;
+mod fruitless;
 mod grants;
 mod stats;
 
@@ -21,6 +22,7 @@ use shm_protocol::key::{BlockHash, BlockKey};
 
 use self::distrusted::Distrusted;
 use self::fetches::{Again, Fetching};
+use self::fruitless::FruitlessFetches;
 use self::grants::Granted;
 pub use self::stats::{FAULT_NAMES, PeersStats};
 use super::context::Context;
@@ -39,6 +41,7 @@ pub(super) struct Peers {
     /// Blocks to be asked of other peers at the end of this event.
     again: Again,
     next_ticket: u64,
+    fruitless: FruitlessFetches,
     /// What peers are reading, by ask.
     grants: BTreeMap<u64, Granted>,
     granted_bytes: u64,
@@ -83,6 +86,7 @@ impl Peers {
             fetches: BTreeMap::new(),
             again: Again::default(),
             next_ticket: 1,
+            fruitless: FruitlessFetches::default(),
             grants: BTreeMap::new(),
             granted_bytes: 0,
             granted_bytes_max: 0,
@@ -156,6 +160,7 @@ impl Peers {
             fetching: self.fetches.values().map(Fetching::open).sum(),
             distrusted: self.distrusted.len() as u64,
             granted_bytes: self.granted_bytes,
+            paused: self.fruitless.is_paused(),
             ..self.stats.clone()
         }
     }

@@ -16,6 +16,7 @@ use shm_protocol::pool::SlotRef;
 use shm_protocol::source::Source;
 use tiers::dram::Dram;
 
+use super::fruitless::WAITED_MS_MIN;
 use super::{Peers, stats};
 use crate::core::Action;
 use crate::core::arrivals::{PART, WAIT_MS_MAX, Waiter};
@@ -48,6 +49,8 @@ pub(super) struct Fetching {
     blocks: Vec<Option<Wanted>>,
     /// Those that have not.
     open: usize,
+    /// Some have come.
+    gave: bool,
     /// Bytes that its peer had given when it began, until it is late. `None` too where another peer was asked before: it has only what
     /// is left of the time.
     given_before: Option<u64>,
@@ -73,7 +76,7 @@ impl Fetching {
         let (open, blocks) = (blocks.len(), blocks.into_iter().map(Some).collect());
         let until_ms = millis(now).saturating_add(WAIT_MS_MAX);
         let (since, tried, namespace) = (now, Vec::new(), binding.digest);
-        Self { peer, since, until_ms, tried, namespace, bytes, blocks, open, given_before: None }
+        Self { peer, since, until_ms, tried, namespace, bytes, blocks, open, gave: false, given_before: None }
     }
 
     /// The same of other blocks and maybe another peer.
@@ -110,12 +113,14 @@ impl Peers {
     }
 
     /// Takes a block out of its fetch; with it the fetch without blocks.
-    fn end(&mut self, now_ms: u64, end: &Done) -> (Wanted, Fetching) {
+    fn end(&mut self, end: &Done, cx: &mut Context) -> (Wanted, Fetching) {
+        let now_ms = cx.now_ms;
         let fetching = self.fetches.get_mut(&end.ticket).expect("a fetch lasts until all of it has ended");
         let wanted = fetching.blocks[end.index as usize].take().expect("a block ends once");
         let is_late = end.result == Err(Fault::Timeout(Stage::Whole));
         let late_after = fetching.given_before.take_if(|_| is_late);
         fetching.open -= 1;
+        fetching.gave |= end.result.is_ok();
         let of = fetching.with(fetching.peer, []);
         if fetching.open == 0 {
             self.fetches.remove(&end.ticket);
@@ -127,7 +132,30 @@ impl Peers {
         if let Some(given_before) = late_after {
             self.directory.late(now_ms, of.peer, millis(of.since), given_before);
         }
+        self.judge_waits(end, &of, cx);
         (wanted, of)
+    }
+
+    /// Requests wait for peers no longer once fetches bring nothing, and again once one brings a block.
+    fn judge_waits(&mut self, end: &Done, of: &Fetching, cx: &mut Context) {
+        if end.result.is_ok() {
+            if self.fruitless.end_pause() {
+                cx.actions
+                    .push(Action::Warn("peers give blocks again, so requests wait for them".to_owned()));
+            }
+            return;
+        }
+        let waited = cx.now_ms.saturating_sub(millis(of.since)) >= WAITED_MS_MIN;
+        let is_over = !self.fetches.contains_key(&end.ticket) && !of.gave;
+        if !waited || !is_over || matches!(end.result, Err(Fault::Absent | Fault::Stopped)) {
+            return;
+        }
+        self.stats.fruitless_fetches += 1;
+        if self.fruitless.count_fetch(cx.now_ms) {
+            let text = "the last fetches brought no block from any peer, so requests do not wait for peers. One fetch tries after \
+                        1 s, later after up to 30 s. Check this node's link to the other pods, and their load";
+            cx.actions.push(Action::Warn(text.to_owned()));
+        }
     }
 
     /// Another peer that may have the begin of a run, and how many blocks of it.
@@ -140,7 +168,8 @@ impl Peers {
     /// Whether anybody can be asked for blocks of this engine.
     pub(super) fn may_ask(&self, binding: &Binding, cx: &Context) -> bool {
         let is_retired = cx.namespaces.is_retired(binding.space());
-        !binding.is_private() && !is_retired && self.directory.peers().next().is_some()
+        let passes = self.fruitless.lets_pass(cx.now_ms, !self.fetches.is_empty());
+        passes && !binding.is_private() && !is_retired && self.directory.peers().next().is_some()
     }
 
     /// Whether anybody can be asked for a run.
@@ -188,7 +217,7 @@ impl Tier for Peers {
 
     fn ended(&mut self, end: JobEnd, waits: &dyn Fn(&Waiter) -> bool, cx: &mut Context) -> Option<ReadEnd> {
         let JobEnd::Peer(end) = end else { unreachable!("no peer says {end:?}") };
-        let (Wanted { key, slot }, of) = self.end(cx.now_ms, &end);
+        let (Wanted { key, slot }, of) = self.end(&end, cx);
         let read = ReadEnd { key, slot, since: of.since, checksum: end.result.ok() };
         let Err(fault) = end.result else {
             self.stats.fetched_blocks += 1;

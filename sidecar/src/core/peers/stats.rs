@@ -18,6 +18,10 @@ pub struct PeersStats {
     /// Bytes that peers are reading now.
     pub granted_bytes: u64,
     pub fetches: u64,
+    /// Fetches without a block after a request had waited for them.
+    pub fruitless_fetches: u64,
+    /// No request waits for peers, since their blocks do not come.
+    pub paused: bool,
     /// Blocks brought into DRAM from peers.
     pub fetched_blocks: u64,
     pub fetched_bytes: u64,

@@ -2,6 +2,7 @@
 //! the test ends.
 
 mod early;
+mod fruitless;
 mod promises;
 mod windows;
 

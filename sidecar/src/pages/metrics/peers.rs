@@ -13,6 +13,11 @@ use crate::core::{FAULT_NAMES, PeersStats};
 
 const COUNTERS: &[Figure<PeersStats>] = &[
     ("mesh_fetches_total", "Fetches from peers.", |s| s.fetches),
+    (
+        "mesh_fruitless_fetches_total",
+        "Fetches without a block, after a request had waited for half a second or longer.",
+        |s| s.fruitless_fetches,
+    ),
     ("mesh_fetched_blocks_total", "Blocks brought into DRAM from peers.", |s| s.fetched_blocks),
     ("mesh_fetched_bytes_total", "Bytes brought into DRAM from peers.", |s| s.fetched_bytes),
     (
@@ -56,6 +61,12 @@ const GAUGES: &[Figure<PeersStats>] = &[
         "Blocks that are not requested from peers until this sidecar restarts, because a check removed them here; run \
          pillion ctl evict at the peers first.",
         |s| s.distrusted,
+    ),
+    (
+        "mesh_fetches_paused",
+        "1 while no request waits for peers, because the last fetches brought no block from any of them. One fetch tries \
+         after 1 s, later after up to 30 s.",
+        |s| s.paused.into(),
     ),
     (
         "mesh_miss_wait_breakers_open",

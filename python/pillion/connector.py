@@ -88,7 +88,7 @@ def _survived(hook: Callable[P, T]) -> Callable[P, T]:
             return hook(*args, **kwargs)
         except _shim.ShimError as error:
             connector: Any = args[0]
-            connector.put_out(error)
+            connector._put_out(error)
             return hook(*args, **kwargs)
 
     return survived
@@ -136,7 +136,7 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
             worker = SetWorker if len(kv_cache_config.kv_cache_groups) > 1 else Worker
             self._worker = worker(config, vllm_config, kv_cache_config, beside_others=beside)
 
-    def put_out(self, error: _shim.ShimError) -> None:
+    def _put_out(self, error: _shim.ShimError) -> None:
         """The policy of the scheduler role has met an internal error: the engine goes on without the cache."""
         if self._scheduler is None:
             raise error

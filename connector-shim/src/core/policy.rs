@@ -186,8 +186,6 @@ pub(crate) struct PolicyGroup<H> {
     session: H,
     points: Points,
     events: Option<Events>,
-    /// The last step with a save, until the engine has taken its output; 0: none.
-    posted_in: u64,
     /// The namespace of the KV held by the engine; 0: not known yet.
     namespace: u64,
 }
@@ -247,7 +245,7 @@ impl<H: SessionHost> EnginePolicy<H> {
                 session.announce();
             }
             let points = Points::new(&set, group);
-            PolicyGroup { session, points, events, posted_in: 0, namespace: 0 }
+            PolicyGroup { session, points, events, namespace: 0 }
         });
         let groups: Vec<_> = groups.collect();
         let next =
@@ -282,6 +280,11 @@ impl<H: SessionHost> EnginePolicy<H> {
     /// A group's session.
     pub fn session(&mut self, group: usize) -> &mut H {
         &mut self.groups[group].session
+    }
+
+    /// A group's session, to look at.
+    pub fn view(&self, group: usize) -> &H {
+        &self.groups[group].session
     }
 
     /// How many groups there are.

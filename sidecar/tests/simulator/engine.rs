@@ -1,9 +1,12 @@
-//! A simulated engine: vLLM's scheduler and ranks with the connector and the shim, as far as they touch the protocol.
-//! Both roles' sessions are the shim's own.
+//! A simulated engine: vLLM's scheduler, its blocks and its ranks, as far as they touch the protocol. The policy and the sessions of
+//! both roles are the product code.
 
+mod blocks;
 mod calls;
 mod copying;
 mod forward;
+mod judge;
+mod line;
 mod request;
 mod results;
 mod schedule;
@@ -15,10 +18,12 @@ use std::collections::{BTreeMap, VecDeque};
 use std::rc::Rc;
 
 use connector_shim::core::endpoint::Endpoint;
+use connector_shim::core::policy::{CheckRate, LoadMode, Machine};
 use shm_protocol::handshake::{BlockRegion, Copier, Digest, Hello, Role, WorkerHello};
 use shm_protocol::key::{BlockHash, NamespaceDigest};
 use shm_protocol::namespace;
 
+use self::judge::Judge;
 pub(crate) use self::request::Spec;
 use self::request::{Results, Step};
 use self::scheduler::Scheduler;
@@ -26,9 +31,12 @@ use self::worker::Worker;
 use crate::connection::Connection;
 use crate::ctx::{Actor, Ctx, Dial, Micros, RETRY};
 use crate::ledger::Form;
-use crate::origin::Kv;
+use crate::origin::{Kv, WORDS};
 use crate::rng::Rng;
 
+/// Tokens per word of KV: a short check computes two blocks, and an answer fills a block in some steps.
+const WORD_TOKENS: u32 = 8;
+const BLOCK_TOKENS: u32 = WORDS as u32 * WORD_TOKENS;
 /// How long a request waits for what nobody has promised, and for what somebody has.
 const PROMISE_WAIT_MS: u32 = 2;
 pub(crate) const HANDOVER_WAIT_MS: u32 = 40;
@@ -49,11 +57,18 @@ pub(crate) struct Model {
     pub(crate) blocks: u32,
     /// Steps that may be in flight.
     pub(crate) depth: usize,
-    /// One load in so many is synchronous; zero: none.
-    pub(crate) sync: u64,
+    /// The engine has its own prefix cache. Its steps wait for no load: blocks computed upon a failed load would stay listed.
+    pub(crate) caches: bool,
+    /// Facts by which the policy paces the loads.
+    pub(crate) machine: Machine,
+    pub(crate) checks: CheckRate,
+    /// Blocks of ended requests are held until they are saved for another engine.
+    pub(crate) holds: bool,
+    /// A step may take back the blocks of a request scheduled in it.
+    pub(crate) priorities: bool,
     /// The cache is reset in one of so many steps; zero: never.
     pub(crate) resets: u64,
-    /// Tokens' worth of blocks that a step computes for one request.
+    /// Words of known tokens computed in a step for one request.
     pub(crate) chunk: usize,
 }
 
@@ -66,8 +81,7 @@ pub(crate) struct Shared {
     pub(crate) results: Vec<VecDeque<Results>>,
     /// The step whose forward each rank has reached: ranks compute together.
     pub(crate) reached: Vec<u64>,
-    /// Requests, and which attempt at them, whose blocks are worthless, from which step on.
-    pub(crate) broken: BTreeMap<(u64, u32), u64>,
+    pub(crate) judge: Judge,
     pub(crate) kvs: Vec<Rc<Kv>>,
 }
 
@@ -91,7 +105,8 @@ pub(crate) struct Port {
     pub(crate) connection: Option<Rc<Connection>>,
     fresh: Rc<RefCell<Option<Rc<Connection>>>>,
     pending: Rc<Cell<bool>>,
-    next_dial: Micros,
+    /// None: the connection was lost, and the time is not chosen yet.
+    next_dial: Option<Micros>,
 }
 
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -119,6 +134,8 @@ impl Model {
             "layers=1 tokens={numbers} kv_heads=1 keys=1 values=0 dtype=float32 order=tokens packing=none"
         );
         let facts = BTreeMap::from([("model".to_owned(), name), ("page_form".to_owned(), page)]);
+        let caches = rng.one_in(2);
+        let machine = Self::machine(caches, rng);
         Self {
             index,
             name: format!("e{index}"),
@@ -126,13 +143,31 @@ impl Model {
             facts,
             world,
             other_weights: rng.one_in(3),
-            by_engine: rng.one_in(2),
+            by_engine: machine.by_engine,
             early: rng.one_in(2),
             blocks: rng.pick(&[9, 12, 16, 24]),
             depth: rng.within(1, 2) as usize,
-            sync: rng.pick(&[0, 1, 2]),
+            caches,
+            machine,
+            checks: CheckRate { every: rng.pick(&[0, 1, 1, 8]), per_mille: rng.pick(&[0, 1000]) },
+            holds: rng.one_in(2),
+            priorities: rng.one_in(3),
             resets: rng.pick(&[0, 0, 60]),
-            chunk: rng.within(1, 3) as usize,
+            chunk: rng.within(2, 9) as usize,
+        }
+    }
+
+    fn machine(caches: bool, rng: &mut Rng) -> Machine {
+        Machine {
+            load: rng.pick(&[LoadMode::Auto, LoadMode::Auto, LoadMode::Sync, LoadMode::Async]),
+            waits: !caches && rng.one_in(2),
+            on_gpu: rng.one_in(2),
+            by_engine: rng.one_in(2),
+            consumer: rng.one_in(4),
+            recomputes: true,
+            sync_ms: None,
+            // A step takes in hundreds of blocks, or two, and a part is four, or one.
+            block_bytes: rng.pick(&[1 << 20, 200 << 20]),
         }
     }
 
@@ -178,7 +213,7 @@ impl Engine {
             queues: Vec::new(),
             results: Vec::new(),
             reached: Vec::new(),
-            broken: BTreeMap::new(),
+            judge: Judge::default(),
             kvs: Vec::new(),
         };
         let workers = (0..model.world).map(|_| None).collect();
@@ -192,7 +227,7 @@ impl Engine {
             queues: vec![VecDeque::new(); world],
             results: (0..world).map(|_| VecDeque::new()).collect(),
             reached: vec![0; world],
-            broken: BTreeMap::new(),
+            judge: Judge::default(),
             kvs: (0..world).map(|_| Rc::new(Kv::new(model.blocks))).collect(),
         };
         let run = ctx.rng.bytes16();
@@ -212,7 +247,7 @@ impl Engine {
         let role = Role::Scheduler { run };
         let hello = Hello { miss_wait_ms, promise_wait_ms, handover_wait_ms, ..model.hello(role) };
         let port = Port::new(hello, None, ctx.now);
-        self.scheduler = Some(Scheduler::new(Rc::clone(model), run, port));
+        self.scheduler = Some(Scheduler::new(Rc::clone(model), run, port, ctx));
         ctx.wakes.push((Actor::Scheduler(model.index), ctx.now + 10));
         self.dies_at = None;
     }
@@ -283,32 +318,34 @@ pub(crate) fn keys(path: &[u64]) -> Vec<BlockHash> {
 impl Port {
     fn new(hello: Hello, kv: Option<Rc<Kv>>, next_dial: Micros) -> Self {
         let (fresh, pending) = Default::default();
-        Self { hello, kv, connection: None, fresh, pending, next_dial }
+        Self { hello, kv, connection: None, fresh, pending, next_dial: Some(next_dial) }
     }
 
-    /// Notices a hang-up, takes a new connection, or asks for one.
-    pub(crate) fn refresh(&mut self, ctx: &mut Ctx) -> Change {
+    /// Notices a hang-up, and takes a new connection.
+    pub(crate) fn look(&mut self) -> Change {
         let gone = self.connection.as_ref().is_some_and(|connection| connection.is_lost());
         if gone {
-            self.connection = None;
-            // At once, unless the last attempt was a moment ago.
-            self.next_dial = ctx.now + if ctx.rng.one_in(2) { 0 } else { ctx.rng.below(RETRY) };
+            (self.connection, self.next_dial) = (None, None);
         }
         if self.connection.is_none() {
-            let fresh = self.fresh.borrow_mut().take().filter(|connection| !connection.is_lost());
-            if fresh.is_some() {
-                self.connection = fresh;
+            self.connection = self.fresh.borrow_mut().take().filter(|connection| !connection.is_lost());
+            if self.connection.is_some() {
                 return Change::Connected;
-            }
-            if !self.pending.get() && ctx.now >= self.next_dial {
-                self.dial(ctx);
             }
         }
         if gone { Change::Lost } else { Change::Same }
     }
 
-    fn dial(&mut self, ctx: &mut Ctx) {
-        self.next_dial = ctx.now + RETRY;
+    /// Asks for a connection where there is none: at once, unless the last attempt was a moment ago.
+    pub(crate) fn dial(&mut self, ctx: &mut Ctx) {
+        if self.connection.is_some() || self.pending.get() {
+            return;
+        }
+        let soon = || if ctx.rng.one_in(2) { ctx.now } else { ctx.now + ctx.rng.below(RETRY) };
+        if ctx.now < *self.next_dial.get_or_insert_with(soon) {
+            return;
+        }
+        self.next_dial = Some(ctx.now + RETRY);
         self.pending.set(true);
         let (fresh, pending) = (Rc::clone(&self.fresh), Rc::clone(&self.pending));
         ctx.dials.push(Dial { hello: self.hello.clone(), kv: self.kv.clone(), fresh, pending });

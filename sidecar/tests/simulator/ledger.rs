@@ -9,7 +9,7 @@ use shm_protocol::pool::{self, Geometry, Remains, SlotRef, slot};
 use shm_protocol::region::Region;
 use sidecar::core::{Action, Direction, Piece};
 
-use crate::origin::Origin;
+use crate::origin::{Origin, WORDS};
 
 /// What the blocks of a model are: two engines with the same form and base namespace share them.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -269,14 +269,14 @@ impl Slot {
         (self.digest, self.group, self.hash)
     }
 
-    /// Panics unless the slot's bytes are its key's; of each shard, whether a model of other weights made it.
+    /// Panics unless the slot holds the KV of its key. Returns for each word whether a model of other weights made it.
     fn check(&self, at: SlotRef, memory: &Region, what: &str) -> Vec<bool> {
         let mut origins = Vec::new();
         for shard in 0..self.form.shards {
             let base = (at.offset + u64::from(shard) * self.form.shard_bytes) as usize;
             let origin = Origin { digest: self.digest, hash: self.hash, shard };
             let word = |index: usize| memory.word64(base + index * 8).load(Ordering::Relaxed);
-            origins.push(origin.check(|| format!("{what} {at:?}"), word));
+            origins.extend(origin.check(0..WORDS, || format!("{what} {at:?}"), word));
         }
         origins
     }

@@ -1,5 +1,5 @@
-//! The deterministic simulator: the sidecar's pure core, its session and ring code, the shim's core and the pool's headers,
-//! all the product's own, among simulated engines, copies, disks, clocks and faults. A seed is a world; an oracle knows
+//! The deterministic simulator: the sidecar's pure core, its session and ring code, the shim's core with its policy, and the headers
+//! of the pool, all as in the product, among simulated engines, copies, disks, clocks and faults. A seed is a world; an oracle knows
 //! where every byte comes from.
 //!
 //! ```text

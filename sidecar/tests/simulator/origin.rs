@@ -5,6 +5,7 @@
 //! under equal facts makes other numbers; its blocks pass for their key's until a check compares them.
 
 use std::cell::Cell;
+use std::ops::Range;
 
 use shm_protocol::key::{BlockHash, NamespaceDigest};
 
@@ -52,22 +53,27 @@ impl Origin {
         Self { shard: self.shard + OTHER_WEIGHTS, ..self }
     }
 
-    fn is(&self, word: &impl Fn(usize) -> u64) -> bool {
-        (0..WORDS).all(|index| word(index) & !NOISE == self.word(index))
+    /// Panics unless `word` gives these words of the block, from either model. Returns for each whether other weights made it.
+    pub(crate) fn check(
+        &self,
+        words: Range<usize>,
+        place: impl Fn() -> String,
+        word: impl Fn(usize) -> u64,
+    ) -> Vec<bool> {
+        let other = self.of_other_weights();
+        let check = |index: usize| match word(index) & !NOISE {
+            found if found == self.word(index) => false,
+            found if found == other.word(index) => true,
+            _ => self.fail(words.clone(), place(), &word),
+        };
+        words.clone().map(check).collect()
     }
 
-    /// Panics unless `word` gives this block's words, of either model; whether it is the one of other weights.
-    pub(crate) fn check(&self, place: impl Fn() -> String, word: impl Fn(usize) -> u64) -> bool {
-        if self.is(&word) {
-            return false;
-        }
-        if self.of_other_weights().is(&word) {
-            return true;
-        }
-        let found: Vec<u64> = (0..WORDS).map(word).collect();
+    fn fail(&self, words: Range<usize>, place: String, word: impl Fn(usize) -> u64) -> ! {
+        let found: Vec<u64> = words.map(word).collect();
         let tainted = found.iter().any(|found| found & TAINT != 0);
         let tainted = if tainted { ", which was computed on broken KV" } else { "" };
-        panic!("wrong bytes: {}: {found:#x?}{tainted}, not {self:?}", place());
+        panic!("wrong bytes: {place}: {found:#x?}{tainted}, not {self:?}");
     }
 }
 
@@ -97,8 +103,8 @@ impl Kv {
         self.words[block as usize * WORDS + word].set(value);
     }
 
-    /// Panics unless `block` holds `origin`.
-    pub(crate) fn check(&self, block: u32, origin: &Origin, place: impl Fn() -> String) {
-        let _ = origin.check(|| format!("{}, block {block}", place()), |word| self.get(block, word));
+    /// Panics unless these words of `block` hold `origin`.
+    pub(crate) fn check(&self, block: u32, words: Range<usize>, origin: &Origin, place: impl Fn() -> String) {
+        let _ = origin.check(words, || format!("{}, block {block}", place()), |word| self.get(block, word));
     }
 }

@@ -304,8 +304,10 @@ fn specs(first_id: u64, ctx: &mut Ctx) -> VecDeque<Spec> {
     let spec = |id| {
         let length = rng.within(2, 6) as usize;
         let path: Vec<u64> = (0..length).map(|_| rng.below(4) / 3).collect();
-        let decoded = (rng.below(3) as usize).min(length - 1);
-        Spec { id: first_id + id, keys: keys(&path), prompt: length - decoded }
+        let total = length * WORDS - rng.below(WORDS as u64) as usize;
+        let prompt = total - (rng.below(6) as usize).min(total - 1);
+        let (awaits, hands_over) = (rng.one_in(8), rng.one_in(3));
+        Spec { id: first_id + id, keys: keys(&path), prompt, total, awaits, hands_over }
     };
     (0..count).map(spec).collect()
 }

@@ -300,10 +300,11 @@ impl BlockProof {
         let mut voids = self.stalled;
         if !passed.is_empty() || voids {
             let ids = passed.iter().filter_map(|open| scheduled.get(&open.number)).flatten();
-            let ids: HashSet<RequestId> = ids.copied().collect();
-            let stalled = self.stalled;
-            let affected =
-                requests.live().map(|(id, _)| id).filter(|id| stalled || ids.contains(id)).collect();
+            // Those too that are over: a later step may have computed upon theirs before they ended.
+            let mut affected: HashSet<RequestId> = ids.copied().collect();
+            if voids {
+                affected.extend(requests.live().map(|(id, _)| id));
+            }
             let mut lost = HashSet::new();
             for open in &passed {
                 for fill in &open.fills {

@@ -51,11 +51,6 @@ impl<H: SessionHost> EnginePolicy<H> {
             }
             self.requests.due_in(*id, step + wait);
         }
-        for (group, posted) in self.groups.iter_mut().zip(&posted) {
-            if *posted {
-                group.posted_in = step;
-            }
-        }
         posted
     }
 
@@ -204,12 +199,8 @@ impl<H: SessionHost> EnginePolicy<H> {
             self.fall_back(passed.voids);
         }
         for group in &mut self.groups {
-            if group.posted_in > 0 {
-                group.session.accept(step);
-                if step >= group.posted_in {
-                    group.posted_in = 0;
-                }
-            }
+            // Also where nothing was posted since the last time: that word may have found no room.
+            group.session.accept(step);
         }
     }
 

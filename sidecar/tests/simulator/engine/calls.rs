@@ -1,107 +1,128 @@
-//! What the connector calls on the shim's session: queries under a budget, loads under a lease, CANCEL before a block is used
-//! again, saves of what is full.
+//! Questions of vLLM's scheduler to the policy for waiting requests, and the waits for answers.
 
 use std::time::Instant;
 
 use connector_shim::core::endpoint::Endpoint;
-use connector_shim::core::plan::Plan;
+use connector_shim::core::policy::{FoundTokens, PlannedStep, PolicyWait, Remark};
 use connector_shim::core::scheduler::{Asked, PENDING};
-use connector_shim::error::ShimError;
-use shm_protocol::key::BlockHash;
 use shm_protocol::message::Status;
 
-use super::scheduler::{Hit, Phase, Scheduler};
+use super::BLOCK_TOKENS;
+use super::request::State;
+use super::scheduler::{Call, Phase, Scheduler};
 use crate::ctx::Ctx;
+use crate::origin::WORDS;
 
 /// The session's own counts, and the points that they reach.
-const COUNTED: [(&str, &str); 6] = [
+const COUNTED: [(&str, &str); COUNTS] = [
     ("queries_timed_out", "engine query timed out"),
     ("queries_not_asked", "engine query not asked"),
     ("queries_without_room", "engine query without room"),
     ("queries_answered_early", "engine early answer"),
     ("queries_from_lease", "engine lease reused"),
+    ("saves", "engine save"),
     ("saves_without_room", "engine save without room"),
+    ("saves_voided", "engine saves voided"),
 ];
+pub(super) const COUNTS: usize = 8;
 
-// === impl Scheduler: calls of the session ===
+// === impl Scheduler: calls of the policy ===
 
 impl Scheduler {
     /// Asks about the request at the head of the queue, or goes on to schedule.
     pub(super) fn match_next(&mut self, admit: usize, ctx: &mut Ctx) {
         self.phase = Phase::Schedule;
-        let Some(&id) = self.waiting.front().filter(|_| admit > 0 && !self.free.is_empty()) else { return };
-        let request = self.requests.get_mut(&id).expect("waiting requests exist");
-        // Whoever asks starts anew.
-        request.outdated = false;
-        let from = usize::from(request.total() > 3 && ctx.rng.one_in(4));
-        // One block is left to compute; now and then less is asked for than there is.
-        let mut count = (request.known.min(request.total()) - 1).saturating_sub(from);
-        if ctx.rng.one_in(4) {
-            count = count.saturating_sub(1 + ctx.rng.below(2) as usize);
-        }
-        let log = if request.refused || count == 0 { None } else { self.append(id, ctx) };
-        let Some((log, _)) = log else {
-            self.phase = Phase::Admit { hit: None, admit };
-            return;
-        };
-        match self.session.ask(log, from as u32, count as u32, ctx.instant()) {
-            Asked::Answered(hits) => self.answered(log, from, hits, admit, ctx),
-            Asked::Posted(op) => self.phase = Phase::Ask { op, log, from, began: ctx.instant(), admit },
-        }
-    }
-
-    fn answered(&mut self, log: i64, from: usize, hits: i64, admit: usize, ctx: &mut Ctx) {
-        if hits == PENDING {
-            // It is asked again in the next step.
-            self.phase = Phase::Schedule;
-            return;
-        }
-        let hit = (hits > 0).then(|| {
-            let arriving = self.session.arriving(log);
-            let sync = self.model.sync > 0 && ctx.rng.one_in(self.model.sync) && !arriving;
-            Hit { from, count: hits as usize, sync }
-        });
-        ctx.hit(if hit.is_some() { "engine hit" } else { "engine miss" });
-        self.phase = Phase::Admit { hit, admit };
-    }
-
-    /// Brings a request's log up to date: its handle and length. `None` while there is none to be had.
-    fn append(&mut self, id: u64, ctx: &mut Ctx) -> Option<(i64, usize)> {
-        let log = self.requests[&id].log;
-        if log.is_none_or(|log| self.session.length(log).is_none()) {
-            self.refresh(ctx);
-            let log = self.session.open(None);
-            if ctx.rng.one_in(8) {
-                ctx.hit("engine awaits another");
-                self.session.await_producer(log);
-            }
-            if ctx.rng.one_in(3) {
-                ctx.hit("engine hands over");
-                self.session.hand_over(log);
-            }
-            if ctx.rng.one_in(6) {
-                ctx.hit("engine promises");
-                self.session.promise(log).expect("it has no keys yet");
-            }
-            let request = self.requests.get_mut(&id).expect("the caller's request");
-            (request.log, request.saved) = ((log >= 0).then_some(log), 0);
-        }
+        let Some(&id) = self.waiting.front().filter(|_| admit > 0 && !self.blocks.is_empty()) else { return };
         let request = &self.requests[&id];
-        let log = request.log?;
-        let (keys, length) = (&request.spec.keys, self.session.length(log)?);
-        let known = request.known.min(keys.len()) as u32;
-        if length < known {
-            let key =
-                |index: u32, key: &mut BlockHash| key.set(&keys[index as usize].0).map_err(ShimError::from);
-            let length = self.session.append(log, length, known - length, key).expect("from its length on");
-            self.session.hint(log, 0, length);
+        let mut own = Vec::new();
+        if self.model.caches {
+            // One token is left to compute.
+            own = self.blocks.find(&request.known_keys()[..(request.known - 1) / WORDS]);
+            ctx.cover.add("engine hit of its own cache", u64::from(!own.is_empty()));
         }
-        Some((log, self.session.length(log)? as usize))
+        self.tell(id);
+        self.call(Call::Match(own), admit, ctx);
+    }
+
+    /// Calls the policy for the request at the head of the queue.
+    fn call(&mut self, call: Call, admit: usize, ctx: &mut Ctx) {
+        let id = *self.waiting.front().expect("the caller looked");
+        let (number, now) = (self.requests[&id].number, ctx.instant());
+        let wait = match &call {
+            Call::Match(own) => {
+                let (computed, alone) =
+                    (own.len() as u32 * BLOCK_TOKENS, self.last.iter().all(|last| *last == id));
+                self.policy.matched(number, computed, alone, now).map(Some)
+            }
+            Call::Load(blocks, _) => {
+                self.policy.load_blocks(number, std::slice::from_ref(blocks), now).map(|()| None)
+            }
+        };
+        match (wait, call) {
+            (Err(wait), call) => {
+                let renews = matches!((&wait, &call), (PolicyWait::Answer { .. }, Call::Load(..)));
+                ctx.cover.add("engine lease renewed before the load", renews.into());
+                self.phase = Phase::Await { wait, began: now, call, admit };
+            }
+            (Ok(Some(found)), Call::Match(own)) => self.found(id, own, found, admit, ctx),
+            (Ok(_), Call::Load(_, beside)) => self.loaded(beside, admit, ctx),
+            (Ok(None), Call::Match(_)) => unreachable!("a question has an answer"),
+        }
+    }
+
+    fn found(&mut self, id: u64, own: Vec<u32>, found: FoundTokens, admit: usize, ctx: &mut Ctx) {
+        let number = self.requests[&id].number;
+        match found {
+            FoundTokens::Later => {
+                ctx.cover.add("policy puts a load off", self.policy.is_put_off(number).into());
+                let request = self.requests.get_mut(&id).expect("it was asked about");
+                let refused = self.policy.is_refused(number);
+                ctx.cover.add("policy has a request step aside", refused.into());
+                assert!(!(refused && request.aside), "request {id} steps aside twice in a row");
+                request.aside = refused;
+                self.waiting.pop_front();
+                self.later.push(id);
+                self.phase = Phase::Match(admit);
+                return;
+            }
+            FoundTokens::Tokens(tokens, _) => {
+                self.requests.get_mut(&id).expect("it was asked about").aside = false;
+                ctx.hit(if tokens > 0 { "engine hit" } else { "engine miss" });
+            }
+        }
+        self.phase = Phase::Admit { own, found, admit };
+    }
+
+    /// Has the policy load the hit.
+    pub(super) fn allocated(&mut self, id: u64, external: u32, beside: bool, admit: usize, ctx: &mut Ctx) {
+        self.tell(id);
+        let request = &self.requests[&id];
+        match self.policy.allocated(request.number, external) {
+            Some(ranges) => {
+                let blocks = request.blocks[ranges[0].clone()].to_vec();
+                self.call(Call::Load(blocks, beside), admit, ctx);
+            }
+            None => {
+                assert_eq!(external, 0, "request {id} was promised {external} tokens");
+                self.run_first(admit, ctx);
+            }
+        }
+    }
+
+    fn loaded(&mut self, beside: bool, admit: usize, ctx: &mut Ctx) {
+        self.promised = true;
+        if !beside {
+            return self.run_first(admit, ctx);
+        }
+        let id = self.waiting.pop_front().expect("it was given blocks");
+        let request = self.requests.get_mut(&id).expect("waiting requests exist");
+        (request.state, request.computed) = (State::Loading, self.admitted);
+        self.phase = Phase::Match(admit - 1);
     }
 
     /// What the sidecar's word on a query is, where that is not told by the answer alone.
     fn note_outcome(&self, op: u64, ctx: &mut Ctx) {
-        let connection = self.session.connection();
+        let connection = self.policy.view(0).connection();
         match connection.and_then(|connection| connection.memory().load_outcome(op)).map(|o| o.status) {
             Some(Status::NotReady) => ctx.hit("engine query not ready"),
             Some(Status::Barred) => ctx.hit("engine query barred"),
@@ -112,95 +133,70 @@ impl Scheduler {
 
     pub(super) fn await_answer(
         &mut self,
-        (op, began): (u64, Instant),
-        (log, from): (i64, usize),
+        wait: PolicyWait,
+        began: Instant,
+        call: Call,
         admit: usize,
         ctx: &mut Ctx,
     ) {
-        match self.session.look(op, began, ctx.instant()) {
-            Some(hits) => {
-                self.note_outcome(op, ctx);
-                self.answered(log, from, hits, admit, ctx);
+        let now = ctx.instant();
+        let mut next = wait;
+        let hits = match wait {
+            PolicyWait::Answer { op, .. } => {
+                let hits = self.policy.session(0).look(op, began, now);
+                if hits.is_some() {
+                    self.note_outcome(op, ctx);
+                }
+                hits
             }
-            None => self.phase = Phase::Ask { op, log, from, began, admit },
-        }
-    }
-
-    pub(super) fn await_renewal(&mut self, op: u64, began: Instant, admit: usize, hit: Hit, ctx: &mut Ctx) {
-        match self.session.look(op, began, ctx.instant()) {
-            Some(_) => self.post_load(hit, admit, ctx),
-            None => self.phase = Phase::Renew { op, began, admit, hit },
-        }
-    }
-
-    /// Asks again for a lease that is too old to be relied on; `None`: there is nothing to wait for.
-    pub(super) fn renew(&mut self, id: u64, ctx: &mut Ctx) -> Option<u64> {
-        let op = self.session.renew(self.requests[&id].log?, ctx.instant())?;
-        ctx.hit("engine lease renewed before the load");
-        Some(op)
-    }
-
-    /// Posts the load of a request's hit. Empty where no lease covers it: then nothing may be loaded.
-    pub(super) fn load(&mut self, id: u64, hit: Hit, ctx: &mut Ctx) -> Vec<Plan> {
-        let request = &self.requests[&id];
-        let Some(log) = request.log else { return Vec::new() };
-        let arriving = self.session.arriving(log);
-        let plans = self.session.load(log, hit.from as u32, &request.loaded, self.step + 1, hit.sync);
-        if !plans.is_empty() {
-            for (holds, point) in [
-                (arriving, "engine load in parts"),
-                (self.model.early, "engine early load"),
-                (self.model.by_engine, "engine load by engine"),
-                (!self.model.by_engine, "engine load by sidecar"),
-            ] {
-                ctx.cover.add(point, u64::from(holds));
+            PolicyWait::Linger { log, first, count, within, .. } => {
+                ctx.hit("policy lingers");
+                let session = self.policy.session(0);
+                match session.ask(log, first, count, now) {
+                    Asked::Answered(PENDING) => (now - began >= within).then_some(PENDING),
+                    Asked::Answered(hits) => Some(hits),
+                    Asked::Posted(op) => {
+                        next = PolicyWait::Answer { group: 0, op };
+                        None
+                    }
+                }
             }
-        }
-        plans
-    }
-
-    /// Gives up unfinished saves whose source this step may overwrite.
-    pub(super) fn cancel(&mut self, ctx: &mut Ctx) {
-        let blocks = std::mem::take(&mut self.overwritten);
-        let voided = self.session.stats()["saves_voided"];
-        if self.session.overwrite(blocks.into_iter()) > 0 {
-            ctx.hit("engine block reused while saved");
-        }
-        ctx.cover.add("engine cancel without room", self.session.stats()["saves_voided"] - voided);
-    }
-
-    /// Saves the blocks of a request that are full after this step and whose keys are known.
-    pub(super) fn save(&mut self, id: u64, ctx: &mut Ctx) {
-        let request = &self.requests[&id];
-        if request.outdated {
+        };
+        let Some(hits) = hits else {
+            let began = if matches!((wait, next), (PolicyWait::Linger { .. }, PolicyWait::Answer { .. })) {
+                now
+            } else {
+                began
+            };
+            self.phase = Phase::Await { wait: next, began, call, admit };
             return;
-        }
-        let full = request.computed.min(request.known).min(request.blocks.len());
-        if full <= request.saved {
-            return;
-        }
-        let Some((log, _)) = self.append(id, ctx).filter(|(_, length)| full <= *length) else { return };
-        let request = self.requests.get_mut(&id).expect("looked up above");
-        let (from, blocks) = (request.saved, request.blocks[request.saved..full].to_vec());
-        request.saved = full;
-        if self.session.save(log, from as u32, blocks, self.step, ctx.rng.one_in(2)) {
-            ctx.hit("engine save");
-        }
+        };
+        self.policy.answered(hits);
+        self.call(call, admit, ctx);
     }
 
-    pub(super) fn end_step(&mut self, ctx: &mut Ctx) {
-        self.session.end_step().expect("an honest sidecar");
-        self.refresh(ctx);
-        let stats = self.session.stats();
+    /// Notes the coverage of the policy's step.
+    pub(super) fn note_policy(&mut self, step: &PlannedStep, ctx: &mut Ctx) {
+        let stats = self.policy.view(0).stats();
         for (counted, (name, point)) in self.counted.iter_mut().zip(COUNTED) {
             ctx.cover.add(point, stats[name] - *counted);
             *counted = stats[name];
         }
+        ctx.cover.add("policy names open loads", u64::from(!step.open_loads.is_empty()));
+        ctx.cover.add("policy names passed steps", u64::from(!step.passed.is_empty()));
+        self.note_remarks(ctx);
     }
 
-    /// KV computed on blocks that were not loaded must never be kept: every unfinished save is given up.
-    pub(super) fn void_saves(&mut self, ctx: &mut Ctx) {
-        ctx.cover.add("engine saves voided", u64::from(self.session.saving() > 0));
-        self.session.void_saves();
+    pub(super) fn note_remarks(&mut self, ctx: &mut Ctx) {
+        for remark in self.policy.take_remarks() {
+            let point = match remark {
+                Remark::Stalled { .. } => "policy is told of no output",
+                Remark::PassedOver { .. } => "policy sees steps passed over",
+                Remark::Unproven { .. } => "policy doubts the engine's own cache",
+                Remark::NotLoaded { .. } => "policy is told of failed loads",
+                Remark::Changed => unreachable!("the policy is told of each change"),
+            };
+            ctx.hit(point);
+        }
     }
 }

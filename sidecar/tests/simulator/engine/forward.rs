@@ -3,10 +3,10 @@
 use std::rc::Rc;
 
 use super::Shared;
-use super::request::{Fate, Step, Work};
+use super::request::{Fate, Step};
 use super::worker::{Phase, Worker};
 use crate::ctx::{Ctx, Micros};
-use crate::origin::{Origin, WORDS, with_noise};
+use crate::origin::{Origin, with_noise};
 
 // === impl Worker: the forward ===
 
@@ -24,41 +24,33 @@ impl Worker {
             self.phase = Phase::Forward(step, at);
             return ctx.pause(60);
         }
+        shared.judge.reach(step.number);
         let Some(work) = step.work.get(at) else {
             self.phase = Phase::Done(step);
             return ctx.pause(100);
         };
-        if self.is_sound(&step, work, shared) {
+        if shared.judge.is_sound(&step, at) {
             for target in &work.reads {
                 let (digest, hash, shard) = (target.digest, target.hash, self.model.shard(self.rank));
                 let place = || {
                     let (request, number) = (work.request, step.number);
                     format!("step {number} reads for request {request} on rank {}", self.rank)
                 };
-                shared.kvs[self.rank].check(target.block, &Origin { digest, hash, shard }, place);
+                let origin = Origin { digest, hash, shard };
+                shared.kvs[self.rank].check(target.block, target.words.clone(), &origin, place);
             }
         }
         self.phase = Phase::Write(step, at, 0, 0);
         ctx.pause(50)
     }
 
-    /// Whether what this computes is the KV of its keys.
-    fn is_sound(&self, step: &Step, work: &Work, shared: &Shared) -> bool {
-        // What lies before a load does not depend on it.
-        let before_load = work.end == 0;
-        let (first, this) = ((work.request, 0), (work.request, work.attempt));
-        let is_kept_broken = shared.broken.range(first..this).any(|(_, from)| *from >= work.kept_from);
-        let is_broken = is_kept_broken || shared.broken.get(&this).is_some_and(|from| step.number >= *from);
-        !work.outdated && (before_load || !is_broken)
-    }
-
-    /// Writes one word; mostly the rest of the block with it.
+    /// Writes one word; mostly the rest of the block's words with it.
     pub(super) fn write(
         &mut self,
         step: Rc<Step>,
         at: usize,
         block: usize,
-        mut word: usize,
+        mut written: usize,
         shared: &mut Shared,
         ctx: &mut Ctx,
     ) {
@@ -71,22 +63,23 @@ impl Worker {
             self.phase = Phase::Done(step);
             return;
         }
-        let sound = self.is_sound(&step, work, shared);
+        let sound = shared.judge.is_sound(&step, at);
         let right = Origin { digest: target.digest, hash: target.hash, shard: self.model.shard(self.rank) };
         let origin = if self.model.other_weights { right.of_other_weights() } else { right };
         loop {
+            let word = target.words.start + written;
             let value = match sound {
                 true => with_noise(origin.word(word), ctx.rng.next()),
                 false => ctx.taint(),
             };
             shared.kvs[self.rank].set(target.block, word, value);
-            word += 1;
-            if word == WORDS {
+            written += 1;
+            if written == target.words.len() {
                 self.phase = Phase::Write(step, at, block + 1, 0);
                 return;
             }
             if ctx.rng.one_in(3) {
-                self.phase = Phase::Write(step, at, block, word);
+                self.phase = Phase::Write(step, at, block, written);
                 return;
             }
         }

@@ -1,18 +1,28 @@
 //! What passes between an engine's parts: requests, steps, plans, results.
 
 use std::collections::BTreeSet;
+use std::ops::Range;
 
 use connector_shim::core::plan::Plan;
+use connector_shim::core::policy::{Now, RequestId};
 use shm_protocol::key::{BlockHash, NamespaceDigest};
+
+use super::WORD_TOKENS;
+use crate::origin::WORDS;
 
 /// What a client asks for.
 #[derive(Clone, Debug)]
 pub(crate) struct Spec {
     pub(crate) id: u64,
-    /// Keys of all blocks that it will fill.
+    /// Keys of all blocks of the request, the last one perhaps partly full.
     pub(crate) keys: Vec<BlockHash>,
-    /// How many of them the prompt fills; the others are decoded.
+    /// Words of its prompt, and of the answer with it.
     pub(crate) prompt: usize,
+    pub(crate) total: usize,
+    /// Another engine computes its prompt.
+    pub(crate) awaits: bool,
+    /// Another engine goes on with it.
+    pub(crate) hands_over: bool,
 }
 
 /// Where a request stands.
@@ -25,39 +35,39 @@ pub(super) enum State {
     Leaving,
 }
 
-/// A request as the scheduler and the connector see it.
+/// A request as the scheduler sees it. Its lengths are in words.
 #[derive(Debug)]
 pub(super) struct Request {
     pub(super) spec: Spec,
+    /// Its number in the policy.
+    pub(super) number: RequestId,
     pub(super) state: State,
-    /// Goes up whenever what was computed is void.
+    /// Goes up whenever the work of steps in flight becomes void.
     pub(super) attempt: u32,
-    /// The first step in flight when a failed load began this attempt. The attempt keeps blocks of these steps.
-    pub(super) kept_from: u64,
+    pub(super) preemptions: u32,
     pub(super) blocks: Vec<u32>,
-    /// Blocks computed or loaded, steps in flight included.
+    /// Blocks known to the policy; none: the request begins in its next step.
+    pub(super) told: Option<usize>,
+    /// Computed or loaded, steps in flight included.
     pub(super) computed: usize,
     /// The same without them.
     pub(super) settled: usize,
-    /// Blocks whose tokens, and so keys, are known.
+    /// Words whose tokens are known.
     pub(super) known: usize,
-    /// The session's handle of its log.
-    pub(super) log: Option<i64>,
-    pub(super) saved: usize,
-    pub(super) loaded: Vec<u32>,
-    /// Keys and namespace of those, for the oracle.
+    /// The blocks of its load, for the oracle.
     pub(super) promised: Vec<Target>,
-    pub(super) refused: bool,
-    pub(super) outdated: bool,
     /// Parts of its load that have not ended, on every rank.
     pub(super) loading: usize,
     pub(super) failed: BTreeSet<u32>,
+    /// Its load has failed, and it was passed over when it asked last.
+    pub(super) aside: bool,
 }
 
-/// A block and what it is to hold.
-#[derive(Copy, Clone, Debug)]
+/// Words of a block, and the key of their KV.
+#[derive(Clone, Debug)]
 pub(crate) struct Target {
     pub(crate) block: u32,
+    pub(crate) words: Range<usize>,
     pub(crate) hash: BlockHash,
     pub(crate) digest: NamespaceDigest,
 }
@@ -67,14 +77,10 @@ pub(crate) struct Target {
 pub(super) struct Work {
     pub(super) request: u64,
     pub(super) attempt: u32,
-    /// `kept_from` of its request when the step was scheduled.
-    pub(super) kept_from: u64,
-    /// Its KV belongs to two generations of the namespace.
-    pub(super) outdated: bool,
-    /// Blocks that the forward reads.
+    /// Words read by the forward.
     pub(super) reads: Vec<Target>,
     pub(super) writes: Vec<Target>,
-    /// Blocks computed once it is done; zero for what lies before a load.
+    /// Words computed once it is done.
     pub(super) end: usize,
 }
 
@@ -82,7 +88,6 @@ pub(super) struct Work {
 #[derive(Clone, Debug)]
 pub(super) struct Order {
     pub(super) request: u64,
-    pub(super) attempt: u32,
     pub(super) sync: bool,
     /// What it brings, block by block of the plan.
     pub(super) targets: Vec<Target>,
@@ -110,6 +115,10 @@ pub(crate) struct Step {
     pub(super) weights: (u64, u8),
     pub(super) resolved: u64,
     pub(super) urgent: bool,
+    /// Blocks filled in another generation of the namespace.
+    pub(super) outdated: Vec<u32>,
+    /// Blocks listed by this step although it does not fill them.
+    pub(super) unfilled: Vec<u32>,
     pub(super) orders: Vec<Order>,
     pub(super) work: Vec<Work>,
 }
@@ -136,38 +145,65 @@ impl Order {
 // === impl Request ===
 
 impl Request {
-    pub(super) fn new(spec: Spec) -> Self {
+    pub(super) fn new(spec: Spec, number: RequestId) -> Self {
         Self {
+            number,
             state: State::Waiting,
             attempt: 0,
-            kept_from: u64::MAX,
+            preemptions: 0,
             blocks: Vec::new(),
+            told: None,
             computed: 0,
             settled: 0,
             known: spec.prompt,
-            log: None,
-            saved: 0,
-            loaded: Vec::new(),
             promised: Vec::new(),
-            refused: false,
-            outdated: false,
             loading: 0,
             failed: BTreeSet::new(),
+            aside: false,
             spec,
         }
     }
 
-    /// Blocks `range` and what they are to hold in namespace `digest`.
-    pub(super) fn targets(&self, range: std::ops::Range<usize>, digest: NamespaceDigest) -> Vec<Target> {
-        range.map(|at| Target { block: self.blocks[at], hash: self.spec.keys[at], digest }).collect()
+    /// Returns the places and keys of the words `range` in namespace `digest`.
+    pub(super) fn targets(&self, range: Range<usize>, digest: NamespaceDigest) -> Vec<Target> {
+        let blocks = range.start / WORDS..range.end.div_ceil(WORDS);
+        let target = |at: usize| {
+            let first = at * WORDS;
+            let words = range.start.max(first) - first..range.end.min(first + WORDS) - first;
+            Target { block: self.blocks[at], words, hash: self.spec.keys[at], digest }
+        };
+        blocks.map(target).collect()
     }
 
-    pub(super) fn total(&self) -> usize {
-        self.spec.keys.len()
+    /// Returns the keys of the blocks with known tokens.
+    pub(super) fn known_keys(&self) -> &[BlockHash] {
+        &self.spec.keys[..self.known / WORDS]
     }
 
-    /// Begins the next attempt, upon blocks of steps from `kept_from` on.
-    pub(super) fn begin_attempt(&mut self, kept_from: u64) {
-        (self.attempt, self.kept_from) = (self.attempt + 1, kept_from);
+    /// Returns the end of the words computed by the next step.
+    pub(super) fn next_end(&self, chunk: usize) -> usize {
+        let end = if self.computed < self.known {
+            self.known.min(self.computed + chunk)
+        } else {
+            self.computed + 1
+        };
+        end.min(self.spec.total)
+    }
+
+    /// Returns its numbers for the policy.
+    pub(super) fn now(&self) -> Now {
+        let tokens = |words: usize| words as u32 * WORD_TOKENS;
+        Now {
+            tokens: tokens(self.known),
+            computed: tokens(self.computed),
+            preemptions: self.preemptions,
+            ..Now::default()
+        }
+    }
+
+    /// Falls back to this many computed words; the work of steps in flight is void.
+    pub(super) fn fall_back(&mut self, words: usize) {
+        (self.computed, self.settled) = (words, words);
+        self.attempt += 1;
     }
 }

@@ -1,12 +1,14 @@
-//! Ends of steps: what was computed, which loads ended, which blocks were not loaded.
+//! Ends of steps: computed words, ended and failed loads; then the report to the policy, in the order of vLLM.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
+
+use connector_shim::core::policy::RequestId;
 
 use super::request::State;
-use super::scheduler::{InFlight, Scheduler};
+use super::scheduler::{InFlight, MUTE_STEPS, Scheduler};
 use super::{Shared, request};
 use crate::ctx::Ctx;
-use crate::origin::Origin;
+use crate::origin::{Origin, WORDS};
 
 // === impl Scheduler: results ===
 
@@ -25,95 +27,130 @@ impl Scheduler {
         }
     }
 
-    fn take(
+    fn take(&mut self, step: InFlight, results: &[request::Results], shared: &mut Shared, ctx: &mut Ctx) {
+        let failed: BTreeSet<u32> = results.iter().flat_map(|result| &result.failed).copied().collect();
+        for (id, attempt, end) in step.work {
+            match self.requests.get_mut(&id).filter(|request| request.attempt == attempt) {
+                Some(request) if step.fails => request.fall_back(request.settled),
+                Some(request) => request.settled = end,
+                None => {}
+            }
+        }
+        let ended = self.take_loads(results, &failed, shared, ctx);
+        for id in self.running.clone() {
+            let request = self.requests.get_mut(&id).expect("running requests exist");
+            if request.settled >= request.spec.prompt {
+                // The sampled token is known.
+                request.known = request.known.max(request.settled + 1).min(request.spec.total);
+            }
+            if request.settled == request.spec.total {
+                ctx.note(|| format!("{}: request {id} finished", self.model.name));
+                self.end(id, ctx);
+                self.leave(id);
+            }
+        }
+        let failed: Vec<u32> = failed.into_iter().collect();
+        if !failed.is_empty() {
+            self.policy.loads_failed(&failed);
+        }
+        if !ended.is_empty() {
+            self.policy.loads_ended(&ended, &failed);
+        }
+        if !step.fails {
+            self.accept(step.number, ctx);
+        }
+    }
+
+    /// The engine goes on with the output of a step. Now and then the policy is not told of some.
+    fn accept(&mut self, step: u64, ctx: &mut Ctx) {
+        if ctx.knobs.faults > 0 && self.mute == 0 && ctx.rng.one_in(300) {
+            self.mute = ctx.rng.pick(&[1, MUTE_STEPS]);
+        }
+        if self.mute > 0 {
+            self.mute -= 1;
+            return;
+        }
+        let untold = self.untold.split_off(&(step + 1));
+        let before = std::mem::replace(&mut self.untold, untold);
+        let mut scheduled = HashMap::new();
+        if self.policy.passes_over(step) {
+            scheduled.extend(before);
+            scheduled.extend(self.untold.clone());
+        }
+        self.policy.accept_step(step, &scheduled);
+    }
+
+    /// Takes the ends of loads. Blocks not loaded are computed again, and so is all KV computed on them. Returns the policy's numbers of
+    /// the requests with a finished load.
+    fn take_loads(
         &mut self,
-        InFlight { work, number, fails }: InFlight,
         results: &[request::Results],
+        failed: &BTreeSet<u32>,
         shared: &mut Shared,
         ctx: &mut Ctx,
-    ) {
-        let failed: BTreeSet<u32> = results.iter().flat_map(|result| &result.failed).copied().collect();
-        for (id, attempt, end) in work {
-            match self.requests.get_mut(&id) {
-                Some(request) if fails && (request.attempt == attempt || number >= request.kept_from) => {
-                    (request.computed, request.saved) = (request.settled, 0);
-                    request.begin_attempt(u64::MAX);
+    ) -> Vec<RequestId> {
+        if !failed.is_empty() {
+            ctx.hit("engine load failed, recomputed");
+            ctx.note(|| format!("{}: blocks {failed:?} were not loaded", self.model.name));
+        }
+        for request in self.requests.values_mut() {
+            let first = request.blocks.iter().position(|block| failed.contains(block));
+            match request.state {
+                State::Running if first.is_some_and(|first| first * WORDS < request.computed) => {
+                    request.fall_back(first.unwrap_or(0) * WORDS);
                 }
-                Some(request) if request.attempt == attempt => request.settled = request.settled.max(end),
+                State::Loading | State::Leaving => {
+                    let mine = request.promised.iter().map(|target| target.block);
+                    request.failed.extend(mine.filter(|block| failed.contains(block)));
+                }
                 _ => {}
             }
         }
-        if !failed.is_empty() {
-            self.loads_failed(&failed, ctx);
-        }
-        if fails {
-            self.refused = self.step;
-        } else if number > self.refused {
-            self.session.accept(number);
-        }
+        let mut ended = Vec::new();
         for id in results.iter().flat_map(|result| &result.ended) {
-            self.load_ended(*id, &failed, shared, ctx);
+            ended.extend(self.load_ended(*id, shared, ctx));
         }
-        let settled: Vec<u64> = self.running.clone();
-        for id in settled {
-            let request = self.requests.get_mut(&id).expect("running requests exist");
-            request.known = request.known.max(request.settled.min(request.total()));
-            if request.settled == request.total() {
-                ctx.note(|| format!("{}: request {id} finished", self.model.name));
-                self.leave(id, ctx);
-            }
-        }
+        ended
     }
 
-    /// Blocks that are not what was asked for are computed again, and so is all that was computed on them.
-    fn loads_failed(&mut self, failed: &BTreeSet<u32>, ctx: &mut Ctx) {
-        ctx.hit("engine load failed, recomputed");
-        ctx.note(|| format!("{}: blocks {failed:?} were not loaded", self.model.name));
-        self.void_saves(ctx);
-        let kept_from = self.in_flight.front().map_or(u64::MAX, |step| step.number);
-        for request in self.requests.values_mut() {
-            request.saved = 0;
-            request.refused |= request.loaded.iter().any(|block| failed.contains(block));
-            if request.state == State::Running
-                && let Some(first) =
-                    request.blocks[..request.computed].iter().position(|b| failed.contains(b))
-            {
-                request.begin_attempt(kept_from);
-                request.computed = first;
-                request.settled = request.settled.min(first);
-            }
-            if request.state == State::Loading || request.state == State::Leaving {
-                request.failed.extend(request.loaded.iter().filter(|block| failed.contains(block)));
-            }
-        }
-    }
-
-    /// One rank has ended the load of a request.
-    fn load_ended(&mut self, id: u64, failed: &BTreeSet<u32>, shared: &Shared, ctx: &mut Ctx) {
+    /// One rank has ended the load of a request; its number if that was the last one.
+    fn load_ended(&mut self, id: u64, shared: &mut Shared, ctx: &mut Ctx) -> Option<RequestId> {
+        let digest = self.digest();
         let request =
             self.requests.get_mut(&id).unwrap_or_else(|| panic!("request {id} ended a load unasked"));
         assert!(request.loading > 0, "a rank ended the load of request {id} twice");
         request.loading -= 1;
         if request.loading > 0 {
-            return;
+            return None;
         }
-        debug_assert!(failed.iter().all(|b| !request.loaded.contains(b) || request.failed.contains(b)));
-        let whole = request.promised.iter().filter(|target| !request.failed.contains(&target.block));
-        for target in whole {
+        for target in request.promised.iter().filter(|target| !request.failed.contains(&target.block)) {
             for (rank, kv) in shared.kvs.iter().enumerate() {
                 let (digest, hash, shard) = (target.digest, target.hash, self.model.shard(rank));
                 let place = || format!("request {id} on rank {rank} after its load");
-                kv.check(target.block, &Origin { digest, hash, shard }, place);
+                kv.check(target.block, target.words.clone(), &Origin { digest, hash, shard }, place);
             }
+            shared.judge.loaded(target.block, target.digest == digest);
         }
+        let number = request.number;
         if request.state == State::Leaving {
-            return self.leave(id, ctx);
+            self.leave(id);
+            return None;
         }
         assert_eq!(request.state, State::Loading, "request {id} ended a load that it did not wait for");
         let first_failed = request.blocks.iter().position(|block| request.failed.contains(block));
-        request.computed = first_failed.unwrap_or(request.blocks.len());
-        request.settled = request.computed;
-        request.state = State::Running;
-        self.running.push(id);
+        let computed = first_failed.map_or(request.computed, |first| request.computed.min(first * WORDS));
+        (request.computed, request.settled) = (computed, computed);
+        if computed > 0 {
+            request.state = State::Running;
+            self.running.push(id);
+            self.list(id, computed);
+        } else {
+            ctx.hit("engine asks again after a failed load");
+            request.state = State::Waiting;
+            let blocks = std::mem::take(&mut request.blocks);
+            self.blocks.release(&blocks);
+            self.waiting.push_front(id);
+        }
+        Some(number)
     }
 }

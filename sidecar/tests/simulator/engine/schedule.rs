@@ -1,194 +1,281 @@
-//! vLLM's scheduler: blocks for waiting and running requests, preemption, and the step that follows.
+//! vLLM's scheduler: blocks for running and waiting requests, preemption, and the step that follows.
 
 use std::rc::Rc;
 
-use super::request::{Fate, Order, State, Step, Work};
-use super::scheduler::{Hit, InFlight, Phase, Scheduler};
-use super::{Shared, request};
+use connector_shim::core::policy::{
+    BegunRequest, Changes, Due, FoundTokens, LostLoad, PlannedStep, RequestId, RequestLoad, StepPart,
+};
+
+use super::request::{Fate, Order, State, Step, Target, Work};
+use super::scheduler::{InFlight, Phase, Scheduler};
+use super::{Shared, WORD_TOKENS, request};
 use crate::ctx::Ctx;
+use crate::origin::WORDS;
 
 // === impl Scheduler: scheduling ===
 
 impl Scheduler {
-    /// Gives blocks to the request at the head of the queue, and promises its load.
-    pub(super) fn admit(&mut self, hit: Option<Hit>, admit: usize, ctx: &mut Ctx) {
-        self.phase = Phase::Schedule;
-        let Some(&id) = self.waiting.front() else { return };
-        let Some(mut hit) = hit else {
-            self.waiting.pop_front();
-            self.run(id);
-            self.phase = Phase::Match(admit - 1);
-            return;
-        };
-        if ctx.rng.one_in(8) && hit.count > 1 {
-            // vLLM may want less than was found.
-            hit.count -= 1;
-            ctx.hit("engine load of a part");
-        }
-        let end = hit.from + hit.count;
-        let needed = end + usize::from(hit.sync);
-        if self.free.len() < needed || ctx.rng.one_in(ctx.knobs.full_steps) {
-            // No blocks, or the step is full: it stays at the head, under its lease, until the next step.
-            return;
-        }
-        let blocks: Vec<u32> = (0..needed).map(|_| self.take_block(ctx)).collect();
-        self.requests.get_mut(&id).expect("waiting requests exist").blocks = blocks;
-        self.waiting.pop_front();
-        match self.renew(id, ctx) {
-            Some(op) => {
-                self.waiting.push_front(id);
-                self.phase = Phase::Renew { op, began: ctx.instant(), admit, hit };
-            }
-            None => {
-                self.waiting.push_front(id);
-                self.post_load(hit, admit, ctx);
-            }
-        }
-    }
-
-    /// The blocks are there and the lease is fresh: LOAD.
-    pub(super) fn post_load(&mut self, hit: Hit, admit: usize, ctx: &mut Ctx) {
-        self.phase = Phase::Match(admit - 1);
-        let id = self.waiting.pop_front().expect("it was given blocks");
-        let digest = self.digest();
-        let (from, end) = (hit.from, hit.from + hit.count);
-        let request = self.requests.get_mut(&id).expect("waiting requests exist");
-        let promised = request.targets(from..end, digest);
-        request.loaded = request.blocks[from..end].to_vec();
-        request.promised = promised;
-        request.failed.clear();
-        let (attempt, promised) = (request.attempt, request.promised.clone());
-        self.overwritten.extend(&request.blocks);
-        if self.model.early {
-            // The load may begin as soon as it is posted.
-            self.cancel(ctx);
-        }
-        let plans = self.load(id, hit, ctx);
-        ctx.hit(match (plans.is_empty(), hit.sync) {
-            (true, _) => "engine load without lease",
-            (_, true) => "engine sync load",
-            (_, false) => "engine async load",
-        });
-        let mut rest = promised.into_iter();
-        let mut order = |count: usize, plan| {
-            let targets = rest.by_ref().take(count).collect();
-            Order { request: id, attempt, sync: hit.sync, targets, plan }
-        };
-        let orders: Vec<Order> = match plans.is_empty() {
-            true => vec![order(hit.count, None)],
-            false => plans.into_iter().map(|plan| order(plan.blocks.len(), Some(plan))).collect(),
-        };
-        let parts = orders.len();
-        self.orders.extend(orders);
-        let request = self.requests.get_mut(&id).expect("waiting requests exist");
-        if hit.sync {
-            (request.computed, request.settled) = (end, 0);
-            request.state = State::Running;
-            self.running.push(id);
-        } else {
-            request.state = State::Loading;
-            request.loading = self.model.world * parts;
-        }
-        if from > 0 {
-            // What lies before the hit was found in the engine's own cache; here it is computed in the same step.
-            let writes = request.targets(0..from, digest);
-            let (kept_from, reads) = (u64::MAX, Vec::new());
-            self.work.push(Work { request: id, attempt, kept_from, outdated: false, reads, writes, end: 0 });
-        }
-    }
-
-    fn run(&mut self, id: u64) {
-        let request = self.requests.get_mut(&id).expect("waiting requests exist");
-        request.state = State::Running;
-        (request.computed, request.settled) = (0, 0);
-        self.running.push(id);
-    }
-
-    fn take_block(&mut self, ctx: &mut Ctx) -> u32 {
-        // The block freed last is mostly used first, so that saves in flight meet its next use.
-        let last = self.free.len() - 1;
-        let at = if ctx.rng.one_in(4) { ctx.rng.below(self.free.len() as u64) as usize } else { last };
-        self.free.swap_remove(at)
-    }
-
-    /// Everything after matching: running requests, saves, and the step's metadata.
-    pub(super) fn finish_schedule(&mut self, shared: &mut Shared, ctx: &mut Ctx) {
-        self.step += 1;
-        let mut scheduled = Vec::new();
+    /// Schedules the running requests. Returns whether waiting requests may be admitted beside them.
+    pub(super) fn schedule_running(&mut self, ctx: &mut Ctx) -> bool {
+        let mut room = true;
         for id in self.running.clone() {
             if self.requests.get(&id).is_some_and(|request| request.state == State::Running) {
-                self.schedule_one(id, &mut scheduled, ctx);
+                self.resume(id);
+                room &= self.schedule_one(id, ctx);
             }
         }
-        self.cancel(ctx);
-        for id in &scheduled {
-            self.save(*id, ctx);
-        }
-        self.end_step(ctx);
-        self.hand_over(shared, ctx);
-        self.wake_ranks(ctx);
+        room
     }
 
-    fn schedule_one(&mut self, id: u64, scheduled: &mut Vec<u64>, ctx: &mut Ctx) {
+    /// Begins a request after the end of its load: vLLM allocates for it once more.
+    fn resume(&mut self, id: u64) {
         let request = &self.requests[&id];
-        let decoding = request.computed >= request.spec.prompt;
-        let chunk = if decoding { 1 } else { self.model.chunk };
-        let (start, end) = (request.computed, request.total().min(request.computed + chunk));
-        if start == end {
+        if request.told.is_none() {
+            let number = request.number;
+            self.tell(id);
+            assert_eq!(self.policy.allocated(number, 0), None, "request {id} has no other load");
+        }
+    }
+
+    /// Gives blocks to the request at the head of the queue, beside its `own` ones in the prefix cache.
+    pub(super) fn admit(&mut self, own: Vec<u32>, found: FoundTokens, admit: usize, ctx: &mut Ctx) {
+        self.phase = Phase::Schedule;
+        let id = *self.waiting.front().expect("it was asked about");
+        let FoundTokens::Tokens(tokens, beside) = found else { unreachable!("the caller looked") };
+        let mut external = (tokens / WORD_TOKENS) as usize;
+        if external > 1 && ctx.rng.one_in(8) {
+            // vLLM may want less than was found.
+            external -= ctx.rng.within(1, external as u64 - 1) as usize;
+            ctx.hit("engine load of a part");
+        }
+        let request = self.requests.get_mut(&id).expect("waiting requests exist");
+        let computed = own.len() * WORDS + external;
+        assert!(computed < request.known, "request {id} has no token left to compute");
+        (request.computed, request.settled) = (computed, computed);
+        let beside = beside && external > 0;
+        let end = if beside { computed } else { request.next_end(self.model.chunk) };
+        let fresh = end.div_ceil(WORDS) - own.len();
+        let is_full = external > 0 && ctx.rng.one_in(ctx.knobs.full_steps);
+        if is_full || !self.blocks.has_room(fresh, &own) {
+            // It stays at the head, under its lease, until the next step.
+            (request.computed, request.settled) = (0, 0);
             return;
         }
-        while self.requests[&id].blocks.len() < end {
-            if self.free.is_empty() {
-                let victim = *self.running.last().expect("this one runs");
-                self.preempt(victim, scheduled, ctx);
+        own.iter().for_each(|block| self.blocks.share(*block));
+        request.told = None;
+        request.blocks = own;
+        request.blocks.extend((0..fresh).map(|_| self.blocks.take(ctx)));
+        let digest = self.digest();
+        let request = self.requests.get_mut(&id).expect("waiting requests exist");
+        let first = computed - external;
+        request.promised = request.targets(first..computed.next_multiple_of(WORDS), digest);
+        request.failed.clear();
+        // vLLM counts no token of the request as computed until the allocation is over.
+        (request.computed, request.settled) = (0, 0);
+        let external = external as u32 * WORD_TOKENS;
+        self.admitted = computed;
+        self.allocated(id, external, beside, admit, ctx);
+    }
+
+    /// The request at the head of the queue is computed in this step.
+    pub(super) fn run_first(&mut self, admit: usize, ctx: &mut Ctx) {
+        self.phase = Phase::Match(admit - 1);
+        let id = self.waiting.pop_front().expect("it was given blocks");
+        let request = self.requests.get_mut(&id).expect("waiting requests exist");
+        request.state = State::Running;
+        (request.computed, request.settled) = (self.admitted, self.admitted);
+        self.running.push(id);
+        self.schedule_one(id, ctx);
+    }
+
+    /// Returns whether the request was given blocks without taking those of another one.
+    fn schedule_one(&mut self, id: u64, ctx: &mut Ctx) -> bool {
+        let request = &self.requests[&id];
+        let (start, end) = (request.computed, request.next_end(self.model.chunk));
+        if start == end {
+            return true;
+        }
+        let mut alone = true;
+        while self.requests[&id].blocks.len() < end.div_ceil(WORDS) {
+            if self.blocks.is_empty() {
+                alone = false;
+                let last = self.running.len() - 1;
+                let at = if self.model.priorities { ctx.rng.below(last as u64 + 1) as usize } else { last };
+                let victim = self.running[at];
+                self.preempt(victim, ctx);
                 if victim == id {
-                    return;
+                    return false;
                 }
                 continue;
             }
-            let block = self.take_block(ctx);
-            self.overwritten.push(block);
+            let block = self.blocks.take(ctx);
             self.requests.get_mut(&id).expect("looked up above").blocks.push(block);
         }
+        self.list(id, end);
         let digest = self.digest();
-        let request = self.requests.get_mut(&id).expect("looked up above");
-        request.computed = end;
+        let request = &self.requests[&id];
         self.work.push(Work {
             request: id,
             attempt: request.attempt,
-            kept_from: request.kept_from,
-            outdated: request.outdated,
             reads: request.targets(0..start, digest),
             writes: request.targets(start..end, digest),
             end,
         });
-        scheduled.push(id);
+        self.scheduled.push(id);
+        alone
     }
 
-    /// Takes all blocks of a request; it starts anew later.
-    fn preempt(&mut self, id: u64, scheduled: &mut Vec<u64>, ctx: &mut Ctx) {
+    /// Lists the blocks filled by the first `words` words of a request, as far as their keys are known.
+    pub(super) fn list(&mut self, id: u64, words: usize) {
+        let request = &self.requests[&id];
+        let full = request.blocks.iter().zip(request.known_keys()).take(words / WORDS);
+        for (block, key) in full.filter(|_| self.model.caches) {
+            self.blocks.list(*block, *key);
+        }
+    }
+
+    /// Takes all blocks of a request; it begins again later.
+    fn preempt(&mut self, id: u64, ctx: &mut Ctx) {
         ctx.hit("engine preempted");
         ctx.note(|| format!("{}: request {id} preempted", self.model.name));
         let request = self.requests.get_mut(&id).expect("it runs");
-        self.free.append(&mut request.blocks);
-        (request.state, request.computed, request.settled, request.saved) = (State::Waiting, 0, 0, 0);
-        request.begin_attempt(u64::MAX);
+        request.state = State::Waiting;
+        request.fall_back(0);
+        request.preemptions += 1;
+        let blocks = std::mem::take(&mut request.blocks);
+        self.blocks.release(&blocks);
         self.running.retain(|other| *other != id);
         self.waiting.push_front(id);
-        scheduled.retain(|other| *other != id);
-        // What it computes in this very step is not computed; a load that was promised goes on, into blocks that are
-        // written in order before whoever gets them next computes.
-        self.work.retain(|work| work.request != id);
+        self.scheduled.retain(|other| *other != id);
+        // This step computes nothing of the request, although the blocks are listed. A promised load goes on, into blocks written in
+        // order before the next owner computes.
+        let dropped = self.work.extract_if(.., |work| work.request == id).flat_map(|work| work.writes);
+        let dropped: Vec<u32> = dropped.map(|target| target.block).collect();
+        ctx.cover.add(
+            "engine listed a block that no step fills",
+            dropped.iter().filter(|b| self.blocks.lists(**b)).count() as u64,
+        );
+        self.unfilled.extend(dropped);
     }
 
-    fn hand_over(&mut self, shared: &mut Shared, ctx: &mut Ctx) {
+    /// Ends the step: the policy saves and plans, then the ranks get their part.
+    pub(super) fn finish_schedule(&mut self, shared: &mut Shared, ctx: &mut Ctx) {
+        let later = std::mem::take(&mut self.later);
+        later.into_iter().rev().for_each(|id| self.waiting.push_front(id));
+        let changes = self.changes();
+        let voided = self.policy.view(0).stats()["saves_voided"];
+        let opened = self.policy.begin_step(changes, ctx.instant());
+        self.note_remarks(ctx);
+        ctx.cover.add("policy gives a held block back", opened.released.len() as u64);
+        self.blocks.release(&opened.released);
+        if opened.contradicted {
+            self.contradicted(ctx);
+        } else {
+            let voided = self.policy.view(0).stats()["saves_voided"] - voided;
+            ctx.cover.add("engine saves voided by a step", voided);
+        }
+        let numbers: Vec<(RequestId, u64)> =
+            self.requests.iter().map(|(id, request)| (request.number, *id)).collect();
+        let mut due = Vec::new();
+        for request in opened.due {
+            let (_, id) = *numbers
+                .iter()
+                .find(|(number, _)| *number == request)
+                .expect("only a request that is not over is due");
+            self.tell(id);
+            let scheduled = self.work.iter().find(|work| work.request == id);
+            let scheduled =
+                scheduled.map(|work| (work.end - self.requests[&id].computed) as u32 * WORD_TOKENS);
+            due.push(Due { request, scheduled });
+        }
+        let step = self.policy.end_step(&due, self.scheduled.len());
+        self.note_policy(&step, ctx);
+        self.refresh(ctx);
+        self.hand_over(step, shared, ctx);
+        self.wake_ranks(ctx);
+    }
+
+    /// Returns the step's changes of the block tables.
+    fn changes(&mut self) -> Changes {
+        let mut changes = Changes::default();
+        for id in self.scheduled.clone() {
+            if self.requests[&id].told.is_none() {
+                self.tell(id);
+            }
+            let request = self.requests.get_mut(&id).expect("scheduled requests exist");
+            let (number, blocks) = (Some(request.number), &request.blocks);
+            match request.told.replace(blocks.len()) {
+                None => {
+                    let computed = request.computed as u32 * WORD_TOKENS;
+                    changes.begun.push(BegunRequest {
+                        request: number,
+                        blocks: vec![blocks.clone()],
+                        computed,
+                    });
+                }
+                Some(told) if told < blocks.len() => {
+                    changes.grown.push((number, vec![blocks[told..].to_vec()]))
+                }
+                Some(_) => {}
+            }
+        }
+        changes
+    }
+
+    /// Returns the loads of the ranks in a step.
+    fn orders(&mut self, part: StepPart, ctx: &mut Ctx) -> Vec<Order> {
+        let mut orders = Vec::new();
+        for RequestLoad { request, plan, sync } in part.loads {
+            for (holds, point) in [
+                (plan.arriving(), "engine load in parts"),
+                (self.model.early, "engine early load"),
+                (self.model.by_engine, "engine load by engine"),
+                (!self.model.by_engine, "engine load by sidecar"),
+                (sync, "engine sync load"),
+                (!sync, "engine async load"),
+            ] {
+                ctx.cover.add(point, u64::from(holds));
+            }
+            let (request, targets) = self.targets_of(request, &plan.block_ids());
+            orders.push(Order { request, sync, targets, plan: Some(plan) });
+        }
+        for LostLoad { request, blocks, sync } in part.lost {
+            ctx.hit("engine load without lease");
+            let (request, targets) = self.targets_of(request, &blocks);
+            orders.push(Order { request, sync, targets, plan: None });
+        }
+        for order in orders.iter().filter(|order| !order.sync) {
+            let request = self.requests.get_mut(&order.request).expect("it waits for its load");
+            request.loading += self.model.world;
+        }
+        orders
+    }
+
+    fn targets_of(&self, number: RequestId, blocks: &[u32]) -> (u64, Vec<Target>) {
+        let (id, request) = self
+            .requests
+            .iter()
+            .find(|(_, request)| request.number == number)
+            .expect("it was promised a load");
+        let of = |block: &u32| request.promised.iter().find(|target| target.block == *block);
+        (*id, blocks.iter().map(|block| of(block).expect("a block of its load").clone()).collect())
+    }
+
+    fn hand_over(&mut self, step: PlannedStep, shared: &mut Shared, ctx: &mut Ctx) {
+        self.step = step.step;
+        let part = step.parts.into_iter().next().expect("one group");
+        let urgent = part.urgent;
+        let orders = self.orders(part, ctx);
+        self.promised = false;
         let work = std::mem::take(&mut self.work);
+        for work in &work {
+            self.requests.get_mut(&work.request).expect("scheduled requests exist").computed = work.end;
+        }
         let resolved = self.step.saturating_sub(self.model.depth as u64);
-        let urgent = self.session.saving() > 0;
-        let orders = std::mem::take(&mut self.orders);
         let ends = work.iter().map(|work| (work.request, work.attempt, work.end)).collect();
-        let urgent = urgent || !orders.is_empty();
         let fate = if orders.is_empty() && !work.is_empty() { self.fate(ctx) } else { Fate::Whole };
+        let outdated =
+            if std::mem::take(&mut self.outdated) { (1..self.model.blocks).collect() } else { Vec::new() };
         let step = request::Step {
             number: self.step,
             fate,
@@ -196,13 +283,19 @@ impl Scheduler {
             weights: self.weights,
             resolved,
             urgent,
+            outdated,
+            unfilled: std::mem::take(&mut self.unfilled),
             orders,
             work,
         };
         self.note_step(&step, ctx);
         let step = Rc::new(step);
         shared.queues.iter_mut().for_each(|queue| queue.push_back(Rc::clone(&step)));
+        shared.judge.post(step);
         self.in_flight.push_back(InFlight { work: ends, number: self.step, fails: fate != Fate::Whole });
+        let scheduled = std::mem::take(&mut self.scheduled);
+        self.untold.insert(self.step, scheduled.iter().map(|id| self.requests[id].number).collect());
+        self.last = scheduled.into_iter().collect();
     }
 
     /// How a step goes that loads nothing.

@@ -1,21 +1,27 @@
-//! The scheduler process: vLLM's scheduler, the connector's scheduler role and the shim under it, in moves so small that
-//! the sidecar and the ranks act between any two.
+//! The scheduler process: vLLM's scheduler, the policy and its session under it, in moves so small that the sidecar and the ranks
+//! act between any two.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::convert::Infallible;
 use std::rc::Rc;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use connector_shim::core::notices::Notices;
-use connector_shim::core::scheduler::{Config, Session};
-use shm_protocol::key::NamespaceDigest;
+use connector_shim::core::policy::host::SessionHost;
+use connector_shim::core::policy::kinds::{GroupForm, GroupKind, GroupSet};
+use connector_shim::core::policy::{
+    Arrival, EnginePolicy, FoundTokens, PolicyOptions, PolicyWait, RequestId,
+};
+use connector_shim::core::scheduler::Config;
+use shm_protocol::key::{BlockHash, NamespaceDigest};
 use shm_protocol::layout::SUBMISSION_SLOTS;
 use shm_protocol::namespace;
 use shm_protocol::request::{Cancel, Keys, Query, SchedulerRequest};
 
-use super::request::{Order, Request, Spec, State, Work};
-use super::{Change, Model, Port, Shared};
-use crate::connection::Connection;
+use super::blocks::Blocks;
+use super::calls::COUNTS;
+use super::line::Line;
+use super::request::{Request, Spec, State, Work};
+use super::{BLOCK_TOKENS, Model, Port, Shared, WORD_TOKENS};
 use crate::ctx::{Actor, BUDGET, Ctx, Micros};
 
 /// Requests that one engine serves at once; more wait at its door.
@@ -23,41 +29,38 @@ const REQUESTS: usize = 4;
 /// Free slots that a flooded ring may be left with, and more than the reserve.
 const FLOOD_LEAVES: [u32; 5] = [0, 1, 3, 1024, 1026];
 
+/// Outputs withheld from the policy in a row: more than it waits for.
+pub(super) const MUTE_STEPS: u64 = 40;
+
 /// What the scheduler does next.
 #[derive(Debug)]
 pub(super) enum Phase {
     Begin,
     /// Asks about waiting requests; so many more may be admitted in this step.
     Match(usize),
-    /// Finds blocks for the request at the head of the queue.
+    /// Finds blocks for the request at the head of the queue, beside its own ones in the prefix cache.
     Admit {
-        hit: Option<Hit>,
+        own: Vec<u32>,
+        found: FoundTokens,
         admit: usize,
     },
-    /// Waits for the answer of a query for the request at the head of the queue.
-    Ask {
-        op: u64,
-        log: i64,
-        from: usize,
+    /// Waits for the answer to a call of the policy, for the request at the head of the queue.
+    Await {
+        wait: PolicyWait,
         began: Instant,
+        call: Call,
         admit: usize,
-    },
-    /// The same, for a lease that grew old while blocks were found.
-    Renew {
-        op: u64,
-        began: Instant,
-        admit: usize,
-        hit: Hit,
     },
     Schedule,
 }
 
-/// An answer that promises blocks.
-#[derive(Copy, Clone, Debug)]
-pub(super) struct Hit {
-    pub(super) from: usize,
-    pub(super) count: usize,
-    pub(super) sync: bool,
+/// A call of the policy with a wait.
+#[derive(Debug)]
+pub(super) enum Call {
+    /// A question for a request with these blocks in the prefix cache.
+    Match(Vec<u32>),
+    /// A load into these blocks, beside the steps or within one.
+    Load(Vec<u32>, bool),
 }
 
 /// A step that no rank, or not every rank, has ended.
@@ -73,10 +76,9 @@ pub(super) struct InFlight {
 pub(crate) struct Scheduler {
     pub(super) model: Rc<Model>,
     pub(super) run: [u8; 16],
-    port: Port,
-    pub(super) session: Session<Rc<Connection>>,
+    pub(super) policy: EnginePolicy<Line>,
     /// What the session counted until the last step.
-    pub(super) counted: [u64; 6],
+    pub(super) counted: [u64; COUNTS],
     /// How often the weights changed, and which they are.
     pub(super) weights: (u64, u8),
     /// The generation of the namespace.
@@ -85,15 +87,28 @@ pub(crate) struct Scheduler {
     pub(super) phase: Phase,
     pub(super) requests: BTreeMap<u64, Request>,
     pub(super) waiting: VecDeque<u64>,
+    /// Requests to ask about in the next step.
+    pub(super) later: Vec<u64>,
     pub(super) running: Vec<u64>,
-    pub(super) free: Vec<u32>,
+    pub(super) blocks: Blocks,
     pub(super) in_flight: VecDeque<InFlight>,
-    /// The last step that was in flight when one failed: no output up to there is accepted.
-    pub(super) refused: u64,
-    /// Blocks that this step may overwrite.
-    pub(super) overwritten: Vec<u32>,
-    pub(super) orders: Vec<Order>,
+    /// The requests computed by each step without a reported output, by their numbers in the policy.
+    pub(super) untold: BTreeMap<u64, Vec<RequestId>>,
+    /// Outputs still to withhold from the policy.
+    pub(super) mute: u64,
+    /// Live requests of the last step.
+    pub(super) last: BTreeSet<u64>,
+    /// Requests computed by this step.
+    pub(super) scheduled: Vec<u64>,
     pub(super) work: Vec<Work>,
+    /// Blocks listed by this step for requests preempted in it.
+    pub(super) unfilled: Vec<u32>,
+    /// The generation has changed since the last step.
+    pub(super) outdated: bool,
+    /// Words on which the request being admitted begins.
+    pub(super) admitted: usize,
+    /// A load is promised, and no rank knows of it.
+    pub(super) promised: bool,
     /// Fill the ring at the next occasion.
     flood: bool,
 }
@@ -101,33 +116,47 @@ pub(crate) struct Scheduler {
 // === impl Scheduler ===
 
 impl Scheduler {
-    pub(super) fn new(model: Rc<Model>, run: [u8; 16], port: Port) -> Self {
+    pub(super) fn new(model: Rc<Model>, run: [u8; 16], port: Port, ctx: &Ctx) -> Self {
         let config = Config {
             budget: Duration::from_micros(BUDGET),
             by_engine: model.by_engine,
             early: model.early,
-            part_blocks: if model.by_engine { 0 } else { 1 + model.index as u32 % 2 },
-            whole_blocks: model.index as u32 % 2 * 2,
+            part_blocks: model.machine.part_blocks(),
+            whole_blocks: model.machine.whole_blocks(),
         };
+        let options = PolicyOptions {
+            loads: true,
+            saves: true,
+            checks: model.checks,
+            tokens_per_step: WORD_TOKENS,
+            ..PolicyOptions::default()
+        };
+        let form = GroupForm { kind: GroupKind::Full, block_tokens: BLOCK_TOKENS, hashes_each: 1, window: 0 };
+        let sessions = vec![Line::new(config, port)];
+        let set = GroupSet::new(vec![form], 0);
         Self {
             run,
-            port,
-            session: Session::new(config, Arc::new(Notices::default())),
-            counted: [0; 6],
+            policy: EnginePolicy::new(options, model.machine, set, sessions, ctx.instant()),
+            counted: [0; COUNTS],
             weights: (0, 0),
             salt: None,
             step: 0,
             phase: Phase::Begin,
             requests: BTreeMap::new(),
             waiting: VecDeque::new(),
+            later: Vec::new(),
             running: Vec::new(),
-            // Block 0 is the null block.
-            free: (1..model.blocks).collect(),
+            blocks: Blocks::new(model.blocks),
             in_flight: VecDeque::new(),
-            refused: 0,
-            overwritten: Vec::new(),
-            orders: Vec::new(),
+            untold: BTreeMap::new(),
+            mute: 0,
+            last: BTreeSet::new(),
+            scheduled: Vec::new(),
             work: Vec::new(),
+            unfilled: Vec::new(),
+            outdated: false,
+            admitted: 0,
+            promised: false,
             flood: false,
             model,
         }
@@ -144,39 +173,42 @@ impl Scheduler {
         self.requests.is_empty()
     }
 
-    /// Whether every log is closed and every save has ended.
+    /// Whether every log is closed, every save has ended, and no block is held for one.
     pub(super) fn settled(&self) -> bool {
-        self.session.logs() == 0 && self.session.saving() == 0
+        let session = self.policy.view(0);
+        session.logs() == 0 && session.saving() == 0 && self.blocks.are_unused()
     }
 
     /// Every block came back.
     pub(super) fn audit(&self) {
-        let mut free = self.free.clone();
-        free.sort_unstable();
-        assert!(free.into_iter().eq(1..self.model.blocks), "blocks of the engine were lost");
+        assert!(self.blocks.are_unused(), "blocks of the engine were lost");
     }
 
     pub(super) fn unrest(&self) -> String {
+        let session = self.policy.view(0);
         let requests: Vec<_> = self.requests.values().map(|r| (r.spec.id, r.state, r.blocks.len())).collect();
-        let (steps, logs, saving) = (self.in_flight.len(), self.session.logs(), self.session.saving());
-        format!("requests {requests:?}, {steps} steps, {logs} logs, {saving} blocks being saved")
+        let (steps, logs, saving) = (self.in_flight.len(), session.logs(), session.saving());
+        format!(
+            "requests {requests:?}, {steps} steps, {logs} logs, {saving} blocks being saved, {:?}",
+            self.blocks
+        )
     }
 
     /// Breaks the protocol: its session is closed, and nobody else's.
     pub(crate) fn misbehave(&mut self, ctx: &mut Ctx) {
-        let Some(ring) = self.session.submission() else { return };
+        let Some(ring) = self.policy.session(0).submission() else { return };
         // No log has this number.
         let log = shm_protocol::layout::LOGS as u32 - 1;
         let query = Query { op: 1, keys: Keys::new(log, 0..1), arriving: false, awaits: false };
         if ring.post(SchedulerRequest::Query(query)).is_some() {
-            self.session.flush();
+            self.policy.session(0).flush();
             ctx.hit("fault violation");
         }
     }
 
     /// Whether it has promised a load that no rank knows of.
     pub(crate) fn plans(&self) -> bool {
-        !self.orders.is_empty()
+        self.promised
     }
 
     /// Whether some request waits for a load.
@@ -200,11 +232,8 @@ impl Scheduler {
         match std::mem::replace(&mut self.phase, Phase::Begin) {
             Phase::Begin => return self.begin(shared, pending, ctx),
             Phase::Match(admit) => self.match_next(admit, ctx),
-            Phase::Admit { hit, admit } => self.admit(hit, admit, ctx),
-            Phase::Ask { op, log, from, began, admit } => {
-                self.await_answer((op, began), (log, from), admit, ctx);
-            }
-            Phase::Renew { op, began, admit, hit } => self.await_renewal(op, began, admit, hit, ctx),
+            Phase::Admit { own, found, admit } => self.admit(own, found, admit, ctx),
+            Phase::Await { wait, began, call, admit } => self.await_answer(wait, began, call, admit, ctx),
             Phase::Schedule => self.finish_schedule(shared, ctx),
         }
         ctx.pause(15)
@@ -217,8 +246,7 @@ impl Scheduler {
             && ctx.rng.one_in(ctx.knobs.arrivals)
             && let Some(spec) = pending.pop_front()
         {
-            self.waiting.push_back(spec.id);
-            self.requests.insert(spec.id, Request::new(spec));
+            self.arrive(spec, ctx);
         }
         if self.in_flight.len() >= self.model.depth {
             return ctx.pause(100);
@@ -236,47 +264,93 @@ impl Scheduler {
         if std::mem::take(&mut self.flood) {
             self.fill_ring(ctx);
         }
-        self.phase = Phase::Match(2);
+        let admit = if self.schedule_running(ctx) { 2 } else { 0 };
+        self.phase = Phase::Match(admit);
         ctx.pause(10)
     }
 
-    /// Picks up a new connection, or notices the end of one.
-    pub(super) fn refresh(&mut self, ctx: &mut Ctx) {
-        match self.port.refresh(ctx) {
-            Change::Same => {}
-            Change::Lost => self.session.detach(),
-            Change::Connected => {
-                let connection = self.port.connection.as_ref().expect("it has just come");
-                self.session.attach(Rc::clone(connection));
+    /// A client comes. Some engines tell the policy before the request's turn.
+    fn arrive(&mut self, spec: Spec, ctx: &mut Ctx) {
+        let arrival = Arrival {
+            prompt: spec.prompt as u32 * WORD_TOKENS,
+            reads: true,
+            awaits: spec.awaits.then_some(spec.prompt as u32 * WORD_TOKENS),
+            hands_over: spec.hands_over,
+            tail: None,
+        };
+        ctx.cover.add("engine awaits another", spec.awaits.into());
+        ctx.cover.add("engine hands over", spec.hands_over.into());
+        let (id, number) = (spec.id, self.policy.follow_request(arrival));
+        self.requests.insert(id, Request::new(spec, number));
+        self.waiting.push_back(id);
+        if ctx.rng.one_in(2) {
+            if self.policy.look_for_verdict() {
+                self.contradicted(ctx);
+            }
+            if self.policy.may_announce(self.last.len()) {
+                self.tell(id);
+                self.policy.announce(number);
             }
         }
     }
 
-    /// A new generation of the namespace, or other weights, perhaps those that were there before.
+    /// Tells the policy the current numbers and keys of a request.
+    pub(super) fn tell(&mut self, id: u64) {
+        let request = &self.requests[&id];
+        let keys = request.known_keys();
+        self.policy.now(request.number, request.now());
+        let key = |index: usize, key: &mut BlockHash| {
+            *key = keys[index];
+            Ok::<(), Infallible>(())
+        };
+        let Ok(()) = self.policy.follow_keys(request.number, keys.len(), key);
+    }
+
+    /// Empties the prefix cache: loaded blocks may be wrong.
+    pub(super) fn contradicted(&mut self, ctx: &mut Ctx) {
+        ctx.hit("policy learns of a contradiction");
+        self.blocks.forget();
+    }
+
+    /// Picks up a new connection, or notices the end of one.
+    pub(super) fn refresh(&mut self, ctx: &mut Ctx) {
+        let line = self.policy.session(0);
+        line.refresh();
+        line.dial(ctx);
+    }
+
+    /// Begins a generation of the namespace, or changes the weights, perhaps to those of before. The prefix cache is emptied only while no
+    /// block is in use.
     fn reset(&mut self, ctx: &mut Ctx) {
         let (salt, weights) = (ctx.rng.bytes16(), (self.weights.0 + 1, ctx.rng.below(2) as u8));
-        let connected = self.session.connected();
+        let connected = self.policy.view(0).connected();
+        let held = self.policy.release_held();
+        self.blocks.release(&held);
+        if self.blocks.are_unused() {
+            self.blocks.forget();
+        } else {
+            ctx.hit("engine reset beside blocks in use");
+        }
         if ctx.rng.one_in(3) {
-            self.session.salt(salt);
+            self.policy.disown();
+            self.policy.session(0).salt(salt);
             self.salt = Some(salt);
         } else {
-            self.session.weights(weights.0);
+            self.policy.weights_may_have_changed();
             let came_back = weights.1 == 0 && self.weights.1 != 0;
             ctx.hit(if came_back { "engine weights came back" } else { "engine weights changed" });
             self.weights = weights;
         }
-        if connected && !self.session.connected() {
+        if connected && !self.policy.view(0).connected() {
             ctx.hit("engine reset without room");
         }
-        for request in self.requests.values_mut() {
-            (request.saved, request.outdated) = (0, true);
-        }
+        self.outdated = true;
         ctx.hit("engine reset");
         ctx.note(|| format!("{}: resets its cache", self.model.name));
     }
 
     fn fill_ring(&mut self, ctx: &mut Ctx) {
-        let Some(ring) = self.session.submission() else { return };
+        let Some(ring) = self.policy.session(0).submission() else { return };
         let leaves = ctx.rng.pick(&FLOOD_LEAVES);
         // A CANCEL of nothing: the sidecar reads it and does nothing.
         let nothing = SchedulerRequest::Cancel(Cancel { op: 0, from: 0, count: 0 });
@@ -284,7 +358,7 @@ impl Scheduler {
         while let Some(sequence) = ring.post(nothing)
             && SUBMISSION_SLOTS as u32 - (sequence + 1).wrapping_sub(head) > leaves
         {}
-        self.session.flush();
+        self.policy.session(0).flush();
         ctx.hit("fault full ring");
         ctx.note(|| format!("{}: fills its ring", self.model.name));
     }
@@ -299,32 +373,39 @@ impl Scheduler {
             State::Loading => {
                 // Its blocks are freed when every rank has ended the load.
                 ctx.hit("engine aborted while loading");
-                self.close_log(id, ctx);
+                self.end(id, ctx);
                 self.requests.get_mut(&id).expect("listed above").state = State::Leaving;
             }
             State::Waiting | State::Running => {
                 ctx.hit("engine aborted");
-                self.leave(id, ctx);
+                self.end(id, ctx);
+                self.leave(id);
             }
         }
         ctx.note(|| format!("{}: request {id} aborted", self.model.name));
     }
 
-    /// The request is over: its blocks may be used again at once.
-    pub(super) fn leave(&mut self, id: u64, ctx: &mut Ctx) {
-        self.close_log(id, ctx);
-        let request = self.requests.remove(&id).expect("the caller's request");
-        self.free.extend(request.blocks);
-        self.waiting.retain(|other| *other != id);
-        self.running.retain(|other| *other != id);
+    /// Ends the request in the policy, and holds the blocks named by it.
+    pub(super) fn end(&mut self, id: u64, ctx: &mut Ctx) {
+        let number = self.requests[&id].number;
+        let (log, logs) = (self.policy.log(number, 0), self.policy.view(0).logs());
+        let is_open = self.policy.session(0).length(log).is_some();
+        let mut hold = self.policy.end_request(number).hold;
+        ctx.cover.add("engine close without room", (is_open && self.policy.view(0).logs() == logs).into());
+        if self.model.holds {
+            hold.retain(|block| self.blocks.hold(*block));
+            ctx.cover.add("policy holds a block", hold.len() as u64);
+            self.policy.held(&hold, ctx.instant());
+        }
     }
 
-    fn close_log(&mut self, id: u64, ctx: &mut Ctx) {
-        let request = self.requests.get_mut(&id).expect("the caller's request");
-        let Some(log) = request.log.take().filter(|log| self.session.length(*log).is_some()) else { return };
-        let logs = self.session.logs();
-        self.session.close(log);
-        ctx.cover.add("engine close without room", u64::from(self.session.logs() == logs));
+    /// The request's blocks may be used again at once.
+    pub(super) fn leave(&mut self, id: u64) {
+        let request = self.requests.remove(&id).expect("the caller's request");
+        self.blocks.release(&request.blocks);
+        self.waiting.retain(|other| *other != id);
+        self.running.retain(|other| *other != id);
+        self.last.remove(&id);
     }
 
     /// Tells a rank's thread to look.

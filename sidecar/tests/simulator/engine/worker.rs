@@ -136,10 +136,6 @@ impl Worker {
             self.session.set_weights(step.weights.0, super::live(step.weights.1));
         }
         self.session.join(step.run);
-        if step.fate != Fate::Whole {
-            let broken = step.work.iter().map(|work| ((work.request, work.attempt), step.number));
-            broken.for_each(|(work, step)| _ = shared.broken.entry(work).or_insert(step));
-        }
         if step.fate == Fate::Skipped(self.rank) {
             shared.reached[self.rank] = step.number;
             self.report(&step, shared, ctx);
@@ -162,7 +158,8 @@ impl Worker {
 
     fn refresh(&mut self, ctx: &mut Ctx) {
         self.session.drop_earlier_pool(ctx.rank_instant());
-        let change = self.port.refresh(ctx);
+        let change = self.port.look();
+        self.port.dial(ctx);
         if change != Change::Same {
             self.session.detach();
         }
@@ -183,7 +180,7 @@ impl Worker {
         let Some(plan) = order.plan else {
             self.failed.extend(order.blocks());
             match sync {
-                true => self.spoil(&step, at, shared),
+                true => self.spoil(&step, &order.blocks(), shared),
                 false => self.ended.push(request),
             }
             return;
@@ -272,19 +269,19 @@ impl Worker {
         for target in targets.iter().filter(|target| !failed.contains(&target.block)) {
             let (digest, hash, shard) = (target.digest, target.hash, self.model.shard(self.rank));
             let place = || format!("request {request} on rank {} before its step", self.rank);
-            shared.kvs[self.rank].check(target.block, &Origin { digest, hash, shard }, place);
+            let origin = Origin { digest, hash, shard };
+            shared.kvs[self.rank].check(target.block, target.words.clone(), &origin, place);
         }
         if !failed.is_empty() {
             self.failed.extend(failed);
-            self.spoil(step, at, shared);
+            self.spoil(step, failed, shared);
         }
     }
 
     /// This step computes on blocks that were not loaded.
-    fn spoil(&mut self, step: &Step, at: usize, shared: &mut Shared) {
+    fn spoil(&mut self, step: &Step, blocks: &[u32], shared: &mut Shared) {
         self.spoiled = self.spoiled.max(step.number);
-        let work = (step.orders[at].request, step.orders[at].attempt);
-        shared.broken.entry(work).or_insert(step.number);
+        blocks.iter().for_each(|block| shared.judge.not_loaded(step.number, *block));
     }
 
     fn end_step(&mut self, step: &Step, shared: &mut Shared, ctx: &mut Ctx) {

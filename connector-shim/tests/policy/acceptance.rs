@@ -37,7 +37,7 @@ fn the_sidecar_is_told_of_each_output_that_vllm_takes() {
     let mut engine = engine();
     let request = engine.arrive(PROMPT);
     let step = engine.compute(request);
-    assert_eq!(engine.sidecar().accepted, []);
+    assert_eq!(engine.sidecar().accepted, [0_u64; 0]);
     engine.take(&step);
     assert_eq!((engine.sidecar().accepted.clone(), engine.voided()), (vec![step.step], 0));
 }
@@ -75,7 +75,7 @@ fn a_step_without_tokens_may_be_passed_over() {
     let last = engine.idle();
     assert_eq!(last.passed, [told.step]);
     engine.take(&last);
-    assert_eq!(engine.idle().passed, []);
+    assert_eq!(engine.idle().passed, [0_u64; 0]);
 }
 
 /// Also if the request goes on: its blocks saved by the next step are void.

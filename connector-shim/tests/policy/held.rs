@@ -42,7 +42,7 @@ fn released(engine: &mut Engine) -> Vec<u32> {
 fn a_tail_is_not_reused_before_it_is_saved() {
     let (mut engine, request) = prefill(true);
     end(&mut engine, request, &[TAIL]);
-    assert_eq!(released(&mut engine), []);
+    assert_eq!(released(&mut engine), [0_u32; 0]);
     engine.sidecar().finish(0);
     assert_eq!(released(&mut engine), [TAIL]);
 }
@@ -72,7 +72,7 @@ fn a_save_without_an_end_holds_nothing_for_long() {
     let (mut engine, request) = prefill(true);
     end(&mut engine, request, &[TAIL]);
     engine.time += HELD;
-    assert_eq!(released(&mut engine), []);
+    assert_eq!(released(&mut engine), [0_u32; 0]);
     engine.time += Duration::from_millis(1);
     assert_eq!(released(&mut engine), [TAIL]);
 }
@@ -84,7 +84,7 @@ fn vllm_can_reset_its_pool() {
     end(&mut engine, request, &[TAIL]);
     assert_eq!(engine.policy.release_held(), [TAIL]);
     engine.sidecar().finish(0);
-    assert_eq!(released(&mut engine), [], "each is given back once");
+    assert_eq!(released(&mut engine), [0_u32; 0], "each is given back once");
 }
 
 /// A preempted request may name, at its end, a block held since the end of another request.

@@ -50,9 +50,9 @@ pub use self::saving::Due;
 /// An engine's settings for its cache.
 #[derive(Copy, Clone, Debug, Default)]
 pub struct PolicyOptions {
-    /// Blocks are loaded.
+    /// Whether the engine loads blocks.
     pub loads: bool,
-    /// Blocks are saved.
+    /// Whether the engine saves blocks.
     pub saves: bool,
     /// How often hits are checked.
     pub checks: CheckRate,
@@ -84,11 +84,11 @@ pub enum PolicyWait {
         group: usize,
         /// The key log of the question.
         log: i64,
-        /// The first key.
+        /// The index of the first key asked for.
         first: u32,
-        /// How many.
+        /// The number of keys asked for.
         count: u32,
-        /// How long.
+        /// The longest wait.
         within: Duration,
     },
 }
@@ -111,7 +111,7 @@ pub enum ServedState {
 pub struct BegunRequest {
     /// The request; none: it is not followed.
     pub request: Option<RequestId>,
-    /// Its blocks by group.
+    /// The request's blocks, by group.
     pub blocks: Vec<Vec<u32>>,
     /// Tokens held by these blocks.
     pub computed: u32,
@@ -120,7 +120,7 @@ pub struct BegunRequest {
 /// A step's changes to requests and blocks.
 #[derive(Clone, Debug, Default)]
 pub struct Changes {
-    /// Requests that begin.
+    /// Requests beginning in the step.
     pub begun: Vec<BegunRequest>,
     /// Further blocks, by group, of continuing requests.
     pub grown: Vec<(Option<RequestId>, Vec<Vec<u32>>)>,
@@ -144,7 +144,7 @@ pub struct OpenedStep {
 /// The work of a group's ranks in a step.
 #[derive(Clone, Debug, Default)]
 pub struct StepPart {
-    /// Their loads.
+    /// Loads of the ranks.
     pub loads: Vec<RequestLoad>,
     /// Loads to report as failed.
     pub lost: Vec<LostLoad>,
@@ -155,9 +155,9 @@ pub struct StepPart {
 /// The work of the ranks in a step.
 #[derive(Clone, Debug, Default)]
 pub struct PlannedStep {
-    /// Its number, from 1 on.
+    /// The step's number, from 1 on.
     pub step: u64,
-    /// By group.
+    /// Parts of the step, by group.
     pub parts: Vec<StepPart>,
     /// The last block of a synchronous load is partly full: the step itself writes behind its loaded part.
     pub fills_tail: bool,
@@ -180,7 +180,7 @@ pub struct EndedRequest {
     pub hold: Vec<u32>,
 }
 
-/// One cache group.
+/// A cache group and the session that serves it.
 #[derive(Debug)]
 pub(crate) struct PolicyGroup<H> {
     session: H,

@@ -96,12 +96,10 @@ impl<H: SessionHost> EnginePolicy<H> {
         if !self.options.loads || !request.arrival.reads || self.updating {
             return Ok(MISS);
         }
-        let single = (!self.set.several()).then(|| self.set.forms[0].block_tokens);
-        let request = self.requests.get_mut(id).expect("looked up above");
         request.answer = LastAnswer::Nothing;
-        if let Some(size) = single {
+        if !self.set.several() {
             // The key of a tail must not be taken for its block's own, once the request's tokens fill the block.
-            request.fill_tail(size, request.now.tokens.saturating_sub(1));
+            request.fill_tail(self.set.forms[0].block_tokens, request.now.tokens.saturating_sub(1));
         }
         let limit = self.limit(id);
         if limit <= computed || !computed.is_multiple_of(self.set.boundary) {

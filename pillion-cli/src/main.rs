@@ -26,7 +26,7 @@ use sidecar::error::StartError;
 use sidecar::logging::{self, LogLevel};
 use sidecar::runtime::server::Server;
 use tokio::sync::{Notify, oneshot};
-use tools::{bench, ctl, doctor, facts, inject, keys, reference, top};
+use tools::{bench, connector, ctl, doctor, facts, inject, keys, reference, top};
 
 /// Copies in flight may take this long after SIGTERM: 30 GiB/s move any engine's step in a fraction of it, and
 /// Kubernetes waits for 30 s.
@@ -66,6 +66,8 @@ enum Command {
     Facts(facts::Options),
     /// Add sidecars to Kubernetes manifests: reads standard input, writes standard output; see docs/deploy.md.
     Inject(inject::Options),
+    /// Copy the connector for vLLM into a folder; an init container does so in the engine's pod.
+    Connector(connector::ConnectorOptions),
     /// Send prompts to one engine that computes them and to another that answers them; see docs/prefill-decode.md.
     Route(Box<router::Options>),
     /// Check this host, or two engines that should share blocks. Exit status: 0 nothing must be changed, 1 something
@@ -147,6 +149,10 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
                 std::io::stderr().lock(),
                 &options,
             )?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Command::Connector(options) => {
+            print_answer(&connector::copy_connector(&options)?);
             Ok(ExitCode::SUCCESS)
         }
         Command::Route(options) => run_router(*options),

@@ -73,6 +73,14 @@ def pod(document: Document) -> Document:
     return dict(document.get("spec", {}).get("template", {}).get("spec", {}))
 
 
+def pods_of(document: Document) -> Iterator[Document]:
+    """Each description of a pod in an operator's object, as a pod."""
+    for path in mappings(document):
+        found = at(document, path)
+        if isinstance(found.get("containers"), list):
+            yield {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "of-an-operator"}, "spec": found}
+
+
 def sidecar(document: Document) -> Document:
     """The sidecar's container."""
     return next(dict(found) for found in pod(document).get("initContainers", []) if found["name"] == "pillion")

@@ -20,7 +20,7 @@ import pytest
 from manifests import ROOT
 
 DIST = ROOT / "dist"
-IMAGE_BYTES_MAX = 15_000_000
+IMAGE_BYTES_MAX = 25_000_000
 ELF = b"\x7fELF"
 # To a page or a picture; sources that pages link to are in the repository alone.
 LINK = re.compile(r"\]\(([^)#:\s]+\.(?:md|svg|png))[)#]")

@@ -1,33 +1,51 @@
-//! `pillion inject`: manifests with engines in, the same with sidecars out. What is not changed keeps its bytes.
+//! `pillion inject`: manifests with engines in, the same with sidecars out, or without them again. An unchanged document keeps its
+//! bytes; a changed one is written in block style, without comments.
 
-mod document;
 mod engine;
+mod pod;
 mod sidecar;
+mod yaml;
 
+use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
+use std::str::FromStr;
 
-use clap::{Args, ValueEnum};
+use clap::{Args, Parser, ValueEnum};
+use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use self::document::{Edit, Node, Stream, below, item};
-use self::engine::{Configured, Engine, OFFLOADING};
-use ::sidecar::config::Size;
+use self::pod::PodRecord;
+use self::yaml::{Document, Node};
+use ::sidecar::config::{self, Size};
 
 /// Bytes of the largest input: all manifests of a cluster, not its images.
 const INPUT_BYTES_MAX: u64 = 64 << 20;
+/// Names of annotations of an object: the record of all changes, and `false` to keep it unchanged.
+const INJECTED: &str = "pillion/injected";
+const INJECT: &str = "pillion/inject";
 
 /// Options of `pillion inject`.
 #[derive(Args, Clone, Debug)]
 pub struct Options {
     /// Memory for KV blocks, such as 30GiB
-    #[arg(long, value_name = "SIZE")]
-    pub dram: Size,
+    #[arg(long, value_name = "SIZE", required_unless_present = "remove")]
+    pub dram: Option<Size>,
     /// Image of the sidecar
-    #[arg(long, value_name = "IMAGE")]
+    #[arg(
+        long,
+        value_name = "IMAGE",
+        required_unless_present = "remove",
+        default_value = "",
+        hide_default_value = true
+    )]
     pub image: String,
-    /// Image of the engine: vLLM with Pillion's wheel. Without it the image in the manifest must contain the wheel
+    /// Image of the engine: vLLM with Pillion's wheel. Without it the engine keeps its image, and an init container brings the
+    /// connector
     #[arg(long, value_name = "IMAGE")]
     pub engine_image: Option<String>,
+    /// The engine's image has Pillion's wheel: bring no connector
+    #[arg(long)]
+    pub wheel_installed: bool,
     /// Container that runs vLLM; needed if several containers may
     #[arg(long, value_name = "NAME")]
     pub container: Option<String>,
@@ -35,6 +53,21 @@ pub struct Options {
     /// resource claim or the nodes' NVIDIA runtime
     #[arg(long, value_enum, default_value = "engine")]
     pub copy: Copies,
+    /// Role of the connector: whether it saves blocks, loads them, or both
+    #[arg(long, value_enum, default_value = "kv_both")]
+    pub kv_role: KvRole,
+    /// Put Pillion in the place of another connector, not beside it
+    #[arg(long)]
+    pub replace_connector: bool,
+    /// CPUs requested for the sidecar
+    #[arg(long, value_name = "CPUS", default_value = "2")]
+    pub cpu: String,
+    /// Memory of the sidecar's container [default: that of --dram and 2GiB]
+    #[arg(long, value_name = "SIZE")]
+    pub memory: Option<Size>,
+    /// Mount a volume of the pod in the sidecar, such as the one for --ssd. May be given several times
+    #[arg(long, value_name = "VOLUME:PATH")]
+    pub mount: Vec<Mount>,
     /// Share blocks with the pods of this name, such as that of a headless Service. May be given several times
     #[arg(long, value_name = "HOST:PORT", value_delimiter = ',')]
     pub peer: Vec<String>,
@@ -50,6 +83,12 @@ pub struct Options {
     /// Name of each pod's sidecar in the mesh, such as $(POD_NAME)
     #[arg(long, value_name = "NAME", requires = "peer")]
     pub node_id: Option<String>,
+    /// Take sidecars out again
+    #[arg(long, conflicts_with_all = ["dram", "image"])]
+    pub remove: bool,
+    /// More options of `pillion serve`, such as --ssd=/nvme0/blocks:500GiB
+    #[arg(last = true, value_name = "OPTION")]
+    pub serve: Vec<String>,
 }
 
 /// Who writes loaded blocks into a GPU.
@@ -59,7 +98,23 @@ pub enum Copies {
     Sidecar,
 }
 
-/// Why nothing was written; the text names the remedy.
+/// vLLM's `kv_role`.
+#[derive(Copy, Clone, Debug, Eq, PartialEq, ValueEnum)]
+#[value(rename_all = "snake_case")]
+pub enum KvRole {
+    KvBoth,
+    KvProducer,
+    KvConsumer,
+}
+
+/// A volume of the pod, and its path in the sidecar.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Mount {
+    pub volume: String,
+    pub path: String,
+}
+
+/// A failure; the text names the remedy.
 #[derive(Debug, Error)]
 pub enum InjectError {
     #[error("cannot read or write the manifests: {0}")]
@@ -73,37 +128,83 @@ pub enum InjectError {
          may read blocks"
     )]
     NoCertificates,
+    #[error("the options behind -- are not those of `pillion serve`, or are set already: {0}")]
+    Serve(String),
     #[error(
-        "found no container {0} in {KINDS}. A container that runs vLLM has 'vllm' in the last part of its image's name, \
+        "found no container {0} in any pod. A container that runs vLLM has 'vllm' in the last part of its image's name, \
          or its server in the command; name another one by --container NAME"
     )]
     NoEngine(String),
-    #[error("{workload}: {text}")]
-    Refused {
-        /// Its kind and name.
-        workload: String,
-        text: String,
-    },
+    #[error("found nothing that `pillion inject` put in")]
+    NothingToRemove,
+    #[error("{0} of the manifests were refused and left unchanged; the lines above say why")]
+    Refused(usize),
 }
 
-/// Where pods are looked for.
-const KINDS: &str =
-    "Pods, Deployments, StatefulSets, DaemonSets, ReplicaSets, Jobs, CronJobs and Lists of them";
-
-/// Manifests with sidecars, and what each engine's image must have.
-struct Injected {
-    text: String,
-    images: Vec<String>,
+/// Manifests as they leave, and notes for their owner.
+#[derive(Debug, Default)]
+pub struct Output {
+    pub text: String,
+    /// One line each.
+    pub notes: Vec<String>,
+    /// The number of refused objects.
+    pub refused: usize,
+    /// Whether any pod has an engine, or with --remove a sidecar.
+    pub found: bool,
 }
 
-/// A pod's description within a workload's.
-struct Workload<'a> {
-    label: String,
-    kind: &'a str,
-    pod: &'a Node,
+/// The changes of an object, by the path of each pod in it.
+#[derive(Default, Deserialize, Serialize)]
+struct Records {
+    pods: BTreeMap<String, PodRecord>,
+    /// Whether the object had annotations, if none.
+    #[serde(default)]
+    annotated: bool,
 }
 
-/// Reads manifests and writes them with sidecars; to `notes`, what runs vLLM and was not understood, and what is left to add.
+// === impl Options ===
+
+impl Options {
+    /// The memory for blocks.
+    fn dram(&self) -> Size {
+        self.dram.expect("it is required where something is put in")
+    }
+
+    /// Whether an init container brings the connector into an image without it.
+    fn brings_connector(&self) -> bool {
+        self.engine_image.is_none() && !self.wheel_installed
+    }
+}
+
+// === impl KvRole ===
+
+impl KvRole {
+    /// As vLLM names it.
+    fn name(self) -> &'static str {
+        match self {
+            Self::KvBoth => "kv_both",
+            Self::KvProducer => "kv_producer",
+            Self::KvConsumer => "kv_consumer",
+        }
+    }
+}
+
+// === impl Mount ===
+
+impl FromStr for Mount {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.split_once(':') {
+            Some((volume, path)) if !volume.is_empty() && path.starts_with('/') => {
+                Ok(Self { volume: volume.to_owned(), path: path.to_owned() })
+            }
+            _ => Err("write VOLUME:PATH, such as nvme0:/nvme0".to_owned()),
+        }
+    }
+}
+
+/// Reads manifests and writes them with sidecars, or without; `notes` gets refusals and the work left to do.
 pub fn serve(
     input: impl Read,
     mut output: impl Write,
@@ -115,22 +216,79 @@ pub fn serve(
     if source.len() as u64 > INPUT_BYTES_MAX {
         return Err(InjectError::TooLarge);
     }
-    let stream = parse(&source, options)?;
-    let Injected { text, images } = injected(&stream, options)?;
-    output.write_all(text.as_bytes())?;
-    for label in passed_over(&stream) {
-        writeln!(
-            notes,
-            "pillion inject: {label} runs vLLM and was left unchanged: only {KINDS} are understood"
-        )?;
+    let done = inject(&source, options)?;
+    output.write_all(done.text.as_bytes())?;
+    output.flush()?;
+    for note in &done.notes {
+        writeln!(notes, "pillion inject: {note}")?;
     }
-    for image in images {
-        writeln!(notes, "pillion inject: {image}")?;
+    done.outcome(options)
+}
+
+/// The manifests with a sidecar in each pod of vLLM.
+pub fn inject(source: &str, options: &Options) -> Result<Output, InjectError> {
+    checked(options)?;
+    // A line may end as on other systems.
+    let source = source.replace("\r\n", "\n").replace('\r', "\n");
+    let documents = yaml::parse_documents(&source).map_err(InjectError::Malformed)?;
+    let mut output = Output::default();
+    for Document { root, place } in documents {
+        let text = &source[place];
+        let changed = document(&root, options, &mut output);
+        if changed.is_same(&root) {
+            output.text.push_str(text);
+        } else {
+            if text.starts_with("---") {
+                output.text.push_str("---\n");
+            }
+            output.text.push_str(&yaml::write_document(&changed));
+        }
     }
-    if text != source {
-        writeln!(notes, "pillion inject: {}", not_added(options))?;
+    if !options.remove && output.text != source {
+        output.notes.push(not_added(options).to_owned());
     }
-    Ok(output.flush()?)
+    Ok(output)
+}
+
+// === impl Output ===
+
+impl Output {
+    fn outcome(&self, options: &Options) -> Result<(), InjectError> {
+        if self.refused > 0 {
+            return Err(InjectError::Refused(self.refused));
+        }
+        match (self.found, options.remove) {
+            (true, _) => Ok(()),
+            (false, true) => Err(InjectError::NothingToRemove),
+            (false, false) => {
+                let named = options.container.as_ref().map(|name| format!("named {name}"));
+                Err(InjectError::NoEngine(named.unwrap_or_else(|| "that runs vLLM".to_owned())))
+            }
+        }
+    }
+}
+
+/// Refuses options in contradiction to each other.
+fn checked(options: &Options) -> Result<(), InjectError> {
+    #[derive(Parser)]
+    #[command(no_binary_name = false)]
+    struct Serve {
+        #[command(flatten)]
+        _options: config::Options,
+    }
+
+    if options.remove {
+        return Ok(());
+    }
+    if !options.peer.is_empty() && options.mesh_secret.is_none() && !options.mesh_plaintext {
+        return Err(InjectError::NoCertificates);
+    }
+    // Kubernetes puts the address there.
+    let arguments = sidecar::list_arguments(options, "0")
+        .into_iter()
+        .map(|argument| argument.replace("$(POD_IP)", "127.0.0.1"));
+    let parsed = Serve::try_parse_from(arguments);
+    parsed.map(drop).map_err(|error| InjectError::Serve(error.to_string()))
 }
 
 /// What a pod with a sidecar needs beside it, and this program does not write.
@@ -144,210 +302,201 @@ fn not_added(options: &Options) -> &'static str {
     }
 }
 
-/// Documents of other kinds in which a container runs vLLM.
-fn passed_over(stream: &Stream<'_>) -> Vec<String> {
-    let is_engine = |node: &Node| node.get("image").is_some() && Engine::new(node).runs_vllm();
-    let others = stream.documents.iter().filter(|document| workloads(document).is_empty());
-    others.filter(|document| document.any(&is_engine)).map(label).collect()
-}
-
-/// A document's kind and name.
-fn label(document: &Node) -> String {
-    let kind = document.text_at(&["kind"]).unwrap_or("a document");
-    format!("{kind} {}", document.text_at(&["metadata", "name"]).unwrap_or("without a name"))
-}
-
-/// The manifests with a sidecar in each pod that runs vLLM; a pod that has one stays as it is.
-pub fn inject(source: &str, options: &Options) -> Result<String, InjectError> {
-    Ok(injected(&parse(source, options)?, options)?.text)
-}
-
-/// The manifests' places, unless the options contradict each other.
-fn parse<'a>(source: &'a str, options: &Options) -> Result<Stream<'a>, InjectError> {
-    if !options.peer.is_empty() && options.mesh_secret.is_none() && !options.mesh_plaintext {
-        return Err(InjectError::NoCertificates);
-    }
-    Stream::parse(source).map_err(InjectError::Malformed)
-}
-
-fn injected(stream: &Stream<'_>, options: &Options) -> Result<Injected, InjectError> {
-    let (mut edits, mut images, mut found) = (Vec::new(), Vec::new(), false);
-    for workload in stream.documents.iter().flat_map(workloads) {
-        let refused = |text| InjectError::Refused { workload: workload.label.clone(), text };
-        if let Some(engine) = engine(&workload, options).map_err(refused)? {
-            found = true;
-            let added = sidecar_for(stream, &workload, &engine, options).map_err(refused)?;
-            if !added.is_empty() {
-                images.push(needs_wheel(&workload, &engine, options));
+/// A document with its objects changed: it is one, or a list of them.
+fn document(root: &Node, options: &Options, output: &mut Output) -> Node {
+    let mut changed = root.clone();
+    let is_list = root.text_at(&["kind"]).is_some_and(|kind| kind.ends_with("List"));
+    match changed.get_mut("items") {
+        Some(Node::List(items)) if is_list => {
+            for item in items {
+                *item = object(item, options, output);
             }
-            edits.extend(added);
+        }
+        _ => changed = object(root, options, output),
+    }
+    changed
+}
+
+/// An object with its pods changed; as it was where it is refused.
+fn object(before: &Node, options: &Options, output: &mut Output) -> Node {
+    let label = label(before);
+    let mut notes = Vec::new();
+    match changed(before, options, &mut notes, &mut output.found) {
+        Ok(after) => {
+            output.notes.extend(notes.into_iter().map(|note| format!("{label}: {note}")));
+            after
+        }
+        Err(reason) => {
+            output.refused += 1;
+            output.notes.push(format!("{label} is left unchanged: {reason}"));
+            before.clone()
         }
     }
-    if !found {
-        let which =
-            options.container.as_ref().map_or("that runs vLLM".to_owned(), |name| format!("named {name}"));
-        return Err(InjectError::NoEngine(which));
-    }
-    Ok(Injected { text: stream.with(edits), images })
 }
 
-/// What no manifest says: without the wheel vLLM does not start.
-fn needs_wheel(workload: &Workload<'_>, engine: &Engine<'_>, options: &Options) -> String {
-    let image = options.engine_image.as_deref().unwrap_or_else(|| engine.image());
-    format!(
-        "{}: container {} runs {image}, in which vLLM starts only with Pillion's wheel: build it as docs/deploy.md \
-         says, or name another image by --engine-image",
-        workload.label, engine.name
-    )
+/// An object's kind and name.
+fn label(object: &Node) -> String {
+    let kind = object.text_at(&["kind"]).unwrap_or("a document");
+    format!("{kind} {}", object.text_at(&["metadata", "name"]).unwrap_or("without a name"))
 }
 
-/// The pods that a document describes; a list's are those of its items.
-fn workloads(document: &Node) -> Vec<Workload<'_>> {
-    let Some(kind) = document.text_at(&["kind"]) else { return Vec::new() };
-    let path: &[&str] = match kind {
-        "List" => {
-            return document.items_at(&["items"]).iter().flat_map(workloads).collect();
-        }
-        "Pod" => &["spec"],
-        "Deployment" | "StatefulSet" | "DaemonSet" | "ReplicaSet" | "Job" => &["spec", "template", "spec"],
-        "CronJob" => &["spec", "jobTemplate", "spec", "template", "spec"],
-        "LeaderWorkerSet" => &["spec", "leaderWorkerTemplate", "workerTemplate", "spec"],
-        _ => return Vec::new(),
-    };
-    document.at(path).map(|pod| Workload { label: label(document), kind, pod }).into_iter().collect()
-}
-
-/// The engine's container of a pod; none if nothing in it runs vLLM.
-fn engine<'a>(workload: &Workload<'a>, options: &Options) -> Result<Option<Engine<'a>>, String> {
-    let containers = workload.pod.items_at(&["containers"]).iter().map(Engine::new);
-    let mut found: Vec<_> = containers
-        .filter(|engine| {
-            options.container.as_ref().map_or_else(|| engine.runs_vllm(), |name| engine.name == name)
-        })
-        .collect();
-    if found.len() > 1 {
-        let names: Vec<_> = found.iter().map(|engine| engine.name).collect();
-        return Err(format!(
-            "several containers may run vLLM ({}): name the engine by --container NAME",
-            names.join(", ")
-        ));
-    }
-    Ok(found.pop())
-}
-
-/// All that a pod gets; nothing if it has it.
-fn sidecar_for(
-    stream: &Stream<'_>,
-    workload: &Workload<'_>,
-    engine: &Engine<'_>,
+fn changed(
+    before: &Node,
     options: &Options,
-) -> Result<Vec<Edit>, String> {
-    let pod = workload.pod;
-    let configured = engine.configured();
-    if engine.offloads() {
-        return Err(format!(
-            "container {} has {OFFLOADING}, with which vLLM uses its own connector instead of Pillion's: take it off",
-            engine.name
-        ));
+    notes: &mut Vec<String>,
+    found: &mut bool,
+) -> Result<Node, String> {
+    let bare = removed(before)?;
+    if options.remove {
+        *found |= bare.is_some();
+        return Ok(bare.unwrap_or_else(|| before.clone()));
     }
-    let lists = ["containers", "initContainers"].map(|key| pod.items_at(&[key]));
-    let has_sidecar = lists.into_iter().any(|list| has_named(list, sidecar::NAME));
-    match (has_sidecar, configured) {
-        (_, Configured::Foreign) => {
-            return Err(format!(
-                "container {} has a --kv-transfer-config of another connector: remove it, since an engine has one cache",
-                engine.name
-            ));
+    let bare = bare.unwrap_or_else(|| before.clone());
+    if bare.text_at(&["metadata", "annotations", INJECT]) == Some("false") {
+        return Ok(bare);
+    }
+    let mut after = bare.clone();
+    let mut records = Records::default();
+    let paths = pods(&bare);
+    for path in &paths {
+        let pod = below(&mut after, path).expect("it was found there");
+        let Some(place) = pod::find_engine(pod, options)? else { continue };
+        *found = true;
+        several_nodes(&bare)?;
+        if pod::has_sidecar(pod) {
+            engine::uses_sidecar(&pod.items_of("containers")[place])?;
+            notes
+                .push("it has a sidecar that `pillion inject` did not add, and is left unchanged".to_owned());
+            continue;
         }
-        (true, Configured::Pillion) => return Ok(Vec::new()),
-        (true, Configured::Nothing) => {
-            return Err(format!(
-                "container {} exists already and container {} does not use it: remove the former",
-                sidecar::NAME,
-                engine.name
-            ));
-        }
-        (false, _) => {}
+        let injected = pod::inject_sidecar(pod, place, options)?;
+        notes.extend(injected.notes);
+        records.pods.insert(path.join("/"), injected.record);
     }
-    let group = servable(workload, engine, options)?;
-    let claims: Vec<_> = match options.copy {
-        Copies::Engine => Vec::new(),
-        Copies::Sidecar => claims(engine.node),
-    };
-    let mut edits = Vec::new();
-    let containers = [sidecar::container(options, group, &claims)];
-    edits.extend(into_lists(
-        stream,
-        pod,
-        &[("initContainers", &containers), ("volumes", &sidecar::volumes(options))],
-    )?);
-    let seeded = has_named(engine.node.items_at(&["env"]), "PYTHONHASHSEED");
-    let seed = if seeded { vec![] } else { vec!["name: PYTHONHASHSEED\nvalue: '0'".to_owned()] };
-    let mount = [sidecar::engine_mount()];
-    if let Some(image) = &options.engine_image {
-        edits.push(engine.set_image(stream, image)?);
-    }
-    if configured == Configured::Nothing {
-        let copy = if options.copy == Copies::Engine { "engine" } else { "" };
-        edits.push(engine.configure(stream, copy)?);
-    }
-    edits.extend(into_lists(stream, engine.node, &[("env", &seed), ("volumeMounts", &mount)])?);
-    Ok(edits)
-}
-
-/// Refuses a pod that a sidecar cannot serve; otherwise the group that its engine runs as.
-fn servable<'a>(workload: &Workload<'a>, engine: &Engine<'a>, options: &Options) -> Result<&'a str, String> {
-    let pod = workload.pod;
-    if workload.kind == "LeaderWorkerSet" {
-        return Err(
-            "this workload runs ranks on several nodes, which is not served: run one pod for each engine"
+    if paths.is_empty() && any(&bare, &|node| node.get("image").is_some() && engine::runs_vllm(node)) {
+        notes.push(
+            "it runs vLLM and has no containers, so nothing was added: let its operator render the pod"
                 .to_owned(),
         );
     }
-    let shares_node = pod.text_at(&["hostNetwork"]) == Some("true");
-    if shares_node && !options.peer.is_empty() && options.node_id.is_none() {
-        return Err("with hostNetwork every pod of a node has the node's name: pass --node-id '$(POD_NAME)'"
-            .to_owned());
+    if records.pods.is_empty() {
+        return Ok(bare);
     }
-    match engine.identity(pod) {
-        [Some(user), None, _] if user != "0" => Err(format!(
-            "container {} sets runAsUser without runAsGroup: set both, so that its group may connect to the sidecar",
-            engine.name
-        )),
-        [None, None, Some("true")] => Err(format!(
-            "container {} sets runAsNonRoot, so its user is that of the image: set runAsUser and runAsGroup, so that \
-             its group may connect to the sidecar",
-            engine.name
-        )),
-        [_, group, _] => Ok(group.unwrap_or("0")),
-    }
+    annotate(&mut after, records)?;
+    verified(&bare, &after)?;
+    Ok(after)
 }
 
-fn claims(container: &Node) -> Vec<&str> {
-    container.items_at(&["resources", "claims"]).iter().filter_map(|claim| claim.text_at(&["name"])).collect()
-}
-
-fn has_named(items: &[Node], name: &str) -> bool {
-    items.iter().any(|item| item.text_at(&["name"]) == Some(name))
-}
-
-/// Adds items to lists of a mapping; lists that are not there are added together.
-fn into_lists(stream: &Stream<'_>, mapping: &Node, lists: &[(&str, &[String])]) -> Result<Vec<Edit>, String> {
-    let (mut edits, mut absent) = (Vec::new(), Vec::new());
-    for (key, lines) in lists.iter().filter(|(_, lines)| !lines.is_empty()) {
-        match mapping.get(key) {
-            Some(list) => {
-                for lines in *lines {
-                    edits.push(stream.insert_first(list, lines)?);
-                }
-            }
-            None => {
-                absent.push(below(key, &lines.iter().map(|lines| item(lines)).collect::<Vec<_>>().join("\n")))
-            }
+/// Refuses ranks on several nodes.
+fn several_nodes(object: &Node) -> Result<(), String> {
+    let size = object.text_at(&["spec", "leaderWorkerTemplate", "size"]);
+    match size.unwrap_or("1") {
+        "1" => Ok(()),
+        _ => {
+            Err("its ranks run on several nodes, which is not served: run one pod for each engine".to_owned())
         }
     }
-    if !absent.is_empty() {
-        edits.push(stream.insert_entries(mapping, &absent.join("\n"))?);
+}
+
+/// Refuses an object if its text reads otherwise, or its sidecars cannot be taken out.
+fn verified(bare: &Node, after: &Node) -> Result<(), String> {
+    let read = yaml::parse_documents(&yaml::write_document(after))
+        .map_err(|error| format!("it would not be valid YAML: {error}"))?;
+    let is_read = matches!(&read[..], [document] if document.root.is_same(after));
+    let is_removed = removed(after)?.is_some_and(|removed| removed.is_same(bare));
+    if is_read && is_removed {
+        return Ok(());
     }
-    Ok(edits)
+    Err("it has YAML that cannot be written again as it was read: write it as `kubectl get -o yaml` does"
+        .to_owned())
+}
+
+/// An object without its sidecars; none where it has none.
+fn removed(object: &Node) -> Result<Option<Node>, String> {
+    let Some(text) = object.text_at(&["metadata", "annotations", INJECTED]) else { return Ok(None) };
+    let records: Records = serde_json::from_str(text).map_err(|error| {
+        format!("its annotation {INJECTED} was changed ({error}): take the sidecar out by hand")
+    })?;
+    let mut bare = object.clone();
+    for (path, record) in &records.pods {
+        let path: Vec<String> = path.split('/').map(str::to_owned).collect();
+        let pod =
+            below(&mut bare, &path).ok_or_else(|| format!("it has no pod at {} any more", path.join(".")))?;
+        pod::remove_sidecar(pod, record)?;
+    }
+    if let Some(metadata) = bare.get_mut("metadata")
+        && let Some(annotations) = metadata.get_mut("annotations")
+    {
+        annotations.take_key(INJECTED);
+        if !records.annotated && *annotations == Node::Map(Vec::new()) {
+            metadata.take_key("annotations");
+        }
+    }
+    Ok(Some(bare))
+}
+
+/// Writes the record of all changes into an object.
+fn annotate(object: &mut Node, mut records: Records) -> Result<(), String> {
+    let metadata = object.get_mut("metadata").filter(|metadata| matches!(metadata, Node::Map(_)));
+    let metadata = metadata.ok_or("it has no metadata: give it a name")?;
+    match metadata.get("annotations") {
+        Some(Node::Map(_)) => records.annotated = true,
+        None => metadata.set("annotations", Node::Map(Vec::new())),
+        Some(_) => return Err("its annotations are no map: leave them out".to_owned()),
+    }
+    let text = serde_json::to_string(&records).expect("records are JSON");
+    metadata.get_mut("annotations").expect("it was made").set(INJECTED, Node::string(text));
+    Ok(())
+}
+
+/// The paths of all descriptions of pods in an object: any map with a list of named containers.
+fn pods(object: &Node) -> Vec<Vec<String>> {
+    fn walk(node: &Node, path: &mut Vec<String>, found: &mut Vec<Vec<String>>) {
+        let containers = node.items_of("containers");
+        if !containers.is_empty() && containers.iter().all(|container| container.text_at(&["name"]).is_some())
+        {
+            found.push(path.clone());
+            return;
+        }
+        match node {
+            Node::Map(entries) => {
+                for (key, value) in entries {
+                    if let Some(key) = key.text() {
+                        path.push(key.to_owned());
+                        walk(value, path, found);
+                        path.pop();
+                    }
+                }
+            }
+            Node::List(items) => {
+                for (number, item) in items.iter().enumerate() {
+                    path.push(number.to_string());
+                    walk(item, path, found);
+                    path.pop();
+                }
+            }
+            Node::Scalar { .. } => {}
+        }
+    }
+    let mut found = Vec::new();
+    walk(object, &mut Vec::new(), &mut found);
+    found
+}
+
+/// The value at a path of keys and numbers.
+fn below<'a>(node: &'a mut Node, path: &[String]) -> Option<&'a mut Node> {
+    path.iter().try_fold(node, |node, key| match node {
+        Node::List(items) => items.get_mut(key.parse::<usize>().ok()?),
+        node => node.get_mut(key),
+    })
+}
+
+/// Whether something holds for a value or one within it.
+fn any(node: &Node, is_meant: &impl Fn(&Node) -> bool) -> bool {
+    is_meant(node)
+        || match node {
+            Node::List(items) => items.iter().any(|item| any(item, is_meant)),
+            Node::Map(entries) => entries.iter().any(|(_, value)| any(value, is_meant)),
+            Node::Scalar { .. } => false,
+        }
 }

@@ -1,185 +1,343 @@
-//! The container that runs vLLM, and its command line.
+//! vLLM's container: how it is known, and the connector on its command line.
 
-use super::document::{Edit, Node, Stream, below, item, single_quoted};
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use super::yaml::Node;
+use super::{Copies, Options};
 
 const CONNECTOR: &str = "PillionConnector";
 const OPTION: &str = "--kv-transfer-config";
-/// With it vLLM uses its own connector instead of the configured one.
-pub(super) const OFFLOADING: &str = "--kv-offloading-size";
 const MODULE: &str = "vllm.entrypoints.openai.api_server";
 const SERVE: &str = "vllm serve";
+/// Connectors with stores of their own. Beside one of them, a block is kept twice.
+const STORES: [&str; 8] = [
+    "FlexKVConnectorV1",
+    "HF3FSKVConnector",
+    "LMCacheConnectorV1",
+    "LMCacheMPConnector",
+    "MooncakeStoreConnector",
+    "OffloadingConnector",
+    "SimpleCPUOffloadConnector",
+    "ExampleConnector",
+];
+/// Options of vLLM that keep Pillion out, as docs/support.md lists them, and the remedies. A value of 1 is no such option.
+const STAYS_OUT: [(&str, &str); 11] = [
+    ("--no-enable-prefix-caching", "start vLLM with --enable-prefix-caching"),
+    ("--kv-offloading-size", "vLLM starts its own connector by it: leave it out"),
+    ("--pipeline-parallel-size", "use --tensor-parallel-size alone"),
+    ("--decode-context-parallel-size", "leave it out"),
+    ("--prefill-context-parallel-size", "leave it out"),
+    ("--nnodes", "run an engine for each node"),
+    ("--enable-elastic-ep", "leave it out"),
+    ("--ec-transfer-config", "leave it out"),
+    ("--video-pruning-rate", "leave it out"),
+    ("--calculate-kv-scales", "leave it out"),
+    ("-pp", "use --tensor-parallel-size alone"),
+];
 
-/// What the container says of the connector.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(super) enum Configured {
+/// The connector of a command line.
+enum Configured {
     Nothing,
+    /// This one, alone or among others.
     Pillion,
-    /// Another connector, or this one among others.
-    Foreign,
+    /// Another one: the option's value, as it is written.
+    Other(String),
 }
 
-/// The container of an engine.
-pub(super) struct Engine<'a> {
-    pub(super) node: &'a Node,
-    pub(super) name: &'a str,
+/// A change of a command line: enough to take it back.
+#[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
+pub(super) struct CommandChange {
+    /// A word of its own, or a text within a script.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    added: Option<String>,
+    /// The value of another connector's option: before, and after.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    replaced: Option<[String; 2]>,
 }
 
-/// A text of the command line: of `command` or `args`, and its number there.
-struct Word<'a> {
-    list: &'a Node,
-    number: usize,
-    node: &'a Node,
-    text: &'a str,
+/// Whether a container looks like vLLM: by the last part of its image's name, or its command line. An organisation with vLLM in
+/// its name has other images, too.
+pub(super) fn runs_vllm(container: &Node) -> bool {
+    let image = container.text_at(&["image"]).unwrap_or_default();
+    let name = image.rsplit_once('@').map_or(image, |(name, _)| name);
+    let last = name.rsplit('/').next().unwrap_or_default();
+    let words = words(container);
+    last.contains("vllm")
+        || program(&words).is_some()
+        || words.iter().any(|word| places(word).next().is_some())
 }
 
-// === impl Engine ===
+/// The container's options that keep Pillion out, with their remedies.
+pub(super) fn stays_out(container: &Node) -> Vec<String> {
+    let line = words(container).join(" ").replace('_', "-");
+    let stated: Vec<&str> =
+        line.split([' ', '\t', '\n', '\\', '"', '\'']).filter(|word| !word.is_empty()).collect();
+    let found = STAYS_OUT.iter().filter(|(option, _)| {
+        stated.iter().enumerate().any(|(place, word)| {
+            let value = word.strip_prefix(option).and_then(|rest| match rest {
+                "" => Some(stated.get(place + 1).copied().unwrap_or_default()),
+                rest => rest.strip_prefix('='),
+            });
+            value.is_some_and(|value| value != "1")
+        })
+    });
+    found.map(|(option, remedy)| format!("Pillion stays out beside {option}: {remedy}")).collect()
+}
 
-impl<'a> Engine<'a> {
-    pub(super) fn new(node: &'a Node) -> Self {
-        Self { node, name: node.text_at(&["name"]).unwrap_or_default() }
-    }
-
-    /// Whether this looks like vLLM: by the last part of the image's name, or the command line. An organisation with vLLM in its
-    /// name has other images, too.
-    pub(super) fn runs_vllm(&self) -> bool {
-        let image = self.image();
-        let name = image.rsplit_once('@').map_or(image, |(name, _)| name);
-        let last = name.rsplit('/').next().unwrap_or_default();
-        last.contains("vllm") || {
-            let words = self.words();
-            program(&words).is_some() || words.iter().any(|word| runs(word.text))
+/// Puts the connector on the command line; nothing where it is there.
+pub(super) fn configure_connector(
+    container: &mut Node,
+    options: &Options,
+) -> Result<(CommandChange, Option<String>), String> {
+    match configured(&words(container))? {
+        Configured::Pillion => Ok((CommandChange::default(), None)),
+        Configured::Other(value) => replace(container, &value, options),
+        Configured::Nothing => {
+            Ok((CommandChange { added: Some(add_connector(container, options)?), replaced: None }, None))
         }
     }
+}
 
-    pub(super) fn image(&self) -> &'a str {
-        self.node.text_at(&["image"]).unwrap_or_default()
-    }
-
-    /// Gives the container another image.
-    pub(super) fn set_image(&self, stream: &Stream<'_>, image: &str) -> Result<Edit, String> {
-        let quoted = single_quoted(image);
-        match self.node.get("image") {
-            Some(value) => stream.replace(value, quoted),
-            None => stream.insert_entries(self.node, &format!("image: {quoted}")),
+/// Refuses an engine without the connector in a pod with a sidecar.
+pub(super) fn uses_sidecar(container: &Node) -> Result<(), String> {
+    match configured(&words(container))? {
+        Configured::Pillion => Ok(()),
+        _ => {
+            Err("a container pillion is there, and the engine does not use it: remove that container"
+                .to_owned())
         }
     }
+}
 
-    fn words(&self) -> Vec<Word<'a>> {
-        let lists = ["command", "args"].into_iter().filter_map(|key| self.node.get(key));
-        let words = lists
-            .flat_map(|list| list.items().iter().enumerate().map(move |(number, node)| (list, number, node)));
-        words
-            .filter_map(|(list, number, node)| Some(Word { list, number, node, text: node.text()? }))
-            .collect()
+/// Takes a change of the command line back.
+pub(super) fn restore_command(container: &mut Node, change: &CommandChange) -> Result<(), String> {
+    if let Some([before, after]) = &change.replaced {
+        substitute(container, after, before)?;
     }
-
-    /// What the command line says of a connector.
-    pub(super) fn configured(&self) -> Configured {
-        let words = self.words();
-        let option = |word: &Word<'_>| word.text.replace('_', "-").contains(OPTION);
-        if !words.iter().any(option) {
-            return Configured::Nothing;
+    let Some(added) = &change.added else { return Ok(()) };
+    let mut found = false;
+    for key in ["command", "args"] {
+        let Some(Node::List(items)) = container.get_mut(key) else { continue };
+        let count = items.len();
+        items.retain(|item| item.text() != Some(added));
+        found |= items.len() < count;
+        for item in items {
+            if let Node::Scalar { text, .. } = item
+                && text.contains(added)
+            {
+                *text = text.replace(added, "");
+                found = true;
+            }
         }
-        let ours = words.iter().any(|word| word.text.contains(CONNECTOR));
-        let several = words.iter().any(|word| word.text.contains("MultiConnector"));
-        if ours && !several { Configured::Pillion } else { Configured::Foreign }
     }
+    found.then_some(()).ok_or_else(|| changed_by_hand(added))
+}
 
-    /// Whether the command line has vLLM offload KV by itself.
-    pub(super) fn offloads(&self) -> bool {
-        self.words().iter().any(|word| word.text.replace('_', "-").contains(OFFLOADING))
+fn changed_by_hand(text: &str) -> String {
+    format!("its command line has no {text} any more, which was added to it: change the manifest by hand")
+}
+
+/// Puts a text in place of another, in whichever word has it.
+fn substitute(container: &mut Node, old: &str, new: &str) -> Result<(), String> {
+    for key in ["command", "args"] {
+        let Some(Node::List(items)) = container.get_mut(key) else { continue };
+        for item in items {
+            if let Node::Scalar { text, plain, .. } = item
+                && text.contains(old)
+            {
+                *text = text.replacen(old, new, 1);
+                *plain = false;
+                return Ok(());
+            }
+        }
     }
+    Err(changed_by_hand(old))
+}
 
-    /// Adds the connector to the command line.
-    pub(super) fn configure(&self, stream: &Stream<'_>, copy: &str) -> Result<Edit, String> {
-        let setting = setting(copy);
-        let argument = format!("{OPTION}={setting}");
-        let words = self.words();
-        if let Some(word) = words.iter().find(|word| is_script(word.text)) {
-            return into_script(stream, word, &setting);
+/// The texts of the command line, in order.
+fn words(container: &Node) -> Vec<String> {
+    let lists = ["command", "args"].map(|key| container.items_of(key));
+    lists.into_iter().flatten().filter_map(|item| item.text().map(str::to_owned)).collect()
+}
+
+fn configured(words: &[String]) -> Result<Configured, String> {
+    let Some(place) = words.iter().position(|word| word.replace('_', "-").contains(OPTION)) else {
+        return Ok(Configured::Nothing);
+    };
+    if words.iter().any(|word| word.contains(CONNECTOR)) {
+        return Ok(Configured::Pillion);
+    }
+    let word = &words[place];
+    let at = word.replace('_', "-").find(OPTION).unwrap_or_default() + OPTION.len();
+    let rest = if at == word.len() { words.get(place + 1).map_or("", String::as_str) } else { &word[at..] };
+    let begin =
+        rest.find('{').filter(|begin| rest[..*begin].chars().all(|before| " ='\"\n\\".contains(before)));
+    let value = begin.and_then(|begin| object(&rest[begin..]));
+    let value = value.filter(|value| {
+        serde_json::from_str::<Value>(value).is_ok_and(|value| value["kv_connector"].is_string())
+    });
+    value.map(|value| Configured::Other(value.to_owned())).ok_or_else(|| {
+        format!("its {OPTION} is not a JSON object that names a kv_connector: write it as one, or remove it")
+    })
+}
+
+/// The JSON object at the beginning of a text, up to its closing brace.
+fn object(text: &str) -> Option<&str> {
+    let (mut depth, mut quoted, mut escaped) = (0_usize, false, false);
+    for (place, character) in text.char_indices() {
+        match character {
+            _ if escaped => escaped = false,
+            '\\' => escaped = true,
+            '"' => quoted = !quoted,
+            '{' if !quoted => depth += 1,
+            '}' if !quoted => {
+                depth -= 1;
+                if depth == 0 {
+                    return Some(&text[..=place]);
+                }
+            }
+            _ => {}
         }
-        if let Some(Word { list, number, .. }) = program(&words) {
-            return stream.insert_text_behind(list, *number, &argument);
-        }
-        if self.node.get("command").is_some() {
+    }
+    None
+}
+
+/// This connector's settings, as vLLM reads them.
+fn settings(options: &Options, beside_another: bool) -> Value {
+    let mut settings = json!({
+        "kv_connector": CONNECTOR,
+        "kv_connector_module_path": "pillion.connector",
+        "kv_role": options.kv_role.name(),
+    });
+    if !beside_another {
+        settings["kv_load_failure_policy"] = json!("recompute");
+    }
+    if options.copy == Copies::Engine {
+        settings["kv_connector_extra_config"] = json!({"pillion.copy": "engine"});
+    }
+    settings
+}
+
+/// Runs the connector beside another one, or in its place. A note where both keep KV.
+fn replace(
+    container: &mut Node,
+    value: &str,
+    options: &Options,
+) -> Result<(CommandChange, Option<String>), String> {
+    let other: Value = serde_json::from_str(value).expect("it was read");
+    let name = other["kv_connector"].as_str().unwrap_or_default().to_owned();
+    let new = if options.replace_connector {
+        settings(options, false)
+    } else {
+        let role = other.get("kv_role").cloned().unwrap_or_else(|| json!("kv_both"));
+        let mut connectors = match name.as_str() {
+            "MultiConnector" => {
+                other["kv_connector_extra_config"]["connectors"].as_array().cloned().unwrap_or_default()
+            }
+            _ => vec![other],
+        };
+        connectors.push(settings(options, true));
+        json!({
+            "kv_connector": "MultiConnector",
+            "kv_role": role,
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"connectors": connectors},
+        })
+    };
+    let new = new.to_string();
+    substitute(container, value, &new)?;
+    let note = (!options.replace_connector && STORES.contains(&name.as_str()))
+        .then(|| format!("{name} keeps KV as Pillion does, so blocks are kept twice: --replace-connector puts Pillion in its place"));
+    Ok((CommandChange { added: None, replaced: Some([value.to_owned(), new]) }, note))
+}
+
+/// Adds the connector to the command line; the answer is the added text.
+fn add_connector(container: &mut Node, options: &Options) -> Result<String, String> {
+    let argument = format!("{OPTION}={}", settings(options, false));
+    let words = words(container);
+    if words.iter().any(|word| is_script(word)) {
+        return Ok(into_scripts(container, options));
+    }
+    // The image's own entry point is vLLM where there is no command.
+    let place = match program(&words) {
+        Some(place) => place + 1,
+        None if container.get("command").is_some_and(|command| !command.items().is_empty()) => {
             return Err(format!(
-                "line {}: this command is not '{SERVE}' or '{MODULE}': add {OPTION} by hand, as docs/deploy.md shows",
-                stream.line(self.node.start)
+                "its command is not '{SERVE}' or '{MODULE}': add {OPTION} by hand, as docs/deploy.md shows"
             ));
         }
-        // The image's own entry point is vLLM.
-        match self.node.get("args") {
-            Some(list) if words.first().is_some_and(|word| word.text == "serve") => {
-                stream.insert_text_behind(list, 0, &argument)
-            }
-            Some(list) => stream.insert_first_text(list, &argument),
-            None => stream.insert_entries(self.node, &below("args", &item(&single_quoted(&argument)))),
-        }
-    }
-
-    /// The container's `runAsUser`, `runAsGroup` and `runAsNonRoot`, of its own or of its pod.
-    pub(super) fn identity(&self, pod: &'a Node) -> [Option<&'a str>; 3] {
-        ["runAsUser", "runAsGroup", "runAsNonRoot"].map(|key| {
-            let own = self.node.text_at(&["securityContext", key]);
-            own.or_else(|| pod.text_at(&["securityContext", key]))
-        })
-    }
-}
-
-/// The value of the option: without blanks, so that a line of YAML takes it as it is.
-fn setting(copy: &str) -> String {
-    let extra = match copy {
-        "" => String::new(),
-        copy => format!(r#","kv_connector_extra_config":{{"pillion.copy":"{copy}"}}"#),
+        None => usize::from(words.first().is_some_and(|word| word == "serve")),
     };
-    format!(
-        r#"{{"kv_connector":"{CONNECTOR}","kv_connector_module_path":"pillion.connector","kv_role":"kv_both","kv_load_failure_policy":"recompute"{extra}}}"#
-    )
+    let commands = container.items_of("command").len();
+    let (key, place) = if place > 0 && place <= commands && program(&words).is_some() {
+        ("command", place)
+    } else {
+        ("args", place - commands)
+    };
+    let item = Node::string(&argument);
+    match container.get_mut(key) {
+        Some(Node::List(items)) => items.insert(place, item),
+        _ => container.set(key, Node::List(vec![item])),
+    }
+    Ok(argument)
 }
 
-/// The word behind which vLLM's options begin, where no shell is between.
-fn program<'a, 'w>(words: &'w [Word<'a>]) -> Option<&'w Word<'a>> {
+/// The number of the word before vLLM's options, where no shell is between.
+fn program(words: &[String]) -> Option<usize> {
     let vllm = |text: &str| text == "vllm" || text.ends_with("/vllm");
     let served =
-        words.windows(2).find(|pair| vllm(pair[0].text) && pair[1].text == "serve").map(|pair| &pair[1]);
-    served.or_else(|| words.iter().find(|word| word.text == MODULE))
+        words.windows(2).position(|pair| vllm(&pair[0]) && pair[1] == "serve").map(|place| place + 1);
+    served.or_else(|| words.iter().position(|word| word == MODULE))
 }
 
-fn runs(text: &str) -> bool {
-    commands(text).next().is_some()
+/// Whether a word is a command line itself, for a shell.
+fn is_script(text: &str) -> bool {
+    text.trim().contains(char::is_whitespace) && places(text).next().is_some()
 }
 
-/// The programs of vLLM's server that a text names as whole words, outside of a shell's comments.
-fn commands(text: &str) -> impl Iterator<Item = &'static str> {
-    let ends =
-        |end: usize| text[end..].chars().next().is_none_or(|next| next.is_whitespace() || next == '\\');
+/// Where a script's names of vLLM's server end: whole words outside of comments.
+fn places(text: &str) -> impl Iterator<Item = usize> {
+    let ends = |end: usize| {
+        text[end..].chars().next().is_none_or(|next| next.is_whitespace() || "\\\"';&|".contains(next))
+    };
     let is_comment = move |at: usize| {
         let line = text[..at].rsplit('\n').next().unwrap_or_default();
         line.starts_with('#') || line.contains(" #") || line.contains("\t#")
     };
     let found = move |program: &'static str| {
         let places = text.match_indices(program).map(|(at, _)| at);
-        places.filter(move |at| ends(at + program.len()) && !is_comment(*at)).map(move |_| program)
+        places
+            .filter(move |at| ends(at + program.len()) && !is_comment(*at))
+            .map(move |at| at + program.len())
     };
     [SERVE, MODULE].into_iter().flat_map(found)
 }
 
-/// Whether a word is a command line itself, for a shell.
-fn is_script(text: &str) -> bool {
-    runs(text) && text.trim().contains(char::is_whitespace)
-}
-
-fn into_script(stream: &Stream<'_>, word: &Word<'_>, setting: &str) -> Result<Edit, String> {
-    let mut found = commands(word.text);
-    let program = found.next().expect("it is a script");
-    let before = word.text.split(program).next().unwrap_or_default();
-    let quoted = |quote: char| before.matches(quote).count() % 2 == 1;
-    if quoted('\'') || quoted('"') || found.next().is_some() || word.text.matches(program).count() != 1 {
-        return Err(format!(
-            "line {}: this script names '{program}' several times, or in quotes: add {OPTION} by hand, as \
-             docs/deploy.md shows",
-            stream.line(word.node.start)
-        ));
+/// Adds the connector behind each name of vLLM's server in scripts. No shell reads any character of the text as its own, in any
+/// quotes.
+fn into_scripts(container: &mut Node, options: &Options) -> String {
+    let settings = [
+        ("kv_connector", CONNECTOR),
+        ("kv_connector_module_path", "pillion.connector"),
+        ("kv_role", options.kv_role.name()),
+        ("kv_load_failure_policy", "recompute"),
+    ];
+    let added: String = settings.iter().map(|(name, value)| format!(" {OPTION}.{name}={value}")).collect();
+    for key in ["command", "args"] {
+        let Some(Node::List(items)) = container.get_mut(key) else { continue };
+        for item in items {
+            let Node::Scalar { text, plain, .. } = item else { continue };
+            if !is_script(text) {
+                continue;
+            }
+            let mut ends: Vec<_> = places(text).collect();
+            ends.sort_unstable_by(|a, b| b.cmp(a));
+            for end in ends {
+                text.insert_str(end, &added);
+            }
+            *plain = false;
+        }
     }
-    stream.insert_into(word.node, program, &format!(" {OPTION}='{setting}'"))
+    added
 }

@@ -1,10 +1,17 @@
-//! What a pod gets: the sidecar's container and its volumes, as deploy/kubernetes has them.
+//! The additions to a pod: the sidecar's container, the container with the connector, and their volumes, as deploy/kubernetes has
+//! them.
 
-use super::document::{below, item, single_quoted};
+use super::yaml::Node;
 use super::{Copies, Options};
 use sidecar::config::Size;
 
 pub(super) const NAME: &str = "pillion";
+/// The init container with the connector, and the volume between it and the engine.
+pub(super) const CONNECTOR: &str = "pillion-connector";
+/// Names of added containers and volumes; the user may have others, such as `pillion-disk`.
+pub(super) const NAMES: [&str; 5] = [NAME, CONNECTOR, "pillion-socket", "pillion-pool", "pillion-tls"];
+/// The mount of the connector's volume: a folder of the engine's `PYTHONPATH`.
+pub(super) const CONNECTOR_FOLDER: &str = "/opt/pillion";
 /// A user that no image has.
 const USER: &str = "65532";
 /// What a sidecar takes beside its pool: the index, sessions, and the host's part of a context on a GPU.
@@ -14,60 +21,90 @@ const BESIDE_BLOCKS_MIB: u64 = 1024;
 const MIB: u64 = 1 << 20;
 /// Where both containers have the socket.
 const SOCKET_FOLDER: &str = "/run/pillion";
-/// On the pool's volume, which no engine mounts: an engine that runs as root may use every socket that it sees. `pillion serve` and
-/// `pillion ctl` read the same variable.
-const CONTROL_SOCKET: &str = "name: PILLION_CONTROL_SOCKET\nvalue: /var/lib/pillion/pool/control.sock";
-const READ_ONLY: &str = "\nreadOnly: true";
+const POOL_FOLDER: &str = "/var/lib/pillion/pool";
 
-/// The sidecar's container, an item of `initContainers`. `group` is the engine's, `claims` are of devices.
-pub(super) fn container(options: &Options, group: &str, claims: &[&str]) -> String {
-    let parts = [
-        format!("name: {NAME}"),
-        format!("image: {}", single_quoted(&options.image)),
-        "restartPolicy: Always".to_owned(),
-        below("args", &items(&arguments(options, group))),
-        below("env", &environment(options, claims)),
-        below("ports", &ports(options)),
-        probe("livenessProbe", "/healthz", 5, 6),
-        probe("readinessProbe", "/readyz", 2, 30),
-        resources(options.dram, claims),
-        below("securityContext", &security(group)),
-        below("volumeMounts", &mounts(options)),
-    ];
-    parts.join("\n")
+/// The init containers, in the order of their starts. `group` is the engine's, `claims` are of devices.
+pub(super) fn init_containers(options: &Options, group: &str, claims: &[&str]) -> Vec<Node> {
+    let connector = options.brings_connector().then(|| connector(options, group));
+    connector.into_iter().chain([container(options, group, claims)]).collect()
 }
 
-/// The volumes, items of `volumes`.
-pub(super) fn volumes(options: &Options) -> Vec<String> {
+fn connector(options: &Options, group: &str) -> Node {
+    Node::map([
+        ("name", Node::plain(CONNECTOR)),
+        ("image", Node::string(&options.image)),
+        (
+            "args",
+            Node::List(vec![Node::string("connector"), Node::string(format!("--into={CONNECTOR_FOLDER}"))]),
+        ),
+        (
+            "resources",
+            Node::map([
+                ("requests", Node::map([("cpu", Node::string("100m")), ("memory", Node::plain("64Mi"))])),
+                ("limits", Node::map([("memory", Node::plain("64Mi"))])),
+            ]),
+        ),
+        ("securityContext", security(group)),
+        ("volumeMounts", Node::List(vec![mount(CONNECTOR, CONNECTOR_FOLDER, false)])),
+    ])
+}
+
+fn container(options: &Options, group: &str, claims: &[&str]) -> Node {
+    Node::map([
+        ("name", Node::plain(NAME)),
+        ("image", Node::string(&options.image)),
+        ("restartPolicy", Node::plain("Always")),
+        ("args", Node::List(list_arguments(options, group).into_iter().map(Node::string).collect())),
+        ("env", environment(options, claims)),
+        ("ports", ports(options)),
+        ("livenessProbe", probe("/healthz", 5, 6)),
+        ("readinessProbe", probe("/readyz", 2, 30)),
+        ("resources", resources(options, claims)),
+        ("securityContext", security(group)),
+        ("volumeMounts", mounts(options)),
+    ])
+}
+
+/// The volumes of a pod.
+pub(super) fn volumes(options: &Options) -> Vec<Node> {
     let memory = |name: &str, size: String| {
-        format!("name: {NAME}-{name}\n{}", below("emptyDir", &format!("medium: Memory\nsizeLimit: {size}")))
+        let folder = Node::map([("medium", Node::plain("Memory")), ("sizeLimit", Node::plain(size))]);
+        Node::map([("name", Node::plain(format!("{NAME}-{name}"))), ("emptyDir", folder)])
     };
-    let mut volumes =
-        vec![memory("socket", "1Mi".to_owned()), memory("pool", mebibytes(options.dram, BESIDE_BLOCKS_MIB))];
+    let mut volumes = vec![
+        memory("socket", "1Mi".to_owned()),
+        memory("pool", mebibytes(options.dram(), BESIDE_BLOCKS_MIB)),
+    ];
+    if options.brings_connector() {
+        let folder = Node::map([("sizeLimit", Node::plain("256Mi"))]);
+        volumes.push(Node::map([("name", Node::plain(CONNECTOR)), ("emptyDir", folder)]));
+    }
     if let Some(secret) = &options.mesh_secret {
-        let secret = format!("secretName: {}\ndefaultMode: 292", single_quoted(secret));
-        volumes.push(format!("name: {NAME}-tls\n{}", below("secret", &secret)));
+        let secret = Node::map([("secretName", Node::string(secret)), ("defaultMode", Node::plain("292"))]);
+        volumes.push(Node::map([("name", Node::plain(format!("{NAME}-tls"))), ("secret", secret)]));
     }
     volumes
 }
 
-/// The engine's mount of the socket's folder, an item of its `volumeMounts`.
-pub(super) fn engine_mount() -> String {
-    mount("socket", SOCKET_FOLDER, READ_ONLY)
+/// The engine's mounts.
+pub(super) fn engine_mounts(options: &Options) -> Vec<Node> {
+    let connector = options.brings_connector().then(|| mount(CONNECTOR, CONNECTOR_FOLDER, true));
+    [mount("pillion-socket", SOCKET_FOLDER, true)].into_iter().chain(connector).collect()
 }
 
-fn mount(volume: &str, path: &str, more: &str) -> String {
-    format!("name: {NAME}-{volume}\nmountPath: {path}{more}")
+fn mount(volume: &str, path: &str, read_only: bool) -> Node {
+    let mut mount = Node::map([("name", Node::plain(volume)), ("mountPath", Node::plain(path))]);
+    if read_only {
+        mount.set("readOnly", Node::plain("true"));
+    }
+    mount
 }
 
-fn items(lines: &[String]) -> String {
-    lines.iter().map(|line| item(line)).collect::<Vec<_>>().join("\n")
-}
-
-fn arguments(options: &Options, group: &str) -> Vec<String> {
+/// The sidecar's command line.
+pub(super) fn list_arguments(options: &Options, group: &str) -> Vec<String> {
     let mut arguments = vec![
         "serve".to_owned(),
-        format!("--dram={}", exact(options.dram)),
+        format!("--dram={}", exact(options.dram())),
         "--socket=/run/pillion/pillion.sock".to_owned(),
         format!("--socket-group={group}"),
         "--http=0.0.0.0:9440".to_owned(),
@@ -92,17 +129,22 @@ fn arguments(options: &Options, group: &str) -> Vec<String> {
             None => arguments.push("--mesh-plaintext".to_owned()),
         }
     }
-    arguments.iter().map(|argument| single_quoted(argument)).collect()
+    arguments.extend(options.serve.iter().cloned());
+    arguments
 }
 
-fn environment(options: &Options, claims: &[&str]) -> String {
-    let mut variables = vec![CONTROL_SOCKET.to_owned()];
+fn environment(options: &Options, claims: &[&str]) -> Node {
+    // On the pool's volume, which no engine mounts: an engine that runs as root may use every socket that it sees. `pillion serve`
+    // and `pillion ctl` read the same variable.
+    let mut variables =
+        vec![make_variable("PILLION_CONTROL_SOCKET", Node::plain(format!("{POOL_FOLDER}/control.sock")))];
     if options.copy == Copies::Sidecar && claims.is_empty() {
-        variables.push("name: NVIDIA_VISIBLE_DEVICES\nvalue: all".to_owned());
-        variables.push("name: NVIDIA_DRIVER_CAPABILITIES\nvalue: compute,utility".to_owned());
+        variables.push(make_variable("NVIDIA_VISIBLE_DEVICES", Node::plain("all")));
+        variables.push(make_variable("NVIDIA_DRIVER_CAPABILITIES", Node::plain("compute,utility")));
     }
     let field = |name: &str, path: &str| {
-        format!("name: {name}\n{}", below("valueFrom", &below("fieldRef", &format!("fieldPath: {path}"))))
+        let source = Node::map([("fieldRef", Node::map([("fieldPath", Node::plain(path))]))]);
+        Node::map([("name", Node::plain(name)), ("valueFrom", source)])
     };
     if !options.peer.is_empty() {
         variables.push(field("POD_IP", "status.podIP"));
@@ -110,57 +152,72 @@ fn environment(options: &Options, claims: &[&str]) -> String {
     if options.node_id.is_some() {
         variables.push(field("POD_NAME", "metadata.name"));
     }
-    items(&variables)
+    Node::List(variables)
 }
 
-fn ports(options: &Options) -> String {
+/// A variable of a container.
+pub(super) fn make_variable(name: &str, value: Node) -> Node {
+    Node::map([("name", Node::plain(name)), ("value", value)])
+}
+
+fn ports(options: &Options) -> Node {
     let mut ports = vec![("pillion", 9440)];
     if !options.peer.is_empty() {
         ports.extend([("pillion-mesh", 9441), ("pillion-blocks", 9442)]);
     }
-    let lines: Vec<_> =
-        ports.iter().map(|(name, port)| format!("name: {name}\ncontainerPort: {port}")).collect();
-    items(&lines)
+    let port = |(name, number): (&str, u16)| {
+        Node::map([("name", Node::plain(name)), ("containerPort", Node::plain(number.to_string()))])
+    };
+    Node::List(ports.into_iter().map(port).collect())
 }
 
-fn probe(name: &str, path: &str, period_s: u32, failures: u32) -> String {
-    let get = below("httpGet", &format!("path: {path}\nport: pillion"));
-    let times = format!("periodSeconds: {period_s}\ntimeoutSeconds: 5\nfailureThreshold: {failures}");
-    below(name, &format!("{get}\n{times}"))
+fn probe(path: &str, period_s: u32, failures: u32) -> Node {
+    let number = |value: u32| Node::plain(value.to_string());
+    Node::map([
+        ("httpGet", Node::map([("path", Node::plain(path)), ("port", Node::plain("pillion"))])),
+        ("periodSeconds", number(period_s)),
+        ("timeoutSeconds", number(5)),
+        ("failureThreshold", number(failures)),
+    ])
 }
 
-fn resources(dram: Size, claims: &[&str]) -> String {
-    let memory = mebibytes(dram, BESIDE_POOL_MIB);
-    let mut lines = vec![
-        below("requests", &format!("cpu: '2'\nmemory: {memory}")),
-        below("limits", &format!("memory: {memory}")),
-    ];
+fn resources(options: &Options, claims: &[&str]) -> Node {
+    let memory =
+        options.memory.map_or_else(|| mebibytes(options.dram(), BESIDE_POOL_MIB), |size| mebibytes(size, 0));
+    let mut resources = Node::map([
+        ("requests", Node::map([("cpu", Node::string(&options.cpu)), ("memory", Node::plain(&memory))])),
+        ("limits", Node::map([("memory", Node::plain(&memory))])),
+    ]);
     if !claims.is_empty() {
-        let names: Vec<_> = claims.iter().map(|claim| format!("name: {}", single_quoted(claim))).collect();
-        lines.push(below("claims", &items(&names)));
+        let claims = claims.iter().map(|claim| Node::map([("name", Node::string(*claim))]));
+        resources.set("claims", Node::List(claims.collect()));
     }
-    below("resources", &lines.join("\n"))
+    resources
 }
 
-fn security(group: &str) -> String {
-    format!(
-        "runAsUser: {USER}\nrunAsGroup: {group}\nrunAsNonRoot: true\nreadOnlyRootFilesystem: true\n\
-         allowPrivilegeEscalation: false\n{}\n{}",
-        below("capabilities", "drop: [ALL]"),
-        below("seccompProfile", "type: RuntimeDefault")
-    )
+fn security(group: &str) -> Node {
+    Node::map([
+        ("runAsUser", Node::plain(USER)),
+        ("runAsGroup", Node::plain(group)),
+        ("runAsNonRoot", Node::plain("true")),
+        ("readOnlyRootFilesystem", Node::plain("true")),
+        ("allowPrivilegeEscalation", Node::plain("false")),
+        ("capabilities", Node::map([("drop", Node::List(vec![Node::plain("ALL")]))])),
+        ("seccompProfile", Node::map([("type", Node::plain("RuntimeDefault"))])),
+    ])
 }
 
-fn mounts(options: &Options) -> String {
+fn mounts(options: &Options) -> Node {
     let mut mounts = vec![
-        mount("socket", SOCKET_FOLDER, ""),
-        mount("pool", "/var/lib/pillion/pool", ""),
-        mount("pool", "/var/lib/pillion/view", READ_ONLY),
+        mount("pillion-socket", SOCKET_FOLDER, false),
+        mount("pillion-pool", POOL_FOLDER, false),
+        mount("pillion-pool", "/var/lib/pillion/view", true),
     ];
     if options.mesh_secret.is_some() {
-        mounts.push(mount("tls", "/etc/pillion/tls", READ_ONLY));
+        mounts.push(mount("pillion-tls", "/etc/pillion/tls", true));
     }
-    items(&mounts)
+    mounts.extend(options.mount.iter().map(|stated| mount(&stated.volume, &stated.path, false)));
+    Node::List(mounts)
 }
 
 /// A size and so much more, as Kubernetes writes it.

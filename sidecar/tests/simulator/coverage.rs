@@ -165,13 +165,13 @@ const POINTS: &[&str] = &[
     "slow disk read failed",
     "check agreed",
     "check differed",
-    "namespace began anew",
     "verdicts engine restarts",
     "verdicts faulty step",
     "verdicts wrong block loaded",
     "verdicts left block loaded",
     "verdicts wrong engine barred",
     "verdicts right engine barred",
+    "verdicts namespace began again",
 ];
 
 /// Every point; a message is a point by its name.

@@ -288,5 +288,6 @@ impl Verdicts {
             self.cover.add("verdicts wrong block loaded", wrong);
             self.cover.add("verdicts left block loaded", left);
         }
+        self.cover.add("verdicts namespace began again", self.pod.retired.into());
     }
 }

@@ -92,7 +92,6 @@ impl Life {
                     self.on(id, ctx, |session| session.show_bound(bound));
                 }
             }
-            Action::Warn(text) if text.contains("without blocks") => ctx.hit("namespace began anew"),
             Action::Warn(_) => {}
             Action::Close { session, .. } => self.closing.push(session),
             Action::Transfer { .. }

@@ -1,9 +1,9 @@
-"""How many requests wait for peers that give nothing: silent ones, slow ones, ones whose packets get lost, and ones that break
+"""How many requests wait for peers without blocks to give: silent ones, slow ones, ones with lost packets, and ones with broken
 promises beside an honest peer.
 
-Each row is a real sidecar among members of a plaintext mesh that this process plays. Engines ask for prompts of four blocks that
-all members announce, one after the other with a pause of 50 ms, 1 or 4 engines at once. `late` are the requests after the first 10 s, and
-`waited` those of them that took 0.4 s or longer. The last line is one JSON object with all rows.
+Each row is a real sidecar among played members of a plaintext mesh. Engines ask for prompts of four blocks, announced by all
+members, one after the other with a pause of 50 ms, 1 or 4 engines at once. `late` are the requests after
+the first 10 s, and `waited` those of them that took 0.4 s or longer. The last line is one JSON object with all rows.
 
     benches/run idle-peers [--seconds 120] [--jobs 6] [--quick]
 """
@@ -11,11 +11,12 @@ all members announce, one after the other with a pause of 50 ms, 1 or 4 engines 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import itertools
 import multiprocessing
 import tempfile
-import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,35 +27,31 @@ from testkit.fake_member import Manner
 PEERS, AT_ONCE = (5, 8, 16, 32), (1, 4)
 MANNERS = (Manner.SILENT, Manner.SLOW, Manner.LOST)
 BEGIN_S, PAUSE_S = 10.0, 0.05
-# Of the requests after the first seconds, one in so many may wait.
+# One request in so many may wait after the first seconds.
 ONE_IN = 50
-PROMISES, BROKEN_MAX = 14, 3
+# Within this time a promise is told.
+PROMISES, BROKEN_MAX, TOLD_S = 14, 3, 0.5
 
 Row = dict[str, Any]
 
 
 def measure(manner: Manner, peers: int, at_once: int, seconds: float) -> Row:
     """Requests at a sidecar with so many peers, for so long."""
-    with tempfile.TemporaryDirectory(prefix="pillion-bench-") as folder:
-        with idle_peers.scene(Path(folder), [manner] * peers, at_once) as scene:
-            each = int(seconds / PAUSE_S)
-            scene.announce(range(each * at_once))
-            took: list[tuple[float, float]] = []
-            began = time.monotonic()
+    each = int(seconds / PAUSE_S)
+    took: list[tuple[float, float]] = []
+    with scene_of([manner] * peers, at_once) as scene:
+        scene.announce(range(each * at_once))
+        began = time.monotonic()
 
-            def ask(engine: int) -> None:
-                for number in range(engine * each, (engine + 1) * each):
-                    asked_s = time.monotonic() - began
-                    if asked_s >= seconds:
-                        break
-                    took.append((asked_s, scene.ask(number, engine)[0]))
-                    time.sleep(PAUSE_S)
+        def ask(engine: int) -> None:
+            for number in range(engine * each, (engine + 1) * each):
+                if (asked_s := time.monotonic() - began) >= seconds:
+                    break
+                took.append((asked_s, scene.ask(number, engine)[0]))
+                time.sleep(PAUSE_S)
 
-            threads = [threading.Thread(target=ask, args=(engine,)) for engine in range(at_once)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+        with concurrent.futures.ThreadPoolExecutor(at_once) as threads:
+            list(threads.map(ask, range(at_once)))
     late = [spent for asked_s, spent in took if asked_s >= BEGIN_S]
     waited = sum(spent >= idle_peers.WAITED_S for spent in late)
     first = sum(spent >= idle_peers.WAITED_S for asked_s, spent in took if asked_s < BEGIN_S)
@@ -63,19 +60,27 @@ def measure(manner: Manner, peers: int, at_once: int, seconds: float) -> Row:
 
 
 def break_promises() -> Row:
-    """Requests for prompts that one peer has promised and does not compute, each behind a block of an honest peer."""
-    with tempfile.TemporaryDirectory(prefix="pillion-bench-") as folder:
-        with idle_peers.scene(Path(folder), [Manner.GIVES, Manner.SILENT]) as scene:
-            honest, liar = scene.members
-            scene.announce(range(PROMISES), [honest])
-            waited = 0
-            for number in range(PROMISES):
-                kept = scene.ask(number)[1]
-                assert kept == idle_peers.BLOCKS
-                liar.promise(scene.digests([1000 + number])[-1:])
-                scene.sidecar.wait_for(lambda: scene.sidecar.metrics()["pillion_mesh_peer_promises"] == 1, "promise")
-                waited += scene.await_promised(1000 + number) >= idle_peers.WAITED_S
+    """Requests for prompts of a peer with broken promises, each behind a block of an honest peer."""
+    waited = 0
+    with scene_of([Manner.GIVES, Manner.SILENT]) as scene:
+        honest, liar = scene.members
+        scene.announce(range(PROMISES), [honest])
+        for number in range(PROMISES):
+            assert scene.ask(number)[1] == idle_peers.BLOCKS
+            liar.promise(scene.digests([1000 + number])[-1:])
+            time.sleep(TOLD_S)
+            waited += scene.await_promised(1000 + number) >= idle_peers.WAITED_S
     return {"peers": "promises", "count": 2, "at_once": 1, "late": PROMISES, "waited": waited, "ok": waited <= BROKEN_MAX}
+
+
+@contextlib.contextmanager
+def scene_of(manners: list[Manner], at_once: int = 1) -> Iterator[idle_peers.Scene]:
+    """A scene in a folder of its own."""
+    with (
+        tempfile.TemporaryDirectory(prefix="pillion-bench-") as folder,
+        idle_peers.scene(Path(folder), manners, at_once) as scene,
+    ):
+        yield scene
 
 
 def main() -> None:

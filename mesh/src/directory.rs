@@ -63,9 +63,9 @@ pub struct PeerStats {
     pub breaker_open: bool,
     /// How often its breaker has opened.
     pub trips_total: u64,
-    /// Its promises that ended without the blocks after a request had waited for them.
+    /// Its awaited promises, ended without the blocks.
     pub broken_promises_total: u64,
-    /// Blocks that it announced and did not have when it was asked.
+    /// Its announced blocks, asked for and not there.
     pub absent_total: u64,
     /// Blocks asked of it that have not ended.
     pub under_way: u32,
@@ -180,7 +180,7 @@ impl Directory {
         !before.is_subset(&member.promises)
     }
 
-    /// The peers that may be asked and have promised a prompt with one of these last keys.
+    /// The askable peers with a promise of a prompt with one of these last keys.
     pub fn promisers(&self, now_ms: u64, keys: impl Iterator<Item = Digest>) -> Vec<PeerNumber> {
         let may_be_asked = |member: &&Member| member.breaker.lets_pass(now_ms, member.under_way);
         let promising = self.members.iter().filter(|member| !member.promises.is_empty());
@@ -195,7 +195,7 @@ impl Directory {
         self.position(peer).ok().map(|at| &self.members[at].credit)
     }
 
-    /// The same, to be changed. No promise counts of a member that is left alone.
+    /// The same, to be changed. No promise counts while a member is left alone.
     pub fn credit_mut(&mut self, peer: PeerNumber) -> Option<&mut Credit> {
         self.member(peer).filter(|member| !member.breaker.is_open()).map(|member| &mut member.credit)
     }
@@ -220,7 +220,7 @@ impl Directory {
     pub fn gave(&mut self, now_ms: u64, peer: PeerNumber, bytes: u64) {
         if let Some(member) = self.member(peer) {
             member.given_bytes += bytes;
-            member.absences.remove(now_ms);
+            member.absences.count_given(now_ms);
             member.gave_ms = Some(now_ms);
         }
     }
@@ -231,7 +231,7 @@ impl Directory {
         if let Some(member) = self.member(peer)
             && member.filter.as_ref().is_some_and(speaks)
         {
-            member.absences.add(now_ms);
+            member.absences.count_absent(now_ms);
         }
     }
 
@@ -284,7 +284,7 @@ impl Directory {
 // === impl Directory: the probe ===
 
 impl Directory {
-    /// Peers that may have a leading run of `keys`: those that lacked fewest announced blocks first, among equals the one with the longest
+    /// Peers that may have a leading run of `keys`: those with the fewest absences first, among equals the one with the longest
     /// run, then the one that owes us least. One whose breaker is open is none of them. Of a peer whose inventory is thinned, a run reaches to the last key that it
     /// would speak of and has.
     ///

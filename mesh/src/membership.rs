@@ -282,8 +282,7 @@ impl Membership {
         is((&self.own.0, self.own.1)) || self.members().any(|(_, member)| up(member))
     }
 
-    /// Where a live member is followed whose name another life of a node claims; this node's own address is not known here, so its name
-    /// stands for it.
+    /// The live holder of a name, claimed by another life: a member with its address, or this node.
     pub fn name_holder(&self, node: &str, boot: u64) -> Option<String> {
         let (own, own_boot) = &self.own;
         if own.as_str() == node && own_boot.0.get() != boot {

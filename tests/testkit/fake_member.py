@@ -1,6 +1,6 @@
-"""Members of a plaintext mesh that a test plays: each announces blocks and promises, and answers for blocks in its manner.
+"""Played members of a plaintext mesh: each announces blocks and promises, and answers for blocks in its manner.
 
-The messages are those of mesh/src/control/wire.rs, over gRPC; the frames of the block port those of mesh/src/transport/tcp/frame.rs.
+The messages are those of mesh/src/control/wire.rs, over gRPC; the frames are those of mesh/src/transport/tcp/frame.rs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HEARTBEAT_S = 1.0
 BATCH = 8_000
 # A block of a slow member takes this long: four take longer than a request waits.
 SLOW_S = 0.6
-# Calls of one member at a time: those that follow it.
+# Followers of one member at a time.
 FOLLOWERS = 4
 
 MAGIC, HEAD = b"PILM", struct.Struct("<4sHHII")
@@ -35,7 +35,7 @@ WHOLE, ABSENT = 0, 1
 
 
 class Manner(enum.Enum):
-    """How a member answers for the blocks that it announces."""
+    """How a member answers for its announced blocks."""
 
     GIVES = "gives"
     # It has none of them.
@@ -57,8 +57,11 @@ class FakeMember:
 
     def __init__(self, name: str, manner: Manner) -> None:
         self.manner = manner
-        self._sequence = 1
+        self._digests: set[int] = set()
+        self._promised = b""
+        # Deltas and promises since the start.
         self._told: list[bytes] = []
+        self._sequence = 1
         self._changed = threading.Condition()
         # Nonzero.
         self._boot = secrets.randbits(63) + 1
@@ -70,27 +73,31 @@ class FakeMember:
             self._fill_queue()
         else:
             _run(self._accept)
-        data = "127.0.0.1:%d" % self._listener.getsockname()[1]
+        data = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._hello = _reply(1, _number(1, VERSION) + _text(2, MESH) + _text(3, name) + _fixed(4, self._boot) + _text(5, data))
         self._pool = concurrent.futures.ThreadPoolExecutor(FOLLOWERS)
         self._server = grpc.server(self._pool)
         follow = grpc.unary_stream_rpc_method_handler(self._follow)
         service = grpc.method_handlers_generic_handler("pillion.mesh.v1.Inventory", {"Follow": follow})
         self._server.add_generic_rpc_handlers((service,))
-        # Where others follow it.
-        self.address = "127.0.0.1:%d" % self._server.add_insecure_port("127.0.0.1:0")
+        # Others follow it there.
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         self._server.start()
 
     def announce(self, digests: Sequence[int]) -> None:
-        """Says that it keeps these blocks, too."""
+        """Says: these blocks are kept, too."""
         for first in range(0, len(digests), BATCH):
-            after, self._sequence = self._sequence, self._sequence + 1
-            added = _packed(4, digests[first : first + BATCH])
-            self._tell(_reply(4, _number(1, after) + _number(2, self._sequence) + added))
+            some = digests[first : first + BATCH]
+            with self._changed:
+                after, self._sequence = self._sequence, self._sequence + 1
+                self._digests.update(some)
+                self._tell(_reply(4, _number(1, after) + _number(2, self._sequence) + _packed(4, some)))
 
     def promise(self, digests: Sequence[int]) -> None:
-        """Says that it computes the prompts of which these are the last keys, and no others."""
-        self._tell(_reply(6, _packed(1, digests)))
+        """Says: the prompts with these last keys are computed, and no others."""
+        with self._changed:
+            self._promised = _reply(6, _packed(1, digests))
+            self._tell(self._promised)
 
     def close(self) -> None:
         """Leaves the mesh without a word."""
@@ -99,31 +106,34 @@ class FakeMember:
         for one in self._sockets:
             one.close()
 
-    # --- what it keeps ---
+    # --- inventory ---
 
     def _tell(self, message: bytes) -> None:
-        with self._changed:
-            self._told.append(message)
-            self._changed.notify_all()
+        self._told.append(message)
+        self._changed.notify_all()
 
     def _follow(self, _: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        with self._changed:
+            digests, sequence, told = sorted(self._digests), self._sequence, len(self._told)
+            promised = [self._promised] if self._promised else []
         yield self._hello
-        yield _reply(2, _number(1, 1))
-        yield _reply(3, _number(1, 1) + _number(3, 1))
-        told = 0
+        yield _reply(2, _number(1, sequence) + _number(2, len(digests)))
+        for first in range(0, len(digests), BATCH):
+            yield _reply(3, _number(1, sequence) + _packed(2, digests[first : first + BATCH]))
+        yield _reply(3, _number(1, sequence) + _number(3, 1))
+        yield from promised
         while context.is_active():
             with self._changed:
-                news = self._changed.wait_for(lambda: len(self._told) > told, HEARTBEAT_S)
-            if news:
-                yield self._told[told]
-                told += 1
-            else:
-                yield _reply(5, b"")
+                if len(self._told) == told:
+                    self._changed.wait(HEARTBEAT_S)
+                news = self._told[told:]
+            yield from news or [_reply(5, b"")]
+            told += len(news)
 
-    # --- its blocks ---
+    # --- blocks ---
 
     def _fill_queue(self) -> None:
-        """Leaves no room for a further connection, so that the kernel drops its packets."""
+        """Leaves no room for a further connection: the kernel drops its packets."""
         for _ in range(4):
             filler = socket.socket()
             filler.setblocking(False)

@@ -1,4 +1,4 @@
-"""A sidecar among members that a test plays, and engines that ask it for what those announce."""
+"""A sidecar among played members, and engines with questions for the announced blocks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from testkit.fake_member import FakeMember, Manner
 from testkit.sidecar import Sidecar, serving
 
 HEADS, TOKENS, DIM, BLOCKS = 2, 16, 256, 4
-# A request that takes longer has waited: a miss takes some milliseconds, and no wait ends before half a second.
+# A longer request has waited: a miss takes some milliseconds, and no wait ends before half a second.
 WAITED_S = 0.4
 
 
 @dataclasses.dataclass
 class Scene:
-    """A sidecar, its peers, and engines that may ask at once."""
+    """A sidecar, its peers, and its engines, one for each question at a time."""
 
     sidecar: Sidecar
     members: list[FakeMember]
@@ -33,13 +33,13 @@ class Scene:
         return [fake_member.digest(self._namespace, key) for key in keys]
 
     def announce(self, prompts: Sequence[int], members: Sequence[FakeMember] | None = None) -> None:
-        """All members, or these, say that they keep these prompts; returns once the sidecar knows."""
+        """All members, or these, announce these prompts; returns once the sidecar knows."""
         digests = self.digests(prompts)
         chosen = self.members if members is None else members
         known = self.sidecar.metrics()["pillion_mesh_peer_keys"]
         for member in chosen:
             member.announce(digests)
-        # Of one filter's keys two may be one.
+        # Two keys may be one to a filter.
         self.sidecar.wait_metric("pillion_mesh_peer_keys", known + len(chosen) * len(digests) * 99 // 100)
 
     def ask(self, number: int, engine: int = 0) -> tuple[float, int]:
@@ -49,7 +49,7 @@ class Scene:
         return time.monotonic() - began, kept
 
     def await_promised(self, number: int) -> float:
-        """Asks for a prompt that another engine is to compute: seconds until the answer."""
+        """Asks for a prompt of another engine: seconds until the answer."""
         began = time.monotonic()
         engine = self.engines[0]
         engine.free(engine.load(prompt(number), awaits=True))
@@ -57,12 +57,12 @@ class Scene:
 
 
 def prompt(number: int) -> list[int]:
-    """Tokens that no other number has."""
+    """Tokens of this number alone."""
     return [number * 1000 + token for token in range(BLOCKS * TOKENS)]
 
 
 def _namespace() -> Namespace:
-    """Of blocks of 64 KiB."""
+    """One with blocks of 64 KiB."""
     return namespaces.new(layers=1, heads=HEADS, tokens=TOKENS, dim=DIM)
 
 

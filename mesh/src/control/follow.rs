@@ -42,8 +42,8 @@ struct Known {
     thinning: Thinning,
 }
 
-/// Times at which all of a member is asked for again, since it outgrew its filter. It is followed as before until then, so that the pause
-/// costs only the blocks that the filter has no room for.
+/// The times of a member's renewals: it outgrew its filter, and all of it is asked for again. It is followed as before until then, so the
+/// pause costs only blocks beyond the filter.
 struct Renewals {
     back_off: BackOff,
     last: Instant,
@@ -252,8 +252,8 @@ async fn tell(shared: &Shared, number: PeerNumber, heard: Heard) {
 // === impl Renewals ===
 
 impl Renewals {
-    /// Returns when all is to be asked for again, after a pause. The pauses of a member that outgrows each filter at once get longer. A
-    /// stream may break meanwhile: the next one has the same time.
+    /// Returns when all is to be asked for again, after a pause. Pauses get longer where each filter is outgrown at once. A stream may break
+    /// meanwhile: the next one has the same time.
     async fn next(&mut self, outgrown: &Notify) {
         let due = match self.due {
             Some(due) => due,

@@ -264,10 +264,10 @@ impl Connection {
         } else {
             Some((Reason::Malformed, "a connection carries one stream".into()))
         };
-        refused.map_or(Ok(()), |(reason, why)| Err(self.refuse(reason, why)))
+        refused.map_or(Ok(()), |(reason, why)| Err(self.refuse_call(reason, why)))
     }
 
-    /// What a follower hears whose name a live member holds. It comes again and again: its log and this one say so once.
+    /// The refusal of a follower with the name of a live member. It comes again and again: its log and this one say so once.
     fn refuse_name(&self, asked: &FollowRequest, holder: &str) -> Status {
         let (node, remedy) = (&asked.node, "give each its own --node-id");
         let text = format!(
@@ -281,10 +281,10 @@ impl Connection {
             }
             told.insert(twin);
         }
-        self.refuse(Reason::Name, format!("{holder} has the name {node}, too: {remedy}"))
+        self.refuse_call(Reason::Name, format!("{holder} has the name {node}, too: {remedy}"))
     }
 
-    fn refuse(&self, reason: Reason, why: String) -> Status {
+    fn refuse_call(&self, reason: Reason, why: String) -> Status {
         self.shared.count(reason);
         self.phase.send_replace(Phase::Ended);
         Status::failed_precondition(why)

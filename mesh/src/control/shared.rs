@@ -47,7 +47,7 @@ pub(super) struct Shared {
     pub(super) hurry: watch::Sender<()>,
     /// Changes when peers are to hear that a request here waits for a block.
     pub(super) waits: watch::Sender<()>,
-    /// Followers that the log names because a live member holds their names: the name and life of each.
+    /// The name and life of each follower in the log for having the name of a live member.
     pub(super) told_twins: Mutex<BTreeSet<(String, u64)>>,
     began: Instant,
     rarely: Rarely,
@@ -120,7 +120,7 @@ impl Shared {
         self.config.refusals.count(reason);
     }
 
-    /// Notes something that happens as often as somebody connects: at most once a second. Returns whether it did.
+    /// Notes something as frequent as connections: at most once a second. Returns whether it did.
     pub(super) fn note_rarely(&self, text: String) -> bool {
         let is_due = self.rarely.due();
         if is_due {
@@ -198,7 +198,7 @@ impl Shared {
         lock(&self.membership).knows(node, boot)
     }
 
-    /// The holder of a name that another life of a node claims, if it lives.
+    /// The live holder of a name, claimed by another life.
     pub(super) fn name_holder(&self, node: &str, boot: u64) -> Option<String> {
         lock(&self.membership).name_holder(node, boot)
     }

@@ -1,15 +1,15 @@
-//! How far promises are believed of one promiser: a peer, or an engine beside the one that asks.
+//! How far promises are believed of one promiser: a peer, or an engine of this node.
 
-/// Promises broken in a row after which a promiser is not believed.
+/// Broken promises in a row until a promiser is not believed.
 const BROKEN_MAX: u32 = 3;
 /// Milliseconds until one request tries such a promiser. Each further pause takes twice as long, up to the longest.
 const PAUSE_MS_MIN: u64 = 10_000;
 const PAUSE_MS_MAX: u64 = 60_000;
 
-/// The promises of one promiser that requests have waited for.
+/// The awaited promises of one promiser.
 #[derive(Clone, Debug, Default)]
 pub struct Credit {
-    /// Broken since the last one that was kept.
+    /// Broken since the last kept one.
     in_row: u32,
     broken_total: u64,
     /// The last pause's length, and the time of its end.
@@ -28,7 +28,7 @@ impl Credit {
         self.broken_total
     }
 
-    /// Returns whether a request may try a promiser that is not believed: one does in each pause.
+    /// Returns whether a request may try a promiser without credit: one does in each pause.
     pub fn begin_trial(&mut self, now_ms: u64) -> bool {
         let is_due = self.until_ms <= now_ms;
         if is_due {
@@ -48,7 +48,7 @@ impl Credit {
         is_last
     }
 
-    /// A wait has ended with what this promiser alone had promised.
+    /// A wait has ended with the promised block of this promiser alone.
     pub fn keep_promise(&mut self) {
         *self = Self { broken_total: self.broken_total, ..Self::default() };
     }

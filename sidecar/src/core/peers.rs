@@ -143,7 +143,7 @@ impl Peers {
         }
     }
 
-    /// The peers that have promised a prompt of which one of these keys is the last.
+    /// The peers with a promise of a prompt with one of these last keys.
     pub(super) fn promisers(&self, binding: &Binding, keys: &[BlockHash], cx: &Context) -> Vec<PeerNumber> {
         if !self.may_ask_for(binding, keys, cx) {
             return Vec::new();

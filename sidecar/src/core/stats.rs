@@ -44,7 +44,7 @@ pub struct Stats {
     /// Prompts that an engine has promised to compute for another, and those beyond what it may promise at once.
     pub handover_promises: u64,
     pub handover_promises_refused: u64,
-    /// Waits for a promise, of an engine here or of a peer, that ended without its block.
+    /// Broken promises: waits for one, of an engine here or of a peer, without its block at the end.
     pub handover_promises_broken: u64,
     /// Blocks saved, or found kept, for another engine.
     pub handover_blocks: u64,

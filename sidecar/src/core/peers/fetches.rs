@@ -214,7 +214,7 @@ impl Tier for Peers {
         let digests: Vec<Digest> = run.iter().map(|hash| binding.block_digest(hash)).collect();
         let mut holders = self.directory.probe(cx.now_ms, &digests);
         let best = *holders.first()?;
-        // The others are asked for what these fail to give.
+        // The others are asked once these fail.
         holders.retain(|holder| holder.absence_level == best.absence_level);
         let run = &run[..best.run as usize];
         let reach = run.iter().position(|hash| self.distrusts(binding, hash)).unwrap_or(run.len());

@@ -40,7 +40,7 @@ pub struct PeersStats {
     pub served_bytes: u64,
     /// Blocks that peers were told to have come or gone.
     pub told: u64,
-    /// Peers that outgrew their filters, each time.
+    /// Outgrown filters of peers.
     pub resyncs: u64,
     /// Requests that waited for a producer.
     pub miss_waits: u64,

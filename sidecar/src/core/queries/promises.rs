@@ -4,8 +4,8 @@
 //! long as the engine that asks has said: so a prompt may wait its turn at the engine that computes it.
 //!
 //! A promise is broken where such a wait ends without the promised block. Broken promises are counted by promiser ([`Credit`]): blocks of
-//! others make up for none. One request in each pause tries a promiser that is not believed. It waits as if nothing were promised once
-//! its run does not grow.
+//! others make up for none. One request in each pause tries a promiser without credit. It waits as if nothing were promised once its
+//! run does not grow.
 //!
 //! Peers are told of each promise the last two keys that are known: the last may be that of a tail, which not everybody asks for. A key
 //! hangs on all before it, so who awaits a prompt that has one of them there awaits what is promised. What is told lasts longer than
@@ -37,7 +37,7 @@ pub(super) struct Promises {
     ending: Vec<(BlockKey, SessionId, u64)>,
 }
 
-/// Who computes a prompt for another engine.
+/// The source of promised prompts.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 enum Promiser {
     Engine(SessionId),
@@ -47,7 +47,7 @@ enum Promiser {
 /// A promise of one block.
 #[derive(Debug)]
 pub(super) struct Promise {
-    /// The place of its key in the log of the request that waits.
+    /// The place of its key in the waiting request's log.
     end: u32,
     by: Vec<Promiser>,
     /// Whether one of these keeps its promises, as far as is known.
@@ -145,8 +145,8 @@ impl Queries {
         mesh.tell_promises(keys, cx);
     }
 
-    /// The promise of the block at which a question's run ends, by other engines here or by peers. A block's key hangs on all before
-    /// it, so a log of the same prompt has it at the same place.
+    /// The promise of the block behind a question's run, by other engines here or by peers. A block's key hangs on all before it, so a log
+    /// of the same prompt has it at the same place.
     pub(super) fn promise_of_next(&self, question: Question, base: &Base) -> Option<Promise> {
         let log = self.log(question.session, question.log);
         let end = log.window.as_ref()?.end;
@@ -165,7 +165,7 @@ impl Queries {
         (!by.is_empty()).then_some(Promise { end, by, is_believed })
     }
 
-    /// Whether a request may try one of the promisers, none of which is believed.
+    /// Whether a request may try one of these promisers without credit.
     pub(super) fn begin_trial(&mut self, promise: &Promise, base: &mut Base) -> bool {
         let now_ms = base.cx.now_ms;
         // Each of them has begun its next pause then.
@@ -176,11 +176,11 @@ impl Queries {
         tried.count() > 0
     }
 
-    /// A wait has ended with the blocks of its log before `end`, `whole` or not: counts the promise that was seen last.
+    /// A wait has ended with the blocks of its log before `end`, `whole` or not: counts the promise seen last.
     pub(super) fn judge_promise(&mut self, promise: &Promise, (end, whole): (u32, bool), base: &mut Base) {
         let now_ms = base.cx.now_ms;
         if whole || promise.end < end {
-            // Of several, nobody knows who has kept it.
+            // Several have no credit for one block.
             if let [one] = promise.by[..]
                 && let Some(credit) = self.credit_mut(one, base)
             {

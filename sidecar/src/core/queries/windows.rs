@@ -53,7 +53,7 @@ pub(super) struct Window {
     pub(super) end: u32,
     /// Whether a question had nothing else to wait for.
     waited: bool,
-    /// The promise that its question waits for, or has waited for last.
+    /// The last promise to its question.
     promise: Option<Promise>,
     /// Nothing is looked for before.
     look_ms: u64,
@@ -219,7 +219,7 @@ impl Queries {
         true
     }
 
-    /// Whether a question may wait for what is promised.
+    /// Whether a question may wait for a promise.
     fn trusts(&mut self, question: Question, promise: &Promise, base: &mut Base) -> bool {
         promise.is_believed
             || self.window(question).is_some_and(|window| window.knows(promise))

@@ -610,7 +610,7 @@ fn a_promise_ends_with_its_log_its_engine_or_that_one_s_work() {
     }
 }
 
-/// What it saves itself for others is no promise kept.
+/// Its other saves are no promise kept.
 #[test]
 fn an_engine_that_broke_three_promises_is_not_waited_for_though_it_saves() {
     let mut engines = two_engines();
@@ -621,7 +621,7 @@ fn an_engine_that_broke_three_promises_is_not_waited_for_though_it_saves() {
         engines.await_keys(round, op, keys, false);
         let waits = engines.answers()[&op].0 == Status::Pending;
         for _ in 0..if waits { 31 } else { 0 } {
-            // Its scheduler posts, so that it is seen to work.
+            // It is seen to work.
             engines.fences(RANKS[0], op, op);
             engines.tick(engines.now_ms + 1000);
         }

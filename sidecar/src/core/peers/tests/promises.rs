@@ -298,7 +298,7 @@ fn blocks_that_a_peer_has_are_asked_for_again_though_their_promise_has_ended() {
 }
 
 impl Scene {
-    /// The peer promises four blocks and computes none; whether a request waits for them, and longer than for what nobody promises.
+    /// The peer promises four blocks and computes none; whether a request waits for them, and longer than for unpromised ones.
     fn is_waited_for(&mut self, round: u32) -> (bool, bool) {
         let first = 1000 + 4 * round;
         self.hear_promises(&[first + 3]);

@@ -305,7 +305,7 @@ fn a_limit_of_file_sizes_below_what_it_needs_is_refused_with_the_limit_and_the_n
     for (limit_mib, more, told) in [
         (64, &["--dram", "70MiB"][..], ["the pool of --dram", dram.as_str()]),
         (32, &["--dram", "16MiB"], ["the session of an engine", &session]),
-        (64, &["--dram", "16MiB", "--ssd", &disk], ["log:128MiB of --ssd", "134217728 bytes"]),
+        (64, &["--dram", "16MiB", "--ssd", &disk], ["log:128.0 MiB of --ssd", "134217728 bytes"]),
     ] {
         let output = limited(limit_mib, more).arg("--socket").arg(&socket).output().unwrap();
         let text = String::from_utf8_lossy(&output.stderr);

@@ -3,15 +3,19 @@
 //! What it says may be wrong, because a filter is sometimes wrong and always a little late; the owner's answer is the
 //! truth, and [`crate::transport::Fault::Absent`] a miss like any other. What it costs: docs/mesh-cost.md.
 
+mod absences;
 mod breaker;
+mod credit;
 mod filter;
 
 use std::borrow::Cow;
 use std::cmp::Reverse;
 use std::collections::HashSet;
 
+use self::absences::Absences;
 pub use self::breaker::Limits;
 use self::breaker::{Breaker, Verdict};
+pub use self::credit::Credit;
 pub use self::filter::Filter;
 use crate::digest::{Change, Digest, Thinning};
 use crate::transport::{Fault, PeerNumber};
@@ -41,6 +45,8 @@ pub struct Candidate {
     pub peer: PeerNumber,
     /// Keys, at least one.
     pub run: u32,
+    /// How often the peer lacked announced blocks of late: peers of a lower level are asked first.
+    pub absence_level: u32,
 }
 
 /// Figures of a peer.
@@ -57,6 +63,10 @@ pub struct PeerStats {
     pub breaker_open: bool,
     /// How often its breaker has opened.
     pub trips_total: u64,
+    /// Its awaited promises, ended without the blocks.
+    pub broken_promises_total: u64,
+    /// Its announced blocks, asked for and not there.
+    pub absent_total: u64,
     /// Blocks asked of it that have not ended.
     pub under_way: u32,
 }
@@ -76,6 +86,8 @@ struct Member {
     overfull: bool,
     /// Of each prompt that its engines have promised, the last keys.
     promises: HashSet<Digest>,
+    credit: Credit,
+    absences: Absences,
     breaker: Breaker,
     under_way: u32,
     given_bytes: u64,
@@ -98,6 +110,7 @@ struct Prospect<'a> {
     member: &'a Member,
     filter: &'a Filter,
     asked: &'a Asked<'a>,
+    absence_level: u32,
     /// Its run among these, or what that can be at most; at least one.
     run: usize,
     lot: u64,
@@ -167,13 +180,24 @@ impl Directory {
         !before.is_subset(&member.promises)
     }
 
-    /// Whether a prompt with one of these last keys is promised by a peer that may be asked.
-    pub fn is_promised(&self, now_ms: u64, mut keys: impl Iterator<Item = Digest>) -> bool {
+    /// The askable peers with a promise of a prompt with one of these last keys.
+    pub fn promisers(&self, now_ms: u64, keys: impl Iterator<Item = Digest>) -> Vec<PeerNumber> {
         let may_be_asked = |member: &&Member| member.breaker.lets_pass(now_ms, member.under_way);
-        let members = self.members.iter().filter(|member| !member.promises.is_empty());
-        let promises: Vec<&HashSet<Digest>> =
-            members.filter(may_be_asked).map(|member| &member.promises).collect();
-        !promises.is_empty() && keys.any(|key| promises.iter().any(|promises| promises.contains(&key)))
+        let promising = self.members.iter().filter(|member| !member.promises.is_empty());
+        let promising: Vec<&Member> = promising.filter(may_be_asked).collect();
+        let keys: Vec<Digest> = if promising.is_empty() { Vec::new() } else { keys.collect() };
+        let has_promised = |member: &&Member| keys.iter().any(|key| member.promises.contains(key));
+        promising.into_iter().filter(has_promised).map(|member| member.peer).collect()
+    }
+
+    /// How far a member's promises are believed.
+    pub fn credit(&self, peer: PeerNumber) -> Option<&Credit> {
+        self.position(peer).ok().map(|at| &self.members[at].credit)
+    }
+
+    /// The same, to be changed. No promise counts while a member is left alone.
+    pub fn credit_mut(&mut self, peer: PeerNumber) -> Option<&mut Credit> {
+        self.member(peer).filter(|member| !member.breaker.is_open()).map(|member| &mut member.credit)
     }
 
     /// Blocks were asked of a peer; how many bytes it has given until now.
@@ -196,22 +220,35 @@ impl Directory {
     pub fn gave(&mut self, now_ms: u64, peer: PeerNumber, bytes: u64) {
         if let Some(member) = self.member(peer) {
             member.given_bytes += bytes;
+            member.absences.count_given(now_ms);
             member.gave_ms = Some(now_ms);
+        }
+    }
+
+    /// A peer did not have a block. It counts where the peer's inventory speaks of such a block.
+    pub fn lacked(&mut self, now_ms: u64, peer: PeerNumber, key: Digest) {
+        let speaks = |filter: &Filter| filter.thinning().keeps(key);
+        if let Some(member) = self.member(peer)
+            && member.filter.as_ref().is_some_and(speaks)
+        {
+            member.absences.count_absent(now_ms);
         }
     }
 
     /// A fetch that began at `since_ms`, when its peer had given `given_before` bytes, has taken the longest time that one may.
     /// The fetch is a strike, though its peer may have answered just before, if the peer has given this node too few bytes
-    /// since. Bytes of other fetches count, since a peer gives first what it was asked for first.
-    pub fn late(&mut self, now_ms: u64, peer: PeerNumber, since_ms: u64, given_before: u64) {
+    /// since. Bytes of other fetches count, since a peer gives first what it was asked for first. Returns whether it is one.
+    pub fn late(&mut self, now_ms: u64, peer: PeerNumber, since_ms: u64, given_before: u64) -> bool {
         let limits = self.config.breaker;
         let has_given = |member: &&Member| member.gave_ms.is_some_and(|gave_ms| gave_ms >= since_ms);
         let sharing = self.members.iter().filter(has_given).count() as u64;
-        if let Some(member) = self.member(peer)
-            && member.given_bytes.saturating_sub(given_before) * sharing < limits.given_bytes_min
-        {
+        let Some(member) = self.member(peer) else { return false };
+        let given_bytes = member.given_bytes.saturating_sub(given_before);
+        let is_strike = given_bytes * sharing < limits.given_bytes_min;
+        if is_strike {
             member.breaker.ended(Verdict::Strike, now_ms, &limits);
         }
+        is_strike
     }
 
     /// Figures of every peer.
@@ -223,6 +260,8 @@ impl Directory {
             promises: member.promises.len(),
             breaker_open: member.breaker.is_open(),
             trips_total: member.breaker.trips_total,
+            broken_promises_total: member.credit.broken_total(),
+            absent_total: member.absences.total,
             under_way: member.under_way,
         })
     }
@@ -245,8 +284,8 @@ impl Directory {
 // === impl Directory: the probe ===
 
 impl Directory {
-    /// Peers that may have a leading run of `keys`, the longest run first, among equals the one that owes us least. One
-    /// whose breaker is open is none of them. Of a peer whose inventory is thinned, a run reaches to the last key that it
+    /// Peers that may have a leading run of `keys`: those with the fewest absences first, among equals the one with the longest
+    /// run, then the one that owes us least. One whose breaker is open is none of them. Of a peer whose inventory is thinned, a run reaches to the last key that it
     /// would speak of and has.
     ///
     /// All peers are looked at in the first key, those that may have it in [`SAMPLES`] more, and the most promising of
@@ -299,7 +338,7 @@ impl Directory {
         }
         let run = run_max(filter, &asked.keys);
         let lot = mix(self.config.seed ^ first.0 ^ u64::from(member.peer.0));
-        Some(Prospect { member, filter, asked, run, lot })
+        Some(Prospect { member, filter, asked, absence_level: member.absences.level(now_ms), run, lot })
     }
 
     /// The keys that each thinning in use keeps.
@@ -319,8 +358,10 @@ impl Directory {
 impl Member {
     /// One that has nothing, gives nothing and may be asked.
     fn new(peer: PeerNumber, limits: &Limits) -> Self {
-        let (filter, overfull, promises, breaker) = (None, false, HashSet::new(), Breaker::new(limits));
-        Self { peer, filter, overfull, promises, breaker, under_way: 0, given_bytes: 0, gave_ms: None }
+        let (filter, overfull, promises) = (None, false, HashSet::new());
+        let (credit, absences, breaker) = (Credit::default(), Absences::default(), Breaker::new(limits));
+        let (under_way, given_bytes, gave_ms) = (0, 0, None);
+        Self { peer, filter, overfull, promises, credit, absences, breaker, under_way, given_bytes, gave_ms }
     }
 }
 
@@ -348,12 +389,13 @@ impl<'a> Asked<'a> {
 // === impl Prospect ===
 
 impl Prospect<'_> {
-    fn rank(&self) -> (Reverse<u32>, u32, u64) {
-        (Reverse(self.asked.reach(self.run)), self.member.under_way, self.lot)
+    fn rank(&self) -> (u32, Reverse<u32>, u32, u64) {
+        (self.absence_level, Reverse(self.asked.reach(self.run)), self.member.under_way, self.lot)
     }
 
     fn candidate(&self) -> Candidate {
-        Candidate { peer: self.member.peer, run: self.asked.reach(self.run) }
+        let (peer, run) = (self.member.peer, self.asked.reach(self.run));
+        Candidate { peer, run, absence_level: self.absence_level }
     }
 }
 

@@ -282,6 +282,20 @@ impl Membership {
         is((&self.own.0, self.own.1)) || self.members().any(|(_, member)| up(member))
     }
 
+    /// The live holder of a name, claimed by another life: a member with its address, or this node.
+    pub fn name_holder(&self, node: &str, boot: u64) -> Option<String> {
+        let (own, own_boot) = &self.own;
+        if own.as_str() == node && own_boot.0.get() != boot {
+            return Some(format!("the node {own} itself"));
+        }
+        let holds = |member: &Member| {
+            let Identity { node: name, boot: life, .. } = &member.identity;
+            member.down_ms.is_none() && name.as_str() == node && life.0.get() != boot
+        };
+        let holder = self.places.values().find(|place| place.member().is_some_and(holds))?;
+        Some(format!("the live member at {}", holder.origin.address()))
+    }
+
     /// Members: the name and life of each, and where it is followed.
     pub fn followed(&self) -> Vec<(NodeId, BootId, String)> {
         let member = |place: &Place| {
@@ -329,7 +343,7 @@ impl Membership {
         let own = says.node == self.own.0;
         let other = self.members().find(|(at, member)| *at != endpoint && member.identity.node == says.node);
         let up = other.filter(|(_, member)| member.down_ms.is_none()).map(|(_, member)| &member.identity);
-        if up.is_some_and(|identity| identity.boot == says.boot) {
+        if up == Some(says) {
             return Err(Failure::Elsewhere(says.node.clone()));
         }
         if up.is_some() || own && says.boot != self.own.1 {

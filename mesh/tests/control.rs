@@ -444,3 +444,28 @@ fn what_cannot_be_is_refused_at_start_with_the_remedy() {
     said(good, "a free address");
     drop(running);
 }
+
+#[test]
+fn a_sidecar_with_the_name_of_a_live_member_is_refused_and_both_sides_say_so() {
+    let all = [address(), address(), address()];
+    let one = Plan::listing("one", all[0], &all[..2]).start();
+    let two = Plan::listing("two", all[1], &all[..1]).start();
+    let member = one.joined("two", 1);
+    // A stranger: nobody lists its address.
+    let twin = Plan { life: 2, ..Plan::listing("two", all[2], &all[..1]) }.start();
+    let holder = format!("the live member at {}", all[1]);
+    one.noted(&format!("because it has the name two, which {holder} has: give each its own --node-id"));
+    twin.noted(&format!("{holder} has the name two, too: give each its own --node-id"));
+    one.refused(Reason::Name, 1);
+    twin.refused(Reason::Refused, 1);
+    // The name of the node itself.
+    let own = Plan { life: 2, ..Plan::listing("one", address(), &all[..1]) }.start();
+    own.noted("the node one itself has the name one, too: give each its own --node-id");
+    one.seen(|seen| assert!(seen.members.contains_key(&member) && seen.left.is_empty()));
+    // Both have tried again and again.
+    one.refused(Reason::Name, 10);
+    one.seen(|seen| assert_eq!(seen.notes.iter().filter(|note| note.contains("the name two")).count(), 1));
+    drop(two);
+    one.wait("silence", |seen| (seen.members[&member].stale > 0).then_some(()));
+    twin.joined("one", 1);
+}

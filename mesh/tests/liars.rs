@@ -19,6 +19,7 @@ use mesh::control::wire::{
 use mesh::control::{Limits, Members};
 use mesh::refusals::Reason;
 use rig::crew::{Crew, Plan, added, address, digest, patient};
+use rig::{LONG, now};
 use shm_protocol::namespace::{self, Facts};
 use tokio_stream::{Stream, StreamExt};
 use tonic::{Request, Response, Status};
@@ -187,6 +188,24 @@ fn after_a_gap_all_is_asked_for_anew() {
     let asked = liar.asked.lock().unwrap();
     assert!(asked.iter().all(|asked| (asked.known_boot, asked.known_sequence) == (0, 0)), "{asked:?}");
     assert_eq!((asked[0].version, asked[0].mesh.as_str(), asked[0].node.as_str()), (VERSION, "test", "one"));
+}
+
+#[test]
+fn a_peer_that_outgrows_what_it_announced_is_asked_again_after_longer_and_longer_pauses() {
+    let growth = (0..5u64).map(|batch| {
+        let keys = (8_000 * batch..8_000 * (batch + 1)).map(|number| digest(number).0);
+        delta(1 + batch, 2 + batch, keys.collect())
+    });
+    let script = [Said::Hello(hello()), begin(1, 0), chunk(1, vec![], true)].into_iter().chain(growth);
+    let (address_of, liar) = liar(script.collect());
+    let limits = Limits { back_off_min: Duration::from_millis(50), back_off_max: LONG, ..patient() };
+    let began = now();
+    let one = Plan { limits, ..Plan::new("one", address(), Members::Static(vec![address_of])) }.start();
+    let number = one.joined("liar", 1);
+    one.wait("six snapshots", |seen| (seen.members[&number].snapshots >= 6).then_some(()));
+    // Each pause is half of 50, 100, 200, 400 and 800 ms at least.
+    assert!(began.elapsed() >= Duration::from_millis(775), "{:?}", began.elapsed());
+    assert!(one.seen(|seen| seen.left.is_empty()) && liar.asked.lock().unwrap().len() >= 6);
 }
 
 /// A namespace whose facts are what its digest says.

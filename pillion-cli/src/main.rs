@@ -240,6 +240,8 @@ fn examine(options: &doctor::Options) -> ExitCode {
 
 fn serve(config: &Config, log: LogLevel) -> anyhow::Result<()> {
     let signals = signals(&[Signal::SIGTERM, Signal::SIGINT])?;
+    // A write beyond RLIMIT_FSIZE is an error of this write.
+    SigSet::from(Signal::SIGXFSZ).thread_block().context("cannot block signals")?;
     for name in config::mistyped(&reference::variables(&Arguments::command())) {
         tracing::warn!("the environment variable {name} belongs to no option: correct its name, or unset it");
     }

@@ -17,6 +17,12 @@ pub enum StartError {
     Admin { address: SocketAddr, source: std::io::Error },
     #[error("cannot listen for pillion ctl at {address} ({source}): pass another --control-listen IP:PORT")]
     Control { address: SocketAddr, source: std::io::Error },
+    /// A file that the limit of this process forbids.
+    #[error(
+        "{file} takes a file of {needed} bytes, and this process may make files of {limit} bytes at most (RLIMIT_FSIZE): raise \
+         that limit, with ulimit -f unlimited in the shell that starts it or LimitFSIZE=infinity in its systemd unit"
+    )]
+    FileSize { file: String, needed: u64, limit: u64 },
     /// The metrics contradict each other.
     #[error("metrics: {0}")]
     Metrics(#[from] prometheus::Error),

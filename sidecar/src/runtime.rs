@@ -8,6 +8,7 @@ mod asks;
 mod checksums;
 mod disks;
 mod doorway;
+mod file_sizes;
 mod opening;
 mod peers;
 mod rest;

@@ -21,7 +21,8 @@ from expressions import impatient
 from pillion import _shim
 from pillion.engine import Engine
 from prometheus import Prometheus, scraping
-from testkit import pool_file, ports, ptrace
+from testkit import idle_peers, pool_file, ports, ptrace
+from testkit.fake_member import Manner
 from testkit.sidecar import Sidecar, serving
 
 PROMPT = mesh.prompt(1)
@@ -205,6 +206,18 @@ def peer_frozen(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
 
 
 @contextlib.contextmanager
+def peers_idle(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
+    """Peers announce blocks, and none answers for them."""
+    with (
+        idle_peers.scene(directory, [Manner.SILENT] * 8) as found,
+        scraping(directory, {"one": found.sidecar}, impatient()) as prometheus,
+    ):
+        found.announce(range(len(MANY)))
+        numbers = itertools.cycle(range(len(MANY)))
+        yield prometheus, lambda: found.ask(next(numbers))
+
+
+@contextlib.contextmanager
 def peer_corrupts(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
     """Bits of a peer's memory flip after it has made its checksums."""
     with asking(directory) as (first, prometheus, ask):
@@ -339,6 +352,7 @@ FAULTS: dict[str, Fault] = {
     "PillionPeerNameUnresolved": no_name,
     "PillionPeerMissing": peer_missing,
     "PillionPeerLeftAlone": peer_frozen,
+    "PillionPeersGiveNothing": peers_idle,
     "PillionPeerCorrupts": peer_corrupts,
     "PillionPrefillFails": nobody_computes,
     "PillionPromptsRecomputed": computed_twice,
@@ -351,7 +365,8 @@ BESIDE: dict[str, set[str]] = {
     "PillionRestarts": {"PillionDown"},
     "PillionPeerMissing": {"PillionNoPeers"},
     "PillionPeerNameUnresolved": {"PillionNoPeers"},
-    "PillionPeerLeftAlone": {"PillionDown", "PillionNoPeers", "PillionFindsNothing"},
+    "PillionPeerLeftAlone": {"PillionDown", "PillionNoPeers", "PillionFindsNothing", "PillionPeersGiveNothing"},
+    "PillionPeersGiveNothing": {"PillionPeerLeftAlone", "PillionFindsNothing"},
     "PillionPoolLost": {"PillionLoadsFail"},
     "PillionBarredEngines": {"PillionCheckDiffers"},
     "PillionCheckDiffers": {"PillionBarredEngines"},

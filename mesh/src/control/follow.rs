@@ -42,6 +42,14 @@ struct Known {
     thinning: Thinning,
 }
 
+/// The times of a member's renewals: it outgrew its filter, and all of it is asked for again. It is followed as before until then, so the
+/// pause costs only blocks beyond the filter.
+struct Renewals {
+    back_off: BackOff,
+    last: Instant,
+    due: Option<Instant>,
+}
+
 /// Dials who is not followed as soon as there is a reason to: a stranger follows, who may be one of them and has begun just
 /// now, or a node is lost at one of its addresses.
 pub(super) async fn retry(shared: Arc<Shared>) {
@@ -56,8 +64,10 @@ pub(super) async fn retry(shared: Arc<Shared>) {
 pub(super) async fn follow(shared: Arc<Shared>, endpoint: Endpoint, address: String, anew: Arc<Notify>) {
     let limits = shared.config.limits;
     let mut known = Known { upto: None, thinning: Thinning::NONE };
-    let mut back_off = BackOff::new(&limits, shared.config.boot.0.get() ^ u64::from(endpoint.0));
-    let mut random = Random(shared.config.boot.0.get() ^ u64::from(endpoint.0));
+    let seed = shared.config.boot.0.get() ^ u64::from(endpoint.0);
+    let mut back_off = BackOff::new(&limits, seed);
+    let mut renewals = Renewals { back_off: BackOff::new(&limits, seed), last: Instant::now(), due: None };
+    let mut random = Random(seed);
     let mut hurry = shared.hurry.subscribe();
     loop {
         hurry.mark_unchanged();
@@ -68,7 +78,7 @@ pub(super) async fn follow(shared: Arc<Shared>, endpoint: Endpoint, address: Str
         let stream = stream(&shared, endpoint, &address, &mut known, &mut up);
         let failure = tokio::select! {
             Err(failure) = stream => failure,
-            () = anew.notified() => {
+            () = renewals.next(&anew) => {
                 known.upto = None;
                 continue;
             }
@@ -236,6 +246,25 @@ async fn tell(shared: &Shared, number: PeerNumber, heard: Heard) {
             shared.tell(News::Promises { number, promises, room });
             tokio::time::sleep(rest).await;
         }
+    }
+}
+
+// === impl Renewals ===
+
+impl Renewals {
+    /// Returns when all is to be asked for again, after a pause. Pauses get longer where each filter is outgrown at once. A stream may break
+    /// meanwhile: the next one has the same time.
+    async fn next(&mut self, outgrown: &Notify) {
+        let due = match self.due {
+            Some(due) => due,
+            None => {
+                outgrown.notified().await;
+                let (pause, _) = self.back_off.after(self.last.elapsed(), "it outgrew its filter");
+                *self.due.insert(Instant::now() + pause)
+            }
+        };
+        tokio::time::sleep_until(due).await;
+        (self.due, self.last) = (None, Instant::now());
     }
 }
 

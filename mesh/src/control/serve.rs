@@ -65,6 +65,7 @@ enum Phase {
 /// What serves one connection.
 struct Connection {
     shared: Arc<Shared>,
+    from: SocketAddr,
     phase: Arc<watch::Sender<Phase>>,
     follower: OnceLock<u64>,
     /// The follower of it has said that it waits.
@@ -96,7 +97,7 @@ pub(super) async fn listen(shared: Arc<Shared>, listener: TcpListener) {
         tokio::spawn(async move {
             let Some(wire) = meet(&shared, tcp, from, crowded).await else { return };
             if let Ok(_permit) = room.try_acquire() {
-                serve(&shared, wire).await;
+                serve(&shared, wire, from).await;
             } else {
                 shared.count(Reason::Full);
                 shared.note_rarely(format!(
@@ -124,16 +125,16 @@ async fn meet(
         shared.count(Reason::Silent);
         Err(format!("the TLS session took longer than {} ms", limit.as_millis()))
     });
-    accepted.inspect_err(|why| shared.note_rarely(format!("{from} is not served: {why}"))).ok()
+    accepted.inspect_err(|why| _ = shared.note_rarely(format!("{from} is not served: {why}"))).ok()
 }
 
 /// One connection, until either side has enough of it.
-async fn serve(shared: &Arc<Shared>, wire: Box<dyn Wire>) {
+async fn serve(shared: &Arc<Shared>, wire: Box<dyn Wire>, from: SocketAddr) {
     let limit = shared.config.limits.connect;
     let (phase, mut phases) = watch::channel(Phase::Idle);
     let (shared_too, phase) = (Arc::clone(shared), Arc::new(phase));
     let connection =
-        Connection { shared: shared_too, phase, follower: OnceLock::new(), waits: Arc::default() };
+        Connection { shared: shared_too, from, phase, follower: OnceLock::new(), waits: Arc::default() };
     let service = InventoryServer::new(connection).max_decoding_message_size(REQUEST_BYTES_MAX);
     let mut http = http2::Builder::new(TokioExecutor::new());
     http.max_concurrent_streams(CALLS_MAX)
@@ -205,6 +206,9 @@ impl Inventory for Connection {
     async fn follow(&self, request: Request<FollowRequest>) -> Result<Response<Replies>, Status> {
         let asked = request.into_inner();
         self.begin(asked.version, &asked.mesh, asked.thinning)?;
+        if let Some(holder) = self.shared.name_holder(&asked.node, asked.boot) {
+            return Err(self.refuse_name(&asked, &holder));
+        }
         if !self.shared.knows(&asked.node, asked.boot) {
             self.shared.retry.notify_one();
         }
@@ -260,10 +264,30 @@ impl Connection {
         } else {
             Some((Reason::Malformed, "a connection carries one stream".into()))
         };
-        let Some((reason, why)) = refused else { return Ok(()) };
+        refused.map_or(Ok(()), |(reason, why)| Err(self.refuse_call(reason, why)))
+    }
+
+    /// The refusal of a follower with the name of a live member. It comes again and again: its log and this one say so once.
+    fn refuse_name(&self, asked: &FollowRequest, holder: &str) -> Status {
+        let (node, remedy) = (&asked.node, "give each its own --node-id");
+        let text = format!(
+            "a sidecar at {} was refused because it has the name {node}, which {holder} has: {remedy}",
+            self.from
+        );
+        let (twin, mut told) = ((node.clone(), asked.boot), lock(&self.shared.told_twins));
+        if !told.contains(&twin) && self.shared.note_rarely(text) {
+            if told.len() >= MEMBERS_MAX {
+                told.clear();
+            }
+            told.insert(twin);
+        }
+        self.refuse_call(Reason::Name, format!("{holder} has the name {node}, too: {remedy}"))
+    }
+
+    fn refuse_call(&self, reason: Reason, why: String) -> Status {
         self.shared.count(reason);
         self.phase.send_replace(Phase::Ended);
-        Err(Status::failed_precondition(why))
+        Status::failed_precondition(why)
     }
 
     /// Why a peer is not served, if it is not.

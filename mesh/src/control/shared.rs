@@ -47,6 +47,8 @@ pub(super) struct Shared {
     pub(super) hurry: watch::Sender<()>,
     /// Changes when peers are to hear that a request here waits for a block.
     pub(super) waits: watch::Sender<()>,
+    /// The name and life of each follower in the log for having the name of a live member.
+    pub(super) told_twins: Mutex<BTreeSet<(String, u64)>>,
     began: Instant,
     rarely: Rarely,
 }
@@ -94,6 +96,7 @@ impl Shared {
             retry: Notify::new(),
             hurry: watch::Sender::new(()),
             waits: watch::Sender::new(()),
+            told_twins: Mutex::default(),
             began: now(),
             rarely: Rarely::new(),
         })
@@ -117,11 +120,13 @@ impl Shared {
         self.config.refusals.count(reason);
     }
 
-    /// Notes something that happens as often as somebody connects: at most once a second.
-    pub(super) fn note_rarely(&self, text: String) {
-        if self.rarely.due() {
+    /// Notes something as frequent as connections: at most once a second. Returns whether it did.
+    pub(super) fn note_rarely(&self, text: String) -> bool {
+        let is_due = self.rarely.due();
+        if is_due {
             self.note(text);
         }
+        is_due
     }
 
     fn now_ms(&self) -> u64 {
@@ -191,6 +196,11 @@ impl Shared {
     /// Whether this life of a node is heard of.
     pub(super) fn knows(&self, node: &str, boot: u64) -> bool {
         lock(&self.membership).knows(node, boot)
+    }
+
+    /// The live holder of a name, claimed by another life.
+    pub(super) fn name_holder(&self, node: &str, boot: u64) -> Option<String> {
+        lock(&self.membership).name_holder(node, boot)
     }
 
     /// Members: the name and life of each, and where it is followed.

@@ -71,6 +71,32 @@ fn among_equals_the_one_that_owes_least_then_each_node_another() {
 }
 
 #[test]
+fn a_peer_that_lacks_what_it_announces_is_asked_after_the_others_for_a_time() {
+    let all = keys(0..30);
+    let mut directory = directory(&[(A, &all), (B, &all[..20]), (C, &all[..10])]);
+    assert_eq!(asked(&directory, 0, &all), [(A, 30), (B, 20), (C, 10)]);
+    (0..4).for_each(|at| directory.lacked(0, A, all[at]));
+    directory.lacked(0, B, all[0]);
+    assert_eq!(asked(&directory, 0, &all), [(C, 10), (B, 20), (A, 30)], "no run makes up for it");
+    directory.gave(0, B, 1);
+    assert_eq!(asked(&directory, 0, &all), [(B, 20), (C, 10), (A, 30)], "it has given as many");
+    assert_eq!(asked(&directory, 30_000, &all), [(A, 30), (B, 20), (C, 10)], "with time it is forgotten");
+    let totals: Vec<_> = directory.peers().map(|peer| (peer.peer, peer.absent_total)).collect();
+    assert_eq!(totals, [(B, 1), (A, 4), (C, 0)]);
+}
+
+#[test]
+fn a_block_that_a_thinned_inventory_does_not_speak_of_may_be_absent() {
+    let all = keys(0..100);
+    let thinning = Thinning::new(3).expect("few");
+    let mut directory = directory(&[]);
+    directory.join(A);
+    directory.replace(A, Filter::thinned(100, thinning));
+    all.iter().filter(|key| !thinning.keeps(**key)).for_each(|key| directory.lacked(0, A, *key));
+    assert_eq!(directory.peers().map(|peer| peer.absent_total).collect::<Vec<_>>(), [0]);
+}
+
+#[test]
 fn a_peer_that_fails_is_left_alone_then_tried_and_others_take_its_place() {
     let all = keys(0..10);
     let mut directory = directory(&[(A, &all), (B, &all[..5])]);
@@ -146,7 +172,7 @@ fn a_promise_holds_until_another_word_of_its_peer_or_while_that_may_be_asked() {
     let all = keys(0..10);
     let mut directory = directory(&[(A, &[]), (B, &[])]);
     let promised = |directory: &Directory, now_ms, range: std::ops::Range<usize>| {
-        directory.is_promised(now_ms, all[range].iter().copied())
+        !directory.promisers(now_ms, all[range].iter().copied()).is_empty()
     };
     assert!(!directory.promise(A, vec![all[9]]), "it had promised nothing");
     assert!(!directory.promise(A, vec![all[5], all[9]]), "one more");

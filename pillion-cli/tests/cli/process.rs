@@ -277,6 +277,55 @@ fn what_keeps_it_from_starting_is_told_without_a_trace_and_with_status_2() {
     }
 }
 
+/// A sidecar whose process may make files of so many MiB.
+fn limited(limit_mib: u64, more: &[&str]) -> Command {
+    let mut command = Command::new("sh");
+    // In units of 512 bytes.
+    let script = format!("ulimit -f {} && exec \"$0\" \"$@\"", limit_mib << 11);
+    command.args([
+        "-c",
+        &script,
+        env!("CARGO_BIN_EXE_pillion"),
+        "serve",
+        "--http",
+        "127.0.0.1:0",
+        "--gpu",
+        "off",
+    ]);
+    command.args(more);
+    command
+}
+
+#[test]
+fn a_limit_of_file_sizes_below_what_it_needs_is_refused_with_the_limit_and_the_need() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("p.sock");
+    let disk = format!("{}:128MiB:create", folder.path().join("log").display());
+    let (dram, session) = ((72 << 20).to_string(), "52006912 bytes".to_owned());
+    for (limit_mib, more, told) in [
+        (64, &["--dram", "70MiB"][..], ["the pool of --dram", dram.as_str()]),
+        (32, &["--dram", "16MiB"], ["the session of an engine", &session]),
+        (64, &["--dram", "16MiB", "--ssd", &disk], ["log:128.0 MiB of --ssd", "134217728 bytes"]),
+    ] {
+        let output = limited(limit_mib, more).arg("--socket").arg(&socket).output().unwrap();
+        let text = String::from_utf8_lossy(&output.stderr);
+        let limit = format!("files of {} bytes at most (RLIMIT_FSIZE)", limit_mib << 20);
+        assert!(told.iter().all(|told| text.contains(told)) && text.contains(&limit), "{text}");
+        assert_eq!(output.status.code(), Some(2), "{text}");
+    }
+}
+
+#[test]
+fn a_file_that_gets_too_long_does_not_end_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let sidecar = serve(folder.path());
+    sidecar.signal(Signal::SIGXFSZ);
+    let _session = scheduler(&sidecar);
+    sidecar.wait_line("pillion_sessions 1");
+    sidecar.signal(Signal::SIGTERM);
+    assert_eq!(sidecar.wait(), Some(0));
+}
+
 #[test]
 fn a_data_thread_that_stands_still_is_told_by_probes_and_doctor() {
     let folder = tempfile::tempdir().unwrap();

@@ -16,7 +16,7 @@ mod stats;
 use std::collections::{BTreeMap, BTreeSet};
 
 use mesh::digest::{Change, Digest};
-use mesh::directory::Directory;
+use mesh::directory::{Credit, Directory};
 use mesh::transport::PeerNumber;
 use shm_protocol::key::{BlockHash, BlockKey};
 
@@ -107,6 +107,7 @@ impl Peers {
             Heard::Keeps { peer, filter } => self.directory.replace(peer, filter),
             Heard::Changed { peer, changes } => {
                 if !self.directory.apply(peer, &changes) {
+                    self.stats.resyncs += 1;
                     cx.actions.push(Action::Resync { peer });
                 }
             }
@@ -142,11 +143,23 @@ impl Peers {
         }
     }
 
-    /// Whether a peer has promised a prompt of which one of these keys is the last.
-    pub(super) fn is_promised(&self, binding: &Binding, keys: &[BlockHash], cx: &Context) -> bool {
+    /// The peers with a promise of a prompt with one of these last keys.
+    pub(super) fn promisers(&self, binding: &Binding, keys: &[BlockHash], cx: &Context) -> Vec<PeerNumber> {
+        if !self.may_ask_for(binding, keys, cx) {
+            return Vec::new();
+        }
         // As a rule it is the last of both.
-        let digests = keys.iter().rev().map(|hash| binding.block_digest(hash));
-        self.may_ask_for(binding, keys, cx) && self.directory.is_promised(cx.now_ms, digests)
+        self.directory.promisers(cx.now_ms, keys.iter().rev().map(|hash| binding.block_digest(hash)))
+    }
+
+    /// How far a member's promises are believed.
+    pub(super) fn credit(&self, peer: PeerNumber) -> Option<&Credit> {
+        self.directory.credit(peer)
+    }
+
+    /// The same, to be changed. No promise counts while no peer is asked.
+    pub(super) fn credit_mut(&mut self, peer: PeerNumber) -> Option<&mut Credit> {
+        self.directory.credit_mut(peer).filter(|_| !self.fruitless.is_paused())
     }
 
     /// Peers that are known to keep a block.

@@ -13,6 +13,7 @@ mod windows;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use mesh::directory::Credit;
 use shm_protocol::key::{BlockHash, BlockKey};
 use shm_protocol::message::{Outcome, Status};
 use shm_protocol::pool::SlotRef;
@@ -48,6 +49,8 @@ struct Asker {
     holder: HolderId,
     logs: KeyLogs,
     patience: Patience,
+    /// How far its engine's promises are believed.
+    credit: Credit,
 }
 
 #[derive(Copy, Clone, Debug)]
@@ -87,8 +90,8 @@ impl Queries {
     /// A scheduler may ask from now on.
     pub(super) fn enter(&mut self, session: SessionId, scheduler: &Scheduler) {
         let patience = Patience::new(scheduler.waits);
-        let asker = Asker { holder: scheduler.holder, logs: KeyLogs::default(), patience };
-        self.askers.insert(session, asker);
+        let (holder, logs, credit) = (scheduler.holder, KeyLogs::default(), Credit::default());
+        self.askers.insert(session, Asker { holder, logs, patience, credit });
     }
 
     /// A scheduler is gone: so are its questions and leases.
@@ -261,7 +264,7 @@ impl Queries {
         let may_ask = may_ask_peers || question.awaits;
         let waits = may_arrive || !is_whole && may_ask && self.wait_for_producer(question, base);
         if !waits {
-            self.end_window(question, found.hits(), scheduler, &mut base.cx);
+            self.end_window(question, found.hits(), base);
         }
         let status = if waits { Status::Pending } else { Status::Ok };
         self.answer(question, found, status, &mut base.cx);
@@ -284,7 +287,7 @@ impl Queries {
         match scheduler.binding().filter(|_| !base.cx.draining) {
             Some(binding) => {
                 let found = self.lease(question, &binding, scheduler.world_size, &mut base.cx);
-                self.end_window(question, found.hits(), scheduler, &mut base.cx);
+                self.end_window(question, found.hits(), base);
                 self.answer(question, found, Status::Ok, &mut base.cx);
             }
             None => answer_nothing(question, scheduler, &mut base.cx),

@@ -44,6 +44,8 @@ pub struct Stats {
     /// Prompts that an engine has promised to compute for another, and those beyond what it may promise at once.
     pub handover_promises: u64,
     pub handover_promises_refused: u64,
+    /// Broken promises: waits for one, of an engine here or of a peer, without its block at the end.
+    pub handover_promises_broken: u64,
     /// Blocks saved, or found kept, for another engine.
     pub handover_blocks: u64,
     /// Bytes of those that are kept now for an engine that has not loaded them.

@@ -100,6 +100,12 @@ const COUNTERS: &[Figure<Stats>] = &[
          an unpromised prompt (pillion.promise_wait_ms).",
         |s| s.handover_promises_refused,
     ),
+    (
+        "handover_promises_broken_total",
+        "Waits for a prompt that an engine here or at a peer had promised, which ended without the promised block. After \
+         three in a row, requests do not wait for promises of that engine or peer; one tries after 10 s, later after up to 60 s.",
+        |s| s.handover_promises_broken,
+    ),
     ("handover_blocks_total", "Blocks saved, or found already kept, for another engine.", |s| {
         s.handover_blocks
     }),

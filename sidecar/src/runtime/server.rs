@@ -19,6 +19,7 @@ use tiers::dram::{self, Dram};
 use tiers::pool::{self, Pool};
 use tiers::ssd::{Log, Opened};
 
+use super::file_sizes::check_file_sizes;
 use super::{Runtime, Terms};
 use crate::catalog;
 use crate::clients::greeter::Greeter;
@@ -81,6 +82,7 @@ impl Server {
     #[expect(clippy::too_many_lines, reason = "each part once, in the order that they need each other")]
     pub fn start(config: &Config, log: LogLevel) -> Result<Self, StartError> {
         listener::raise_descriptor_limit();
+        check_file_sizes(config)?;
         let registry = Registry::new();
         let ready: Ready = Arc::new(AtomicBool::new(false));
         let segment_bytes = dram::segment_bytes_for(config.dram.as_bytes());

@@ -51,6 +51,8 @@ pub(super) struct Fetching {
     open: usize,
     /// Some have come.
     gave: bool,
+    /// It took the longest time, and its peer gave too little meanwhile.
+    is_slow: bool,
     /// Bytes that its peer had given when it began, until it is late. `None` too where another peer was asked before: it has only what
     /// is left of the time.
     given_before: Option<u64>,
@@ -76,7 +78,19 @@ impl Fetching {
         let (open, blocks) = (blocks.len(), blocks.into_iter().map(Some).collect());
         let until_ms = millis(now).saturating_add(WAIT_MS_MAX);
         let (since, tried, namespace) = (now, Vec::new(), binding.digest);
-        Self { peer, since, until_ms, tried, namespace, bytes, blocks, open, gave: false, given_before: None }
+        Self {
+            peer,
+            since,
+            until_ms,
+            tried,
+            namespace,
+            bytes,
+            blocks,
+            open,
+            gave: false,
+            is_slow: false,
+            given_before: None,
+        }
     }
 
     /// The same of other blocks and maybe another peer.
@@ -118,27 +132,31 @@ impl Peers {
         let fetching = self.fetches.get_mut(&end.ticket).expect("a fetch lasts until all of it has ended");
         let wanted = fetching.blocks[end.index as usize].take().expect("a block ends once");
         let is_late = end.result == Err(Fault::Timeout(Stage::Whole));
-        let late_after = fetching.given_before.take_if(|_| is_late);
         fetching.open -= 1;
         fetching.gave |= end.result.is_ok();
-        let of = fetching.with(fetching.peer, []);
+        let (peer, since_ms) = (fetching.peer, millis(fetching.since));
+        self.directory.ended(now_ms, peer, &end.result);
+        if let Some(given_before) = fetching.given_before.take_if(|_| is_late) {
+            fetching.is_slow = self.directory.late(now_ms, peer, since_ms, given_before);
+        }
+        let of = fetching.with(peer, []);
         if fetching.open == 0 {
             self.fetches.remove(&end.ticket);
+            self.judge_waits(end, &of, cx);
         }
-        self.directory.ended(now_ms, of.peer, &end.result);
-        if end.result.is_ok() {
-            self.directory.gave(now_ms, of.peer, of.bytes.into());
+        match end.result {
+            Ok(_) => self.directory.gave(now_ms, of.peer, of.bytes.into()),
+            Err(Fault::Absent) => {
+                self.directory.lacked(now_ms, of.peer, Digest::of(&of.label(&wanted.key)));
+            }
+            Err(_) => {}
         }
-        if let Some(given_before) = late_after {
-            self.directory.late(now_ms, of.peer, millis(of.since), given_before);
-        }
-        self.judge_waits(end, &of, cx);
         (wanted, of)
     }
 
-    /// Requests wait for peers no longer once fetches bring nothing, and again once one brings a block.
-    fn judge_waits(&mut self, end: &Done, of: &Fetching, cx: &mut Context) {
-        if end.result.is_ok() {
+    /// A fetch has ended: requests wait for peers no longer once fetches bring nothing or too little, and again once one brings blocks.
+    fn judge_waits(&mut self, last: &Done, of: &Fetching, cx: &mut Context) {
+        if of.gave && !of.is_slow {
             if self.fruitless.end_pause() {
                 cx.actions
                     .push(Action::Warn("peers give blocks again, so requests wait for them".to_owned()));
@@ -146,14 +164,13 @@ impl Peers {
             return;
         }
         let waited = cx.now_ms.saturating_sub(millis(of.since)) >= WAITED_MS_MIN;
-        let is_over = !self.fetches.contains_key(&end.ticket) && !of.gave;
-        if !waited || !is_over || matches!(end.result, Err(Fault::Absent | Fault::Stopped)) {
+        if !waited || matches!(last.result, Err(Fault::Absent | Fault::Stopped)) {
             return;
         }
         self.stats.fruitless_fetches += 1;
         if self.fruitless.count_fetch(cx.now_ms) {
-            let text = "the last fetches brought no block from any peer, so requests do not wait for peers. One fetch tries after \
-                        1 s, later after up to 30 s. Check this node's link to the other pods, and their load";
+            let text = "the last fetches brought no block from any peer, or too few, so requests do not wait for peers. One fetch \
+                        tries after 1 s, later after up to 30 s. Check this node's link to the other pods, and their load";
             cx.actions.push(Action::Warn(text.to_owned()));
         }
     }
@@ -195,8 +212,11 @@ impl Tier for Peers {
             return None;
         }
         let digests: Vec<Digest> = run.iter().map(|hash| binding.block_digest(hash)).collect();
-        let holders = self.directory.probe(cx.now_ms, &digests);
-        let run = &run[..holders.first()?.run as usize];
+        let mut holders = self.directory.probe(cx.now_ms, &digests);
+        let best = *holders.first()?;
+        // The others are asked once these fail.
+        holders.retain(|holder| holder.absence_level == best.absence_level);
+        let run = &run[..best.run as usize];
         let reach = run.iter().position(|hash| self.distrusts(binding, hash)).unwrap_or(run.len());
         Some(Span { reach, holders, ..Span::default() })
     }

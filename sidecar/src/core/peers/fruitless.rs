@@ -1,4 +1,4 @@
-//! The pause of waiting for peers once fetches bring no block, from any peer.
+//! The pause of waiting for peers once fetches bring no block, or too few bytes in the longest time, from any peer.
 //!
 //! A breaker counts the failures of one peer. Many peers may hang at once, or this node's own link may be at fault. Each peer then fails too
 //! rarely for its breaker, and every request waits for its whole time. So the fetches of all peers are counted together, too.
@@ -13,7 +13,7 @@ pub(super) const WAITED_MS_MIN: u64 = 500;
 const PAUSE_MS_MIN: u64 = 1_000;
 const PAUSE_MS_MAX: u64 = 30_000;
 
-/// The fruitless fetches since the last block of any peer.
+/// The fruitless fetches since the last good one of any peer.
 #[derive(Debug, Default)]
 pub(super) struct FruitlessFetches {
     in_row: u32,
@@ -35,12 +35,12 @@ impl FruitlessFetches {
         self.until_ms.is_some()
     }
 
-    /// A peer has given a block: returns whether a pause ends.
+    /// A fetch has brought blocks: returns whether a pause ends.
     pub(super) fn end_pause(&mut self) -> bool {
         std::mem::take(self).is_paused()
     }
 
-    /// A fetch has ended without a block, after a request has waited for it: returns whether a pause begins.
+    /// A fetch has ended without enough blocks, after a request has waited for it: returns whether a pause begins.
     pub(super) fn count_fetch(&mut self, now_ms: u64) -> bool {
         if self.ended_ms.is_some_and(|ended_ms| now_ms < ended_ms + APART_MS) {
             return false;

@@ -40,6 +40,8 @@ pub struct PeersStats {
     pub served_bytes: u64,
     /// Blocks that peers were told to have come or gone.
     pub told: u64,
+    /// Outgrown filters of peers.
+    pub resyncs: u64,
     /// Requests that waited for a producer.
     pub miss_waits: u64,
     /// Those whose blocks did not come.

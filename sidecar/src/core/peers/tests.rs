@@ -1,6 +1,7 @@
 //! The rules of the mesh's part, against the real tiers and the real directory; what carries blocks is a list of actions that
 //! the test ends.
 
+mod absences;
 mod early;
 mod fruitless;
 mod promises;

@@ -57,7 +57,7 @@ impl Queries {
         self.unhold(place.0, before, &mut base.cx);
         base.cx.stats.early_answers += 1;
         question.count_wait(&mut base.cx);
-        self.end_window(question, slots.len() as u32, &base.engines[place.0], &mut base.cx);
+        self.end_window(question, slots.len() as u32, base);
         self.answer(question, Found { known: 0, refs: slots }, Status::Arriving, &mut base.cx);
     }
 

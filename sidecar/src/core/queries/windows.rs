@@ -6,7 +6,7 @@
 //! after that first question; then the question is answered with what is there, and the request waits no more.
 //!
 //! An engine of which three windows in a row ended so, with not one block from a peer in between, most likely has no producer:
-//! its requests do not wait, until a peer has given a block to anyone.
+//! its requests do not wait, until a peer has given a block to anyone. A window with a promise counts against the promiser instead.
 //!
 //! A question that awaits what another engine computes has a window of its own, where there are peers or another engine of its
 //! namespace is here. It is asked again when a save takes a slot for the next block of its run. What another engine saves in its
@@ -17,8 +17,9 @@
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::QUERY_WAIT_MS_MAX;
 
+use super::promises::Promise;
 use super::waits::{Wait, WaitPhase};
-use super::{Action, Base, Binding, Context, Queries, Question, Scheduler, SessionId};
+use super::{Action, Base, Binding, Context, Queries, Question, SessionId};
 use crate::core::engines::{Engines, Waits};
 use crate::core::peers::PeersStats;
 
@@ -52,8 +53,8 @@ pub(super) struct Window {
     pub(super) end: u32,
     /// Whether a question had nothing else to wait for.
     waited: bool,
-    /// Whether what it waits for was promised.
-    promised: bool,
+    /// The last promise to its question.
+    promise: Option<Promise>,
     /// Nothing is looked for before.
     look_ms: u64,
     /// How long nothing is, after blocks that were said to be there and were not: it doubles.
@@ -95,9 +96,9 @@ impl Patience {
 impl Window {
     fn open(now_ms: u64, end: u32, length_ms: u64) -> Self {
         let until_ms = now_ms + length_ms;
-        let (waited, promised, look_ms, pause_ms) = (false, false, now_ms, LOOK_MS);
+        let (waited, promise, look_ms, pause_ms) = (false, None, now_ms, LOOK_MS);
         let most_ms = QUERY_WAIT_MS_MAX.into();
-        Self { asked_ms: now_ms, length_ms, until_ms, most_ms, end, waited, promised, look_ms, pause_ms }
+        Self { asked_ms: now_ms, length_ms, until_ms, most_ms, end, waited, promise, look_ms, pause_ms }
     }
 
     /// It ends its length after now, if it may be open for so long.
@@ -106,9 +107,13 @@ impl Window {
     }
 
     /// What its question waits for is promised: it may be open for so long.
-    fn extend(&mut self, now_ms: u64, most_ms: u64) {
-        self.most_ms = most_ms;
-        self.renew(now_ms);
+    fn note_promise(&mut self, promise: Promise, most_ms: u64) {
+        (self.promise, self.most_ms) = (Some(promise), most_ms);
+    }
+
+    /// Whether its question has waited for a promise of the same promiser.
+    fn knows(&self, promise: &Promise) -> bool {
+        self.promise.as_ref().is_some_and(|known| known.shares_promiser(promise))
     }
 
     /// The run ends here now.
@@ -191,21 +196,41 @@ impl Queries {
     }
 
     /// Lets a question wait for a producer, if its window is open.
-    pub(super) fn wait_for_producer(&mut self, question: Question, base: &Base) -> bool {
+    pub(super) fn wait_for_producer(&mut self, question: Question, base: &mut Base) -> bool {
         let now_ms = base.cx.now_ms;
-        let promised = question.awaits && self.is_promised(question, base);
-        if !promised && (self.is_at_tail(question) || question.awaits && self.is_in_vain(question, base)) {
+        if self.window(question).is_none_or(|window| now_ms >= window.until_ms) {
             return false;
         }
-        let window = self.window(question).filter(|window| now_ms < window.until_ms);
-        let Some(window) = window else { return false };
-        window.promised |= promised;
+        let promise = question.awaits.then(|| self.promise_of_next(question, base)).flatten();
+        let in_vain = match &promise {
+            Some(promise) => !self.trusts(question, promise, base),
+            None => self.is_at_tail(question) || question.awaits && self.is_in_vain(question, base),
+        };
+        if in_vain {
+            return false;
+        }
+        self.wait_for_promise(question, promise);
+        let Some(window) = self.window(question) else { return false };
         let (look_ms, is_new) = (window.idle(now_ms), !std::mem::replace(&mut window.waited, true));
         self.windows.look_at(look_ms);
         self.windows.waits += u64::from(is_new && !question.awaits);
         let (since, held) = (base.cx.now, Vec::new());
         self.wait(Wait { question, since, held, phase: WaitPhase::ForProducer });
         true
+    }
+
+    /// Whether a question may wait for a promise.
+    fn trusts(&mut self, question: Question, promise: &Promise, base: &mut Base) -> bool {
+        promise.is_believed
+            || self.window(question).is_some_and(|window| window.knows(promise))
+            || self.begin_trial(promise, base)
+    }
+
+    fn wait_for_promise(&mut self, question: Question, promise: Option<Promise>) {
+        let most_ms = self.askers[&question.session].patience.waits.handover;
+        if let (Some(window), Some(promise)) = (self.window(question), promise) {
+            window.note_promise(promise, most_ms);
+        }
     }
 
     /// Asks the questions again that wait for a producer, where there is more to be had or their window is over.
@@ -215,16 +240,17 @@ impl Queries {
             return;
         }
         for question in self.idle() {
-            let most_ms = self.askers[&question.session].patience.waits.handover;
             let Some(window) = self.window(question) else { continue };
             let (due, looks) = (now_ms >= window.until_ms, now_ms >= window.look_ms);
             // A promise that was seen matters again when the window is due.
-            let decides = question.awaits && (due || !window.promised);
-            let promised = decides && self.is_promised(question, base);
+            let decides = question.awaits && (due || window.promise.is_none());
+            let promise = decides.then(|| self.promise_of_next(question, base)).flatten();
+            let promise = promise.filter(|promise| promise.is_believed);
+            let is_promised = promise.is_some();
+            self.wait_for_promise(question, promise);
             let Some(window) = self.window(question) else { continue };
-            window.promised |= promised;
-            if due && promised {
-                window.extend(now_ms, most_ms);
+            if due && is_promised {
+                window.renew(now_ms);
             }
             if due || looks && self.next_is_here(question, base) {
                 self.ask_again((question.session, question.log), base);
@@ -274,7 +300,10 @@ impl Queries {
     }
 
     fn was_promised(&self, question: Question) -> bool {
-        self.log(question.session, question.log).window.as_ref().is_some_and(|window| window.promised)
+        self.log(question.session, question.log)
+            .window
+            .as_ref()
+            .is_some_and(|window| window.promise.is_some())
     }
 
     /// Saves have taken slots: asks the questions again that wait for what they bring.
@@ -296,7 +325,11 @@ impl Queries {
             let others: Vec<SessionId> =
                 self.others(question.session, binding.namespace, &base.engines).collect();
             let is_coming = || others.iter().any(|other| hands_over(*other));
-            let promised = self.is_promised(question, base);
+            let promise = self.promise_of_next(question, base);
+            let window = self.log(question.session, question.log).window.as_ref();
+            let stands =
+                |promise: Promise| promise.is_believed || window.is_some_and(|it| it.knows(&promise));
+            let promised = promise.is_some_and(stands);
             let is_over = self.was_promised(question) && !promised && !is_coming();
             let in_vain = !promised && self.next_is_lost(question, base)
                 || is_over
@@ -332,25 +365,22 @@ impl Queries {
     }
 
     /// A question is answered with so many hits: its request waits no more.
-    pub(super) fn end_window(
-        &mut self,
-        question: Question,
-        hits: u32,
-        scheduler: &Scheduler,
-        cx: &mut Context,
-    ) {
-        let (now_ms, asker) = (cx.now_ms, self.asker(question.session));
-        let log = asker.logs.known_mut(question.log);
+    pub(super) fn end_window(&mut self, question: Question, hits: u32, base: &mut Base) {
+        let now_ms = base.cx.now_ms;
+        let log = self.asker(question.session).logs.known_mut(question.log);
         let missing = log.missing(question, hits);
-        let Some(window) = log.window.take() else { return };
-        if !window.waited {
-            return;
+        let Some(window) = log.window.take().filter(|window| window.waited) else { return };
+        if let Some(promise) = &window.promise {
+            self.judge_promise(promise, (question.from + hits, missing == 0), base);
         }
+        let patience = &mut self.asker(question.session).patience;
         if missing == 0 {
-            return asker.patience.restore();
+            return patience.restore();
         }
-        asker.patience.exhausted += 1;
-        let trips = asker.patience.exhausted == EXHAUSTED_MAX;
+        // A broken promise is counted by promiser.
+        patience.exhausted += u32::from(window.promise.is_none());
+        let trips = window.promise.is_none() && patience.exhausted == EXHAUSTED_MAX;
+        let cx = &mut base.cx;
         match question.awaits {
             true => cx.stats.handover_exhausted += 1,
             false => self.windows.exhausted += 1,
@@ -360,6 +390,7 @@ impl Queries {
             self.windows.quiet_until_ms = now_ms + QUIET_MS;
             let (waited_ms, untold) = (now_ms - window.asked_ms, std::mem::take(&mut self.windows.untold));
             let waited = if question.awaits { AWAITED } else { MISSED };
+            let scheduler = &base.engines[question.session];
             cx.actions.push(Action::Warn(warning(
                 &scheduler.engine,
                 waited,

@@ -610,6 +610,29 @@ fn a_promise_ends_with_its_log_its_engine_or_that_one_s_work() {
     }
 }
 
+/// Its other saves are no promise kept.
+#[test]
+fn an_engine_that_broke_three_promises_is_not_waited_for_though_it_saves() {
+    let mut engines = two_engines();
+    let mut waits = |round: u32| {
+        let (op, keys) = (u64::from(round) + 1, 100 + 4 * round..104 + 4 * round);
+        engines.compute(500 + round, op, 1000 + round..1001 + round, false);
+        engines.promise(round, keys.clone());
+        engines.await_keys(round, op, keys, false);
+        let waits = engines.answers()[&op].0 == Status::Pending;
+        for _ in 0..if waits { 31 } else { 0 } {
+            // It is seen to work.
+            engines.fences(RANKS[0], op, op);
+            engines.tick(engines.now_ms + 1000);
+        }
+        engines.ask(SchedulerRequest::Close { log: round });
+        engines.out.clear();
+        waits
+    };
+    assert_eq!([0, 1, 2, 3, 4].map(&mut waits), [true, true, true, false, false]);
+    assert_eq!(engines.core.stats().handover_promises_broken, 3);
+}
+
 /// It costs who awaits what it has promised, three times, and nobody else.
 #[test]
 fn a_hoarder_of_promises_takes_no_room_from_the_promises_of_others() {

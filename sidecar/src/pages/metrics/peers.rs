@@ -40,6 +40,12 @@ const COUNTERS: &[Figure<PeersStats>] = &[
     ("mesh_served_bytes_total", "Bytes of blocks sent to peers completely.", |s| s.served_bytes),
     ("mesh_published_changes_total", "Blocks announced to peers as added or removed.", |s| s.told),
     (
+        "mesh_resyncs_total",
+        "Inventories of peers requested again because they outgrew the memory taken for them. A peer that outgrows each at \
+         once is asked again after 0.1 s, later after up to 5 s.",
+        |s| s.resyncs,
+    ),
+    (
         "mesh_miss_waits_total",
         "Requests that waited for blocks that another engine might be computing \
          (pillion.miss_wait_ms).",
@@ -93,11 +99,24 @@ const PEER_GAUGES: &[Figure<PeerStats>] = &[
     ),
 ];
 
-const PEER_COUNTERS: &[Figure<PeerStats>] = &[(
-    "breaker_trips_total",
-    "Times that the peer was skipped after repeated failures, since it joined.",
-    |p| p.trips_total,
-)];
+const PEER_COUNTERS: &[Figure<PeerStats>] = &[
+    (
+        "breaker_trips_total",
+        "Times that the peer was skipped after repeated failures, since it joined.",
+        |p| p.trips_total,
+    ),
+    (
+        "broken_promises_total",
+        "Waits for prompts that engines of the peer had promised, which ended without the promised block, since it joined.",
+        |p| p.broken_promises_total,
+    ),
+    (
+        "absent_blocks_total",
+        "Blocks that the peer announced and did not have when they were requested, since it joined. The more of them, the later \
+         the peer is asked.",
+        |p| p.absent_total,
+    ),
+];
 
 /// Metrics of the mesh as a whole and of each member.
 #[derive(Debug)]
@@ -196,6 +215,8 @@ mod tests {
             promises: 5,
             breaker_open: false,
             trips_total: 3,
+            broken_promises_total: 4,
+            absent_total: 6,
             under_way: 0,
         }
     }
@@ -225,6 +246,8 @@ mod tests {
             "pillion_mesh_peer_keys{peer=\"b\"} 7",
             "pillion_mesh_peer_promises{peer=\"b\"} 5",
             "pillion_mesh_peer_breaker_trips_total{peer=\"b\"} 3",
+            "pillion_mesh_peer_broken_promises_total{peer=\"b\"} 4",
+            "pillion_mesh_peer_absent_blocks_total{peer=\"b\"} 6",
             "pillion_mesh_served_blocks_total 3",
             "pillion_mesh_faults_total{kind=\"corrupt\"} 2",
             "pillion_mesh_faults_total{kind=\"absent\"} 0",

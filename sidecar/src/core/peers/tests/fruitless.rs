@@ -75,6 +75,26 @@ fn a_block_of_any_peer_begins_the_count_again() {
     assert!(!scene.stats().paused);
 }
 
+/// Each peer gives all blocks but the last in time: the strikes of each are too far apart for its breaker.
+#[test]
+fn slow_peers_are_no_more_waited_for_than_silent_ones() {
+    let mut scene = scene();
+    for log in 1..=3 {
+        let keys = 4 * log..4 * log + 4;
+        (1..=PEERS).for_each(|peer| scene.join(PeerNumber(100 * log + peer), keys.clone()));
+        scene.query(log, keys);
+        let fetches: Vec<Fetch> = scene.fetches.drain(..).collect();
+        assert!(!fetches.is_empty(), "the request waits");
+        scene.engine.now_ms += 2000;
+        for fetch in &fetches {
+            let last = fetch.blocks.len() - 1;
+            scene.end(fetch, 0..last, Ok(7));
+            scene.end(fetch, last..last + 1, LATE);
+        }
+    }
+    assert_eq!((scene.stats().fruitless_fetches, scene.stats().paused), (3, true));
+}
+
 #[test]
 fn who_refuses_at_once_costs_no_wait() {
     let mut scene = scene();

@@ -296,3 +296,78 @@ fn blocks_that_a_peer_has_are_asked_for_again_though_their_promise_has_ended() {
     scene.end_all(&fetch, Ok(1));
     assert_eq!(scene.answer(op), Some((Status::Ok, 2)));
 }
+
+impl Scene {
+    /// The peer promises four blocks and computes none; whether a request waits for them, and longer than for unpromised ones.
+    fn is_waited_for(&mut self, round: u32) -> (bool, bool) {
+        let first = 1000 + 4 * round;
+        self.hear_promises(&[first + 3]);
+        let op = self.await_keys(round, first..first + 4);
+        let waits = self.answer(op) == Some((Status::Pending, 0));
+        self.pass(AWAIT_MS + 500);
+        let is_long = waits && self.answer(op).is_none_or(|(status, _)| status == Status::Pending);
+        if is_long {
+            self.pass(30_000);
+        }
+        (waits, is_long)
+    }
+}
+
+#[test]
+fn broken_promises_are_counted_by_promiser_whatever_others_give() {
+    let mut scene = with_peer();
+    scene.join(B, 500..600);
+    let says = |action: &&Action| matches!(action, Action::Warn(text) if text.contains("broke its last 3"));
+    let mut told = 0;
+    let waits = (0..7).map(|round| {
+        give(&mut scene, 500 + round..501 + round);
+        let waits = scene.is_waited_for(round).0;
+        told += scene.engine.out.iter().filter(says).count();
+        waits
+    });
+    assert_eq!(waits.collect::<Vec<_>>(), [true, true, true, false, false, false, false]);
+    assert_eq!(told, 1);
+    let stats = scene.stats();
+    assert_eq!(stats.peers.iter().map(|peer| peer.broken_promises_total).collect::<Vec<_>>(), [3, 0]);
+    assert_eq!(scene.engine.core.stats().handover_promises_broken, 3);
+    // Another's promise is waited for as before.
+    scene.hear(Heard::Promises { peer: B, promises: vec![digest(2003)] });
+    let op = scene.await_keys(20, 2000..2004);
+    scene.pass(20_000);
+    assert_eq!(scene.answer(op), Some((Status::Pending, 0)));
+}
+
+#[test]
+fn a_promiser_that_is_not_believed_is_tried_after_each_pause_and_believed_once_it_keeps_a_promise() {
+    let mut scene = with_peer();
+    (0..3).for_each(|round| assert_eq!(scene.is_waited_for(round), (true, true)));
+    scene.pass(8_500);
+    assert_eq!(scene.is_waited_for(3), (true, false), "one request, as if nothing were promised");
+    assert_eq!(scene.is_waited_for(4), (false, false));
+    scene.pass(20_000);
+    scene.hear_promises(&[3]);
+    let op = scene.await_keys(5, 0..4);
+    scene.pass(AWAIT_MS - 100);
+    scene.produce(0..4);
+    scene.tick(20);
+    let fetch = scene.fetch();
+    scene.end_all(&fetch, Ok(1));
+    assert_eq!(scene.answer(op), Some((Status::Ok, 4)));
+    assert_eq!(scene.is_waited_for(6), (true, true));
+}
+
+#[test]
+fn of_several_promisers_nobody_is_believed_for_what_one_of_them_gave() {
+    let mut scene = with_peer();
+    scene.join(B, 0..0);
+    (0..3).for_each(|round| assert_eq!(scene.is_waited_for(round), (true, true)));
+    scene.hear_promises(&[3]);
+    scene.hear(Heard::Promises { peer: B, promises: vec![digest(3)] });
+    let op = scene.await_keys(5, 0..4);
+    scene.hear(Heard::Changed { peer: B, changes: (0..4).map(|key| Change::Added(digest(key))).collect() });
+    scene.tick(20);
+    let fetch = scene.fetch();
+    scene.end_all(&fetch, Ok(1));
+    assert_eq!(scene.answer(op), Some((Status::Ok, 4)));
+    assert_eq!(scene.is_waited_for(6), (false, false));
+}

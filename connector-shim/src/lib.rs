@@ -3,7 +3,7 @@
 //! Job: hold one session with the sidecar ([`scheduler`], [`worker`]), write its requests into shared memory, answer
 //! "miss" whenever the sidecar is absent, slow or full, and finish loads that the sidecar cannot. Their rules are in
 //! [`core`], which the simulator of the sidecar drives too.
-//! May depend on: shm-protocol, copy-engine, rustix, cudarc in `stream` alone, and pyo3 in `python` alone. Never: waits
+//! May depend on: shm-protocol, copy-engine, rustix, sha2, cudarc in `stream` alone, and pyo3 in `python` alone. Never: waits
 //! without a deadline (but for a GPU's own progress, where there is no sidecar to wait for), waits for space, runs an async runtime, logs (it hands notices to its caller), reads the environment, or forms references
 //! to memory that the sidecar writes.
 
@@ -14,6 +14,7 @@
 #[cfg(test)]
 extern crate self as connector_shim;
 
+pub mod adapters;
 #[cfg(feature = "c")]
 #[allow(unsafe_code, reason = "exported names, and what C hands over by address (c/raw.rs)")]
 #[allow(unreachable_pub, reason = "C reaches it")]

@@ -3,9 +3,14 @@
 //! A session sits behind a mutex. A waiting thread releases the interpreter first and gives the mutex back before asking for the
 //! interpreter again, so the two locks cannot wait for each other.
 
+mod adapters;
+mod aside;
 mod facts;
 mod keys;
+mod options;
 mod policy;
+mod reports;
+mod told;
 
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -28,6 +33,9 @@ use crate::error::{ShimError as Failure, argument, refuse_forked};
 use crate::scheduler::{Asked, BlockChange, Config, Scheduler};
 use crate::worker::{Begun, Memory, Worker};
 use crate::{scheduler, worker};
+
+/// The placeholder of an adapter while its digest is being computed; an adapter without the cache has an empty one.
+const UNDIGESTED: &[u8] = b"?";
 
 create_exception!(
     pillion._shim,
@@ -56,9 +64,13 @@ impl<S> Guarded<S> {
         Self { session: Mutex::new(session), owner: std::process::id() }
     }
 
+    fn refuse_forked(&self) -> PyResult<()> {
+        Ok(refuse_forked(self.owner)?)
+    }
+
     /// One call. A forked child is refused before the lock: its parent may have held it. A panic ends the session.
     fn enter<T>(&self, call: impl FnOnce(&mut S) -> PyResult<T>) -> PyResult<T> {
-        refuse_forked(self.owner)?;
+        self.refuse_forked()?;
         let entered = catch_unwind(AssertUnwindSafe(|| {
             let mut session = self.session.lock().map_err(|_| internal_error())?;
             call(&mut session)
@@ -506,6 +518,11 @@ fn block_list(ids: &Bound<'_, PyList>) -> PyResult<Vec<u32>> {
 #[pymodule]
 fn _shim(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("ShimError", module.py().get_type::<ShimError>())?;
+    module.add("ConfigError", module.py().get_type::<options::ConfigError>())?;
+    module.add_function(wrap_pyfunction!(options::engine_options, module)?)?;
+    module.add_function(wrap_pyfunction!(options::read_options, module)?)?;
+    module.add_class::<adapters::PyAdapters>()?;
+    module.add_class::<reports::PyReports>()?;
     module.add_class::<SchedulerSession>()?;
     module.add_class::<WorkerSession>()?;
     module.add_class::<policy::PyPolicy>()?;
@@ -521,7 +538,7 @@ fn _shim(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(facts::differences, module)?)?;
     module.add_function(wrap_pyfunction!(facts::hash_fact, module)?)?;
     module.add_function(wrap_pyfunction!(facts::read_page_form, module)?)?;
-    module.add_function(wrap_pyfunction!(facts::write_page_form, module)?)?;
+    module.add_function(wrap_pyfunction!(facts::lay_out_block, module)?)?;
     module.add("KEY_THEN_VALUE", page_form::KEY_THEN_VALUE)?;
     module.add("KEYS_THEN_VALUES", page_form::KEYS_THEN_VALUES)?;
     module.add("ITEM_BYTES", facts::item_bytes())

@@ -7,31 +7,36 @@ sidecar every answer is a miss and every save is dropped.
 
 from collections.abc import Sequence
 from os import PathLike
-from typing import final
+from typing import Any, final
 
-from pillion.numbers import Numbers, PolicyEvent, PolicyState, PolicyStep
+from pillion.numbers import Numbers, PolicyEvent, PolicyRecord, PolicyRemark, PolicyState, PolicyStep
 
 __all__ = [
     "ITEM_BYTES",
     "KEYS_THEN_VALUES",
     "KEY_THEN_VALUE",
+    "Adapters",
     "Chain",
+    "ConfigError",
     "Policy",
+    "Reports",
     "SchedulerSession",
     "ShimError",
     "WorkerSession",
     "derive_keys",
     "differences",
+    "engine_options",
     "extend_hashes",
     "folded",
     "hash_fact",
+    "lay_out_block",
     "needed_blocks",
     "none_hash",
     "plan_blocks",
     "plan_op",
+    "read_options",
     "read_page_form",
     "weight_files",
-    "write_page_form",
 ]
 
 # The bytes of an element, by the types of a page.
@@ -44,50 +49,69 @@ KEYS_THEN_VALUES: str
 class ShimError(Exception):
     """A wrong call, or a refusal by the sidecar; the text names the remedy."""
 
+class ConfigError(ValueError):
+    """A wrong option. The text names the valid ones."""
+
+def engine_options() -> list[tuple[str, str, str, str]]:
+    """Each option's name, its default in words, the rule of its values, and its meaning."""
+
+def read_options(extra: dict[str, object]) -> dict[str, Any]:
+    """The options among the keys of `kv_connector_extra_config`, without their prefix, and the defaults of the others."""
+
+@final
+class Adapters:
+    """The adapters named by an engine's requests. `request`: the number, name and folder of one, whether ranks read it in every
+    step, whether its bytes are not in its files, and whether its experts are fused."""
+
+    def __new__(cls, run: bytes, form: str) -> Adapters:
+        """`form`: further facts on how adapters are applied."""
+    def look_at(self, request: tuple[int, str, str, bool, bool, bool]) -> bool:
+        """Ranks load the adapter unless they hold it. True: they hold other bytes than before."""
+    def loads(self, request: tuple[int, str, str, bool, bool, bool]) -> bool:
+        """Every rank is about to load the adapter. True: they hold other bytes than before."""
+    def forget(self, number: int) -> bool:
+        """Ranks no longer hold the adapter. True: they held it."""
+    def may_differ(self) -> None:
+        """Ranks may hold other bytes than their files had."""
+    def word(self, request: tuple[int, str, str, bool, bool, bool]) -> bytes:
+        """The adapter's fold, empty for requests without the cache, or `?` while its digest is being computed."""
+    def take_notices(self) -> list[str]:
+        """Messages for the log, each handed over once."""
+
 @final
 class Policy:
     """An engine's decisions on its cache (`connector-shim/src/core/policy`), with a session for each cache group.
 
-    The engine hands over numbers. `follow_request` numbers a request. A panic ends the policy: from then on each call raises
-    `ShimError`, but for `disconnect`.
+    The engine hands over numbers. `follow_request` numbers a request. A panic ends the policy: from then on nothing is found or
+    kept, and loads that the engine counts on in the step are told as failed.
     """
 
     def __new__(
         cls,
-        socket: str | PathLike[str],
+        options: object,
         engines: list[str],
         world_size: int,
         runs: list[bytes],
-        budget_us: int,
         early: list[bool],
         tables: list[bytes],
         algorithm: str,
         groups: list[tuple[int, int, int, int]],
-        checkpoint_tokens: int,
-        load: str,
         waits: bool,
         on_gpu: bool,
         by_engine: bool,
         consumer: bool,
         recomputes: bool,
-        sync_ms: int | None,
         block_bytes: list[int],
-        loads: bool,
-        saves: bool,
-        check_every: int,
-        check_per_mille: int,
-        strict_tokens: int | None,
+        checks: bool,
         drops_last_block: bool,
         tokens_per_step: int,
         beside_others: bool,
         events: bool,
-        miss_wait_ms: int | None,
-        handover_wait_ms: int | None,
-        promise_wait_ms: int | None,
+        steps_in_flight: int,
     ) -> Policy:
-        """`engines`, `runs`, `early`, `tables`, `groups` and `block_bytes` have an item for each group. An item of `groups`:
-        tokens of a block, hashes of it, tokens of a window (0: none), blocks read before a boundary (0: all).
-        `waits`: a step may wait for a load."""
+        """`options`: a `pillion.config.Config`. `engines`, `runs`, `early`, `tables`, `groups` and `block_bytes` have an item
+        for each group. An item of `groups`: tokens of a block, hashes of it, tokens of a window (0: none), blocks read before a
+        boundary (0: all). `waits`: a step may wait for a load."""
     # --- requests ---
     def may_announce(self, running: int) -> bool:
         """Whether one more waiting request is announced, beside so many running ones."""
@@ -113,10 +137,6 @@ class Policy:
     def matched(self, id: int, numbers: Numbers, computed: int, alone: bool) -> tuple[int | None, bool]:
         """Found tokens beyond `computed`, None: ask again; and whether they come beside the steps. The call waits for the
         step's budget at most."""
-    def is_put_off(self, id: int) -> bool:
-        """Whether the cache has answered, and the load waits for a step with room."""
-    def is_refused(self, id: int) -> bool:
-        """Whether a load of the request has failed, so the cache is not asked again."""
     def allocated(self, id: int, numbers: Numbers, external: int) -> list[tuple[int, int]] | None:
         """The engine takes so many tokens of the cache. The places of the blocks for `load_blocks`, by group; None: no load."""
     def load_blocks(self, id: int, blocks: list[list[int]]) -> None:
@@ -131,8 +151,9 @@ class Policy:
         """These blocks were not loaded."""
     def requests_failed(self, ids: list[int]) -> None:
         """The loads of these requests have failed as a whole."""
-    def end_request(self, id: int) -> tuple[int | None, list[int]]:
-        """The request is over: tokens of its prompt kept for another engine, if one goes on; and blocks to hold."""
+    def end_request(self, id: int, aborted: bool) -> tuple[int | None, list[int]]:
+        """The request is over, `aborted` before it was computed or not: tokens of its prompt kept for another engine, if one
+        goes on; and blocks to hold."""
     def held(self, blocks: list[int]) -> None:
         """The engine holds these blocks until `begin_step` or `release_held` gives them back."""
     def release_held(self) -> list[int]:
@@ -171,8 +192,8 @@ class Policy:
     def state(self) -> PolicyState: ...
     def take_unkept(self) -> tuple[int, int]:
         """Since the last call: passed-over steps, and unproven blocks."""
-    def take_notices(self) -> tuple[list[str], list[tuple[str, int, int]]]:
-        """Messages for the log, and remarks by name with two numbers ([pillion.remarks][])."""
+    def take_notices(self) -> tuple[list[str], list[PolicyRemark], list[PolicyRecord]]:
+        """Messages for the log, remarks, and records of requests."""
     def take_events(self, group: int) -> list[PolicyEvent]:
         """Changes of a group's blocks."""
     def lingers(self) -> bool:
@@ -185,6 +206,21 @@ class Policy:
         """The key log of a request in a group; -1: none."""
     def disconnect(self) -> None:
         """Ends the sessions permanently."""
+
+@final
+class Reports:
+    """A rank's reports, each with the output of a step, until vLLM has taken that output: else they are told again. vLLM frees
+    the blocks of a request with a running load only once it learns of the load's end."""
+
+    def __new__(cls) -> Reports: ...
+    def begin_step(self, step: int, passed: Sequence[int]) -> None:
+        """A step begins; vLLM has passed over those others."""
+    def tell_ended(self, req_ids: set[str] | None) -> set[str] | None:
+        """Requests with an ended load, with those that vLLM has not learned of."""
+    def tell_failed(self, req_ids: set[str]) -> set[str]:
+        """The same of requests whose load failed as a whole."""
+    def tell_blocks(self, block_ids: set[int]) -> set[int]:
+        """The same of blocks of waiting requests, not loaded."""
 
 @final
 class SchedulerSession:
@@ -436,6 +472,10 @@ def read_page_form(
 def hash_fact(algorithm: str) -> str:
     """The fact `hash_algorithm` for vLLM's algorithm of this name."""
 
-def write_page_form(layers: Sequence[tuple[Sequence[int], Sequence[int], int, str, tuple[int, int, str]]]) -> str:
-    """The fact `page_form` of a cache group's tensors: lengths and strides of all axes, the axis of blocks, the dtype, and of a
-    head the elements of a key and of a value, 0 where they are not known, and the packing."""
+def lay_out_block(
+    layers: Sequence[tuple[tuple[int, int, int], Sequence[int], Sequence[int], int, str, tuple[int, int, str]]],
+) -> tuple[list[tuple[int, int, int, int]], str, list[int], list[int], list[int]]:
+    """The layout of a cache group's tensors in a block: its regions (storage, offset of block 0, stride, bytes), the fact
+    `page_form`, the ends of layers and of cuts, and the layers of each cut. A tensor has its storage, the elements before it
+    and bytes of one, lengths and strides of all axes, the axis of blocks, the dtype, and of a head the elements of a key and
+    of a value, 0 where they are not known, and the packing."""

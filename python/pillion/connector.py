@@ -6,17 +6,14 @@ rank. If an engine cannot be served yet, the class says so once and stays out of
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from pillion import _shim, hasher, vllm_compat, watch
 from pillion import config as options
 from pillion.metadata import PillionMetadata, StepOutput
-from pillion.records import Records
-from pillion.reports import Reports
 from pillion.scheduler import Scheduler
 from pillion.set_worker import SetWorker
 from pillion.state import EngineState, PromMetrics, State
@@ -46,8 +43,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-P = ParamSpec("P")
-T = TypeVar("T")
 logger = vllm_compat.init_logger("vllm.pillion")
 
 
@@ -79,26 +74,9 @@ def this_host() -> str:
         return ""
 
 
-def _survived(hook: Callable[P, T]) -> Callable[P, T]:
-    """A hook of the scheduler role, safe from internal errors of the policy: it is called again, without a policy."""
-
-    @functools.wraps(hook)
-    def survived(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return hook(*args, **kwargs)
-        except _shim.ShimError as error:
-            connector: Any = args[0]
-            connector._put_out(error)
-            return hook(*args, **kwargs)
-
-    return survived
-
-
 class PillionConnector(KVConnectorBase_V1, SupportsHMA):
     """Both roles of the connector. At most one of `_scheduler` and `_worker` is set; neither where Pillion stays out."""
 
-    # The scheduler role's records of requests.
-    _records: Records | None = None
     # The state last reported to vLLM, with its reason.
     _told: tuple[State, str] | None = None
     # Whether another connector is beside this one.
@@ -108,7 +86,7 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._scheduler: Scheduler | None = None
         self._worker: Worker | SetWorker | None = None
-        self._reports = Reports()
+        self._reports = _shim.Reports()
         # Why neither is.
         self._out = ""
         extra = self._kv_transfer_config.kv_connector_extra_config or {}
@@ -125,9 +103,6 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
             if warning := vllm_compat.release_warning():
                 logger.warning("pillion: %s", warning)
             self._scheduler = Scheduler(config, vllm_config, kv_cache_config, beside_others=beside)
-            if config.loads:
-                engine_id = str(self._kv_transfer_config.engine_id)
-                self._records = Records(config, engine_id, vllm_compat.steps_in_flight(vllm_config))
             core = vllm_compat.engine_core()
             if core is not None:
                 watch.engine_core(core, self._scheduler)
@@ -135,17 +110,6 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             worker = SetWorker if len(kv_cache_config.kv_cache_groups) > 1 else Worker
             self._worker = worker(config, vllm_config, kv_cache_config, beside_others=beside)
-
-    def _put_out(self, error: _shim.ShimError) -> None:
-        """The policy of the scheduler role has met an internal error: the engine goes on without the cache."""
-        if self._scheduler is None:
-            raise error
-        logger.error(
-            "PILLION STAYS OUT: its scheduler role met an internal error: %s. vLLM goes on as if no connector were configured. "
-            "Restart the engine to use the cache again, and report the error with the lines above it",
-            error,
-        )
-        self._scheduler.put_out()
 
     def _stay_out(self, reason: str) -> None:
         self._out = reason
@@ -242,13 +206,13 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests with an asynchronous load ended on this rank."""
-        return None, self._reports.ended(self._worker.finished()) if self._worker else None
+        return None, self._reports.tell_ended(self._worker.finished()) if self._worker else None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """As `get_finished`, with the requests among them whose loads failed as a whole. vLLM 0.30 and later asks so."""
         results = super().get_transfer_results(finished_req_ids)
         if self._worker:
-            results.failed_recving |= self._reports.failed(self._worker.take_failed_requests())
+            results.failed_recving |= self._reports.tell_failed(self._worker.take_failed_requests())
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -256,7 +220,7 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         if not self._worker:
             return set()
         # Blocks read by a step are reported once: where vLLM drops the report, other requests may have the blocks since.
-        return self._reports.blocks(self._worker.take_failed_waiting()) | self._worker.take_failed()
+        return self._reports.tell_blocks(self._worker.take_failed_waiting()) | self._worker.take_failed()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Names the step in its output, so the scheduler role learns of each output taken by vLLM."""
@@ -267,8 +231,6 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         for role in (self._scheduler, self._worker):
             if role:
                 role.shutdown()
-        if self._records:
-            self._records.close()
 
     # --- scheduler role ---
 
@@ -290,7 +252,6 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = None
             self._stay_out(reasons[0])
 
-    @_survived
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Holds blocks of the pool, and sees its resets, the users' sign of changed weights."""
         watch.resets(gpu_block_pool, self._resets, self._was_reset)
@@ -310,32 +271,19 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler:
             self._scheduler.weights_may_have_changed()
 
-    @_survived
     def on_new_request(self, request: Request) -> None:
         """Tells the sidecar of the coming query."""
         if self._scheduler:
             self._scheduler.announced(request)
 
-    @_survived
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """The number of tokens in the cache beyond `num_computed_tokens`, and whether they come asynchronously."""
-        if not self._scheduler:
-            return 0, False
-        if not self._records or not vllm_compat.reads_cache(request):
-            return self._scheduler.match(request, num_computed_tokens)
-        self._records.asks(request, num_computed_tokens)
-        found, is_async = self._scheduler.match(request, num_computed_tokens)
-        self._records.asked(request, found is not None or self._scheduler.put_off(request), is_async)
-        return found, is_async
+        return self._scheduler.match(request, num_computed_tokens) if self._scheduler else (0, False)
 
-    @_survived
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Plans the load into the blocks allocated by vLLM."""
         if self._scheduler:
             self._scheduler.allocated(request, blocks, num_external_tokens)
-            if self._records and num_external_tokens:
-                found = self._scheduler.sources(request, num_external_tokens)
-                self._records.loads(request, num_external_tokens, found)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
         """Tokens of a hit by the place of the hit, for vLLM's counts of an admitted request."""
@@ -343,17 +291,12 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         unknown: dict[Any, int] = super().get_external_cache_hit_sources(request, num_external_tokens)
         return vllm_compat.cache_hit_sources(found) if found else unknown
 
-    @_survived
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Posts this step's saves and cancellations and describes its loads."""
         if not self._scheduler:
             return PillionMetadata(run=b"", step=0)
-        metadata = self._scheduler.step(scheduler_output)
-        if self._records:
-            self._records.scheduled(scheduler_output, metadata.step)
-        return metadata
+        return self._scheduler.step(scheduler_output)
 
-    @_survived
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Learns of ended and of failed loads, and of the step with its output taken by vLLM."""
         if not self._scheduler:
@@ -369,22 +312,15 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         # Behind the failed loads: nothing of these is accepted.
         if isinstance(output := getattr(connector_output, "kv_connector_worker_meta", None), StepOutput):
             self._scheduler.accepts(output)
-        if self._records:
-            self._records.received(received or set())
-            if invalid or failed:
-                self._records.failed(self._scheduler.is_refused)
 
-    @_survived
     def take_events(self) -> Iterable[Any]:
         """KV events for routers, where vLLM publishes any: the blocks kept by the sidecar."""
         return self._scheduler.take_events() if self._scheduler else ()
 
-    @_survived
     def has_pending_push_work(self) -> bool:
         """Whether an engine without requests steps on for a moment: the ends of its last saves are still to be told."""
         return self._scheduler is not None and self._scheduler.lingers
 
-    @_survived
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """A report for vLLM's metrics; None if nothing has changed since the last report."""
         # MultiConnector looks for the class of each report by its name. The wheel's plugin registers the name.
@@ -393,18 +329,15 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
             return None
         told: tuple[State, str] = (self._scheduler.state, "") if self._scheduler else ("out", self._out)
         found = self._scheduler.take_hit_tokens() if self._scheduler else {}
-        records = self._records.take_ends() if self._records else {}
+        records = self._scheduler.take_record_ends() if self._scheduler else {}
         unkept = self._scheduler.take_unkept() if self._scheduler else {}
         if told == self._told and not (found or records or unkept):
             return None
         self._told = told
         return EngineState.of(*told, found, records, unkept)
 
-    @_survived
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forgets a request; the answer is for its router to hand to the next engine. Saves never hold its blocks."""
-        if self._records:
-            self._records.finished(request)
         return False, self._scheduler.finished(request) if self._scheduler else None
 
     def request_finished_all_groups(
@@ -413,7 +346,6 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         """As `request_finished`."""
         return self.request_finished(request, [])
 
-    @_survived
     def reset_cache(self) -> bool:
         """Has the ranks state their weights again; deletes nothing, and equal weights find their kept blocks."""
         self._weights_may_have_changed()

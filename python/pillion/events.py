@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from pillion import vllm_compat
 from pillion._shim import Policy
 from pillion.groups import Group
-from pillion.no_policy import NoPolicy
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -33,14 +32,16 @@ class Events:
 
     def ended(self, number: int, request: Request) -> None:
         """A request is over."""
-        self._ended.append((time.monotonic() + KNOWN_S, number))
-        self._over[number] = request
-
-    def take(self, policy: Policy | NoPolicy, requests: dict[int, Request]) -> list[Any]:
-        """The events since the last call."""
-        now, events = time.monotonic(), []
+        now = time.monotonic()
+        # `take` is in every step, and freeing a long prompt takes a while.
         while self._ended and self._ended[0][0] <= now:
             del self._over[self._ended.popleft()[1]]
+        self._ended.append((now + KNOWN_S, number))
+        self._over[number] = request
+
+    def take(self, policy: Policy, requests: dict[int, Request]) -> list[Any]:
+        """The events since the last call."""
+        events = []
         for on_disk, hashes, stored, number, first in policy.take_events(self._group.number):
             medium, request = MEDIA[on_disk], requests.get(number) or self._over.get(number)
             if not stored:

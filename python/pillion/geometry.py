@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from pillion import _shim
@@ -17,18 +16,6 @@ from pillion._shim import KEY_THEN_VALUE
 
 if TYPE_CHECKING:
     import torch
-
-
-# A load is delivered in cuts, groups of layers. The first and the last are small, so that a forward begins early and has
-# little left to compute when the copy ends; between them few large ones are copied fastest: a cut's part of a block is one
-# run where the layout allows, and runs of 128 KiB move at 51.6 GB/s, of 256 KiB at 53, of 1 MiB at 54.5.
-SMALLEST_CUT_BYTES = 128 << 10
-# Of small pages: more layers would leave a model of 32 layers no middle.
-SMALLEST_CUT_LAYERS_MAX = 4
-# A middle cut's layers by the smallest cut's: a forward computes so many while the next cut is copied, or the reverse.
-LARGEST_BY_SMALLEST = 6
-# A load's word counts delivered cuts in one byte.
-CUTS_MAX = 255
 
 
 class GeometryError(ValueError):
@@ -54,54 +41,27 @@ class Geometry:
     # (storage index, offset of block 0 in bytes, stride from block to block in bytes, bytes)
     regions: list[tuple[int, int, int, int]]
     form: str
-    # Where in a block each layer's bytes end.
+    # The end of each layer's bytes in a block, and the end of each cut's: of layers delivered together by a load.
     layer_ends: list[int]
-
-    @property
-    def cut_layers(self) -> list[int]:
-        """How many layers a load delivers together, cut by cut."""
-        layers = len(self.layer_ends)
-        smallest = min(-(-SMALLEST_CUT_BYTES * layers // self.layer_ends[-1]), SMALLEST_CUT_LAYERS_MAX)
-        ends: list[int] = []
-        middle = layers
-        for size in (smallest, 2 * smallest):
-            if middle >= 3 * size:
-                ends.append(size)
-                middle -= 2 * size
-        parts = -(-middle // max(LARGEST_BY_SMALLEST * smallest, -(-layers // (CUTS_MAX - 4))))
-        middles = [middle * (part + 1) // parts - middle * part // parts for part in range(parts)]
-        return [*ends, *middles, *reversed(ends)]
-
-    @property
-    def cuts(self) -> list[int]:
-        """Where in a block the layers that are delivered together end."""
-        return [self.layer_ends[end - 1] for end in accumulate(self.cut_layers)]
+    cuts: list[int]
+    # The number of layers in each cut.
+    cut_layers: list[int]
 
 
 def describe(layers: list[tuple[str, torch.Tensor]], blocks: int, heads: Mapping[str, Heads] | None = None) -> Geometry:
     """Describes the layers of one cache group, in order; `heads` of each layer, where they are known."""
-    storages: dict[int, int] = {}
-    unique: list[torch.UntypedStorage] = []
-    regions: list[tuple[int, int, int, int]] = []
+    if not layers:
+        raise GeometryError("no layer of the model keeps KV")
+    storages: dict[int, torch.UntypedStorage] = {}
     tensors = []
-    layer_ends: list[int] = []
-    end = 0
     for name, tensor in layers:
         storage = tensor.untyped_storage()
-        if storage._cdata not in storages:
-            storages[storage._cdata] = len(unique)
-            unique.append(storage)
+        storages.setdefault(storage._cdata, storage)
         split, block_axis = split_pages(name, tensor, blocks)
-        runs = _runs(split, block_axis)
-        for offset, stride, length in runs:
-            _append(regions, (storages[storage._cdata], offset, stride, length))
-            end += length
-        layer_ends.append(end)
+        place = list(storages).index(storage._cdata), split.storage_offset(), split.element_size()
         dtype = str(split.dtype).removeprefix("torch.")
-        tensors.append((split.shape, split.stride(), block_axis, dtype, (heads or {}).get(name, UNKNOWN_HEADS)))
-    if not layer_ends:
-        raise GeometryError("no layer of the model keeps KV")
-    return Geometry(unique, regions, _shim.write_page_form(tensors), layer_ends)
+        tensors.append((place, split.shape, split.stride(), block_axis, dtype, (heads or {}).get(name, UNKNOWN_HEADS)))
+    return Geometry(list(storages.values()), *_shim.lay_out_block(tensors))
 
 
 def split_pages(name: str, tensor: torch.Tensor, blocks: int) -> tuple[torch.Tensor, int]:
@@ -113,30 +73,6 @@ def split_pages(name: str, tensor: torch.Tensor, blocks: int) -> tuple[torch.Ten
     if not axes:
         raise GeometryError(f"layer {name}: no axis of {tuple(tensor.shape)} has {blocks} blocks")
     return tensor, axes[0]
-
-
-def _runs(pages: torch.Tensor, block_axis: int) -> list[tuple[int, int, int]]:
-    """The dense runs of one layer's page."""
-    item = pages.element_size()
-    inner = [axis for axis in range(pages.dim()) if axis != block_axis and pages.shape[axis] > 1]
-    inner.sort(key=pages.stride)
-    dense = 1
-    while inner and pages.stride(inner[0]) == dense:
-        dense *= pages.shape[inner.pop(0)]
-    offsets = [pages.storage_offset()]
-    for axis in reversed(inner):
-        offsets = [offset + i * pages.stride(axis) for offset in offsets for i in range(pages.shape[axis])]
-    return [(offset * item, pages.stride(block_axis) * item, dense * item) for offset in offsets]
-
-
-def _append(regions: list[tuple[int, int, int, int]], region: tuple[int, int, int, int]) -> None:
-    """Adds a region, joining it to the one before where both are one run in every block."""
-    if regions:
-        storage, offset, stride, length = regions[-1]
-        if region[0] == storage and region[2] == stride and region[1] == offset + length:
-            regions[-1] = (storage, offset, stride, length + region[3])
-            return
-    regions.append(region)
 
 
 def self_test(layers: list[tuple[str, torch.Tensor]], geometry: Geometry, blocks: int) -> None:

@@ -20,3 +20,8 @@ PolicyStep = tuple[int, list[StepPart], bool, bool, list[int], list[int], int]
 PolicyEvent = tuple[bool, list[bytes], bool, int, int]
 # The service to an engine; [pillion.state][] has the meanings.
 PolicyState = Literal["serving", "unbound", "unaccepted", "away"]
+# A remark: whether it is an error, its text, and the request named in place of `%s`, if one is.
+PolicyRemark = tuple[bool, str, int | None]
+# A record of a request: its number; its tokens, those of its prompt in vLLM's own cache and those of its hit; the last by the
+# place of the hit; its load; whether it was aborted; and seconds of each part.
+PolicyRecord = tuple[int, tuple[int, int, int], list[int], str, bool, list[float]]

@@ -10,14 +10,12 @@ from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from pillion import _shim, groups, handover, hasher, vllm_compat
-from pillion.adapters import Adapters
 from pillion.config import Config, ConfigError
 from pillion.events import Events
 from pillion.metadata import PillionMetadata, StepLoads, StepOutput
-from pillion.no_policy import NoPolicy
 from pillion.numbers import Numbers, StepPart
-from pillion.remarks import say_remark
-from pillion.state import SOURCES, UNKEPT, Source, State
+from pillion.records import Records
+from pillion.state import SOURCES, UNKEPT, RecordEnd, Source, State
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -52,20 +50,14 @@ class Scheduler:
         self._beside_others = beside_others
         algorithm = vllm_config.cache_config.prefix_caching_hash_algo
         self._has_own_keys = hasher.has_second_digest(algorithm)
-        self._policy: _shim.Policy | NoPolicy = groups.policy(config, vllm_config, kv_cache_config, self._runs, beside_others)
-        self._adapters = Adapters(self._runs[0], vllm_compat.lora_form(vllm_config), lambda: self._policy.disown())
-        self._sizes = [vllm_compat.block_tokens(view) for _, view in groups.parts(kv_cache_config)]
+        self._policy = groups.policy(config, vllm_config, kv_cache_config, self._runs, beside_others)
+        self._adapters = _shim.Adapters(self._runs[0], vllm_compat.lora_form(vllm_config))
         self._windows = any(vllm_compat.window(view) for _, view in groups.parts(kv_cache_config))
         self._events: list[Events] = []
         if vllm_compat.kv_events_are_on(vllm_config):
             self._events = [Events(group, view) for group, view in groups.parts(kv_cache_config)]
+        self._records = Records(config, self._engine_id)
         self._pool: BlockPool | None = None
-        # Blocks of the pool held until they are saved.
-        self._held: set[int] = set()
-        # By the requests of vLLM's questions: the request's tokens then, and whether a load was to be beside the steps.
-        self._asked: dict[str, tuple[int, bool]] = {}
-        # The loads counted on by vLLM in the scheduled step.
-        self._promised: list[tuple[Request, KVCacheBlocks]] = []
         # The unfinished requests: the policy's number of each, and each by its number.
         self._numbers: dict[str, int] = {}
         self._requests: dict[int, Request] = {}
@@ -77,7 +69,7 @@ class Scheduler:
         # The same of the steps without a taken output, and the loads of these, by group.
         self._open: dict[int, dict[str, int]] = {}
         self._open_loads: dict[int, list[StepLoads]] = {}
-        self._step, self._weights = 1, 0
+        self._step = 1
         self._say()
 
     def _check_failures(self, several: bool) -> None:
@@ -109,7 +101,7 @@ class Scheduler:
         if self._policy.look_for_verdict():
             self._forget_cached()
         if request.lora_request:
-            self._adapters.look(request.lora_request)
+            self._look(request.lora_request)
         if self._policy.may_announce(len(self._running) - self._left):
             self._policy.announce(self._follow(request))
 
@@ -137,34 +129,21 @@ class Scheduler:
         """A request's present numbers for the policy."""
         lora = request.lora_request
         keys = hasher.keys_of(request) if self._has_own_keys else request.block_hashes
-        adapter = self._adapters.word(lora) if lora else None
+        adapter = self._adapters.word(vllm_compat.adapter_words(lora)) if lora else None
         return request.num_tokens, request.num_computed_tokens, request.num_preemptions, adapter, keys
 
     def match(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens in the cache beyond `computed_tokens`, and whether they come asynchronously; None: ask again."""
         if request.lora_request:
-            self._adapters.look(request.lora_request)
+            self._look(request.lora_request)
         number = self._follow(request)
         running = len(self._running) - self._left
         alone = running == 0 or (running == 1 and request.request_id in self._running)
-        found, beside = self._policy.matched(number, self._now(request), computed_tokens, alone)
-        if found:
-            self._asked[request.request_id] = computed_tokens, beside
-        return found, beside
-
-    def put_off(self, request: Request) -> bool:
-        """Whether the cache has answered, and the load waits for a step with room."""
-        return self._policy.is_put_off(self._numbers.get(request.request_id, 0))
-
-    def is_refused(self, request: Request) -> bool:
-        """Whether a load of the request has failed, so the cache is not asked again."""
-        return self._policy.is_refused(self._numbers.get(request.request_id, 0))
+        return self._policy.matched(number, self._now(request), computed_tokens, alone)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         """vLLM has allocated blocks and says how many external tokens it wants."""
         number = self._follow(request)
-        if external_tokens:
-            self._promised.append((request, blocks))
         wanted = self._policy.allocated(number, self._now(request), external_tokens)
         if wanted is not None:
             ids = blocks.get_block_ids()
@@ -180,6 +159,10 @@ class Scheduler:
         found = self._policy.take_hit_tokens()
         return {source: each for source, each in zip(SOURCES, found, strict=True) if each}
 
+    def take_record_ends(self) -> dict[RecordEnd, int]:
+        """Numbers of records by their outcome since the last call."""
+        return self._records.take_ends()
+
     def finished(self, request: Request) -> dict[str, Any] | None:
         """The request is over; the answer to its router, if another engine goes on with it."""
         self._left += request.request_id in self._running
@@ -187,15 +170,14 @@ class Scheduler:
         if number is None:
             # It was aborted before it was scheduled.
             return None
+        kept, blocks = self._policy.end_request(number, not vllm_compat.answered(request))
+        self._say()
         del self._requests[number]
         self._over[request.request_id] = (number, self._step)
         for events in self._events:
             events.ended(number, request)
-        kept, blocks = self._policy.end_request(number)
         if self._pool is not None and blocks:
-            held = [block for block in blocks if vllm_compat.hold(self._pool, block)]
-            self._held.update(held)
-            self._policy.held(held)
+            self._policy.held([block for block in blocks if vllm_compat.hold(self._pool, block)])
         return None if kept is None else handover.answer(request, self._engine_id, kept)
 
     # --- loads ---
@@ -243,8 +225,6 @@ class Scheduler:
         told = self._policy.end_step(numbers, len(scheduled))
         self._running, self._left = scheduled, 0
         self._say()
-        self._asked.clear()
-        self._promised.clear()
         return self._metadata(*told)
 
     def _tables(self, output: SchedulerOutput) -> tuple[list[Any], list[Any]]:
@@ -271,7 +251,7 @@ class Scheduler:
         request = self._requests[number]
         if request.lora_request:
             # Ranks load its adapter in this step, unless they hold it.
-            self._adapters.look(request.lora_request)
+            self._look(request.lora_request)
         if request.mm_features:
             places = [(media.identifier, media.mm_position.offset, media.mm_position.length) for media in request.mm_features]
             self._policy.follow_media(number, places)
@@ -298,7 +278,7 @@ class Scheduler:
         weights: int,
     ) -> PillionMetadata:
         """The metadata for the ranks, by group."""
-        self._step, self._weights = step + 1, weights
+        self._step = step + 1
         self._open[step] = self._running
         if len(self._open) > STEPS_MAX:
             self._forget_steps(next(iter(self._open)))
@@ -346,17 +326,17 @@ class Scheduler:
         return {name: number for name, number in zip(UNKEPT, self._policy.take_unkept(), strict=True) if number}
 
     def _say(self) -> None:
-        notices, remarks = self._policy.take_notices()
-        for notice in notices:
+        """Hands on the policy's messages for the log, and its records."""
+        notices, remarks, records = self._policy.take_notices()
+        for notice in (*notices, *self._adapters.take_notices()):
             logger.warning("pillion: %s", notice)
-        for name, first, second in remarks:
-            request = self._requests.get(second)
-            say_remark(name, first, request.request_id if name == "unproven" and request else second, self._loss)
-
-    @property
-    def _loss(self) -> str:
-        """The fate of a request with a failed load."""
-        return "recomputed" if self._recomputes else "ended" if self._config.strict_tokens is None else "strict"
+        for is_error, text, number in remarks:
+            if number is not None:
+                request = self._requests.get(number)
+                text %= request.request_id if request else number
+            (logger.error if is_error else logger.warning)("pillion: %s", text)
+        for record in records:
+            self._records.keep(self._requests[record[0]], record)
 
     # --- vLLM's blocks ---
 
@@ -371,7 +351,6 @@ class Scheduler:
     def _give_back(self, blocks: list[int]) -> None:
         if self._pool is not None and blocks:
             vllm_compat.free(self._pool, blocks)
-            self._held.difference_update(blocks)
 
     def _forget_cached(self) -> None:
         """Has no request find a block of before in vLLM's own prefix cache: some were loaded, and may be wrong."""
@@ -415,23 +394,20 @@ class Scheduler:
 
     def adapter_loads(self, request: LoRARequest) -> None:
         """Every rank is about to load an adapter."""
-        self._adapters.loads(request)
+        if self._adapters.loads(vllm_compat.adapter_words(request)):
+            self._policy.disown()
 
     def adapter_removed(self, number: int) -> None:
         """No rank holds an adapter any more."""
-        self._adapters.forget(number)
+        if self._adapters.forget(number):
+            self._policy.disown()
+
+    def _look(self, adapter: LoRARequest) -> None:
+        """Sees whether the adapter's files are those of before; ranks may hold other bytes than these."""
+        if self._adapters.look_at(vllm_compat.adapter_words(adapter)):
+            self._policy.disown()
 
     def shutdown(self) -> None:
         """Leaves the sidecar."""
         self._policy.disconnect()
-
-    def put_out(self) -> None:
-        """The policy has met an internal error: the loads counted on by vLLM have failed, and the engine goes on alone."""
-        self._policy.disconnect()
-        lost: list[StepPart] = [([], [], False) for _ in self._sizes]
-        for request, blocks in self._promised:
-            had, beside = self._asked[request.request_id]
-            number = self._numbers[request.request_id]
-            for part, ids, size in zip(lost, blocks.get_block_ids(), self._sizes, strict=True):
-                part[1].append((number, [block for block in ids[had // size :] if block], not beside))
-        self._policy = NoPolicy(self._step, self._weights, lost, list(self._held), list(self._open_loads))
+        self._records.close()

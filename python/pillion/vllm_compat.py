@@ -31,6 +31,7 @@ from pillion.geometry import Heads
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.lora.request import LoRARequest
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
     from vllm.v1.request import Request
@@ -534,16 +535,6 @@ def transfer_params(request: Any) -> dict[str, Any]:
     return params if isinstance(params, dict) else {}
 
 
-def reads_cache(request: Any) -> bool:
-    """False for a request with the wish to be computed as a whole."""
-    return not request.skip_reading_prefix_cache
-
-
-def was_preempted(request: Any) -> bool:
-    """True once a request has lost its blocks."""
-    return bool(request.num_preemptions)
-
-
 def prompt_tokens(request: Any) -> int:
     """Tokens of a request's prompt."""
     return int(request.num_prompt_tokens)
@@ -570,11 +561,6 @@ def trace_headers(request: Any) -> Mapping[str, str] | None:
     """The trace of a request, as HTTP headers."""
     headers: Mapping[str, str] | None = getattr(request, "trace_headers", None)
     return headers
-
-
-def begun_ids(output: Any) -> list[str]:
-    """The requests beginning in a step, or beginning again."""
-    return [*(new.req_id for new in output.scheduled_new_reqs), *output.scheduled_cached_reqs.resumed_req_ids]
 
 
 def wrap_reset(pool: Any, wrap: Callable[[Callable[[], bool]], Callable[[], bool]]) -> None:
@@ -714,6 +700,15 @@ def lora_form(vllm_config: VllmConfig) -> str:
     stated = {name: getattr(config, name, None) for name in LORA_FORM}
     stated["target_modules"] = sorted(stated["target_modules"] or ())
     return ",".join(f"{name}={value}" for name, value in stated.items() if value)
+
+
+def adapter_words(request: LoRARequest) -> tuple[int, str, str, bool, bool, bool]:
+    """An adapter's number, name and folder; whether ranks read it in every step although they hold it, whether its bytes are
+    elsewhere, as in earlier versions, and whether its tensors hold all experts as one."""
+    flags = (getattr(request, name, None) for name in ("load_inplace", "tensorizer_config_dict", "is_3d_lora_weight"))
+    in_place, elsewhere, fused_experts = map(bool, flags)
+    folder = os.path.expanduser(request.lora_path)
+    return request.lora_int_id, request.lora_name, folder, in_place, elsewhere, fused_experts
 
 
 def engine_core() -> type | None:

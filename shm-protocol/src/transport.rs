@@ -3,7 +3,7 @@
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use rustix::io::Errno;
@@ -16,6 +16,13 @@ use crate::handshake::{DESCRIPTORS_MAX, RECORD_BYTES_MAX};
 
 /// Connections that may wait for the sidecar: every rank of 4 engines of 8 GPUs and their schedulers start at once.
 const BACKLOG: i32 = 64;
+
+/// The socket of this user's sidecar, unless it was told another one.
+pub fn default_socket() -> PathBuf {
+    let own = std::env::var_os("XDG_RUNTIME_DIR").filter(|value| !value.is_empty());
+    let folder = own.filter(|_| !rustix::process::geteuid().is_root()).unwrap_or_else(|| "/run".into());
+    PathBuf::from(folder).join("pillion/pillion.sock")
+}
 
 /// Listens on `path`, which must not exist.
 pub fn listen(path: &Path) -> Result<OwnedFd, Errno> {

@@ -14,6 +14,7 @@ mod values;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 
+pub use shm_protocol::transport::default_socket;
 use thiserror::Error;
 
 pub use self::control::{Control, ControlTcp, Token, default_control_socket, read_token};
@@ -333,13 +334,6 @@ impl Config {
     pub fn too_little_for_a_gpu(&self) -> Option<String> {
         memory::too_little_for_a_gpu(self)
     }
-}
-
-/// Where a sidecar of this user listens unless told otherwise: engines follow the same rule.
-pub fn default_socket() -> PathBuf {
-    let own = std::env::var_os("XDG_RUNTIME_DIR").filter(|value| !value.is_empty());
-    let folder = own.filter(|_| !rustix::process::geteuid().is_root()).unwrap_or_else(|| "/run".into());
-    PathBuf::from(folder).join("pillion/pillion.sock")
 }
 
 #[cfg(test)]

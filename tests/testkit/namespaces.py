@@ -24,7 +24,7 @@ def new(
     tokens side by side, then its values; otherwise a token's key and value follow each other, as on a GPU."""
     sizes, packing = (1, heads, tokens, 2 * dim), KEYS_THEN_VALUES if transposed else KEY_THEN_VALUE
     strides = (2 * heads * tokens * dim, 2 * tokens * dim, 2 * dim, 1)
-    form = _shim.write_page_form([(sizes, strides, 0, "float32", (dim, dim, packing))] * layers)
+    form = _shim.lay_out_block([((0, 0, 4), sizes, strides, 0, "float32", (dim, dim, packing))] * layers)[1]
     known = {
         "page_form": form,
         "block_tokens": str(tokens),

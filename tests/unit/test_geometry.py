@@ -1,4 +1,5 @@
-"""Regions of a block: gathering them from raw storage must give exactly the bytes of the block's pages."""
+"""Regions of a block: gathering them from raw storage must give exactly the bytes of the block's pages. Tests of cuts:
+connector-shim/src/core/regions.rs."""
 
 from __future__ import annotations
 
@@ -7,10 +8,9 @@ import torch
 
 from pillion import pages
 from pillion._shim import KEY_THEN_VALUE
-from pillion.geometry import CUTS_MAX, Geometry, GeometryError, Heads, describe
+from pillion.geometry import Geometry, GeometryError, Heads, describe
 from pillion.pages import FormError
 
-KIB = 1024
 BLOCKS, LAYERS, HEADS, TOKENS, CONTENT = 7, 3, 2, 4, 5
 AXES = {"L": LAYERS, "B": BLOCKS, "H": HEADS, "N": TOKENS, "C": CONTENT}
 
@@ -131,38 +131,3 @@ def test_blocks_of_several_kernel_blocks_are_gathered_exactly() -> None:
         describe([(name, cache.permute(0, 2, 1, 3)) for name, cache in split], BLOCKS).regions
         == describe(whole, BLOCKS).regions
     )
-
-
-def geometry_of(layers: int, page_bytes: int) -> Geometry:
-    """One with pages of a size."""
-    return Geometry([], [], "", [page_bytes * (layer + 1) for layer in range(layers)])
-
-
-@pytest.mark.parametrize(
-    ("layers", "page_kib", "cuts"),
-    [
-        (32, 64, [2, 4, 10, 10, 4, 2]),
-        (32, 4, [4, 8, 8, 8, 4]),
-        (32, 100, [2, 4, 10, 10, 4, 2]),
-        (32, 512, [1, 2, 5, 5, 5, 5, 6, 2, 1]),
-        (80, 8, [4, 8, 18, 19, 19, 8, 4]),
-        (20, 32, [4, 12, 4]),
-        (3, 1, [3]),
-        (1, 64, [1]),
-    ],
-)
-def test_cuts_are_small_at_both_ends(layers: int, page_kib: int, cuts: list[int]) -> None:
-    geometry = geometry_of(layers, page_kib * KIB)
-    assert geometry.cut_layers == cuts
-    pieces = [end - start for start, end in zip([0, *geometry.cuts], geometry.cuts, strict=False)]
-    assert pieces == [count * page_kib * KIB for count in cuts]
-
-
-@pytest.mark.parametrize("layers", [1, 2, 3, 4, 5, 61, 509, 511, 2000])
-def test_cuts_ascend_end_with_the_block_and_fit_their_byte(layers: int) -> None:
-    geometry = geometry_of(layers, 1 << 20)
-    assert geometry.cuts == sorted(set(geometry.cuts))
-    assert geometry.cuts[-1] == layers << 20
-    assert len(geometry.cuts) <= CUTS_MAX
-    assert sum(geometry.cut_layers) == layers
-    assert min(geometry.cut_layers) >= 1

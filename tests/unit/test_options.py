@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pillion.config import Config
 from testkit import script
 
 OPTION = {"flag": "a-b", "values": ["SIZE"], "value_needed": True, "variable": "P_A_B", "key": "mesh.b", "required": False}
@@ -47,5 +48,5 @@ def test_an_option_is_an_item(options: ModuleType, more: dict[str, Any], item: s
 
 def test_every_key_of_the_connector_has_an_item(options: ModuleType) -> None:
     items = [line for line in options.connector() if line.startswith("- **`pillion.")]
-    assert len(items) == len(options.config.Config.__dataclass_fields__)
+    assert len(items) == len(Config.__dataclass_fields__)
     assert all("; default: " in item for item in items)

@@ -11,9 +11,9 @@ import pytest
 from specs import full_attention, kv_cache_config
 
 from pillion import _shim, vllm_compat
-from pillion.config import Config
 from pillion.scheduler import Scheduler
 from pillion.state import SOURCES
+from testkit.engine_config import engine_config
 
 BLOCK_TOKENS = 16
 # The policy itself, for the names of its calls.
@@ -29,7 +29,7 @@ ANSWERS: dict[str, Any] = {
     "release_held": [],
     "take_events": [],
     "take_hit_tokens": (0,) * len(SOURCES),
-    "take_notices": ([], []),
+    "take_notices": ([], [], []),
     "take_unkept": (0, 0),
 }
 
@@ -37,8 +37,8 @@ ANSWERS: dict[str, Any] = {
 class Policy:
     """Writes down its calls, and gives the answers set by a test."""
 
-    def __init__(self, *_: Any, **facts: Any) -> None:
-        self.facts = facts
+    def __init__(self, options: Any, **facts: Any) -> None:
+        self.options, self.facts = options, facts
         self.state = "serving"
         # Each call by its name, with its arguments.
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
@@ -85,8 +85,9 @@ def scheduler(
         kv_transfer_config=SimpleNamespace(engine_id="engine", kv_role="kv_both", kv_load_failure_policy=failures),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
         cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256_cbor"),
+        max_concurrent_batches=1,
     )
-    role = Scheduler(Config("/nowhere", **options), engine, kv_cache_config(full_attention()), beside_others)
+    role = Scheduler(engine_config(**options), engine, kv_cache_config(full_attention()), beside_others)
     return role, role._policy
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import played
 import pytest
 
+from pillion._shim import Reports
 from pillion.metadata import StepOutput
-from pillion.reports import Reports
 
 
 def test_an_output_counts_once_every_rank_has_returned_it() -> None:
@@ -54,11 +54,11 @@ def test_the_end_of_a_load_is_told_until_vllm_has_learned_of_it() -> None:
     """A step may raise before it tells anything. The next step tells the end then."""
     reports = Reports()
     reports.begin_step(1, ())
-    assert (reports.ended({"one"}), reports.failed({"one"}), reports.blocks({7})) == ({"one"}, {"one"}, {7})
+    assert (reports.tell_ended({"one"}), reports.tell_failed({"one"}), reports.tell_blocks({7})) == ({"one"}, {"one"}, {7})
     reports.begin_step(2, [1])
     reports.begin_step(3, [1])
-    assert (reports.ended(None), reports.failed(set()), reports.blocks(set())) == ({"one"}, {"one"}, {7})
+    assert (reports.tell_ended(None), reports.tell_failed(set()), reports.tell_blocks(set())) == ({"one"}, {"one"}, {7})
     reports.begin_step(4, [1])
-    assert (reports.ended(None), reports.failed(set()), reports.blocks(set())) == (None, set(), set())
+    assert (reports.tell_ended(None), reports.tell_failed(set()), reports.tell_blocks(set())) == (None, set(), set())
     reports.begin_step(5, [3, 4])
-    assert reports.ended({"two"}) == {"one", "two"}
+    assert reports.tell_ended({"two"}) == {"one", "two"}

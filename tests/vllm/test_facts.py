@@ -15,9 +15,9 @@ from specs import LAYERS, full_attention, kv_cache_config
 
 from pillion import facts as module
 from pillion import vllm_compat, weight_files
-from pillion.config import Config
 from pillion.facts import ENVIRONMENT, SETTINGS, Facts
 from pillion.models import Models
+from testkit.engine_config import engine_config
 
 
 class Model(torch.nn.Module):
@@ -86,7 +86,7 @@ def engine(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., di
         spec = SimpleNamespace(block_size=16, page_size_bytes=4096, kv_quant_mode=0)
         groups: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=LAYERS, kv_cache_spec=spec)])
         config: Any = vllm_config
-        return Facts(Config(socket="/s", **options), config, groups, Models([loaded.attn])).stated("form")
+        return Facts(engine_config(**options), config, groups, Models([loaded.attn])).stated("form")
 
     return engine
 

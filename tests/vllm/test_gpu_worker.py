@@ -11,11 +11,11 @@ import specs
 import torch
 
 from pillion import _shim, vllm_compat
-from pillion.config import Config
 from pillion.cuda import LayerWaits
 from pillion.geometry import GeometryError
 from pillion.metadata import PillionMetadata, StepOutput
 from pillion.worker import Worker
+from testkit.engine_config import engine_config
 
 LAYERS = [f"layer.{index}" for index in range(4)]
 CUTS = 2
@@ -78,7 +78,7 @@ class Rank:
     def __init__(self) -> None:
         self.session = Session()
         nothing: Any = None
-        self.worker = Worker(Config(socket="/s"), nothing, ONE_GROUP)
+        self.worker = Worker(engine_config(), nothing, ONE_GROUP)
         played: Any = self.session
         self.worker._session = played
         self.worker._waits = LayerWaits(LAYERS, [2, 2], True, lambda: vllm_compat.hook_mode(self.context))
@@ -211,7 +211,7 @@ def test_who_copies_on_a_gpu(
     said: list[str] = []
     monkeypatch.setattr("pillion.worker.logger.warning", lambda text, *parts: said.append(text % parts))
     config: Any = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=sleep_mode))
-    worker = Worker(Config(socket="/s", copy=copy), config, ONE_GROUP)
+    worker = Worker(engine_config(copy=copy), config, ONE_GROUP)
     asked: list[str] = []
 
     def connect(geometry: Any, descriptors: list[int], pointers: list[int], cuts: list[int], copier: str) -> None:
@@ -236,7 +236,7 @@ def test_who_copies_on_a_gpu(
 def test_an_engine_that_sleeps_does_not_copy(remedy: str) -> None:
     """Its KV memory goes away under its own copies."""
     config: Any = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=True))
-    worker = Worker(Config(socket="/s", copy="engine"), config, ONE_GROUP)
+    worker = Worker(engine_config(copy="engine"), config, ONE_GROUP)
     geometry: Any = SimpleNamespace(cuts=[8])
     with pytest.raises(GeometryError, match=remedy):
         worker._connect_gpu(geometry, [4096])
@@ -248,7 +248,7 @@ def test_memory_of_another_device_is_refused_aloud(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("pillion.worker.logger.error", lambda text, *parts: said.append(text % parts))
     monkeypatch.setattr(vllm_compat, "on_gpu", lambda: True)
     nothing: Any = None
-    worker = Worker(Config(socket="/s"), nothing, ONE_GROUP)
+    worker = Worker(engine_config(), nothing, ONE_GROUP)
     worker.register({"layer": torch.zeros(4, 2, 2, 2)})
     assert worker._session is None
     assert "PILLION STAYS OUT" in said[0]
@@ -267,7 +267,7 @@ def test_a_device_without_room_is_no_end_of_the_start(monkeypatch: pytest.Monkey
     monkeypatch.setattr(vllm_compat, "heads", lambda *_: {})
     nothing: Any = None
     kv = {name: torch.zeros(2, 10, 16, 2, 64, dtype=torch.bfloat16) for name in specs.LAYERS}
-    worker = Worker(Config(socket="/s"), nothing, specs.kv_cache_config(specs.full_attention()))
+    worker = Worker(engine_config(), nothing, specs.kv_cache_config(specs.full_attention()))
     worker.register(kv)
     assert worker._session is None
     assert worker.out_reason == "torch: CUDA out of memory. (if memory is short, lower --gpu-memory-utilization)"

@@ -14,7 +14,7 @@ from pillion.groups import ALONE
 
 TOKENS = 16
 # The policy's numbers of requests, and of none.
-ONE, OTHER, NONE = 1, 2, -1
+ONE, OTHER, THIRD, NONE = 1, 2, 3, -1
 
 
 class Policy:
@@ -114,7 +114,7 @@ def test_tokens_that_were_taken_back_are_not_told(told: Told) -> None:
 
 
 def test_a_request_is_forgotten(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its saves have ended by then."""
+    """Its saves have ended by then. The next request to end makes room."""
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     told.events.ended(ONE, request(range(1, 3)))
@@ -123,5 +123,6 @@ def test_a_request_is_forgotten(told: Told, monkeypatch: pytest.MonkeyPatch) -> 
     (known,) = told.take((False, keys(1), True, ONE, 0))
     assert known.token_ids == list(range(TOKENS))
     now += events.KNOWN_S / 2
+    told.events.ended(THIRD, request(range(1, 3)))
     unknown, known = told.take((False, keys(1), True, ONE, 0), (False, keys(1), True, OTHER, 0))
     assert (unknown.token_ids, known.token_ids) == ([], list(range(TOKENS)))

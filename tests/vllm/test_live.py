@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from pillion import worker as module
-from pillion.config import Config
 from pillion.live import Live
 from pillion.metadata import PillionMetadata
 from pillion.models import Models
 from pillion.sample import DIGEST_BYTES, Sample, Sampler
 from pillion.worker import Worker
+from testkit.engine_config import engine_config
 
 FACTS = {"config": "one", "rotary": "two"}
 
@@ -174,7 +174,7 @@ class Rank:
         group = SimpleNamespace(layer_names=["layer"], kv_cache_spec=None)
         blocks: Any = SimpleNamespace(kv_cache_groups=[group])
         played: Any = self.session
-        self.worker = Worker(Config(socket="/s"), config, blocks)
+        self.worker = Worker(engine_config(), config, blocks)
         self.worker._session = played
         self.worker._live = live(self.model)
         self.first = self.worker._live.begin(FACTS)

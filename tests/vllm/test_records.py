@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from stage import RESET, Stage, abort, block_count, by_load, generate, hit_tokens, metrics, peers, prompt_of, wait_saved
 
-from pillion.config import Config
 from pillion.records import PARTS, QUEUE_MAX, Records
 from testkit import collector, ports, sidecar
+from testkit.engine_config import engine_config
 from testkit.waiting import wait_for
 
 KEPT, AWAITED = prompt_of(333, 1), prompt_of(290, 2)
@@ -64,20 +64,15 @@ def test_a_receiver_gets_what_slow_requests_waited_for(stage: Stage, load: str) 
 class Played:
     """Records of requests that are computed at once."""
 
-    def __init__(self, url: str | None, every: int = 1) -> None:
-        config = Config(socket="none", record_every=every, record_slow_ms=3_600_000, record_otlp=url)
-        self.records = Records(config, "engine", 1)
+    def __init__(self, url: str | None) -> None:
+        self.records = Records(engine_config(record_otlp=url), "engine")
         self.ends: Counter[str] = Counter()
 
     def play(self, count: int, **more: Any) -> None:
         """So many requests."""
         for number in range(count):
-            status = SimpleNamespace(name="FINISHED_STOPPED")
-            facts = {"num_tokens": 40, "num_preemptions": 0, "kv_transfer_params": None, "status": status}
-            request: Any = SimpleNamespace(request_id=f"request-{number}", **facts, **more)
-            self.records.asks(request, 0)
-            self.records.asked(request, True, False)
-            self.records.finished(request)
+            request: Any = SimpleNamespace(request_id=f"request-{number}", **more)
+            self.records.keep(request, (number, (40, 8, 24), [16, 0, 8], "async", False, [0.1, 0.0, 0.2, 0.0, 0.3]))
 
     def wait_ends(self, **ends: int) -> None:
         """Until so many have ended, each so."""
@@ -89,28 +84,19 @@ class Played:
         wait_for(ended, f"records that end as {ends}")
 
 
-@pytest.mark.parametrize(("preemptions", "part"), [(0, "producer"), (1, "query")])
-def test_after_a_preemption_no_producer_is_waited_for(preemptions: int, part: str) -> None:
-    """What an answer that is put off waits for then is a disk or a peer."""
-    records = Played(None).records
-    params = {"do_remote_prefill": True}
-    request: Any = SimpleNamespace(request_id="one", num_tokens=40, kv_transfer_params=params, num_preemptions=preemptions)
-    records.asks(request, 0)
-    records.asked(request, False, False)
-    assert records._open["one"].part == part
-
-
-def test_one_of_so_many_is_a_line_of_the_log_and_a_span(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kept_record_is_a_line_of_the_log_and_a_span(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the client's trace, where vLLM hands that on."""
     lines: list[str] = []
     monkeypatch.setattr("pillion.records.logger.info", lambda text, *parts: lines.append(text % parts))
     with collector.collecting() as receiver:
-        played = Played(receiver.url, every=3)
-        played.play(7, trace_headers={"traceparent": f"00-{TRACE}-{SPAN}-01"})
+        played = Played(receiver.url)
+        played.play(2, trace_headers={"traceparent": f"00-{TRACE}-{SPAN}-01"})
         played.wait_ends(written=2)
         played.records.close()
     told = [json.loads(line.removeprefix("pillion request ")) for line in lines]
-    assert [one["request"] for one in told] == list(receiver.records()) == ["request-2", "request-5"]
+    assert [one["request"] for one in told] == list(receiver.records()) == ["request-0", "request-1"]
+    assert told[0]["found"] == {"host": 16, "p2p": 8} and (told[0]["load"], told[0]["end"]) == ("async", "computed")
+    assert [told[0][f"{part}_ms"] for part in PARTS] == [100, 0, 200, 0, 300] and told[0]["whole_ms"] == 600
     assert {(span.trace_id.hex(), span.parent_span_id.hex()) for span in receiver.spans} == {(TRACE, SPAN)}
     assert receiver.resource["service.name"] == "pillion" and receiver.resource["service.instance.id"] == "engine"
 

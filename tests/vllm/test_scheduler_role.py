@@ -12,13 +12,13 @@ from specs import full_attention, kv_cache_config
 from vllm.v1.core.block_pool import BlockPool
 
 from pillion import vllm_compat
-from pillion.adapters import UNDIGESTED
-from pillion.config import Config, ConfigError
+from pillion._shim import Reports
+from pillion.config import ConfigError
 from pillion.connector import PillionConnector, Served, StaysOut, this_host
-from pillion.reports import Reports
 from pillion.scheduler import Scheduler
 from pillion.set_worker import SetWorker
 from pillion.worker import Worker
+from testkit.engine_config import engine_config
 
 Played = tuple[Scheduler, Any]
 
@@ -69,12 +69,15 @@ def test_loads_can_fail_where_ranks_copy_although_the_sidecar_was_to(engine: Pla
 def test_a_strict_engine_gives_up_what_was_not_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where loads that fail end their requests."""
     _, policy = played.scheduler(monkeypatch, failures="fail", strict_tokens=32)
-    assert (policy.facts["strict_tokens"], policy.facts["recomputes"]) == (32, False)
+    assert (policy.options.strict_tokens, policy.facts["recomputes"]) == (32, False)
     with pytest.raises(ConfigError, match="kv_load_failure_policy"):
         played.scheduler(monkeypatch, strict_tokens=32)
 
 
 # --- adapters ---
+
+# The word for an adapter while its digest is being computed.
+UNDIGESTED = b"?"
 
 
 def _adapter(folder: Any, **more: Any) -> Any:
@@ -89,11 +92,11 @@ def test_an_adapter_is_looked_at_again_in_the_step_in_which_ranks_load_it(
     """Its files changed while the request's blocks were loaded."""
     role, policy = engine
     request = played.request("one", lora_request=_adapter(tmp_path))
-    looked: list[bytes | None] = [b"a" * 16]
-    monkeypatch.setattr(role._adapters, "look", lambda _: None)
-    monkeypatch.setattr(role._adapters, "fold", lambda _: looked[0])
+    words = [b"a" * 16]
+    adapters = SimpleNamespace(look_at=lambda _: False, word=lambda _: words[0], take_notices=list)
+    monkeypatch.setattr(role, "_adapters", adapters)
     role.match(request, 0)
-    monkeypatch.setattr(role._adapters, "look", lambda _: looked.__setitem__(0, None))
+    adapters.look_at = lambda _: words.__setitem__(0, UNDIGESTED)
     played.step(role, request)
     [(_, (_, _, _, asked, _), *_)] = policy.told("matched")
     [([(_, _, _, (_, _, _, begun, _))], *_)] = policy.told("begin_step")
@@ -203,7 +206,7 @@ def test_a_rank_without_a_scheduler_role_does_nothing(monkeypatch: pytest.Monkey
     monkeypatch.setattr(vllm_compat, "hash_tokens", lambda _: BLOCK_TOKENS)
     groups = kv_cache_config(full_attention())
     groups.kv_cache_groups *= 1 if made is Worker else 2
-    connector._worker = made(Config(socket="/s"), nothing, groups)
+    connector._worker = made(engine_config(), nothing, groups)
     connector._scheduler, connector._reports = None, Reports()
     connector.bind_connector_metadata(connector.build_connector_meta(None))
     connector.start_load_kv(nothing)

@@ -112,7 +112,7 @@ def test_what_becomes_of_records_is_counted(played: Played) -> None:
         return REGISTRY.get_sample_value("vllm:pillion_records_total", {**LABELS, "end": end})
 
     assert played.step() and [shown(end) for end in RECORD_ENDS] == [0, 0, 0]
-    played.connector._records = SimpleNamespace(take_ends=lambda: {"refused": 2})
+    played.connector._scheduler._records = SimpleNamespace(take_ends=lambda: {"refused": 2})
     assert played.step() and [shown(end) for end in RECORD_ENDS] == [0, 2, 0]
 
 

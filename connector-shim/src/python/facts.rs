@@ -9,6 +9,7 @@ use shm_protocol::namespace;
 use shm_protocol::page_form::{self, DTYPES, Page, Place, Tensor};
 
 use super::ShimError;
+use crate::core::regions::{BlockLayout, BlockRun, LayerMemory};
 
 /// The digest of a directory's weight files, if it has any.
 #[pyfunction]
@@ -50,22 +51,25 @@ pub(super) fn read_page_form(text: &str) -> PyResult<Pages> {
     Ok(pages.iter().map(|page| (sizes(page), page.dtype.text(), place(&page.k), place(&page.v))).collect())
 }
 
-/// Lengths and strides of all axes, the axis of blocks, dtype, and of a head's key and value the elements and the packing.
-type LayerTensor = (Vec<u64>, Vec<u64>, usize, String, (u64, u64, String));
+/// A layer's storage, elements before its tensor, bytes of one; lengths and strides of all axes, the axis of blocks, dtype, and of a head's
+/// key and value the elements and the packing.
+type LayerTensor = ((u32, u64, u64), Vec<u64>, Vec<u64>, usize, String, (u64, u64, String));
+/// Regions: storage, offset of block 0, stride, bytes; the `page_form`; the end of each layer, of each cut, and the layers of each cut.
+type Layout = (Vec<(u32, u64, u64, u64)>, String, Vec<u64>, Vec<u64>, Vec<usize>);
 
-/// The `page_form` of a cache group's layers.
+/// The layout of a cache group's layers in a block.
 #[pyfunction]
-pub(super) fn write_page_form(layers: Vec<LayerTensor>) -> String {
-    let tensor = |(sizes, strides, block_axis, dtype, (keys, values, packing))| Tensor {
-        sizes,
-        strides,
-        block_axis,
-        dtype,
-        keys,
-        values,
-        packing,
-    };
-    page_form::describe_layers(&layers.into_iter().map(tensor).collect::<Vec<_>>())
+pub(super) fn lay_out_block(layers: Vec<LayerTensor>) -> Layout {
+    let layer =
+        |((storage, offset, item_bytes), sizes, strides, block_axis, dtype, (keys, values, packing))| {
+            let tensor = Tensor { sizes, strides, block_axis, dtype, keys, values, packing };
+            LayerMemory { storage, offset, item_bytes, tensor }
+        };
+    let layout = BlockLayout::new(&layers.into_iter().map(layer).collect::<Vec<_>>());
+    let region = |run: &BlockRun| (run.storage, run.offset, run.stride, run.bytes);
+    let regions = layout.regions.iter().map(region).collect();
+    let cuts = layout.cuts();
+    (regions, layout.form, layout.layer_ends, cuts, layout.cut_layers)
 }
 
 /// Bytes of an element of each type that a page can have.

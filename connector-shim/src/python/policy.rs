@@ -1,6 +1,9 @@
 //! `Policy` for Python: conversions, and the waits for a session's answers.
 
 use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
@@ -9,20 +12,21 @@ use pyo3::types::{PyBytes, PyList};
 use shm_protocol::key::{Algorithm, BlockHash};
 use shm_protocol::source::Source;
 
-use super::{Guarded, SchedulerSession, SessionOwner, bytes16, some16};
+use super::aside::Aside;
+use super::told::{self, Loss, PyRecord, PyRemark};
+use super::{Guarded, SchedulerSession, SessionOwner, UNDIGESTED, bytes16, some16};
 use crate::clock;
 use crate::core::policy::kinds::{GroupForm, GroupKind, GroupSet, Points};
 use crate::core::policy::{
     Adapter, Arrival, BegunRequest, Changes, CheckRate, Due, EnginePolicy as Rules, EventChange, FoundTokens,
-    LoadMode, Machine, Media, Now, PlannedStep, PolicyOptions, PolicyWait, Remark, RequestId, ServedState,
+    LoadMode, Machine, Media, Now, PlannedStep, PolicyOptions, PolicyWait, RequestId, ServedState,
 };
+use crate::core::records::{RecordOptions, Records, WaitPart};
 use crate::error::{ShimError as Failure, argument};
 use crate::scheduler::{self, Config, Scheduler};
 
 /// The number of an unfollowed request.
 const STRANGER: i64 = -1;
-/// The placeholder of an adapter while its digest is being computed; an adapter without the cache has an empty one.
-const UNDIGESTED: &[u8] = b"?";
 
 /// Tokens, computed tokens, preemptions, the adapter's digest or placeholder, and the keys.
 type Numbers<'py> = (u32, u32, u32, Option<PyBackedBytes>, Bound<'py, PyList>);
@@ -41,7 +45,33 @@ type PyEvent<'py> = (bool, Vec<Bound<'py, PyBytes>>, bool, i64, u32);
 #[pyclass(frozen, name = "Policy", module = "pillion._shim")]
 pub(super) struct PyPolicy {
     rules: Guarded<Rules<Scheduler>>,
+    /// In place of the rules once they have met an internal error.
+    aside: Mutex<Aside>,
+    is_out: AtomicBool,
     algorithm: Option<Algorithm>,
+    loss: Loss,
+    /// Those of an engine that loads.
+    records: Option<Guarded<Records>>,
+}
+
+/// The policy's part of an engine's options.
+#[derive(Debug, FromPyObject)]
+struct EngineOptions {
+    socket: std::path::PathBuf,
+    loads: bool,
+    saves: bool,
+    load: String,
+    sync_ms: Option<u64>,
+    checkpoint_tokens: u32,
+    query_timeout_us: u64,
+    check_every: u32,
+    check_per_mille: u32,
+    strict_tokens: Option<u32>,
+    miss_wait_ms: u32,
+    handover_wait_ms: u32,
+    promise_wait_ms: u32,
+    record_every: u32,
+    record_slow_ms: u64,
 }
 
 /// How a wait goes on if it does not end at once.
@@ -54,50 +84,41 @@ enum Sleep {
 impl PyPolicy {
     #[new]
     #[pyo3(signature = (
-        socket, engines, world_size, runs, budget_us, early, tables, algorithm, groups, checkpoint_tokens,
-        load, waits, on_gpu, by_engine, consumer, recomputes, sync_ms, block_bytes, loads, saves, check_every,
-        check_per_mille, strict_tokens, drops_last_block, tokens_per_step, beside_others, events,
-        miss_wait_ms, handover_wait_ms, promise_wait_ms
+        options, engines, world_size, runs, early, tables, algorithm, groups, waits, on_gpu, by_engine, consumer, recomputes,
+        block_bytes, checks, drops_last_block, tokens_per_step, beside_others, events, steps_in_flight
     ))]
     #[allow(clippy::too_many_arguments, reason = "the facts of an engine, named at the call")]
     fn new(
         py: Python<'_>,
-        socket: std::path::PathBuf,
+        options: EngineOptions,
         engines: Vec<String>,
         world_size: u32,
         runs: Vec<PyBackedBytes>,
-        budget_us: u64,
         early: Vec<bool>,
         tables: Vec<PyBackedBytes>,
         algorithm: &str,
         groups: Vec<(u32, u32, u32, u32)>,
-        checkpoint_tokens: u32,
-        load: &str,
         waits: bool,
         on_gpu: bool,
         by_engine: bool,
         consumer: bool,
         recomputes: bool,
-        sync_ms: Option<u64>,
         block_bytes: Vec<u64>,
-        loads: bool,
-        saves: bool,
-        check_every: u32,
-        check_per_mille: u32,
-        strict_tokens: Option<u32>,
+        checks: bool,
         drops_last_block: bool,
         tokens_per_step: u32,
         beside_others: bool,
         events: bool,
-        miss_wait_ms: Option<u32>,
-        handover_wait_ms: Option<u32>,
-        promise_wait_ms: Option<u32>,
+        steps_in_flight: u64,
     ) -> PyResult<Self> {
+        let EngineOptions { loads, saves, sync_ms, strict_tokens, .. } = options;
+        let load = &options.load;
         let wrong = || argument(format!("load is '{load}': pass one of auto, sync, async"));
         let load = LoadMode::named(load).map_or_else(wrong, Ok)?;
         let algorithm = Algorithm::of_fact(algorithm).ok();
         let forms: Vec<GroupForm> = groups.iter().map(|group| form(*group)).collect();
-        let set = GroupSet::new(forms, checkpoint_tokens);
+        let sizes = forms.iter().map(|form| form.block_tokens).collect();
+        let set = GroupSet::new(forms, options.checkpoint_tokens);
         let machine = |block_bytes| Machine {
             load,
             waits,
@@ -112,48 +133,59 @@ impl PyPolicy {
         for (group, engine) in engines.into_iter().enumerate() {
             let machine = machine(block_bytes[group]);
             let config = Config {
-                budget: Duration::from_micros(budget_us),
+                budget: Duration::from_micros(options.query_timeout_us),
                 by_engine,
                 early: early[group],
                 part_blocks: machine.part_blocks(),
                 whole_blocks: if set.several() { 0 } else { machine.whole_blocks() },
             };
-            let options = scheduler::Options {
-                socket: socket.clone(),
+            let session = scheduler::Options {
+                socket: options.socket.clone(),
                 engine,
                 world_size,
                 run: bytes16("a run id", &runs[group])?,
                 config,
                 // A set waits for no producer, and no step for a set.
-                miss_wait_ms: miss_wait_ms.filter(|_| !set.several()),
-                handover_wait_ms,
-                promise_wait_ms,
+                miss_wait_ms: Some(options.miss_wait_ms).filter(|_| !set.several()),
+                handover_wait_ms: Some(options.handover_wait_ms),
+                promise_wait_ms: Some(options.promise_wait_ms),
                 groups: some16("groups", Some(&tables[group][..]))?,
             };
-            sessions.push(py.detach(|| Scheduler::new(options))?);
+            sessions.push(py.detach(|| Scheduler::new(session))?);
         }
-        let options = PolicyOptions {
+        let every = if checks { options.check_every } else { 0 };
+        let policy = PolicyOptions {
             loads,
             saves,
-            checks: CheckRate { every: check_every, per_mille: check_per_mille },
+            checks: CheckRate { every, per_mille: options.check_per_mille },
             strict_tokens,
             drops_last_block,
             tokens_per_step,
             beside_others,
             events: events.then_some(algorithm),
         };
-        let rules = Rules::new(options, machine(block_bytes[0]), set, sessions, clock::now());
-        Ok(Self { rules: Guarded::new(rules), algorithm })
+        let rules = Rules::new(policy, machine(block_bytes[0]), set, sessions, clock::now());
+        let loss = match (recomputes, strict_tokens) {
+            (true, _) => Loss::Recomputed,
+            (false, None) => Loss::Ended,
+            (false, Some(_)) => Loss::Meant,
+        };
+        let slow = Duration::from_millis(options.record_slow_ms);
+        let records = Records::new(RecordOptions { every: options.record_every, slow, steps_in_flight });
+        let records = loads.then(|| Guarded::new(records));
+        let aside = Mutex::new(Aside::new(sizes));
+        let (rules, is_out) = (Guarded::new(rules), AtomicBool::new(false));
+        Ok(Self { rules, aside, is_out, algorithm, loss, records })
     }
 
     // --- requests ---
 
     fn may_announce(&self, running: usize) -> PyResult<bool> {
-        self.rules.with(|rules| rules.may_announce(running))
+        self.with(|rules| rules.may_announce(running))
     }
 
     fn look_for_verdict(&self) -> PyResult<bool> {
-        self.rules.with(Rules::look_for_verdict)
+        self.with(|rules| rules.look_for_verdict())
     }
 
     #[pyo3(signature = (prompt, reads, awaits, hands_over, numbers, tokens = None))]
@@ -167,7 +199,7 @@ impl PyPolicy {
         tokens: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<RequestId> {
         let arrival = Arrival { prompt, reads, awaits, hands_over, tail: None };
-        self.rules.enter(|rules| {
+        self.enter_or(Aside::number, |rules| {
             let id = rules.follow_request(arrival);
             follow_numbers(rules, id, &numbers)?;
             if let (Some(range), Some(tokens), Some(algorithm)) =
@@ -185,15 +217,15 @@ impl PyPolicy {
     fn follow_media(&self, id: RequestId, media: Vec<(String, u32, u32)>) -> PyResult<()> {
         let media =
             media.into_iter().map(|(identifier, offset, length)| Media { identifier, offset, length });
-        self.rules.with(|rules| rules.follow_media(id, media.collect()))
+        self.with(|rules| rules.follow_media(id, media.collect()))
     }
 
     fn progress(&self, computed: Vec<(RequestId, u32)>) -> PyResult<()> {
-        self.rules.with(|rules| computed.into_iter().for_each(|(id, tokens)| rules.progress(id, tokens)))
+        self.with(|rules| computed.into_iter().for_each(|(id, tokens)| rules.progress(id, tokens)))
     }
 
     fn announce(&self, id: RequestId) -> PyResult<()> {
-        self.rules.with(|rules| rules.announce(id))
+        self.with(|rules| rules.announce(id))
     }
 
     fn matched(
@@ -204,20 +236,27 @@ impl PyPolicy {
         computed: u32,
         alone: bool,
     ) -> PyResult<(Option<u32>, bool)> {
-        self.rules.enter(|rules| follow_numbers(rules, id, &numbers))?;
-        let found = self.until(py, |rules, time| rules.matched(id, computed, alone, time))?;
-        Ok(match found {
-            FoundTokens::Tokens(tokens, beside) => (Some(tokens), beside),
-            FoundTokens::Later => (None, false),
-        })
-    }
-
-    fn is_put_off(&self, id: RequestId) -> PyResult<bool> {
-        self.rules.with(|rules| rules.is_put_off(id))
-    }
-
-    fn is_refused(&self, id: RequestId) -> PyResult<bool> {
-        self.rules.with(|rules| rules.is_refused(id))
+        let awaits = self.enter_rules(|rules| {
+            follow_numbers(rules, id, &numbers)?;
+            Ok(rules.awaits_blocks(id))
+        })?;
+        if awaits.is_some() {
+            self.recorded(|records| records.asks(id, numbers.0, computed, clock::now()));
+        }
+        let nothing = (FoundTokens::Tokens(0, false), false);
+        let (found, put_off) = self.until(py, nothing, |rules, time| {
+            let found = rules.matched(id, computed, alone, time)?;
+            Ok((found, rules.is_put_off(id)))
+        })?;
+        let (tokens, beside, pending) = match found {
+            FoundTokens::Tokens(tokens, beside) => (Some(tokens), beside, None),
+            FoundTokens::Later if put_off => (None, false, None),
+            FoundTokens::Later if awaits == Some(true) => (None, false, Some(WaitPart::Producer)),
+            FoundTokens::Later => (None, false, Some(WaitPart::Query)),
+        };
+        self.recorded(|records| records.asked(id, pending, beside, clock::now()));
+        self.aside().asked(id, computed, beside);
+        Ok((tokens, beside))
     }
 
     fn allocated(
@@ -226,51 +265,69 @@ impl PyPolicy {
         numbers: Numbers<'_>,
         external: u32,
     ) -> PyResult<Option<Vec<(usize, usize)>>> {
-        self.rules.enter(|rules| {
-            follow_numbers(rules, id, &numbers)?;
-            let wanted = rules.allocated(id, external);
-            // A slice in Python ends at the end of its list at the latest.
-            let most = i64::MAX as usize;
-            let range = |range: std::ops::Range<usize>| (range.start, range.end.min(most));
-            Ok(wanted.map(|ranges| ranges.into_iter().map(range).collect()))
-        })
+        if external > 0 {
+            self.recorded(|records| records.loads(id, external, clock::now()));
+        }
+        let wanted = self.enter_or(
+            |aside| aside.wanted(id, external),
+            |rules| {
+                follow_numbers(rules, id, &numbers)?;
+                Ok(rules.allocated(id, external))
+            },
+        )?;
+        // A slice in Python ends at the end of its list at the latest.
+        let range = |range: Range<usize>| (range.start, range.end.min(i64::MAX as usize));
+        Ok(wanted.map(|ranges| ranges.into_iter().map(range).collect()))
     }
 
     fn load_blocks(&self, py: Python<'_>, id: RequestId, blocks: Vec<Vec<u32>>) -> PyResult<()> {
-        self.until(py, |rules, time| rules.load_blocks(id, &blocks, time))
+        self.aside().promised(id, &blocks);
+        self.until(py, (), |rules, time| rules.load_blocks(id, &blocks, time))?;
+        self.with(|rules| self.recorded(|records| records.found(id, |hit| rules.sources(id, hit)))).map(drop)
     }
 
     fn sources(&self, id: RequestId, tokens: u32) -> PyResult<Option<[u32; Source::ALL.len()]>> {
-        self.rules.with(|rules| rules.sources(id, tokens))
+        self.with(|rules| rules.sources(id, tokens))
     }
 
     fn take_hit_tokens(&self) -> PyResult<[u64; Source::ALL.len()]> {
-        self.rules.with(Rules::take_hit_tokens)
+        self.with(|rules| rules.take_hit_tokens())
     }
 
     fn loads_ended(&self, ids: Vec<RequestId>, failed: Vec<u32>) -> PyResult<()> {
-        self.rules.with(|rules| rules.loads_ended(&ids, &failed))
+        self.recorded(|records| records.received(&ids, clock::now()));
+        self.with(|rules| rules.loads_ended(&ids, &failed))
     }
 
     fn loads_failed(&self, blocks: Vec<u32>) -> PyResult<()> {
-        self.rules.with(|rules| rules.loads_failed(&blocks))
+        self.with(|rules| {
+            rules.loads_failed(&blocks);
+            self.recorded(|records| records.failed(|id| rules.is_refused(id)));
+        })
     }
 
     fn requests_failed(&self, ids: Vec<RequestId>) -> PyResult<()> {
-        self.rules.with(|rules| rules.requests_failed(&ids))
+        self.with(|rules| {
+            rules.requests_failed(&ids);
+            self.recorded(|records| records.failed(|id| rules.is_refused(id)));
+        })
     }
 
-    fn end_request(&self, id: RequestId) -> PyResult<(Option<u32>, Vec<u32>)> {
-        let ended = self.rules.with(|rules| rules.end_request(id))?;
+    fn end_request(&self, id: RequestId, aborted: bool) -> PyResult<(Option<u32>, Vec<u32>)> {
+        self.recorded(|records| records.finished(id, aborted, clock::now()));
+        let ended = self.with(|rules| rules.end_request(id))?;
         Ok((ended.handed_over, ended.hold))
     }
 
     fn held(&self, blocks: Vec<u32>) -> PyResult<()> {
-        self.rules.with(|rules| rules.held(&blocks, clock::now()))
+        self.aside().held(&blocks);
+        self.with(|rules| rules.held(&blocks, clock::now()))
     }
 
     fn release_held(&self) -> PyResult<Vec<u32>> {
-        self.rules.with(Rules::release_held)
+        let released = self.enter_or(Aside::release_held, |rules| Ok(rules.release_held()))?;
+        self.aside().released(&released);
+        Ok(released)
     }
 
     // --- one step ---
@@ -282,7 +339,10 @@ impl PyPolicy {
         filled: Vec<u32>,
         encoded: Vec<String>,
     ) -> PyResult<(Vec<RequestId>, Vec<u32>, bool)> {
-        self.rules.enter(|rules| {
+        let ids = || begun.iter().filter_map(|(number, ..)| followed(*number));
+        self.recorded(|records| records.begins(ids()));
+        let out = |aside: &mut Aside| (Vec::new(), aside.release_held(), false);
+        let opened = self.enter_or(out, |rules| {
             let mut changes = Changes { filled, encoded, ..Changes::default() };
             for (number, blocks, computed, numbers) in begun {
                 let request = followed(number);
@@ -294,7 +354,9 @@ impl PyPolicy {
             changes.grown = grown.into_iter().map(|(number, blocks)| (followed(number), blocks)).collect();
             let opened = rules.begin_step(changes, clock::now());
             Ok((opened.due, opened.released, opened.contradicted))
-        })
+        })?;
+        self.aside().released(&opened.1);
+        Ok(opened)
     }
 
     fn end_step<'py>(
@@ -303,7 +365,7 @@ impl PyPolicy {
         due: Vec<DueNumbers<'py>>,
         computes: usize,
     ) -> PyResult<PyStep<'py>> {
-        let step = self.rules.enter(|rules| {
+        let step = self.enter_or(Aside::plan_step, |rules| {
             let mut all = Vec::with_capacity(due.len());
             for (request, scheduled, numbers) in due {
                 follow_numbers(rules, request, &numbers)?;
@@ -311,46 +373,49 @@ impl PyPolicy {
             }
             Ok(rules.end_step(&all, computes))
         })?;
+        self.recorded(|records| records.scheduled(step.step, clock::now()));
+        self.aside().scheduled(&step);
         Ok(step_of(py, step))
     }
 
     fn passes_over(&self, step: u64) -> PyResult<bool> {
-        self.rules.with(|rules| rules.passes_over(step))
+        self.with(|rules| rules.passes_over(step))
     }
 
     #[pyo3(signature = (step, scheduled = HashMap::new()))]
     fn accept_step(&self, step: u64, scheduled: HashMap<u64, Vec<RequestId>>) -> PyResult<()> {
-        self.rules.with(|rules| rules.accept_step(step, &scheduled))
+        self.with(|rules| rules.accept_step(step, &scheduled))
     }
 
     // --- weights ---
 
     #[getter]
     fn updating(&self) -> PyResult<bool> {
-        self.rules.with(|rules| rules.updating)
+        self.with(|rules| rules.updating)
     }
 
     fn update(&self, updating: bool) -> PyResult<()> {
-        self.rules.with(|rules| rules.updating = updating)
+        self.with(|rules| rules.updating = updating)
     }
 
     fn disown(&self) -> PyResult<()> {
-        self.rules.with(Rules::disown)
+        self.with(|rules| rules.disown())
     }
 
     fn weights_may_have_changed(&self) -> PyResult<()> {
-        self.rules.with(Rules::weights_may_have_changed)
+        self.with(|rules| rules.weights_may_have_changed())
     }
 
     fn ranks_copy(&self) -> PyResult<()> {
-        self.rules.with(Rules::ranks_copy)
+        self.with(|rules| rules.ranks_copy())
     }
 
     // --- state and reports ---
 
     #[getter]
     fn state(&self) -> PyResult<&'static str> {
-        self.rules.with(|rules| match rules.state() {
+        let state = self.enter_or(|_| ServedState::Away, |rules| Ok(rules.state()))?;
+        Ok(match state {
             ServedState::Away => "away",
             ServedState::Unaccepted => "unaccepted",
             ServedState::Unbound => "unbound",
@@ -359,22 +424,27 @@ impl PyPolicy {
     }
 
     fn take_unkept(&self) -> PyResult<(u64, u64)> {
-        let unkept = self.rules.with(Rules::take_unkept)?;
+        let unkept = self.with(|rules| rules.take_unkept())?;
         Ok((unkept.unaccepted_steps, unkept.unproven_blocks))
     }
 
-    /// The sessions' notices, and remarks by name with two numbers each.
+    /// The sessions' notices, the policy's remarks, and records.
     #[allow(clippy::type_complexity, reason = "what _shim.pyi says of it")]
-    fn take_notices(&self) -> PyResult<(Vec<String>, Vec<(&'static str, u64, u64)>)> {
-        self.rules.with(|rules| {
+    fn take_notices(&self) -> PyResult<(Vec<String>, Vec<PyRemark>, Vec<PyRecord>)> {
+        let (notices, remarks) = self.with(|rules| {
             let groups = 0..rules.groups();
             let notices = groups.flat_map(|group| rules.session(group).take_notices()).collect();
-            (notices, rules.take_remarks().into_iter().map(remark).collect())
-        })
+            (notices, rules.take_remarks())
+        })?;
+        let error = self.aside().take_error().map(|text| (true, text, None));
+        let remarks = remarks.into_iter().filter_map(|remark| told::word_remark(remark, self.loss));
+        let remarks = remarks.chain(error).collect();
+        let kept = self.recorded(Records::take_kept).unwrap_or_default();
+        Ok((notices, remarks, kept.into_iter().map(told::list_record).collect()))
     }
 
     fn take_events<'py>(&self, py: Python<'py>, group: usize) -> PyResult<Vec<PyEvent<'py>>> {
-        let events = self.rules.with(|rules| rules.take_events(group, clock::now()))?;
+        let events = self.with(|rules| rules.take_events(group, clock::now()))?;
         let event = |event: &crate::core::policy::KvEvent| {
             let hashes = event.hashes.iter().map(|hash| PyBytes::new(py, hash)).collect();
             let (stored, request, first) = match event.change {
@@ -388,23 +458,23 @@ impl PyPolicy {
     }
 
     fn lingers(&self) -> PyResult<bool> {
-        self.rules.with(|rules| rules.lingers(clock::now()))
+        self.with(|rules| rules.lingers(clock::now()))
     }
 
     fn blocks_cleared(&self) -> PyResult<()> {
-        self.rules.with(Rules::blocks_cleared)
+        self.with(|rules| rules.blocks_cleared())
     }
 
     /// The sessions of the cache groups, to look at.
     fn sessions(slf: &Bound<'_, Self>) -> PyResult<Vec<SchedulerSession>> {
-        let groups = slf.get().rules.with(|rules| rules.groups())?;
+        let groups = slf.get().with(|rules| rules.groups())?;
         let session = |group| SchedulerSession(SessionOwner::Group(slf.clone().unbind(), group));
         Ok((0..groups).map(session).collect())
     }
 
     /// The key log of a request in a cache group.
     fn log(&self, id: RequestId, group: usize) -> PyResult<i64> {
-        self.rules.with(|rules| rules.log(id, group))
+        self.enter_or(|_| -1, |rules| Ok(rules.log(id, group)))
     }
 
     fn disconnect(&self) -> PyResult<()> {
@@ -413,6 +483,51 @@ impl PyPolicy {
 }
 
 impl PyPolicy {
+    /// One call of the rules; `instead` of it once they have met an internal error, in this call or before: Pillion stays out then, and
+    /// the engine goes on.
+    fn enter_or<T>(
+        &self,
+        instead: impl FnOnce(&mut Aside) -> T,
+        call: impl FnOnce(&mut Rules<Scheduler>) -> PyResult<T>,
+    ) -> PyResult<T> {
+        self.rules.refuse_forked()?;
+        // Relaxed: the interpreter's lock orders the calls.
+        if !self.is_out.load(Ordering::Relaxed) {
+            match self.rules.enter(call) {
+                Ok(done) => return Ok(done),
+                Err(error) => self.put_out(&error)?,
+            }
+        }
+        Ok(instead(&mut self.aside()))
+    }
+
+    fn enter_rules<T: Default>(
+        &self,
+        call: impl FnOnce(&mut Rules<Scheduler>) -> PyResult<T>,
+    ) -> PyResult<T> {
+        self.enter_or(|_| T::default(), call)
+    }
+
+    fn with<T: Default>(&self, call: impl FnOnce(&mut Rules<Scheduler>) -> T) -> PyResult<T> {
+        self.enter_rules(|rules| Ok(call(rules)))
+    }
+
+    fn put_out(&self, error: &PyErr) -> PyResult<()> {
+        self.is_out.store(true, Ordering::Relaxed);
+        self.aside().fail(error);
+        self.disconnect()
+    }
+
+    fn aside(&self) -> MutexGuard<'_, Aside> {
+        // Nothing under this lock can panic half-way.
+        self.aside.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A word for the records, if there are any.
+    fn recorded<T>(&self, call: impl FnOnce(&mut Records) -> T) -> Option<T> {
+        self.records.as_ref().and_then(|records| records.with(call).ok())
+    }
+
     /// One call of a cache group's session.
     pub(super) fn session<T>(
         &self,
@@ -422,8 +537,22 @@ impl PyPolicy {
         self.rules.enter(|rules| call(rules.session(group)))
     }
 
-    /// Calls until no answer is waited for any more. A short wait keeps the interpreter ([`scheduler::HOLD`]).
+    /// [`PyPolicy::wait_for`]; `instead` of it once the rules have met an internal error.
     fn until<T>(
+        &self,
+        py: Python<'_>,
+        instead: T,
+        call: impl FnMut(&mut Rules<Scheduler>, Instant) -> Result<T, PolicyWait>,
+    ) -> PyResult<T> {
+        self.rules.refuse_forked()?;
+        if self.is_out.load(Ordering::Relaxed) {
+            return Ok(instead);
+        }
+        self.wait_for(py, call).or_else(|error| self.put_out(&error).map(|()| instead))
+    }
+
+    /// Calls until no answer is waited for any more. A short wait keeps the interpreter ([`scheduler::HOLD`]).
+    fn wait_for<T>(
         &self,
         py: Python<'_>,
         mut call: impl FnMut(&mut Rules<Scheduler>, Instant) -> Result<T, PolicyWait>,
@@ -515,14 +644,4 @@ fn step_of(py: Python<'_>, step: PlannedStep) -> PyStep<'_> {
         (loads.collect(), lost.collect(), part.urgent)
     });
     (step.step, parts.collect(), step.fills_tail, step.asks, step.open_loads, step.passed, step.weights)
-}
-
-fn remark(remark: Remark) -> (&'static str, u64, u64) {
-    match remark {
-        Remark::Stalled { steps } => ("stalled", steps, 0),
-        Remark::PassedOver { steps, step } => ("passed_over", steps, step),
-        Remark::Unproven { blocks, request } => ("unproven", blocks, request),
-        Remark::NotLoaded { blocks } => ("not_loaded", blocks, 0),
-        Remark::Changed => ("changed", 0, 0),
-    }
 }

@@ -122,3 +122,17 @@ fn a_load_that_one_group_lacks_has_failed() {
     let window: Vec<_> = window.into_iter().map(|(_, first, blocks)| (first, blocks)).collect();
     assert_eq!(window, [(6, blocks[1][6..9].to_vec())], "a later request reads the end of the prompt");
 }
+
+/// Another request has computed the prompt meanwhile.
+#[test]
+fn leases_end_once_the_engine_has_the_prompt_itself() {
+    let mut engine = engine();
+    let request = engine.arrive(PROMPT);
+    assert_eq!(engine.matched(request, 0), FoundTokens::Tokens(9 * BLOCK_TOKENS, true));
+    assert_eq!(engine.matched(request, 9 * BLOCK_TOKENS), FoundTokens::Tokens(0, false));
+    for group in 0..2 {
+        let session = engine.policy.session(group);
+        session.serve();
+        assert_eq!(session.sidecar.released, [0]);
+    }
+}

@@ -5,34 +5,12 @@ use std::time::Instant;
 
 use shm_protocol::source::Source;
 
+use super::EnginePolicy;
 use super::host::SessionHost;
 use super::kinds::GroupKind;
 use super::requests::{Allocation, FollowedRequest, Hit, LastAnswer, Now, RequestId};
-use super::{EnginePolicy, PolicyWait};
-use crate::core::plan::Plan;
+use super::types::{LostLoad, PolicyWait, RequestLoad};
 use crate::core::scheduler::PENDING;
-
-/// A load of a request.
-#[derive(Clone, Debug)]
-pub struct RequestLoad {
-    /// The request.
-    pub request: RequestId,
-    /// The copies: slots of the cache, and blocks of the engine.
-    pub plan: Plan,
-    /// Whether the step waits for it.
-    pub sync: bool,
-}
-
-/// A load with its lease lost before it could be planned: ranks report it as failed.
-#[derive(Clone, Debug)]
-pub struct LostLoad {
-    /// The request.
-    pub request: RequestId,
-    /// The blocks not loaded.
-    pub blocks: Vec<u32>,
-    /// Whether the step would have waited for it.
-    pub sync: bool,
-}
 
 // === impl Policy: loads ===
 

@@ -23,7 +23,7 @@ impl FollowedRequest {
     }
 
     /// Another engine computes its prompt: nobody else computes blocks of this engine's own answer.
-    fn awaits_producer(&self) -> bool {
+    pub(super) fn awaits_producer(&self) -> bool {
         self.arrival.awaits.is_some() && self.now.preemptions == 0
     }
 }

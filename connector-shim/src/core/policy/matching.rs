@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::checks::CheckedHit;
 use super::host::SessionHost;
@@ -102,7 +102,12 @@ impl<H: SessionHost> EnginePolicy<H> {
             request.fill_tail(self.set.forms[0].block_tokens, request.now.tokens.saturating_sub(1));
         }
         let limit = self.limit(id);
-        if limit <= computed || !computed.is_multiple_of(self.set.boundary) {
+        if limit <= computed {
+            // The engine has by now what an earlier question found.
+            self.release_leases(id);
+            return Ok(MISS);
+        }
+        if !computed.is_multiple_of(self.set.boundary) {
             return Ok(MISS);
         }
         let request = self.requests.get_mut(id).expect("looked up above");
@@ -314,6 +319,12 @@ impl<H: SessionHost> EnginePolicy<H> {
         }
     }
 
+    /// Whether the request awaits another engine's blocks; none: the cache is not asked for it.
+    pub fn awaits_blocks(&self, id: RequestId) -> Option<bool> {
+        let request = self.requests.get(id).filter(|request| request.arrival.reads)?;
+        Some(request.awaits_producer())
+    }
+
     /// The key log of a request in a group; -1: none.
     pub fn log(&self, id: RequestId, group: usize) -> i64 {
         self.requests.get(id).map_or(-1, |request| request.parts[group].log)
@@ -344,12 +355,5 @@ impl<H: SessionHost> EnginePolicy<H> {
             }
             request.now = now;
         }
-    }
-}
-
-impl PolicyWait {
-    /// How long a host may wait at most, if there is a limit.
-    pub fn within(&self) -> Option<Duration> {
-        if let Self::Linger { within, .. } = self { Some(*within) } else { None }
     }
 }

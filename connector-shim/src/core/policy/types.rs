@@ -1,0 +1,182 @@
+//! Values between an engine and its policy.
+
+use std::time::Duration;
+
+use shm_protocol::key::Algorithm;
+
+use super::checks::CheckRate;
+use super::requests::RequestId;
+use crate::core::plan::Plan;
+
+/// An engine's settings for its cache.
+#[derive(Copy, Clone, Debug, Default)]
+pub struct PolicyOptions {
+    /// Whether the engine loads blocks.
+    pub loads: bool,
+    /// Whether the engine saves blocks.
+    pub saves: bool,
+    /// How often hits are checked.
+    pub checks: CheckRate,
+    /// The most tokens to compute of a prompt another engine should have handed over: a request with more ends. None: no limit.
+    pub strict_tokens: Option<u32>,
+    /// The engine takes each hit of its own cache to be a block shorter than it is, for a drafter.
+    pub drops_last_block: bool,
+    /// The most tokens of a decoding request computed in a step.
+    pub tokens_per_step: u32,
+    /// Another connector loads blocks, too.
+    pub beside_others: bool,
+    /// Routers are told of blocks, by hashes of this algorithm; an inner none: the algorithm is not known here.
+    pub events: Option<Option<Algorithm>>,
+}
+
+/// An answer to wait for: the host waits, passes the answer on ([`EnginePolicy::answered`]), and calls again.
+#[derive(Copy, Clone, Debug)]
+pub enum PolicyWait {
+    /// The answer to a query of a group's session.
+    Answer {
+        /// The group.
+        group: usize,
+        /// The query.
+        op: u64,
+    },
+    /// A better answer than a pending one, for a limited time.
+    Linger {
+        /// The group.
+        group: usize,
+        /// The key log of the question.
+        log: i64,
+        /// The index of the first key asked for.
+        first: u32,
+        /// The number of keys asked for.
+        count: u32,
+        /// The longest wait.
+        within: Duration,
+    },
+}
+
+/// The sidecar's service for the engine.
+#[derive(Copy, Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
+pub enum ServedState {
+    /// There is no sidecar, or it refuses the engine.
+    Away,
+    /// Blocks are found, and none are kept: the engine reports no step's output as taken.
+    Unaccepted,
+    /// The sidecar does not know the namespace of the engine's ranks yet.
+    Unbound,
+    /// Blocks are found and kept.
+    Serving,
+}
+
+/// A request beginning on a block table in a step, perhaps not for the first time.
+#[derive(Clone, Debug)]
+pub struct BegunRequest {
+    /// The request; none: it is not followed.
+    pub request: Option<RequestId>,
+    /// The request's blocks, by group.
+    pub blocks: Vec<Vec<u32>>,
+    /// Tokens held by these blocks.
+    pub computed: u32,
+}
+
+/// A step's changes to requests and blocks.
+#[derive(Clone, Debug, Default)]
+pub struct Changes {
+    /// Requests beginning in the step.
+    pub begun: Vec<BegunRequest>,
+    /// Further blocks, by group, of continuing requests.
+    pub grown: Vec<(Option<RequestId>, Vec<Vec<u32>>)>,
+    /// Blocks filled by other means than computing tokens.
+    pub filled: Vec<u32>,
+    /// Outputs of encoders, by the engine's identifiers.
+    pub encoded: Vec<String>,
+}
+
+/// The work of a step before its numbers are known.
+#[derive(Clone, Debug, Default)]
+pub struct OpenedStep {
+    /// Requests to hand in the numbers of ([`Due`]).
+    pub due: Vec<RequestId>,
+    /// Blocks no longer held.
+    pub released: Vec<u32>,
+    /// Blocks of before may be wrong: no request may find them in the engine's own cache.
+    pub contradicted: bool,
+}
+
+/// A load of a request.
+#[derive(Clone, Debug)]
+pub struct RequestLoad {
+    /// The request.
+    pub request: RequestId,
+    /// The copies: slots of the cache, and blocks of the engine.
+    pub plan: Plan,
+    /// Whether the step waits for it.
+    pub sync: bool,
+}
+
+/// A load with its lease lost before it could be planned: ranks report it as failed.
+#[derive(Clone, Debug)]
+pub struct LostLoad {
+    /// The request.
+    pub request: RequestId,
+    /// The blocks not loaded.
+    pub blocks: Vec<u32>,
+    /// Whether the step would have waited for it.
+    pub sync: bool,
+}
+
+/// The work of a group's ranks in a step.
+#[derive(Clone, Debug, Default)]
+pub struct StepPart {
+    /// Loads of the ranks.
+    pub loads: Vec<RequestLoad>,
+    /// Loads to report as failed.
+    pub lost: Vec<LostLoad>,
+    /// The sidecar waits for the step's fences.
+    pub urgent: bool,
+}
+
+/// The work of the ranks in a step.
+#[derive(Clone, Debug, Default)]
+pub struct PlannedStep {
+    /// The step's number, from 1 on.
+    pub step: u64,
+    /// Parts of the step, by group.
+    pub parts: Vec<StepPart>,
+    /// The last block of a synchronous load is partly full: the step itself writes behind its loaded part.
+    pub fills_tail: bool,
+    /// The output of this step, or of an earlier one, is waited for.
+    pub asks: bool,
+    /// Earlier steps with loads perhaps not begun by all ranks.
+    pub open_loads: Vec<u64>,
+    /// Steps passed over by the engine: the reports of ranks with these steps are lost.
+    pub passed: Vec<u64>,
+    /// How often the weights may have changed.
+    pub weights: u64,
+}
+
+/// The end of a request.
+#[derive(Clone, Debug, Default)]
+pub struct EndedRequest {
+    /// Another engine goes on with it: so many tokens of its prompt are kept for the other engine.
+    pub handed_over: Option<u32>,
+    /// Blocks to hold until they are saved, as far as the engine can ([`EnginePolicy::held`]).
+    pub hold: Vec<u32>,
+}
+
+// === impl PolicyWait ===
+
+impl PolicyWait {
+    /// How long a host may wait at most, if there is a limit.
+    pub fn within(&self) -> Option<Duration> {
+        if let Self::Linger { within, .. } = self { Some(*within) } else { None }
+    }
+}
+
+// === impl PlannedStep ===
+
+impl PlannedStep {
+    /// The step after this one, still empty.
+    pub(super) fn clone_for_next(&self) -> Self {
+        Self { step: self.step + 1, parts: vec![StepPart::default(); self.parts.len()], ..Self::default() }
+    }
+}

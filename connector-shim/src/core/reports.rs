@@ -1,0 +1,99 @@
+//! A rank's reports to its engine, each with a step's output. Reports of outputs not taken by the engine are told again.
+//!
+//! An engine such as vLLM frees the blocks of a request with a running load only once it learns of the load's end.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Reports kept. An engine passes over fewer steps before it takes an output again, or it takes none at all.
+const REPORTS_MAX: usize = 64;
+
+/// The subject of a report.
+#[derive(Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
+pub enum Reported {
+    /// A request with an ended load.
+    Ended(String),
+    /// A request with a load failed as a whole.
+    Failed(String),
+    /// A block of a waiting request, not loaded.
+    Block(u32),
+}
+
+/// The reports of one rank. A step without any costs nothing.
+#[derive(Debug, Default)]
+pub struct RankReports {
+    step: u64,
+    /// The reports of each step. A raising step may tell nothing.
+    told: BTreeMap<u64, BTreeSet<Reported>>,
+    /// Reports to tell again.
+    again: BTreeSet<Reported>,
+}
+
+// === impl RankReports ===
+
+impl RankReports {
+    /// A step begins; the engine has passed over those others.
+    pub fn begin_step(&mut self, step: u64, passed: &[u64]) {
+        self.step = step;
+        for each in passed {
+            self.again.extend(self.told.remove(each).unwrap_or_default());
+        }
+    }
+
+    /// Tells `fresh` reports of one kind, and the untold ones of the kind.
+    pub fn tell_reports(
+        &mut self,
+        fresh: Vec<Reported>,
+        is_kind: impl Fn(&Reported) -> bool,
+    ) -> Vec<Reported> {
+        let mut told: BTreeSet<Reported> = self.again.extract_if(.., |report| is_kind(report)).collect();
+        told.extend(fresh);
+        if !told.is_empty() {
+            self.told.entry(self.step).or_default().extend(told.iter().cloned());
+            if self.told.len() > REPORTS_MAX {
+                self.told.pop_first();
+            }
+        }
+        told.into_iter().collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ended(names: &[&str]) -> Vec<Reported> {
+        names.iter().map(|name| Reported::Ended((*name).to_owned())).collect()
+    }
+
+    fn tell_ended(reports: &mut RankReports, names: &[&str]) -> Vec<Reported> {
+        reports.tell_reports(ended(names), |report| matches!(report, Reported::Ended(_)))
+    }
+
+    #[test]
+    fn a_report_of_a_step_that_was_passed_over_is_told_again() {
+        let mut reports = RankReports::default();
+        reports.begin_step(1, &[]);
+        assert_eq!(tell_ended(&mut reports, &["a"]), ended(&["a"]));
+        let blocks = vec![Reported::Block(7)];
+        let is_block = |report: &Reported| matches!(report, Reported::Block(_));
+        assert_eq!(reports.tell_reports(blocks.clone(), is_block), blocks);
+        reports.begin_step(2, &[1]);
+        assert_eq!(tell_ended(&mut reports, &["b"]), ended(&["a", "b"]));
+        assert_eq!(reports.tell_reports(Vec::new(), is_block), blocks);
+        // Step 1 is named a second time, and step 2 has told both reports, too.
+        reports.begin_step(3, &[1, 2]);
+        assert_eq!(tell_ended(&mut reports, &[]), ended(&["a", "b"]));
+        reports.begin_step(4, &[]);
+        assert_eq!(tell_ended(&mut reports, &[]), ended(&[]));
+    }
+
+    #[test]
+    fn reports_are_not_kept_for_ever() {
+        let mut reports = RankReports::default();
+        for step in 0..=REPORTS_MAX as u64 {
+            reports.begin_step(step, &[]);
+            tell_ended(&mut reports, &["a"]);
+        }
+        assert_eq!((reports.told.len(), reports.told.contains_key(&0)), (REPORTS_MAX, false));
+    }
+}

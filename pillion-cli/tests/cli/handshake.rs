@@ -196,6 +196,7 @@ fn session_says(socket: &Path, kv: &Kv, breach: &Breach) -> String {
                     early: false,
                     part_blocks: 0,
                     whole_blocks: 0,
+                    last: false,
                 },
                 miss_wait_ms,
                 handover_wait_ms: None,

@@ -30,6 +30,7 @@ __all__ = [
     "plan_blocks",
     "plan_op",
     "read_page_form",
+    "served_tokens",
     "weight_files",
     "write_page_form",
 ]
@@ -62,7 +63,7 @@ class Policy:
         early: list[bool],
         tables: list[bytes],
         algorithm: str,
-        groups: list[tuple[int, int, int, int]],
+        groups: list[tuple[int, int, int, int, bool]],
         checkpoint_tokens: int,
         load: str,
         waits: bool,
@@ -113,6 +114,8 @@ class Policy:
     def matched(self, id: int, numbers: Numbers, computed: int, alone: bool) -> tuple[int | None, bool]:
         """Found tokens beyond `computed`, None: ask again; and whether they come beside the steps. The call waits for the
         step's budget at most."""
+    def junction(self, id: int) -> int:
+        """The boundary of the request's prefix at which a state is missing: up to there full attention has it; 0: none."""
     def is_put_off(self, id: int) -> bool:
         """Whether the cache has answered, and the load waits for a step with room."""
     def is_refused(self, id: int) -> bool:
@@ -144,9 +147,11 @@ class Policy:
         grown: list[tuple[int, Sequence[list[int]]]],
         filled: list[int],
         encoded: list[str],
+        offered: list[tuple[int, int, int, int]] = ...,
     ) -> tuple[list[int], list[int], bool]:
-        """A step has been scheduled. `begun`: requests with a new block table: number (-1: not followed), blocks by group,
-        their tokens. `grown`: further blocks. `filled`: other blocks written by the step. Returns the requests due in
+        """A step has been scheduled. `begun`: requests with a new block table: number (-1: not followed), blocks by group, those
+        of groups without a session last, their tokens. `grown`: further blocks. `filled`: other blocks written by the step.
+        `offered`: states made by the step: request, group, block, and tokens that the state stands for. Returns the requests due in
         `end_step`, released blocks, and whether blocks of before may be wrong."""
     def end_step(self, due: list[tuple[int, int | None, Numbers]], computes: int) -> PolicyStep:
         """Posts the step's saves. `due`: each such request and its tokens computed by the step. `computes`: the number of all
@@ -439,3 +444,7 @@ def hash_fact(algorithm: str) -> str:
 def write_page_form(layers: Sequence[tuple[Sequence[int], Sequence[int], int, str, tuple[int, int, str]]]) -> str:
     """The fact `page_form` of a cache group's tensors: lengths and strides of all axes, the axis of blocks, the dtype, and of a
     head the elements of a key and of a value, 0 where they are not known, and the packing."""
+
+def served_tokens(groups: list[tuple[int, int, int, int, bool]], limit: int, kept: list[list[bool]]) -> int:
+    """The end of the tokens served of a prompt with `limit` of them, by cache groups with these blocks; each group as in
+    `Policy`."""

@@ -41,7 +41,7 @@ class Events:
         now, events = time.monotonic(), []
         while self._ended and self._ended[0][0] <= now:
             del self._over[self._ended.popleft()[1]]
-        for on_disk, hashes, stored, number, first in policy.take_events(self._group.number):
+        for on_disk, hashes, stored, number, first in policy.take_events(self._group.place):
             medium, request = MEDIA[on_disk], requests.get(number) or self._over.get(number)
             if not stored:
                 events.append(self._events.removed(medium, hashes))

@@ -56,6 +56,10 @@ class NoPolicy:
 
     look_for_verdict = may_announce = is_put_off = is_refused = passes_over = lingers = _no
 
+    def junction(self, number: int) -> int:
+        """None."""
+        return 0
+
     def take_hit_tokens(self) -> tuple[int, int, int]:
         """None."""
         return 0, 0, 0

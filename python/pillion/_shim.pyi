@@ -149,9 +149,9 @@ class Policy:
         encoded: list[str],
         offered: list[tuple[int, int, int, int]] = ...,
     ) -> tuple[list[int], list[int], bool]:
-        """A step has been scheduled. `begun`: requests with a new block table: number (-1: not followed), blocks by group, those
-        of groups without a session last, their tokens. `grown`: further blocks. `filled`: other blocks written by the step.
-        `offered`: states made by the step: request, group, block, and tokens that the state stands for. Returns the requests due in
+        """A step has been scheduled. `begun`: requests with a new block table: number (-1: not followed), blocks by group,
+        groups without a session last, their tokens. `grown`: further blocks. `filled`: other blocks the step writes.
+        `offered`: states made by the step: request, group, block, and tokens of the state. Returns the requests due in
         `end_step`, released blocks, and whether blocks of before may be wrong."""
     def end_step(self, due: list[tuple[int, int | None, Numbers]], computes: int) -> PolicyStep:
         """Posts the step's saves. `due`: each such request and its tokens computed by the step. `computes`: the number of all

@@ -49,14 +49,14 @@ def parts(kv_cache_config: KVCacheConfig) -> list[tuple[Group, KVCacheConfig]]:
     groups = kv_cache_config.kv_cache_groups
     if len(groups) == 1:
         return [(ALONE, kv_cache_config)]
-    hashed, kept = vllm_compat.hash_tokens(kv_cache_config), [vllm_compat.kind(group) != "scratch" for group in groups]
+    hashed, kept = vllm_compat.hash_tokens(kv_cache_config), [vllm_compat.kind_of_group(group) != "scratch" for group in groups]
     views = [dataclasses.replace(kv_cache_config, kv_cache_groups=[group]) for group in groups]
     sizes = tuple(vllm_compat.block_tokens(view) if keeps else 0 for view, keeps in zip(views, kept, strict=True))
     numbers = [number for number, size in enumerate(sizes) if size]
     return [(Group(number, sizes, sizes[number] // hashed, place), views[number]) for place, number in enumerate(numbers)]
 
 
-def order(group: Group) -> list[int] | None:
+def order_groups(group: Group) -> list[int] | None:
     """vLLM's numbers of all groups, those without a session last; None where that is vLLM's own order."""
     if all(group.sizes):
         return None

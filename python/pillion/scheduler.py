@@ -57,7 +57,7 @@ class Scheduler:
         self._adapters = Adapters(self._runs[0], vllm_compat.lora_form(vllm_config), lambda: self._policy.disown())
         self._sizes = [vllm_compat.block_tokens(view) for _, view in parts]
         # vLLM's groups, those without a session last.
-        self._order = groups.order(parts[0][0])
+        self._order = groups.order_groups(parts[0][0])
         self._windows = any(vllm_compat.window(view) for _, view in parts)
         # The groups with states, by vLLM's number: their places in the policy.
         self._states = {group.number: group.place for group, view in parts if vllm_compat.has_states(view)}

@@ -186,10 +186,9 @@ def _written(release: tuple[int, int]) -> str:
 SERVED_SPECS = ("FullAttentionSpec", "MLAAttentionSpec")
 # One whose blocks vLLM frees once the window has passed them; all layers of a group have the same window.
 WINDOW_SPEC = "SlidingWindowSpec"
-# One with the layers' state after some tokens in each block, and no KV of each token; vLLM keeps the states at the ends of
-# blocks in this mode alone.
+# The spec of a state for each block, and no KV of each token; vLLM keeps states at the ends of blocks in this mode alone.
 STATE_SPEC, STATE_MODE = "MambaSpec", "align"
-# One with blocks of a request's own, of use to no other request.
+# The spec of a request's own blocks, of no use to other requests.
 SCRATCH_SPEC = "CircularBufferSpec"
 # Those that vLLM turns into full attention where its hybrid manager is off and other layers have full attention.
 PROMOTED_SPECS = (WINDOW_SPEC, "ChunkedLocalAttentionSpec")
@@ -221,8 +220,8 @@ def _unserved_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
 def _unserved_set(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kinds: set[str], remedy: str) -> str | None:
     """Why several groups cannot be kept together, after their number; None if they can."""
     groups = kv_cache_config.kv_cache_groups
-    served = [group for group in groups if kind(group) != "scratch"]
-    if "other" in map(kind, served) or len(served) < 2 or "full" not in map(kind, served):
+    served = [group for group in groups if kind_of_group(group) != "scratch"]
+    if "other" in map(kind_of_group, served) or len(served) < 2 or "full" not in map(kind_of_group, served):
         return f" ({', '.join(sorted(kinds))}), which are not served together: {remedy}"
     if version() < OLDEST_OF_SETS:
         return f", which are served from vLLM {_written(OLDEST_OF_SETS)} on: upgrade vLLM, or {remedy}"
@@ -253,7 +252,7 @@ def _unserved_windows(vllm_config: VllmConfig) -> str | None:
     return None
 
 
-def kind(group: KVCacheGroupSpec) -> str:
+def kind_of_group(group: KVCacheGroupSpec) -> str:
     """How a group is served beside others: `full`, `window`, `state`; `scratch`: it is not kept; or `other`."""
     specs = list(_layer_specs(group).values())
     kinds = {KINDS.get(type(spec).__name__, "other") for spec in specs}
@@ -268,11 +267,11 @@ def kind(group: KVCacheGroupSpec) -> str:
 
 def has_states(kv_cache_config: KVCacheConfig) -> bool:
     """Whether the layers of the only group keep states."""
-    return kind(kv_cache_config.kv_cache_groups[0]) == "state"
+    return kind_of_group(kv_cache_config.kv_cache_groups[0]) == "state"
 
 
 def offered_states(output: Any) -> Mapping[str, list[tuple[int, int, int]]]:
-    """The states made by a step, by request: the group, the block, and the number of tokens that the state stands for."""
+    """The states made by a step, by request: group, block, and tokens of the state."""
     offered = getattr(getattr(output, "kv_connector_block_state", None), "boundary_state_offloads", None)
     states: Mapping[str, list[tuple[int, int, int]]] = offered or {}
     return states
@@ -284,10 +283,12 @@ def make_state_at(request: Any, tokens: int) -> None:
 
 
 def state_form(kv_cache_config: KVCacheConfig) -> str:
-    """What the states of the only group hold: kind, shapes and types of each layer's parts, and the layout of convolutions."""
+    """The form of the only group's states: kind, shapes and types of each layer's parts, and the layout of convolutions."""
     layout, forms = environment("VLLM_SSM_CONV_STATE_LAYOUT", None), []
     for spec in _layer_specs(kv_cache_config.kv_cache_groups[0]).values():
-        parts = [f"{tuple(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in zip(spec.shapes, spec.dtypes)]
+        parts = [
+            f"{tuple(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+        ]
         forms.append(f"{getattr(spec.mamba_type, 'name', spec.mamba_type)} {', '.join(parts)}")
     return "; ".join(f"{form} x{len(list(same))}" for form, same in groupby(forms)) + f"; layout {layout}"
 

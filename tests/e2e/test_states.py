@@ -1,6 +1,6 @@
-"""Models whose layers keep states: what an engine loads of them is right.
+"""Models with states: an engine loads them right.
 
-Answers are compared with those that an engine computed, logprobs bit for bit with those upon a local hit of the same length.
+Answers are compared with computed ones, logprobs bit for bit with those upon a local hit of the same length.
 """
 
 from __future__ import annotations
@@ -51,10 +51,8 @@ def test_states_beside_full_attention(options: engine.Options, model: Path, tmp_
             third.kill()
 
 
-def test_a_shared_prompt_is_served_from_its_third_request_on(
-    options: engine.Options, model: Path, tmp_path: Path
-) -> None:
-    """After a restart no request knows what it shares; the second finds full attention's blocks, and leaves a state at their end."""
+def test_a_shared_prompt_is_served_from_its_third_request_on(options: engine.Options, model: Path, tmp_path: Path) -> None:
+    """The second request after a restart finds full attention's blocks, and leaves a state at their end."""
     shared = prompts.prompt(1000, seed=7)
     asked = [shared + prompts.prompt(300, seed=seed) for seed in range(4)]
     with sidecar.serving(tmp_path) as keeper:

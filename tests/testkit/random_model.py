@@ -83,7 +83,7 @@ QWEN3_NEXT = {
 }
 # How much larger than usual the normals are: sharp attention, whose output counts.
 GAIN = 3.0
-# Of gated delta rules: a state lasts for some hundred tokens, and not for one.
+# Logarithm of the decay of gated delta rules: a state lasts for some hundred tokens.
 DECAY_LOG = -6.0
 
 

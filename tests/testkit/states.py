@@ -1,4 +1,4 @@
-"""Models whose layers keep states: prompts of several blocks, and what an engine must find of them after a restart."""
+"""Models with states: prompts of several blocks, and their answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from testkit import engine, pool_file, prompts, sidecar
 
-# Less than a block, which finds nothing, and some blocks.
+# Less than a block, without any hit, and some blocks.
 PROMPTS = [prompts.prompt(tokens, seed=tokens) for tokens in (300, 700, 1300)]
 OUTPUT_TOKENS = 8
 
@@ -33,7 +33,7 @@ def namespaces(keeper: sidecar.Sidecar) -> list[str]:
 
 @contextmanager
 def exchanged(keeper: sidecar.Sidecar, layer_bytes: int) -> Iterator[int]:
-    """While the block runs, the first layers of the states of each group are those of one another. Yields the number of states."""
+    """While the block runs, states have the first layers of one another. Yields the number of states."""
     names = {bytes.fromhex(name) for name in namespaces(keeper)}
     with pool_file.mapped(Path(keeper.pool)) as pool:
         places = [slot.offset for slot in pool_file.committed(pool) if slot.namespace in names]

@@ -1,4 +1,4 @@
-"""What a set is served, against vLLM's own coordinator of cache groups over the same blocks."""
+"""Hits of sets, against vLLM's own coordinator of cache groups over the same blocks."""
 
 from __future__ import annotations
 

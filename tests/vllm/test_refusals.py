@@ -194,7 +194,7 @@ SCRATCH = spec("CircularBufferSpec", block_size=8)
 
 @pytest.mark.supports("states")
 def test_states_are_served_beside_full_attention() -> None:
-    """And beside windows, and groups whose blocks no other request reads: those have no session."""
+    """And beside windows, and scratch groups without a session."""
     both = full_and_window()
     for specs in ([full_attention(), STATE], [SCRATCH, STATE, spec("SlidingWindowSpec", **WINDOW), full_attention()]):
         both.kv_cache_groups = [dataclasses.replace(both.kv_cache_groups[0], kv_cache_spec=spec) for spec in specs]
@@ -204,7 +204,7 @@ def test_states_are_served_beside_full_attention() -> None:
         kept = [number for number, spec in enumerate(specs) if spec is not SCRATCH]
         assert [group.number for group, _ in parts] == kept
         assert {group.sizes for group, _ in parts} == {tuple(0 if spec is SCRATCH else 16 for spec in specs)}
-        assert cache_groups.order(parts[0][0]) == (None if len(kept) == len(specs) else [1, 2, 3, 0])
+        assert cache_groups.order_groups(parts[0][0]) == (None if len(kept) == len(specs) else [1, 2, 3, 0])
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ pub fn segment_bytes_for(pool_bytes: u64) -> u64 {
     1 << wanted.ilog2()
 }
 
-/// The least pool whose segments, of [`segment_bytes_for`], hold a block of so many bytes; none: no pool's do.
+/// The least pool with segments for blocks of so many bytes, by [`segment_bytes_for`]; none: no pool has them.
 pub fn pool_bytes_for(block_bytes: u64) -> Option<u64> {
     let segments = SEGMENT_BYTES_DEFAULT_MIN.ilog2()..=SEGMENT_BYTES_DEFAULT_MAX.ilog2();
     let segment_bytes =

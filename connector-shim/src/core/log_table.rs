@@ -46,7 +46,7 @@ pub(crate) struct Lease {
     pub(crate) asked: u32,
     /// Keys promised.
     pub(crate) hits: u32,
-    /// Of these, the first that is leased: the last one, where the query was for the last kept key.
+    /// The first leased key of these: the last one after a query for the last kept key.
     pub(crate) first: u32,
     /// Blocks of them were still on their way: they are loaded in parts, and no step may count on it.
     pub(crate) arriving: bool,

@@ -44,7 +44,7 @@ pub struct Config {
     pub part_blocks: u32,
     /// A query for so many blocks that another engine computes is answered once all of them have come: a step then loads them.
     pub whole_blocks: u32,
-    /// Queries are for the last kept key, as of states, and not for the leading ones: so many hits mean that the last of them is kept.
+    /// Queries are for the last kept key, as of states, and not for the leading ones: the last one of so many hits is kept.
     pub last: bool,
 }
 
@@ -480,7 +480,7 @@ const UNPROVEN: &str = "blocks of this engine are not kept, because it took over
 const OLD_SIDECAR: &str = "blocks of this engine are not kept, because the sidecar's release would also keep blocks of \
      failed steps. The engine can load. To save, upgrade the sidecar to 0.3.0 or later";
 
-/// The notice for an engine with states whose sidecar finds none of them.
+/// The notice for an engine with states and a sidecar of a release without them.
 const STATELESS_SIDECAR: &str = "no prompt of this engine is found, because the sidecar's release does not know states: upgrade the \
      sidecar to this engine's release of Pillion";
 

@@ -8,7 +8,7 @@ use connector_shim::core::policy::{
 use crate::harness::{BLOCK_TOKENS, Engine, Setup, full};
 use crate::sidecar::Saves;
 
-/// Whole blocks of every prompt, which has one token more.
+/// Whole blocks of every prompt, before its last token.
 const BLOCKS: u32 = 9;
 const PROMPT: u32 = BLOCKS * BLOCK_TOKENS + 1;
 const FULL: usize = 0;
@@ -35,7 +35,7 @@ fn offer(request: RequestId, block: u32, boundary: u32) -> OfferedState {
     OfferedState { request, group: STATES, block, boundary }
 }
 
-/// A step that begins a request on fresh blocks, behind `computed` tokens that a state stands for, and makes states.
+/// A step that begins a request on fresh blocks, behind a state of `computed` tokens, and makes states.
 fn begin(engine: &mut Engine, id: RequestId, computed: u32, offered: Vec<OfferedState>) -> PlannedStep {
     engine.allocate(id, 0);
     engine[id].computed = computed;
@@ -86,7 +86,7 @@ fn groups_of_states_agree_on_a_boundary() {
     assert_eq!(engine.matched(request, 0), found(4));
 }
 
-/// Of the request's own tokens too: the state at the hit's end alone.
+/// The engine's own tokens make no difference.
 #[test]
 fn the_state_at_the_boundary_is_loaded_alone() {
     for computed in [0, 2 * BLOCK_TOKENS] {
@@ -106,7 +106,7 @@ fn the_state_at_the_boundary_is_loaded_alone() {
     }
 }
 
-/// A load into another block than the last would leave that one to the request with what it held before.
+/// A load into any other block would leave the last one with its old bytes.
 #[test]
 fn a_state_is_loaded_where_the_engine_reads_it() {
     let mut engine = engine(&[6]);
@@ -129,7 +129,7 @@ fn offered_states_are_saved_and_no_other_ones() {
     let offered = vec![
         offer(request, 900, 4 * BLOCK_TOKENS),
         offer(request, 901, 9 * BLOCK_TOKENS),
-        // Of no block, of a part of one, of tokens without a key, and of a request that the step does not compute.
+        // No block, a part of one, tokens without a key, and a request without tokens in the step.
         offer(request, 0, 5 * BLOCK_TOKENS),
         offer(request, 902, 5 * BLOCK_TOKENS + 1),
         offer(request, 903, 10 * BLOCK_TOKENS),
@@ -155,7 +155,7 @@ fn an_offer_is_taken_in_any_step() {
     }
 }
 
-/// Whatever group gets the block next.
+/// Any group may get the block next.
 #[test]
 fn a_state_is_given_up_before_its_block_is_written_again() {
     for group in [FULL, STATES, 2] {
@@ -172,7 +172,7 @@ fn a_state_is_given_up_before_its_block_is_written_again() {
     }
 }
 
-/// A listed state proves nothing: the step that was to make it may have been skipped.
+/// A listed state proves nothing: its step may have been skipped.
 #[test]
 fn nothing_is_kept_that_was_computed_upon_an_unproven_state() {
     for made in [true, false] {
@@ -191,7 +191,7 @@ fn nothing_is_kept_that_was_computed_upon_an_unproven_state() {
     }
 }
 
-/// The engine has passed over the step that made it.
+/// The engine has passed over its step.
 #[test]
 fn a_state_of_a_step_that_failed_is_unproven() {
     let mut engine = setup().engine();
@@ -206,7 +206,7 @@ fn a_state_of_a_step_that_failed_is_unproven() {
     assert_eq!(saved_states(&mut engine), []);
 }
 
-/// Its block is another request's soon, and an offer for use would save what that one holds.
+/// Its block goes to another request soon, and an offer for use would save that one's bytes.
 #[test]
 fn a_found_state_is_not_offered_again() {
     let mut engine = setup().engine();

@@ -4,7 +4,7 @@
 //! had. What is missing is sent for, and the blocks between are held. The answer is what is leased once everything has ended, or
 //! the time is over: never more than was asked for, perhaps less.
 //!
-//! A query for the last kept key is narrowed to a question for that key alone ([`last`]).
+//! A query for the last kept key is narrowed to a question for one key ([`last`]).
 
 mod early;
 mod key_logs;
@@ -60,7 +60,7 @@ struct Question {
     log: u32,
     from: u32,
     count: u32,
-    /// Of a query for the last kept key: the first key that it named. `from` is then the key that is looked for.
+    /// The first key of a query for the last kept one. `from` is then the wanted key.
     first: Option<u32>,
     /// It may be answered while its blocks are on their way.
     arriving: bool,
@@ -301,7 +301,7 @@ impl Queries {
         }
     }
 
-    /// Answers a query that waits for nothing more.
+    /// Answers a query without anything more to wait for.
     fn answer_whole(
         &mut self,
         mut question: Question,

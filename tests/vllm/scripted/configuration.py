@@ -74,8 +74,8 @@ def build_cache_config(scenario: dict[str, Any], config: Any) -> Any:
 
 
 def layer_specs(scenario: dict[str, Any], config: Any) -> dict[str, Any]:
-    """vLLM's spec of each layer: `full` attention or a `window`, both of them (a `set`: the last layer is full), `states` beside
-    full attention, these with a window and with scratch (`mixed`), `mla` with a latent, or that and the keys of an `indexer`."""
+    """vLLM's spec of each layer: `full` attention or a `window`, both of them (a `set`: the last layer is full), `states` and
+    full attention, these, a window and scratch (`mixed`), `mla` with a latent, or that and the keys of an `indexer`."""
     import torch
     from vllm.v1.kv_cache_interface import (
         CircularBufferSpec,

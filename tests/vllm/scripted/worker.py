@@ -28,7 +28,7 @@ CONTENT_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 # Whether this vLLM tells connectors of a sleep.
 TELLS_OF_SLEEP = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
 Places = tuple[int, np.ndarray, np.ndarray]
-# vLLM's names of specs whose layers keep no KV of each token.
+# vLLM's names of specs without KV of each token.
 RING = "CircularBufferSpec"
 LASTING = ("MambaSpec", RING)
 
@@ -117,7 +117,7 @@ def allocate(kv_cache_config: Any) -> dict[str, torch.Tensor]:
             spec = specs[name]
             pages = memory[tensor.offset : tensor.offset + blocks * tensor.block_stride]
             if hasattr(spec, "shapes"):
-                # As vLLM hands them over: raw bytes, and behind them what makes the pages of all layers as large.
+                # As vLLM hands them over: raw bytes, and behind them the rest of a page.
                 content = pages.view(torch.int8).view(blocks, 1, 1, -1)
                 kv[name] = content[..., : spec.state_content_size_bytes]
                 continue
@@ -146,9 +146,9 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
         everything = vllm_config.model_config.max_model_len
         self._windows = [getattr(group.kv_cache_spec, "sliding_window", None) or everything for group in groups]
         self._groups = {name: number for number, group in enumerate(groups) for name in group.layer_names}
-        # Groups whose layers keep a state of all tokens before, or a request's own bytes of its last step.
+        # Some groups keep a state of all tokens before, or a request's own bytes of its last step.
         self._kinds = [type(group.kv_cache_spec).__name__ for group in groups]
-        # Requests whose ring holds their last step, and its end.
+        # The end of the last step in a request's ring.
         self._rings: dict[str, int] = {}
         self.kv = allocate(kv_cache_config)
         self._prefixes: dict[str, Prefix] = {}
@@ -304,8 +304,8 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
                 raise StepFailed
             group, its = self._groups[layer], self._of_layers[layer]
             if self._kinds[group] in LASTING:
-                right = {name: contents[name][:, its] for name in ends}
-                self._step_states(group, pages, (starts, ends), right, bad, fault)
+                its_contents = {name: contents[name][:, its] for name in ends}
+                self._step_states(group, pages, (starts, ends), its_contents, bad, fault)
                 continue
             # vLLM's attention writes the step's new KV, then lets the connector wait, then reads.
             for name, end in ends.items():
@@ -340,11 +340,11 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
         bad: dict[str, set[int]],
         fault: str,
     ) -> None:
-        """Reads what a layer keeps of each request from its last position, and writes that of its new one: a state in the block
-        of the position, the ring in the request's only block."""
+        """Reads a layer's bytes of each request's last position, and writes those of its new one: a state in the block of the
+        position, the ring in the request's only block."""
         ring, tokens = self._kinds[group] == RING, self.block_tokens[group]
         starts, ends = steps
-        for name, end in ends.items():
+        for name in ends:
             blocks, start = self._blocks[name][group], starts[name]
             if start and (not ring or self._rings.get(name) == start):
                 place = 0 if ring else (start - 1) // tokens

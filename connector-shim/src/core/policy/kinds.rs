@@ -77,7 +77,7 @@ impl GroupForm {
         first.max(end.saturating_sub(reads))..end.max(first)
     }
 
-    /// The blocks that a question for a hit from `first` up to `end` names. Of states it names all, for the last kept one.
+    /// The blocks named by a question for a hit from `first` up to `end`: all of a group with states, to learn the last kept one.
     pub fn asked(&self, first: u32, end: u32) -> Range<u32> {
         match self.kind {
             GroupKind::State => first / self.block_tokens..end.max(first).div_ceil(self.block_tokens),

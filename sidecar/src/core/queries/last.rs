@@ -1,7 +1,7 @@
 //! Queries for the last kept key: a state serves its own boundary alone, and needs none of the states before it.
 //!
-//! The query becomes a question for one key. That key lies in memory, or can be brought there as any other block. If it then turns out
-//! not to be had, the last key below it that lies in memory is the answer: nothing is waited for twice.
+//! The query becomes a question for one key. Its block lies in memory, or can be brought there as any other block. If the block does
+//! not come, the answer is the last key below it in memory: nothing is waited for twice.
 
 use shm_protocol::key::BlockHash;
 
@@ -10,7 +10,7 @@ use super::{Base, Binding, Context, Queries, Question};
 // === impl Question ===
 
 impl Question {
-    /// The question for one key, counted from the first key that the query named; without a key it asks for nothing.
+    /// The question for one key, counted from the query's first one; without a key it asks for nothing.
     fn for_key(self, first: u32, key: Option<usize>) -> Self {
         match key {
             Some(key) => Self { from: first + key as u32, count: 1, ..self },
@@ -22,9 +22,9 @@ impl Question {
 // === impl Queries ===
 
 impl Queries {
-    /// The question for the last kept key, of a query for that; any other question is returned as it is.
+    /// The question for the last kept key, of a query for it; any other question is returned as it is.
     ///
-    /// An engine that awaits another one asks for the last key first, kept or not: that is the one to be produced.
+    /// An engine in wait for another one asks for the last key first, kept or not: the other one is to produce it.
     pub(super) fn narrow(&self, question: Question, binding: &Binding, base: &Base) -> Question {
         let Some(first) = question.first else { return question };
         let keys = self.named(question, first);
@@ -37,7 +37,7 @@ impl Queries {
         question.for_key(first, (0..keys.len()).rev().find(is_near))
     }
 
-    /// The question for the last key in memory before the one that was not to be had.
+    /// The question for the last key in memory before the one without a block.
     pub(super) fn narrow_below(&self, question: Question, binding: &Binding, cx: &Context) -> Question {
         let Some(first) = question.first else { return question };
         let keys = self.named(question, first);
@@ -45,7 +45,7 @@ impl Queries {
         question.for_key(first, in_memory(keys, binding, cx).iter().rposition(|kept| *kept))
     }
 
-    /// The keys from the first one that the query named up to the end of the question.
+    /// The keys from the query's first one up to the end of the question.
     fn named(&self, question: Question, first: u32) -> &[BlockHash] {
         let log = self.log(question.session, question.log);
         log.some(first, question.from + question.count - first)

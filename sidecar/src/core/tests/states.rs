@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// An engine that keeps the states of these keys of its log 0, one saved by itself.
+/// An engine with the states of these keys of its log 0, each saved by itself.
 fn keeping(kept: &[u32]) -> Harness {
     let facts = Facts::from([("group_kind".into(), "state".into())]);
     let mut engine = Harness::of(core_of(64 << 20));
@@ -21,7 +21,7 @@ fn keeping(kept: &[u32]) -> Harness {
 }
 
 impl Harness {
-    /// Asks for the last kept one of keys `from..from + count` of log 0; the answer, and the keys whose slots were written.
+    /// Asks for the last kept one of keys `from..from + count` of log 0; the answer, and the keys of the written slots.
     fn ask_last(&mut self, op: u64, from: u32, count: u32) -> (u32, Vec<u32>) {
         let keys = Keys { log: 0, from, count };
         self.ask(SchedulerRequest::Query(Query { op, keys, arriving: false, awaits: false, last: true }));
@@ -92,7 +92,7 @@ fn a_log_of_states_is_in_no_forecast() {
     }
 }
 
-/// What another engine is to compute is its prompt's last state; if that does not come, a state before it is as good.
+/// Another engine is to compute the prompt's last state; if it does not come, a state before it is as good.
 #[test]
 fn who_awaits_asks_for_the_last_key_first() {
     let mut engine = keeping(&[2]);

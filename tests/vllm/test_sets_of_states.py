@@ -30,15 +30,13 @@ KINDS: dict[str, dict[str, Any]] = {"states": {"kind": "states"}, "mixed": {"kin
 EACH = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 PROMPTS = [prompt_of(500, 201), prompt_of(300, 202)]
 HITS = sum(hit_tokens(len(prompt)) for prompt in PROMPTS)
-# Of a step: vLLM makes states at the ends of steps alone.
-STEP_TOKENS = 256
 
 
 @EACH
 @pytest.mark.supports("states")
 @pytest.mark.parametrize("copy", ["engine", "sidecar"])
 def test_a_kept_prefix_is_found_and_every_byte_is_right(stage: Stage, kind: dict[str, Any], copy: str) -> None:
-    """And bytes that are wrong in the pool are noticed."""
+    """And wrong bytes in the pool are noticed."""
     right = right_answers(PROMPTS, 40)
     with sidecar.serving(stage.directory) as keeper:
         damage: Act = {"do": "damage_pool", "with": {"path": str(keeper.pool)}}
@@ -53,7 +51,7 @@ def test_a_kept_prefix_is_found_and_every_byte_is_right(stage: Stage, kind: dict
 
 @EACH
 def test_a_conversation_goes_on_from_where_it_was(stage: Stage, kind: dict[str, Any]) -> None:
-    """From the end of the last answer, of which every boundary has a state."""
+    """From the end of the last answer: every boundary of an answer has a state."""
     prompt = prompt_of(600, 203)
     (answer,) = right_answers([prompt], 150)
     turns = [prompt, prompt + answer + prompt_of(90, 204)]
@@ -67,8 +65,8 @@ def test_a_conversation_goes_on_from_where_it_was(stage: Stage, kind: dict[str, 
 
 @EACH
 def test_a_shared_prefix_is_served_from_its_third_request_on(stage: Stage, kind: dict[str, Any]) -> None:
-    """A restarted engine knows of no prefix that prompts share. The second request finds its blocks of full attention and no state
-    at its end, so a state is made there."""
+    """A restarted engine knows of no shared prefix. The second request finds its blocks of full attention and no state at its
+    end, so a state is made there."""
     shared = prompt_of(650, 205)
     prompts = [shared + prompt_of(90, 206 + number) for number in range(3)]
     with sidecar.serving(stage.directory) as keeper:
@@ -82,7 +80,7 @@ def test_a_shared_prefix_is_served_from_its_third_request_on(stage: Stage, kind:
 @EACH
 @pytest.mark.parametrize(("copy", "lost"), [("engine", False), ("engine", True), ("sidecar", True)])
 def test_a_load_that_one_group_lacks_has_failed(stage: Stage, kind: dict[str, Any], copy: str, lost: bool) -> None:
-    """Of each group in turn; the request is computed, and hits again afterwards."""
+    """The group is another one each time; the request is computed, and hits again afterwards."""
     groups = 3
     prompts = [prompt_of(300, 210 + group) for group in range(groups)]
     right = right_answers(prompts, 8)

@@ -249,6 +249,23 @@ fn a_wrong_number_of_shards_is_refused_with_and_without_a_sidecar() {
 }
 
 #[test]
+fn blocks_larger_than_a_segment_are_refused_with_the_least_pool() {
+    let (folder, kv) = (tempfile::tempdir().unwrap(), Kv::new());
+    let sidecar = Sidecar::start(folder.path(), &[&"--dram", &"16MiB"]);
+    let fds: Vec<&OwnedFd> = kv.fds.iter().take(1).collect();
+    for (mib, said) in
+        [(3, ""), (6, "give the sidecar at least --dram 256MiB"), (300, "set a smaller --block-size")]
+    {
+        let regions = vec![BlockRegion { fd: 0, offset: 0, stride: mib << 20, bytes: mib << 20 }];
+        let (_, reply, _) =
+            greet(&sidecar.socket, &worker_hello(1, WorkerHello { regions, ..host_worker(&kv) }), &fds);
+        let reason = if let Reply::Refused { reason, .. } = reply { reason } else { String::new() };
+        assert_eq!(reason.contains("so no block fits"), mib > 4, "{reason}");
+        assert!(reason.contains(said), "{reason}");
+    }
+}
+
+#[test]
 fn more_descriptors_than_a_packet_holds_are_refused_before_they_are_sent() {
     let kv = Kv::new();
     let text = handshake::encode_hello(&worker_hello(1, host_worker(&kv)), 65).unwrap_err().to_string();

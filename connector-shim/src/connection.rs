@@ -208,6 +208,10 @@ impl Endpoint for Connection {
         self.welcome.tails
     }
 
+    fn knows_states(&self) -> bool {
+        self.welcome.states
+    }
+
     fn knows_acceptance(&self) -> bool {
         self.welcome.version >= ACCEPT_SINCE
     }

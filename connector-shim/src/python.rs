@@ -151,7 +151,7 @@ impl SchedulerSession {
             engine,
             world_size,
             run,
-            config: Config { budget, by_engine, early, part_blocks, whole_blocks },
+            config: Config { budget, by_engine, early, part_blocks, whole_blocks, last: false },
             miss_wait_ms,
             handover_wait_ms,
             promise_wait_ms,
@@ -527,6 +527,7 @@ fn _shim(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<WorkerSession>()?;
     module.add_class::<policy::PyPolicy>()?;
     module.add_function(wrap_pyfunction!(policy::needed_blocks, module)?)?;
+    module.add_function(wrap_pyfunction!(policy::served_tokens, module)?)?;
     module.add_class::<keys::Chain>()?;
     module.add_function(wrap_pyfunction!(keys::none_hash, module)?)?;
     module.add_function(wrap_pyfunction!(keys::derive_keys, module)?)?;

@@ -36,6 +36,7 @@ __all__ = [
     "plan_op",
     "read_options",
     "read_page_form",
+    "served_tokens",
     "weight_files",
 ]
 
@@ -95,7 +96,7 @@ class Policy:
         early: list[bool],
         tables: list[bytes],
         algorithm: str,
-        groups: list[tuple[int, int, int, int]],
+        groups: list[tuple[int, int, int, int, bool]],
         waits: bool,
         on_gpu: bool,
         by_engine: bool,
@@ -137,6 +138,8 @@ class Policy:
     def matched(self, id: int, numbers: Numbers, computed: int, alone: bool) -> tuple[int | None, bool]:
         """Found tokens beyond `computed`, None: ask again; and whether they come beside the steps. The call waits for the
         step's budget at most."""
+    def junction(self, id: int) -> int:
+        """The boundary of the request's prefix at which a state is missing: up to there full attention has it; 0: none."""
     def allocated(self, id: int, numbers: Numbers, external: int) -> list[tuple[int, int]] | None:
         """The engine takes so many tokens of the cache. The places of the blocks for `load_blocks`, by group; None: no load."""
     def load_blocks(self, id: int, blocks: list[list[int]]) -> None:
@@ -165,9 +168,11 @@ class Policy:
         grown: list[tuple[int, Sequence[list[int]]]],
         filled: list[int],
         encoded: list[str],
+        offered: list[tuple[int, int, int, int]] = ...,
     ) -> tuple[list[int], list[int], bool]:
         """A step has been scheduled. `begun`: requests with a new block table: number (-1: not followed), blocks by group,
-        their tokens. `grown`: further blocks. `filled`: other blocks written by the step. Returns the requests due in
+        groups without a session last, their tokens. `grown`: further blocks. `filled`: other blocks the step writes.
+        `offered`: states made by the step: request, group, block, and tokens of the state. Returns the requests due in
         `end_step`, released blocks, and whether blocks of before may be wrong."""
     def end_step(self, due: list[tuple[int, int | None, Numbers]], computes: int) -> PolicyStep:
         """Posts the step's saves. `due`: each such request and its tokens computed by the step. `computes`: the number of all
@@ -479,3 +484,7 @@ def lay_out_block(
     `page_form`, the ends of layers and of cuts, and the layers of each cut. A tensor has its storage, the elements before it
     and bytes of one, lengths and strides of all axes, the axis of blocks, the dtype, and of a head the elements of a key and
     of a value, 0 where they are not known, and the packing."""
+
+def served_tokens(groups: list[tuple[int, int, int, int, bool]], limit: int, kept: list[list[bool]]) -> int:
+    """The end of the tokens served of a prompt with `limit` of them, by cache groups with these blocks; each group as in
+    `Policy`."""

@@ -42,7 +42,7 @@ class Events:
     def take(self, policy: Policy, requests: dict[int, Request]) -> list[Any]:
         """The events since the last call."""
         events = []
-        for on_disk, hashes, stored, number, first in policy.take_events(self._group.number):
+        for on_disk, hashes, stored, number, first in policy.take_events(self._group.place):
             medium, request = MEDIA[on_disk], requests.get(number) or self._over.get(number)
             if not stored:
                 events.append(self._events.removed(medium, hashes))

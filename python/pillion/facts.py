@@ -102,12 +102,13 @@ class Facts:
         model, cache = self._vllm_config.model_config, self._vllm_config.cache_config
         spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
         settings = {fact: self._settings(fact) for fact in SETTINGS}
+        has_states = vllm_compat.has_states(self._kv_cache_config)
         stated = {
             "block_tokens": spec.block_size,
             "page_bytes": spec.page_size_bytes,
             "page_form": form,
             "layers": self._layers(),
-            "group_kind": vllm_compat.reaches(self._vllm_config, self._kv_cache_config),
+            "group_kind": "state" if has_states else vllm_compat.reaches(self._vllm_config, self._kv_cache_config),
             "attention_backend": vllm_compat.attention_backends(self._vllm_config),
             "kv_dtype": " ".join([cache.cache_dtype, *getattr(cache, "kv_cache_dtype_skip_layers", [])]),
             "kv_quant": getattr(spec, "kv_quant_mode", "none"),
@@ -127,6 +128,8 @@ class Facts:
             "adapters": self._adapters(),
             "salt": self._config.salt or "none",
         }
+        if has_states:
+            stated["state"] = f"{vllm_compat.state_form(self._kv_cache_config)}; ssm {cache.mamba_ssm_cache_dtype}"
         return {name: str(value) for name, value in stated.items()}
 
     def running(self) -> dict[str, str]:

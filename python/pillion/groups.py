@@ -21,11 +21,14 @@ logger = vllm_compat.init_logger("vllm.pillion")
 class Group(NamedTuple):
     """A cache group as a part of the connector knows it."""
 
+    # vLLM's number of it.
     number: int
-    # The block tokens of all groups, where there are others.
+    # The block tokens of all of vLLM's groups, where there are others; 0: the group is scratch, and has no session.
     sizes: tuple[int, ...] = ()
     # Hashes of a request for each of this group's blocks: the last of them is the block's key.
     hashes: int = 1
+    # Its place among the groups with a session.
+    place: int = 0
 
     @property
     def several(self) -> bool:
@@ -42,12 +45,22 @@ ALONE = Group(0)
 
 
 def parts(kv_cache_config: KVCacheConfig) -> list[tuple[Group, KVCacheConfig]]:
-    """Each group with a configuration of its own."""
-    if len(kv_cache_config.kv_cache_groups) == 1:
+    """Each group that is kept, with a configuration of its own."""
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) == 1:
         return [(ALONE, kv_cache_config)]
-    views = [dataclasses.replace(kv_cache_config, kv_cache_groups=[group]) for group in kv_cache_config.kv_cache_groups]
-    sizes, hashed = tuple(map(vllm_compat.block_tokens, views)), vllm_compat.hash_tokens(kv_cache_config)
-    return [(Group(number, sizes, sizes[number] // hashed), view) for number, view in enumerate(views)]
+    hashed, kept = vllm_compat.hash_tokens(kv_cache_config), [vllm_compat.kind_of_group(group) != "scratch" for group in groups]
+    views = [dataclasses.replace(kv_cache_config, kv_cache_groups=[group]) for group in groups]
+    sizes = tuple(vllm_compat.block_tokens(view) if keeps else 0 for view, keeps in zip(views, kept, strict=True))
+    numbers = [number for number, size in enumerate(sizes) if size]
+    return [(Group(number, sizes, sizes[number] // hashed, place), views[number]) for place, number in enumerate(numbers)]
+
+
+def order_groups(group: Group) -> list[int] | None:
+    """vLLM's numbers of all groups, those without a session last; None where that is vLLM's own order."""
+    if all(group.sizes):
+        return None
+    return sorted(range(len(group.sizes)), key=lambda number: not group.sizes[number])
 
 
 def steps_wait(config: Config) -> bool:
@@ -94,11 +107,12 @@ def policy(
     )
 
 
-def _form(group: Group, kv_cache_config: KVCacheConfig) -> tuple[int, int, int, int]:
-    """Tokens of a block, hashes of it, tokens of its window, and blocks read by the token behind a boundary, 0: all.
+def _form(group: Group, kv_cache_config: KVCacheConfig) -> tuple[int, int, int, int, bool]:
+    """Tokens of a block, hashes of it, tokens of its window, blocks read by the token behind a boundary, 0: all, and whether
+    the group keeps states.
 
     An only group is asked for all blocks, and saves all.
     """
     window, size = vllm_compat.window(kv_cache_config), vllm_compat.block_tokens(kv_cache_config)
     reads = max(1, -(-(window - 1) // size)) if window and group.several else 0
-    return size, group.hashes, window, reads
+    return size, group.hashes, window, reads, vllm_compat.has_states(kv_cache_config)

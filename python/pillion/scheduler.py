@@ -6,7 +6,7 @@ Every rule of queries, loads, saves and trusted blocks is in the policy, in Rust
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pillion import _shim, groups, handover, hasher, vllm_compat
@@ -43,8 +43,9 @@ class Scheduler:
         self._config = config
         self._recomputes = vllm_compat.recomputes_failed_loads(vllm_config)
         self._check_failures(len(kv_cache_config.kv_cache_groups) > 1)
+        parts = groups.parts(kv_cache_config)
         # By group. Ranks name a step by the run of the first one.
-        self._runs = [secrets.token_bytes(16) for _ in kv_cache_config.kv_cache_groups]
+        self._runs = [secrets.token_bytes(16) for _ in parts]
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
         self._ranks = vllm_compat.world_size(vllm_config)
         self._beside_others = beside_others
@@ -52,10 +53,14 @@ class Scheduler:
         self._has_own_keys = hasher.has_second_digest(algorithm)
         self._policy = groups.policy(config, vllm_config, kv_cache_config, self._runs, beside_others)
         self._adapters = _shim.Adapters(self._runs[0], vllm_compat.lora_form(vllm_config))
-        self._windows = any(vllm_compat.window(view) for _, view in groups.parts(kv_cache_config))
+        # vLLM's groups, those without a session last.
+        self._order = groups.order_groups(parts[0][0])
+        self._windows = any(vllm_compat.window(view) for _, view in parts)
+        # The groups with states, by vLLM's number: their places in the policy.
+        self._states = {group.number: group.place for group, view in parts if vllm_compat.has_states(view)}
         self._events: list[Events] = []
         if vllm_compat.kv_events_are_on(vllm_config):
-            self._events = [Events(group, view) for group, view in groups.parts(kv_cache_config)]
+            self._events = [Events(group, view) for group, view in parts]
         self._records = Records(config, self._engine_id)
         self._pool: BlockPool | None = None
         # The unfinished requests: the policy's number of each, and each by its number.
@@ -139,15 +144,22 @@ class Scheduler:
         number = self._follow(request)
         running = len(self._running) - self._left
         alone = running == 0 or (running == 1 and request.request_id in self._running)
-        return self._policy.matched(number, self._now(request), computed_tokens, alone)
+        found = self._policy.matched(number, self._now(request), computed_tokens, alone)
+        if self._states and (junction := self._policy.junction(number)):
+            vllm_compat.make_state_at(request, junction)
+        return found
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         """vLLM has allocated blocks and says how many external tokens it wants."""
         number = self._follow(request)
         wanted = self._policy.allocated(number, self._now(request), external_tokens)
         if wanted is not None:
-            ids = blocks.get_block_ids()
-            self._policy.load_blocks(number, [each[first:end] for each, (first, end) in zip(ids, wanted, strict=True)])
+            ids = self._ordered(blocks.get_block_ids())
+            self._policy.load_blocks(number, [each[first:end] for each, (first, end) in zip(ids, wanted, strict=False)])
+
+    def _ordered(self, blocks: Sequence[list[int]]) -> Sequence[list[int]]:
+        """Blocks by vLLM's groups, those of groups without a session last."""
+        return blocks if self._order is None else [blocks[number] for number in self._order]
 
     def sources(self, request: Request, tokens: int) -> dict[Source, int]:
         """Tokens of the last planned load by the place of their hit; empty where the places are unknown."""
@@ -214,7 +226,8 @@ class Scheduler:
         begun, grown = self._tables(output)
         filled = [copy.dst_block_id for copy in getattr(output, "kv_cache_block_copies", None) or ()]
         filled += output.new_block_ids_to_zero or ()
-        due, released, contradicted = self._policy.begin_step(begun, grown, filled, self._encoded(output))
+        offered = self._offered(output) if self._states else []
+        due, released, contradicted = self._policy.begin_step(begun, grown, filled, self._encoded(output), offered)
         self._give_back(released)
         if contradicted:
             self._forget_cached()
@@ -240,14 +253,25 @@ class Scheduler:
             if req_id in cached.resumed_req_ids and req_id in numbers:
                 begun.append(self._begun(req_id, ids, cached.num_computed_tokens[index]))
             else:
-                grown.append((numbers.get(req_id, STRANGER), ids))
+                grown.append((numbers.get(req_id, STRANGER), self._ordered(ids)))
         return begun, grown
+
+    def _offered(self, output: SchedulerOutput) -> list[tuple[int, int, int, int]]:
+        """The states made by the step for the requests that it computes. vLLM has taken back blocks of any other request."""
+        numbers, scheduled = self._numbers, output.num_scheduled_tokens
+        return [
+            (numbers[req_id], self._states[group], block, boundary)
+            for req_id, states in vllm_compat.offered_states(output).items()
+            if req_id in numbers and req_id in scheduled
+            for group, block, boundary in states
+            if group in self._states
+        ]
 
     def _begun(self, req_id: str, blocks: Any, computed_tokens: int) -> tuple[int, Any, int, Numbers | None]:
         number = self._numbers.get(req_id)
         if number is None:
             # A request without a number writes, too.
-            return STRANGER, blocks, computed_tokens, None
+            return STRANGER, self._ordered(blocks), computed_tokens, None
         request = self._requests[number]
         if request.lora_request:
             # Ranks load its adapter in this step, unless they hold it.
@@ -255,7 +279,7 @@ class Scheduler:
         if request.mm_features:
             places = [(media.identifier, media.mm_position.offset, media.mm_position.length) for media in request.mm_features]
             self._policy.follow_media(number, places)
-        return number, blocks, computed_tokens, self._now(request)
+        return number, self._ordered(blocks), computed_tokens, self._now(request)
 
     def _encoded(self, output: SchedulerOutput) -> list[str]:
         """Outputs of encoders in the step, by vLLM's identifiers."""

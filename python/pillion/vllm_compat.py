@@ -187,10 +187,14 @@ def _written(release: tuple[int, int]) -> str:
 SERVED_SPECS = ("FullAttentionSpec", "MLAAttentionSpec")
 # One whose blocks vLLM frees once the window has passed them; all layers of a group have the same window.
 WINDOW_SPEC = "SlidingWindowSpec"
+# The spec of a state for each block, and no KV of each token; vLLM keeps states at the ends of blocks in this mode alone.
+STATE_SPEC, STATE_MODE = "MambaSpec", "align"
+# The spec of a request's own blocks, of no use to other requests.
+SCRATCH_SPEC = "CircularBufferSpec"
 # Those that vLLM turns into full attention where its hybrid manager is off and other layers have full attention.
 PROMOTED_SPECS = (WINDOW_SPEC, "ChunkedLocalAttentionSpec")
-# Those that the groups of one model have where they are served together.
-SET_SPECS = {"FullAttentionSpec", WINDOW_SPEC}
+# How the layers of a group are served where there are other groups.
+KINDS = {**dict.fromkeys(SERVED_SPECS, "full"), WINDOW_SPEC: "window", STATE_SPEC: "state", SCRATCH_SPEC: "scratch"}
 # Where nothing of the engine's start can be changed.
 LEAVE_OUT = "leave --kv-transfer-config out for this model"
 
@@ -217,15 +221,15 @@ def _unserved_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
 def _unserved_set(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kinds: set[str], remedy: str) -> str | None:
     """Why several groups cannot be kept together, after their number; None if they can."""
     groups = kv_cache_config.kv_cache_groups
-    if kinds != SET_SPECS:
+    served = [group for group in groups if kind_of_group(group) != "scratch"]
+    if "other" in map(kind_of_group, served) or len(served) < 2 or "full" not in map(kind_of_group, served):
         return f" ({', '.join(sorted(kinds))}), which are not served together: {remedy}"
     if version() < OLDEST_OF_SETS:
         return f", which are served from vLLM {_written(OLDEST_OF_SETS)} on: upgrade vLLM, or {remedy}"
-    offered = all(getattr(group, "enable_kv_transfer", False) and group.kv_cache_spec.prefix_cacheable for group in groups)
     # A block's key is the hash of its last part.
     hashed = hash_tokens(kv_cache_config)
-    whole = hashed and all(group.kv_cache_spec.block_size % hashed == 0 for group in groups)
-    if not offered or not whole:
+    whole = hashed and all(group.kv_cache_spec.block_size % hashed == 0 for group in served)
+    if not whole:
         return f", and this vLLM divides or hashes their blocks in ways that are not served: {remedy}"
     if getattr(vllm_config, "speculative_config", None) is not None:
         return ", which are not served with speculation: start vLLM without --speculative-config"
@@ -247,6 +251,47 @@ def _unserved_windows(vllm_config: VllmConfig) -> str | None:
             "0.30 or later"
         )
     return None
+
+
+def kind_of_group(group: KVCacheGroupSpec) -> str:
+    """How a group is served beside others: `full`, `window`, `state`; `scratch`: it is not kept; or `other`."""
+    specs = list(_layer_specs(group).values())
+    kinds = {KINDS.get(type(spec).__name__, "other") for spec in specs}
+    if kinds == {"scratch"} or not all(getattr(spec, "prefix_cacheable", True) for spec in specs):
+        return "scratch"
+    if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", False):
+        return "other"
+    if any(getattr(spec, "mamba_cache_mode", STATE_MODE) != STATE_MODE for spec in specs):
+        return "other"
+    return kinds.pop() if len(kinds) == 1 else "other"
+
+
+def has_states(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether the layers of the only group keep states."""
+    return kind_of_group(kv_cache_config.kv_cache_groups[0]) == "state"
+
+
+def offered_states(output: Any) -> Mapping[str, list[tuple[int, int, int]]]:
+    """The states made by a step, by request: group, block, and tokens of the state."""
+    offered = getattr(getattr(output, "kv_connector_block_state", None), "boundary_state_offloads", None)
+    states: Mapping[str, list[tuple[int, int, int]]] = offered or {}
+    return states
+
+
+def make_state_at(request: Any, tokens: int) -> None:
+    """Has vLLM end a step of the request's prompt at this boundary: it makes states at the ends of steps alone."""
+    request.shared_prefix_boundary = max(getattr(request, "shared_prefix_boundary", 0), tokens)
+
+
+def state_form(kv_cache_config: KVCacheConfig) -> str:
+    """The form of the only group's states: kind, shapes and types of each layer's parts, and the layout of convolutions."""
+    layout, forms = environment("VLLM_SSM_CONV_STATE_LAYOUT", None), []
+    for spec in _layer_specs(kv_cache_config.kv_cache_groups[0]).values():
+        parts = [
+            f"{tuple(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+        ]
+        forms.append(f"{getattr(spec.mamba_type, 'name', spec.mamba_type)} {', '.join(parts)}")
+    return "; ".join(f"{form} x{len(list(same))}" for form, same in groupby(forms)) + f"; layout {layout}"
 
 
 def _layer_specs(group: KVCacheGroupSpec) -> dict[str, KVCacheSpec]:

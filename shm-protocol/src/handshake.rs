@@ -218,6 +218,9 @@ pub struct Welcome {
     /// The sidecar knows an APPEND whose last key is that of a prompt's tail. A sidecar that does not ends the session over it.
     #[serde(default, skip_serializing_if = "is_false")]
     pub tails: bool,
+    /// The sidecar knows a QUERY for the last kept one of its keys, as of states. Other sidecars end the session over it.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub states: bool,
 }
 
 /// A record that must not be followed.

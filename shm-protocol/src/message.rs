@@ -95,6 +95,9 @@ pub const APPEND_TAIL: u8 = 2;
 pub const QUERY_ARRIVING: u8 = 1;
 /// `flags` of QUERY: another engine computes these keys, or is about to. Only where [`crate::handshake::Welcome::handover`].
 pub const QUERY_AWAIT: u8 = 2;
+/// `flags` of QUERY: it asks for the last kept one of its keys. `value` is its place and 1, and no other key is leased. Only
+/// where [`crate::handshake::Welcome::states`].
+pub const QUERY_LAST: u8 = 4;
 /// `flags` of LOAD: the step that the load belongs to waits for it.
 pub const LOAD_SYNC: u8 = 1;
 /// `flags` of LOAD: the ranks copy from the pool themselves and report LOADED.

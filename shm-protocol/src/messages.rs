@@ -18,9 +18,9 @@ macro_rules! messages {
                     /// The keys.
                     keys: Keys = APPENDED,
                     /// This engine will save the keys of the log for another engine.
-                    promised: bool = flag_bit::<APPEND_PROMISED>(),
+                    promised: bool = flag_bit::<APPEND_PROMISED, 2>(),
                     /// The last key is of a prompt's tail, a partly full block: the log ends with it.
-                    tail: bool = flag_bit::<APPEND_TAIL>(),
+                    tail: bool = flag_bit::<APPEND_TAIL, 2>(),
                     /// The chunks of the keys, as many as [`Append::chunks`] returns.
                     chunks: [u32; APPEND_CHUNKS] = TOUCHED,
                 }
@@ -33,9 +33,11 @@ macro_rules! messages {
                     /// The keys, at most [`crate::layout::QUERY_KEYS`].
                     keys: Keys = ASKED,
                     /// It may be answered while blocks are on their way.
-                    arriving: bool = flag_bit::<QUERY_ARRIVING>(),
+                    arriving: bool = flag_bit::<QUERY_ARRIVING, 3>(),
                     /// Another engine computes these keys, or is about to.
-                    awaits: bool = flag_bit::<QUERY_AWAIT>(),
+                    awaits: bool = flag_bit::<QUERY_AWAIT, 3>(),
+                    /// Asks for the last kept one of the keys, and not for the leading hits.
+                    last: bool = flag_bit::<QUERY_LAST, 3>(),
                 }
             }
             /// Promises to load keys.
@@ -67,9 +69,9 @@ macro_rules! messages {
                     /// Step whose end makes the blocks whole.
                     step: u64 = STEP,
                     /// Blocks kept already are compared with these.
-                    checked: bool = flag_bit::<SAVE_CHECKED>(),
+                    checked: bool = flag_bit::<SAVE_CHECKED, 2>(),
                     /// Another engine will load these blocks.
-                    handover: bool = flag_bit::<SAVE_HANDOVER>(),
+                    handover: bool = flag_bit::<SAVE_HANDOVER, 2>(),
                 }
             }
             /// Gives up blocks of a save.

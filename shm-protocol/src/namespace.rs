@@ -15,6 +15,8 @@ pub type Facts = BTreeMap<String, String>;
 const LINE_VALUE_MAX: usize = 160;
 /// Characters of a fact in an explanation: a page descriptor of a few kinds of layers.
 const EXPLAINED_VALUE_MAX: usize = 512;
+/// The fact `group_kind` of layers with a state, and without KV of each token.
+const STATE_KIND: &str = "state";
 /// Differences that an explanation names, causes first. With two values of 2,048 bytes each, all fit a record.
 const EXPLAINED_MAX: usize = 8;
 
@@ -98,9 +100,10 @@ pub fn complete(stated: &Facts, live: Option<[u8; 16]>) -> Facts {
     facts
 }
 
-/// Whether all layers have windows: blocks are then of use without the first ones of their chain.
-pub fn has_windows_alone(facts: &Facts) -> bool {
-    facts.get("group_kind").is_some_and(|kinds| kinds.split(", ").all(|kind| kind.starts_with("window ")))
+/// Whether blocks are of use without the first ones of their chain: all layers have windows, or states.
+pub fn has_parentless_blocks(facts: &Facts) -> bool {
+    let reads_its_end = |kind: &str| kind.starts_with("window ") || kind == STATE_KIND;
+    facts.get("group_kind").is_some_and(|kinds| kinds.split(", ").all(reads_its_end))
 }
 
 /// The next generation of a namespace, after its cache was reset: a digest of the old one and 16 random bytes.

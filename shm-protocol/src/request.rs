@@ -14,7 +14,8 @@ use self::places::{
 use crate::layout::CHUNK_KEYS;
 use crate::message::{
     APPEND_CHUNKS, APPEND_PROMISED, APPEND_TAIL, DecodeError, Kind, LOAD_ARRIVING, LOAD_BY_ENGINE,
-    LOAD_EARLY, LOAD_SYNC, Message, QUERY_ARRIVING, QUERY_AWAIT, SAVE_CHECKED, SAVE_HANDOVER, Slot,
+    LOAD_EARLY, LOAD_SYNC, Message, QUERY_ARRIVING, QUERY_AWAIT, QUERY_LAST, SAVE_CHECKED, SAVE_HANDOVER,
+    Slot,
 };
 
 /// The requests of the list of messages, and their fields in a message.

@@ -320,7 +320,7 @@ impl Blocks {
 }
 
 /// Bytes of a worker's block, all shards.
-fn block_bytes(worker: &WorkerHello) -> u64 {
+pub fn block_bytes(worker: &WorkerHello) -> u64 {
     worker.block_bytes().expect("checked by the handshake") * u64::from(worker.shards)
 }
 

@@ -62,8 +62,29 @@ DEEPSEEK_V3 = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+# Three layers with gated delta rules and one with full attention. vLLM makes blocks as long as a state has bytes.
+QWEN3_NEXT = {
+    "model_type": "qwen3_next",
+    **{name: _TINY[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")},
+    **{name: _TINY[name] for name in ("vocab_size", "max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id")},
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 12,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+    "tie_word_embeddings": False,
+}
 # How much larger than usual the normals are: sharp attention, whose output counts.
 GAIN = 3.0
+# Logarithm of the decay of gated delta rules: a state lasts for some hundred tokens.
+DECAY_LOG = -6.0
 
 
 def latent_bytes_per_token(config: dict[str, Any]) -> int:
@@ -83,5 +104,7 @@ def write(directory: Path, config: dict[str, Any], seed: int = 1234) -> Path:
             if parameter.dim() > 1:
                 fan_in = parameter.shape[-2] if "experts" in name else parameter.shape[-1]
                 parameter.normal_(std=GAIN / math.sqrt(fan_in))
+            elif name.endswith("A_log"):
+                parameter.fill_(DECAY_LOG)
     made.save_pretrained(directory)
     return directory

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from specs import LAYERS, full_attention, kv_cache_config
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from pillion import facts as module
 from pillion import vllm_compat, weight_files
@@ -55,7 +56,7 @@ def engine(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., di
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     loaded = Model()
 
-    def engine(changed: dict[str, Any] | None = None, **options: Any) -> dict[str, str]:
+    def engine(changed: dict[str, Any] | None = None, layers: Any = None, **options: Any) -> dict[str, str]:
         model_config = {
             "model": str(directory),
             "quantization": None,
@@ -83,8 +84,9 @@ def engine(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., di
             for part in above:
                 owner = getattr(owner, part)
             setattr(owner, name, value)
-        spec = SimpleNamespace(block_size=16, page_size_bytes=4096, kv_quant_mode=0)
-        groups: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=LAYERS, kv_cache_spec=spec)])
+        spec = layers or SimpleNamespace(block_size=16, page_size_bytes=4096, kv_quant_mode=0)
+        group = SimpleNamespace(layer_names=LAYERS, kv_cache_spec=spec, enable_kv_transfer=True)
+        groups: Any = SimpleNamespace(kv_cache_groups=[group])
         config: Any = vllm_config
         return Facts(engine_config(**options), config, groups, Models([loaded.attn])).stated("form")
 
@@ -149,6 +151,24 @@ def test_settings_away_from_their_defaults_are_stated(
     others = changed({"a": 1}), changed("b")
     assert [differing(usual, other) for other in others] == [{fact}, {fact}]
     assert others[0][fact] != others[1][fact] and name in others[0][fact]
+
+
+@pytest.mark.parametrize("what", ["shapes", "type", "ssm", "layout"])
+def test_the_form_of_states_is_stated(
+    what: str, engine: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shapes and types of a state's parts, the type of its temporal part as resolved, and the layout of convolutions."""
+    given: dict[str, Any] = {"block_size": 16, "shapes": ((3, 8), (4, 2)), "mamba_cache_mode": "align"}
+    resolved = {"cache_config.mamba_ssm_cache_dtype": "float32"}
+    states = MambaSpec(**given, dtypes=(torch.bfloat16, torch.float32), page_size_padded=4096)
+    plain = engine(resolved, layers=states)
+    assert plain["group_kind"] == "state"
+    if what == "layout":
+        monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
+    if what == "ssm":
+        resolved = {"cache_config.mamba_ssm_cache_dtype": "bfloat16"}
+    changed = {"shapes": {"shapes": ((3, 8), (2, 4))}, "type": {"dtypes": (torch.float32, torch.bfloat16)}}.get(what, {})
+    assert differing(plain, engine(resolved, layers=dataclasses.replace(states, **changed))) == {"state"}
 
 
 def test_a_variable_of_one_model_is_read(engine: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:

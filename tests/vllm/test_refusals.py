@@ -16,6 +16,7 @@ from specs import LAYERS, full_attention, kv_cache_config, spec
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.kv_cache_interface import MambaSpec
 
+from pillion import groups as cache_groups
 from pillion import vllm_compat
 from pillion.state import REASON_MAX
 
@@ -187,7 +188,23 @@ def test_several_groups_are_refused_beside(setting: str, value: Any, remedy: str
     assert remedy in reason and fits_metrics(reason)
 
 
-STATE = MambaSpec(block_size=16, shapes=((2, 64),), dtypes=(torch.bfloat16,))
+STATE = MambaSpec(block_size=16, shapes=((2, 64),), dtypes=(torch.bfloat16,), mamba_cache_mode="align")
+SCRATCH = spec("CircularBufferSpec", block_size=8)
+
+
+@pytest.mark.supports("states")
+def test_states_are_served_beside_full_attention() -> None:
+    """And beside windows, and scratch groups without a session."""
+    both = full_and_window()
+    for specs in ([full_attention(), STATE], [SCRATCH, STATE, spec("SlidingWindowSpec", **WINDOW), full_attention()]):
+        both.kv_cache_groups = [dataclasses.replace(both.kv_cache_groups[0], kv_cache_spec=spec) for spec in specs]
+        engine: Any = SimpleNamespace(**vars(PLAIN), kv_transfer_config=RECOMPUTE)
+        assert vllm_compat.unsupported(engine, both) is None
+        parts = cache_groups.parts(both)
+        kept = [number for number, spec in enumerate(specs) if spec is not SCRATCH]
+        assert [group.number for group, _ in parts] == kept
+        assert {group.sizes for group, _ in parts} == {tuple(0 if spec is SCRATCH else 16 for spec in specs)}
+        assert cache_groups.order_groups(parts[0][0]) == (None if len(kept) == len(specs) else [1, 2, 3, 0])
 
 
 @pytest.mark.parametrize(
@@ -197,7 +214,11 @@ STATE = MambaSpec(block_size=16, shapes=((2, 64),), dtypes=(torch.bfloat16,))
             [full_attention(), spec("ChunkedLocalAttentionSpec", **CHUNK)],
             marks=refuses("chunks", "start vLLM with --disable-hybrid-kv-cache-manager"),
         ),
-        pytest.param([full_attention(), STATE], marks=refuses("states", "leave --kv-transfer-config out for this model")),
+        pytest.param(
+            [full_attention(), dataclasses.replace(STATE, mamba_cache_mode="all")],
+            marks=refuses("states", "leave --kv-transfer-config out for this model"),
+        ),
+        pytest.param([STATE, STATE], marks=refuses("states", "leave --kv-transfer-config out for this model")),
     ],
 )
 def test_kinds_of_groups_that_are_refused_together(specs: list[Any], remedy: str) -> None:

@@ -35,14 +35,18 @@ PATHS = [("sync", "engine", "full"), ("async", "engine", "full"), ("auto", "side
 PATHS += [("sync", "engine", "window"), ("auto", "sidecar", "window")]
 # Windows beside full attention, in groups that have their blocks of one pool.
 PATHS += [("auto", "engine", "set"), ("auto", "sidecar", "set"), ("auto", "engine", "set-of-sizes")]
+# States, windows and scratch beside full attention.
+PATHS += [("auto", "engine", "mixed"), ("auto", "sidecar", "mixed")]
 # Blocks of the engine are few enough that it preempts.
 KINDS: dict[str, dict[str, Any]] = {
     "full": {"kind": "full", "blocks": 24},
     "window": {"kind": "window", "window": 50, "blocks": 24},
     "set": {"kind": "set", "window": 50, "blocks": 48},
     "set-of-sizes": {"kind": "set", "window": 50, "larger": 2, "blocks": 34},
+    "mixed": {"kind": "mixed", "window": 50, "blocks": 40},
 }
-SET_TESTS = sum(KINDS[kind]["kind"] == "set" for _, _, kind in PATHS) * len(RELEASES) * len(SCHEDULERS)
+SETS = ("set", "mixed")
+SET_TESTS = sum(KINDS[kind]["kind"] in SETS for _, _, kind in PATHS) * len(RELEASES) * len(SCHEDULERS)
 ALONE = "PILLION_SEED" in os.environ
 # What is counted of an engine's plays.
 COUNTED = ("steps", "hits", "preemptions", "crossings", "null_blocks", "failed_steps")
@@ -61,7 +65,7 @@ def _first_seed(stage: Stage, path: tuple[str, str, str]) -> int:
 @pytest.mark.parametrize(("load", "copy", "kind"), PATHS)
 def test_random_plays(stage: Stage, load: str, copy: str, kind: str) -> None:
     """Preemption, reuse, aborts at every moment, new weights, failed loads and a freezing sidecar, in any order."""
-    several = KINDS[kind]["kind"] == "set"
+    several = KINDS[kind]["kind"] in SETS
     _play(stage, (load, copy, kind), -(-SET_STEPS // SET_TESTS) if several and not ALONE else 0)
 
 
@@ -79,7 +83,7 @@ def _play(
 ) -> Counter[str]:
     """Plays of a path, so many steps at least, with more chances; what was counted."""
     load, copy, kind = path
-    several = KINDS[kind]["kind"] == "set"
+    several = KINDS[kind]["kind"] in SETS
     chances = CHANCES | {"freeze": FREEZE[copy]} | (more or {})
     if load == "async" or kind != "full":
         # vLLM cannot undo a synchronous load.

@@ -121,6 +121,18 @@ pub fn segment_bytes_for(pool_bytes: u64) -> u64 {
     1 << wanted.ilog2()
 }
 
+/// The least pool with segments for blocks of so many bytes, by [`segment_bytes_for`]; none: no pool has them.
+pub fn pool_bytes_for(block_bytes: u64) -> Option<u64> {
+    let segments = SEGMENT_BYTES_DEFAULT_MIN.ilog2()..=SEGMENT_BYTES_DEFAULT_MAX.ilog2();
+    let segment_bytes =
+        segments.map(|bits| 1 << bits).find(|bytes| Geometry::new(*bytes, block_bytes).is_ok())?;
+    Some(if segment_bytes == SEGMENT_BYTES_DEFAULT_MIN {
+        segment_bytes
+    } else {
+        segment_bytes * POOL_SEGMENTS
+    })
+}
+
 /// Segments of a pool, its sizes checked.
 pub(crate) fn segments(pool_bytes: u64, segment_bytes: u64) -> Result<u64, Error> {
     // A block of one byte fits every valid segment: only the segment size can be refused here.

@@ -99,6 +99,7 @@ pub extern "C" fn pillion_scheduler_connect(
                 early: options.early_loads,
                 part_blocks: 0,
                 whole_blocks: 0,
+                last: false,
             },
             miss_wait_ms: Some(options.miss_wait_ms),
             handover_wait_ms: None,

@@ -17,6 +17,8 @@ pub trait Endpoint {
 
     /// Whether the sidecar knows the key of a prompt's tail.
     fn knows_tails(&self) -> bool;
+    /// Whether the sidecar knows queries for the last kept key.
+    fn knows_states(&self) -> bool;
     /// Whether the sidecar keeps only what the engine accepted.
     fn knows_acceptance(&self) -> bool;
     /// Wakes the sidecar if it sleeps.

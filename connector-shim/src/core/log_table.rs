@@ -35,7 +35,7 @@ pub(crate) struct Log {
     pub(crate) pending: Option<u64>,
 }
 
-/// The right to load keys `from..from+hits`.
+/// The right to load keys `first..from+hits`.
 #[derive(Copy, Clone, Debug)]
 pub(crate) struct Lease {
     /// The query that was granted it.
@@ -46,6 +46,8 @@ pub(crate) struct Lease {
     pub(crate) asked: u32,
     /// Keys promised.
     pub(crate) hits: u32,
+    /// The first leased key of these: the last one after a query for the last kept key.
+    pub(crate) first: u32,
     /// Blocks of them were still on their way: they are loaded in parts, and no step may count on it.
     pub(crate) arriving: bool,
     /// When the query was posted, which is before the sidecar's clock for it began.

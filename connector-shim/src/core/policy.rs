@@ -35,7 +35,7 @@ use self::events::Events;
 pub use self::events::{EventChange, KNOWN, KvEvent};
 use self::held::HeldBlocks;
 use self::host::SessionHost;
-use self::kinds::{GroupSet, Points};
+use self::kinds::{GroupKind, GroupSet, Points};
 pub use self::matching::FoundTokens;
 use self::matching::KnownAnswer;
 use self::pacing::Pacing;
@@ -47,7 +47,7 @@ use self::requests::Requests;
 pub use self::requests::{Adapter, Arrival, Media, Now, RequestId};
 pub use self::saving::Due;
 pub use self::types::{
-    BegunRequest, Changes, EndedRequest, LostLoad, OpenedStep, PlannedStep, PolicyOptions, PolicyWait,
+    BegunRequest, Changes, EndedRequest, LostLoad, OfferedState, OpenedStep, PlannedStep, PolicyOptions, PolicyWait,
     RequestLoad, ServedState, StepPart,
 };
 
@@ -77,6 +77,8 @@ pub struct EnginePolicy<H> {
     next: PlannedStep,
     /// Requests beginning in it.
     begun: Vec<RequestId>,
+    /// States made by it.
+    offered: Vec<OfferedState>,
     /// The blocks written by its loads.
     overwritten: Vec<u32>,
     /// Steps with loads, and with an output not yet taken by the engine.
@@ -133,6 +135,7 @@ impl<H: SessionHost> EnginePolicy<H> {
             held: HeldBlocks::default(),
             next,
             begun: Vec::new(),
+            offered: Vec::new(),
             overwritten: Vec::new(),
             open_loads: Vec::new(),
             passed: BTreeMap::new(),
@@ -317,8 +320,9 @@ impl<H: SessionHost> EnginePolicy<H> {
 
     /// A step has been scheduled: follows the block tables, and gives up saves of blocks the step may overwrite. Called once a step, before
     /// [`EnginePolicy::end_step`] with the numbers of the due requests.
-    pub fn begin_step(&mut self, changes: Changes, time: Instant) -> OpenedStep {
+    pub fn begin_step(&mut self, mut changes: Changes, time: Instant) -> OpenedStep {
         self.time = time;
+        self.offered = std::mem::take(&mut changes.offered);
         for begun in &changes.begun {
             if let Some(request) = begun.request.and_then(|id| self.requests.get_mut(id)) {
                 request.doubted_before = request.doubt.take().is_some();
@@ -347,6 +351,9 @@ impl<H: SessionHost> EnginePolicy<H> {
         let mut due = Vec::new();
         if self.options.saves {
             self.follow_proof(changes, &filled, &written);
+            for state in &self.offered {
+                self.requests.due_in(state.request, self.next.step);
+            }
             due = self.requests.take_due(self.next.step, &self.begun);
         }
         OpenedStep { due, released, contradicted }
@@ -362,15 +369,19 @@ impl<H: SessionHost> EnginePolicy<H> {
             {
                 self.begun.push(id);
             }
-            for (blocks, form) in begun.blocks.iter().zip(&self.set.forms) {
-                written.extend(blocks.iter().skip((begun.computed / form.block_tokens) as usize));
+            for (group, blocks) in begun.blocks.iter().enumerate() {
+                let kept = self.set.forms.get(group).map_or(0, |form| begun.computed / form.block_tokens);
+                written.extend(blocks.iter().skip(kept as usize));
             }
         }
         for (id, blocks) in &changes.grown {
             written.extend(blocks.iter().flatten());
             if let Some(request) = id.and_then(|id| self.requests.get_mut(id)) {
-                for (part, blocks) in request.parts.iter_mut().zip(blocks) {
-                    part.blocks.extend(blocks);
+                for ((part, blocks), form) in request.parts.iter_mut().zip(blocks).zip(&self.set.forms) {
+                    // The engine moves and frees blocks of states: none is known by its place.
+                    if form.kind != GroupKind::State {
+                        part.blocks.extend(blocks);
+                    }
                 }
             }
         }
@@ -384,10 +395,13 @@ impl<H: SessionHost> EnginePolicy<H> {
         request.began_after = request.now.preemptions;
         for ((part, blocks), form) in request.parts.iter_mut().zip(&begun.blocks).zip(&self.set.forms) {
             let found = (begun.computed / form.block_tokens) as usize;
-            part.goes_on = same && part.blocks.get(found) == blocks.get(found);
-            part.blocks.clone_from(blocks);
+            let is_state = form.kind == GroupKind::State;
+            let blocks = if is_state { &blocks[..blocks.len().min(found + 1)] } else { &blocks[..] };
+            part.goes_on = same && (is_state || part.blocks.get(found) == blocks.get(found));
+            part.blocks = blocks.to_vec();
             (part.freed, part.saved, part.found) = (0, found, found);
-            part.found_in = if found > 0 { step } else { 0 };
+            // The state's block may be another request's by the next step: it is not offered then.
+            part.found_in = if found > 0 && !is_state { step } else { 0 };
         }
         true
     }

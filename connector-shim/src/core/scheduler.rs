@@ -44,6 +44,8 @@ pub struct Config {
     pub part_blocks: u32,
     /// A query for so many blocks that another engine computes is answered once all of them have come: a step then loads them.
     pub whole_blocks: u32,
+    /// Queries are for the last kept key, as of states, and not for the leading ones: the last one of so many hits is kept.
+    pub last: bool,
 }
 
 /// Numbers of `u64`, each told by its name.
@@ -126,6 +128,8 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
         link.ask_for_all(self.announced.asked);
         if !link.connection.knows_acceptance() {
             self.notices.say(Cause::OldSidecar, OLD_SIDECAR);
+        } else if self.config.last && !link.connection.knows_states() {
+            self.notices.say(Cause::OldSidecar, STATELESS_SIDECAR);
         }
         self.link = Some(link);
     }
@@ -475,6 +479,10 @@ const UNPROVEN: &str = "blocks of this engine are not kept, because it took over
 /// The notice for an engine whose sidecar would keep what the engine never accepted.
 const OLD_SIDECAR: &str = "blocks of this engine are not kept, because the sidecar's release would also keep blocks of \
      failed steps. The engine can load. To save, upgrade the sidecar to 0.3.0 or later";
+
+/// The notice for an engine with states and a sidecar of a release without them.
+const STATELESS_SIDECAR: &str = "no prompt of this engine is found, because the sidecar's release does not know states: upgrade the \
+     sidecar to this engine's release of Pillion";
 
 /// The notice for the engine's log when its check found that it computes other KV than the sidecar keeps.
 fn differing(namespace: u64, saved: Saved) -> String {

@@ -1,6 +1,7 @@
 //! `Policy` for Python: conversions, and the waits for a session's answers.
 
 use std::collections::HashMap;
+use std::convert::Infallible;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -16,10 +17,10 @@ use super::aside::Aside;
 use super::told::{self, Loss, PyRecord, PyRemark};
 use super::{Guarded, SchedulerSession, SessionOwner, UNDIGESTED, bytes16, some16};
 use crate::clock;
-use crate::core::policy::kinds::{GroupForm, GroupKind, GroupSet, Points};
+use crate::core::policy::kinds::{GroupForm, GroupKind, GroupSet, Points, ServedTokens};
 use crate::core::policy::{
     Adapter, Arrival, BegunRequest, Changes, CheckRate, Due, EnginePolicy as Rules, EventChange, FoundTokens,
-    LoadMode, Machine, Media, Now, PlannedStep, PolicyOptions, PolicyWait, RequestId, ServedState,
+    LoadMode, Machine, Media, Now, OfferedState, PlannedStep, PolicyOptions, PolicyWait, RequestId, ServedState,
 };
 use crate::core::records::{RecordOptions, Records, WaitPart};
 use crate::error::{ShimError as Failure, argument};
@@ -97,7 +98,7 @@ impl PyPolicy {
         early: Vec<bool>,
         tables: Vec<PyBackedBytes>,
         algorithm: &str,
-        groups: Vec<(u32, u32, u32, u32)>,
+        groups: Vec<(u32, u32, u32, u32, bool)>,
         waits: bool,
         on_gpu: bool,
         by_engine: bool,
@@ -138,6 +139,7 @@ impl PyPolicy {
                 early: early[group],
                 part_blocks: machine.part_blocks(),
                 whole_blocks: if set.several() { 0 } else { machine.whole_blocks() },
+                last: set.forms[group].kind == GroupKind::State,
             };
             let session = scheduler::Options {
                 socket: options.socket.clone(),
@@ -259,6 +261,10 @@ impl PyPolicy {
         Ok((tokens, beside))
     }
 
+    fn junction(&self, id: RequestId) -> PyResult<u32> {
+        self.with(|rules| rules.junction(id))
+    }
+
     fn allocated(
         &self,
         id: RequestId,
@@ -332,12 +338,14 @@ impl PyPolicy {
 
     // --- one step ---
 
+    #[pyo3(signature = (begun, grown, filled, encoded, offered = Vec::new()))]
     fn begin_step(
         &self,
         begun: Vec<BegunNumbers<'_>>,
         grown: Vec<(i64, Vec<Vec<u32>>)>,
         filled: Vec<u32>,
         encoded: Vec<String>,
+        offered: Vec<(RequestId, usize, u32, u32)>,
     ) -> PyResult<(Vec<RequestId>, Vec<u32>, bool)> {
         let ids = || begun.iter().filter_map(|(number, ..)| followed(*number));
         self.recorded(|records| records.begins(ids()));
@@ -352,6 +360,8 @@ impl PyPolicy {
                 changes.begun.push(BegunRequest { request, blocks, computed });
             }
             changes.grown = grown.into_iter().map(|(number, blocks)| (followed(number), blocks)).collect();
+            let state = |(request, group, block, boundary)| OfferedState { request, group, block, boundary };
+            changes.offered = offered.into_iter().map(state).collect();
             let opened = rules.begin_step(changes, clock::now());
             Ok((opened.due, opened.released, opened.contradicted))
         })?;
@@ -606,13 +616,38 @@ pub(super) fn needed_blocks(
     prompt: u32,
     own: [u32; 2],
 ) -> Vec<(u32, u32)> {
-    let GroupForm { kind, .. } = form((1, 1, 0, reads));
+    let GroupForm { kind, .. } = form((1, 1, 0, reads, false));
     let needed = Points { every, boundary: 1 }.needed(kind, (first, end), prompt, own);
     needed.into_iter().map(|range| (range.start, range.end)).collect()
 }
 
-fn form((block_tokens, hashes_each, window, reads): (u32, u32, u32, u32)) -> GroupForm {
-    let kind = if reads > 0 { GroupKind::Window { reads } } else { GroupKind::Full };
+/// The end of the tokens served of a prompt with `limit` of them, by groups with these blocks; each group as a policy takes it.
+#[pyfunction]
+pub(super) fn served_tokens(
+    groups: Vec<(u32, u32, u32, u32, bool)>,
+    limit: u32,
+    kept: Vec<Vec<bool>>,
+) -> u32 {
+    let set = GroupSet::new(groups.into_iter().map(form).collect(), 0);
+    let present = |group: usize, blocks: std::ops::Range<u32>| {
+        let (first, is_kept) = (blocks.start, |block: &u32| kept[group][*block as usize]);
+        Ok::<_, Infallible>(Some(match set.forms[group].kind {
+            GroupKind::State => blocks.rev().find(is_kept).map_or(0, |last| last + 1 - first),
+            _ => blocks.take_while(is_kept).count() as u32,
+        }))
+    };
+    match set.serve_request((0, set.floor(limit)), None, present, |_| ()) {
+        Ok(ServedTokens::To(end)) => end,
+        Ok(ServedTokens::Pending(_)) => unreachable!("all groups know"),
+    }
+}
+
+fn form((block_tokens, hashes_each, window, reads, state): (u32, u32, u32, u32, bool)) -> GroupForm {
+    let kind = match reads {
+        _ if state => GroupKind::State,
+        0 => GroupKind::Full,
+        reads => GroupKind::Window { reads },
+    };
     GroupForm { kind, block_tokens, hashes_each, window }
 }
 

@@ -76,6 +76,7 @@ pub(crate) struct Peer {
     /// Whether it knows the flags of handovers.
     pub(crate) handover: bool,
     pub(crate) tails: bool,
+    pub(crate) states: bool,
 }
 
 /// The sidecar's end of one session.
@@ -102,7 +103,7 @@ impl Peer {
         let folder = std::env::temp_dir().join(format!("pillion-shim-{}-{number}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
         let (version, lease_ttl_ms) = (PROTOCOL_VERSION, LEASE_TTL_MS);
-        Self { folder, epoch, version, lease_ttl_ms, handover: true, tails: true }
+        Self { folder, epoch, version, lease_ttl_ms, handover: true, tails: true, states: true }
     }
 
     pub(crate) fn socket(&self) -> PathBuf {
@@ -118,6 +119,7 @@ impl Peer {
             lease_ttl_ms: self.lease_ttl_ms,
             handover: self.handover,
             tails: self.tails,
+            states: self.states,
             ..welcome(self.epoch)
         };
         std::thread::spawn(move || {
@@ -193,6 +195,7 @@ pub(crate) fn welcome(epoch: u64) -> Welcome {
         note: None,
         handover: true,
         tails: true,
+        states: true,
     }
 }
 

@@ -18,6 +18,7 @@ pub(crate) fn options(peer: &Peer) -> Options {
             early: false,
             part_blocks: 0,
             whole_blocks: 0,
+            last: false,
         },
         miss_wait_ms: None,
         handover_wait_ms: None,

@@ -108,14 +108,15 @@ impl Setup {
     pub(crate) fn engine(self) -> Engine {
         let set = GroupSet::new(self.forms, self.checkpoint);
         let groups = set.forms.len();
-        let config = Config {
+        let config = |form: &GroupForm| Config {
             budget: Duration::from_millis(2),
             by_engine: self.machine.by_engine,
             early: false,
             part_blocks: self.machine.part_blocks(),
             whole_blocks: if set.several() { 0 } else { self.machine.whole_blocks() },
+            last: form.kind == GroupKind::State,
         };
-        let hosts = (0..groups).map(|_| Host::new(config.clone())).collect();
+        let hosts = set.forms.iter().map(|form| Host::new(config(form))).collect();
         #[expect(clippy::disallowed_methods, reason = "where a test's own time begins")]
         let time = Instant::now();
         Engine {

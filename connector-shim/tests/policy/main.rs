@@ -12,4 +12,5 @@ mod pacing;
 mod scheduler_role;
 mod sets;
 mod sidecar;
+mod states;
 mod weights;

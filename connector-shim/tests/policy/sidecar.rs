@@ -1,7 +1,7 @@
 //! The sidecar's side of one session, in this process: writes down posted requests, and gives the answers set by a test.
 
 use std::cell::Cell;
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::ops::{Deref, DerefMut};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -81,9 +81,11 @@ pub(crate) struct Sidecar {
     weights: u64,
     /// Hits of every question, as far as it asks for so many; none: it is answered later.
     pub(crate) hits: Option<u32>,
+    /// The kept states, by the place of their key: questions are for the last one of them.
+    pub(crate) states: BTreeSet<u32>,
     /// Blocks of every answer are still on their way.
     pub(crate) arriving: bool,
-    pending: Vec<(u64, u32)>,
+    pending: Vec<(u64, u32, u32, bool)>,
     numbers: HashMap<u32, usize>,
     pub(crate) logs: Vec<Log>,
     pub(crate) closed: Vec<usize>,
@@ -140,6 +142,10 @@ impl Endpoint for Wire {
 
     fn knows_tails(&self) -> bool {
         self.tails.get()
+    }
+
+    fn knows_states(&self) -> bool {
+        true
     }
 
     fn knows_acceptance(&self) -> bool {
@@ -247,6 +253,7 @@ impl Sidecar {
             wire,
             weights: 0,
             hits: Some(0),
+            states: BTreeSet::new(),
             arriving: false,
             pending: Vec::new(),
             numbers: HashMap::new(),
@@ -342,11 +349,11 @@ impl Sidecar {
             }
             SchedulerRequest::Append(append) => self.append(append),
             SchedulerRequest::Close { log } => self.closed.push(self.numbers[&log]),
-            SchedulerRequest::Query(Query { op, keys, awaits, .. }) => {
+            SchedulerRequest::Query(Query { op, keys, awaits, last, .. }) => {
                 let Keys { from, count, .. } = keys;
                 let log = self.log(keys);
                 self.questions.push(Question { log, first: from, count, awaits });
-                self.pending.push((op, count));
+                self.pending.push((op, from, count, last));
             }
             SchedulerRequest::Hint { keys } => self.hints.push((self.log(keys), keys.from, keys.count)),
             SchedulerRequest::Release { log } => self.released.push(self.numbers[&log]),
@@ -399,9 +406,11 @@ impl Sidecar {
 
     /// Answers the pending questions; later if the test says so.
     fn answer(&mut self) {
-        for (op, count) in &self.pending {
+        for (op, first, count, last) in &self.pending {
+            let state = self.states.range(first..&(first + count)).next_back();
             let (status, value) = match self.hits {
                 None => (Status::Pending, 0),
+                Some(_) if *last => (Status::Ok, state.map_or(0, |place| place + 1 - first)),
                 Some(hits) if self.arriving => (Status::Arriving, hits.min(*count)),
                 Some(hits) => (Status::Ok, hits.min(*count)),
             };

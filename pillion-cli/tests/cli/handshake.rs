@@ -196,6 +196,7 @@ fn session_says(socket: &Path, kv: &Kv, breach: &Breach) -> String {
                     early: false,
                     part_blocks: 0,
                     whole_blocks: 0,
+                    last: false,
                 },
                 miss_wait_ms,
                 handover_wait_ms: None,
@@ -245,6 +246,23 @@ fn a_wrong_number_of_shards_is_refused_with_and_without_a_sidecar() {
     let sidecar = Sidecar::start(folder.path(), &[&"--dram", &"16MiB"]);
     assert_eq!(session_says(&sidecar.socket, &kv, &breach), alone);
     assert_eq!(alone, "shards is 3; it must be a divisor of world_size");
+}
+
+#[test]
+fn blocks_larger_than_a_segment_are_refused_with_the_least_pool() {
+    let (folder, kv) = (tempfile::tempdir().unwrap(), Kv::new());
+    let sidecar = Sidecar::start(folder.path(), &[&"--dram", &"16MiB"]);
+    let fds: Vec<&OwnedFd> = kv.fds.iter().take(1).collect();
+    for (mib, said) in
+        [(3, ""), (6, "give the sidecar at least --dram 256MiB"), (300, "set a smaller --block-size")]
+    {
+        let regions = vec![BlockRegion { fd: 0, offset: 0, stride: mib << 20, bytes: mib << 20 }];
+        let (_, reply, _) =
+            greet(&sidecar.socket, &worker_hello(1, WorkerHello { regions, ..host_worker(&kv) }), &fds);
+        let reason = if let Reply::Refused { reason, .. } = reply { reason } else { String::new() };
+        assert_eq!(reason.contains("so no block fits"), mib > 4, "{reason}");
+        assert!(reason.contains(said), "{reason}");
+    }
 }
 
 #[test]

@@ -63,7 +63,7 @@ impl Engine {
                 engine: engine.to_owned(),
                 world_size: 1,
                 run: RUN,
-                config: Config { budget, by_engine, early, part_blocks: 0, whole_blocks: 0 },
+                config: Config { budget, by_engine, early, part_blocks: 0, whole_blocks: 0, last: false },
                 miss_wait_ms: None,
                 handover_wait_ms: None,
                 promise_wait_ms: None,

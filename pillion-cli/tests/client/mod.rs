@@ -226,6 +226,7 @@ impl Session {
             keys: Keys::new(log, 0..count),
             arriving: false,
             awaits: false,
+            last: false,
         }));
         self.outcome(op)
     }
@@ -317,7 +318,13 @@ impl Session {
 
 /// QUERY for the first `count` keys of log 0.
 pub(crate) fn query(op: u64, count: u32) -> SchedulerRequest {
-    SchedulerRequest::Query(Query { op, keys: Keys::new(0, 0..count), arriving: false, awaits: false })
+    SchedulerRequest::Query(Query {
+        op,
+        keys: Keys::new(0, 0..count),
+        arriving: false,
+        awaits: false,
+        last: false,
+    })
 }
 
 /// SAVE of keys `from..` of log 0 once step `step` is done; [`Session::with_blocks`] says how many.

@@ -111,12 +111,16 @@ pub(super) const NUMBER: FieldPlace<u64> = FieldPlace {
     ..OP
 };
 
-/// A flag of a kind with the flags 1 and 2.
-pub(super) const fn flag_bit<const BIT: u8>() -> FieldPlace<bool> {
+/// A flag of a kind with the flags 1 and 2, or with the three flags 1, 2 and 4.
+pub(super) const fn flag_bit<const BIT: u8, const FLAGS: u32>() -> FieldPlace<bool> {
     FieldPlace {
         take: |message| {
-            let known = message.flags & !3 == 0;
-            range(message, "flags", message.flags, known, "this release knows only 1 and 2")?;
+            let known = message.flags >> FLAGS == 0;
+            let rule = match FLAGS {
+                2 => "this release knows only 1 and 2",
+                _ => "this release knows only 1, 2 and 4",
+            };
+            range(message, "flags", message.flags, known, rule)?;
             Ok(message.flags & BIT != 0)
         },
         put: |set, message| message.flags |= if set { BIT } else { 0 },

@@ -193,8 +193,8 @@ impl Worker {
     }
 
     fn form(&self) -> Form {
-        let windows = namespace::has_windows_alone(&self.facts);
-        Form { stated: self.stated, shard_bytes: self.shard_bytes, shards: self.shards, windows }
+        let parentless = namespace::has_parentless_blocks(&self.facts);
+        Form { stated: self.stated, shard_bytes: self.shard_bytes, shards: self.shards, parentless }
     }
 }
 

@@ -17,8 +17,8 @@ pub(super) struct Form {
     pub(super) stated: NamespaceDigest,
     pub(super) shard_bytes: u64,
     pub(super) shards: u32,
-    /// All layers have windows.
-    pub(super) windows: bool,
+    /// Its blocks are of use without those before them, as of windows and states.
+    pub(super) parentless: bool,
 }
 
 /// Blocks of one namespace and one size. Blocks of another size, left by an earlier life or a mistaken engine, are found by
@@ -40,7 +40,7 @@ pub(super) struct Binding {
     pub(super) shard_bytes: u64,
     pub(super) shards: u32,
     /// Its blocks are of use without those before them.
-    pub(super) windows: bool,
+    pub(super) parentless: bool,
 }
 
 /// What is known of a namespace that has an id.

@@ -3,9 +3,12 @@
 //! A query's leading run is followed past its end in DRAM as far as each block lies in DRAM, is on its way there, or can be
 //! had. What is missing is sent for, and the blocks between are held. The answer is what is leased once everything has ended, or
 //! the time is over: never more than was asked for, perhaps less.
+//!
+//! A query for the last kept key is narrowed to a question for one key ([`last`]).
 
 mod early;
 mod key_logs;
+mod last;
 mod promises;
 mod waits;
 mod windows;
@@ -60,6 +63,8 @@ struct Question {
     log: u32,
     from: u32,
     count: u32,
+    /// The first key of a query for the last kept one. `from` is then the wanted key.
+    first: Option<u32>,
     /// It may be answered while its blocks are on their way.
     arriving: bool,
     /// Another engine computes what it asks for, or is about to.
@@ -198,6 +203,10 @@ impl Queries {
         if let (Some(log), Some(binding)) = (closed, base.engines[session].binding()) {
             let Binding { whose, namespace, .. } = binding;
             base.cx.dram.end_chain(whose.holder, namespace, &log.keys, log.opened_at);
+            if log.asked_last {
+                // A forecast plays leading runs.
+                return Ok(());
+            }
             let (block_bytes, asked) = (binding.block_bytes(), log.first_asked.unwrap_or_default());
             base.cx.ended.push(Ended { namespace, block_bytes, keys: log.keys, asked });
         }
@@ -210,12 +219,12 @@ impl Queries {
         query: Query,
         base: &mut Base,
     ) -> Result<(), Violation> {
-        let Query { op, keys: Keys { log, from, count }, arriving, awaits } = query;
+        let Query { op, keys: Keys { log, from, count }, arriving, awaits, last } = query;
         self.askers[&session].logs.get(log)?;
-        let asked = from as usize..from as usize + count as usize;
-        self.logs(session).known_mut(log).first_asked.get_or_insert(asked);
+        self.logs(session).known_mut(log).note_question(from, count, last);
         self.end_wait(session, log, &mut base.cx);
-        let question = Question { session, op, log, from, count, arriving, awaits, asked: base.cx.now };
+        let (first, asked) = (last.then_some(from), base.cx.now);
+        let question = Question { session, op, log, from, count, first, arriving, awaits, asked };
         let waits = self.ask(question, base);
         base.cx.stats.waits += u64::from(waits);
         Ok(())
@@ -249,6 +258,7 @@ impl Queries {
             base.engines.note_asked_in_vain(question.session);
             return false;
         };
+        let question = self.narrow(question, &binding, base);
         let found = self.lease(question, &binding, scheduler.world_size, &mut base.cx);
         let may_ask_peers = base.sources.may_ask_peers(&binding, &base.cx);
         let may_wait =
@@ -263,11 +273,11 @@ impl Queries {
         }
         let may_ask = may_ask_peers || question.awaits;
         let waits = may_arrive || !is_whole && may_ask && self.wait_for_producer(question, base);
-        if !waits {
-            self.end_window(question, found.hits(), base);
+        if waits {
+            self.answer(question, found, Status::Pending, &mut base.cx);
+        } else {
+            self.answer_whole(question, found, &binding, base);
         }
-        let status = if waits { Status::Pending } else { Status::Ok };
-        self.answer(question, found, status, &mut base.cx);
         waits
     }
 
@@ -287,24 +297,35 @@ impl Queries {
         match scheduler.binding().filter(|_| !base.cx.draining) {
             Some(binding) => {
                 let found = self.lease(question, &binding, scheduler.world_size, &mut base.cx);
-                self.end_window(question, found.hits(), base);
-                self.answer(question, found, Status::Ok, &mut base.cx);
+                self.answer_whole(question, found, &binding, base);
             }
             None => answer_nothing(question, scheduler, &mut base.cx),
         }
     }
 
+    /// Answers a query without anything more to wait for.
+    fn answer_whole(&mut self, mut question: Question, mut found: Found, binding: &Binding, base: &mut Base) {
+        self.end_window(question, found.hits(), base);
+        if found.hits() == 0 && question.first.is_some() {
+            question = self.narrow_below(question, binding, &base.cx);
+            let world_size = base.engines[question.session].world_size;
+            found = self.lease(question, binding, world_size, &mut base.cx);
+        }
+        self.answer(question, found, Status::Ok, &mut base.cx);
+    }
+
     fn answer(&mut self, question: Question, found: Found, status: Status, cx: &mut Context) {
-        let Question { session, op, log, from, asked, .. } = question;
+        let Question { session, op, log, from, first, asked, .. } = question;
         let log = self.log(session, log);
         let (hits, chunks) = (found.hits(), log.chunks.clone());
+        let before = first.filter(|_| hits > 0).map_or(0, |first| from - first);
         if status != Status::Pending {
             cx.stats.queries += 1;
             cx.stats.query_blocks += log.wanted(question).len() as u64;
             cx.stats.query_hit_blocks += u64::from(hits);
             cx.took(Timed::Query(Part::Whole), asked);
         }
-        let outcome = Outcome { op: op as u32, value: hits, status };
+        let outcome = Outcome { op: op as u32, value: before + hits, status };
         let (refs, from) = (found.refs, from + found.known);
         let sources = log.sources(from, refs.len());
         cx.actions.push(Action::Answer { session, op, outcome, refs, sources, chunks, from });

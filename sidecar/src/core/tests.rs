@@ -10,6 +10,7 @@ mod ledger;
 mod proofs;
 mod quotas;
 mod scans;
+mod states;
 mod timing;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -243,7 +244,8 @@ impl Harness {
     }
 
     pub(super) fn query(&mut self, log: u32, op: u64, from: u32, count: u32) -> Outcome {
-        let query = Query { op, keys: Keys { log, from, count }, arriving: false, awaits: false };
+        let query =
+            Query { op, keys: Keys { log, from, count }, arriving: false, awaits: false, last: false };
         self.ask(SchedulerRequest::Query(query));
         match self.out.pop() {
             Some(Action::Answer { outcome, .. } | Action::Outcome { outcome, .. }) => outcome,
@@ -705,7 +707,13 @@ fn violations_close_the_session() {
         Append { keys: Keys::new(0, 1..3), chunks: [0; APPEND_CHUNKS], promised: false, tail: false };
     let cases = [
         SchedulerRequest::Open { log: 0 },
-        SchedulerRequest::Query(Query { op: 9, keys: Keys::new(5, 0..1), arriving: false, awaits: false }),
+        SchedulerRequest::Query(Query {
+            op: 9,
+            keys: Keys::new(5, 0..1),
+            arriving: false,
+            awaits: false,
+            last: false,
+        }),
         SchedulerRequest::Append(append),
         SchedulerRequest::Save(save),
         SchedulerRequest::Release { log: 5 },

@@ -10,17 +10,20 @@ use shm_protocol::ACCEPT_SINCE;
 use shm_protocol::handshake::{self, Copier, Hello, Reply, Role, Welcome, WorkerHello};
 use shm_protocol::key::NamespaceDigest;
 use shm_protocol::namespace;
+use shm_protocol::pool::slot_count;
 use shm_protocol::region::{Access, HUGETLBFS_MAGIC, TMPFS_MAGIC};
 use shm_protocol::session::{Bound, SessionMemory};
 use shm_protocol::transport;
 use shm_protocol::versions::RELEASE;
 use shm_protocol::wait;
+use tiers::dram;
 
 use super::Runtime;
-use crate::catalog::Blocks;
+use crate::catalog::{self, Blocks};
 use crate::clients::greeter::Caller;
 use crate::clients::refusals::Cause;
 use crate::clients::session::Session;
+use crate::config::Size;
 use crate::copiers::{Copiers, Rank, RankNews};
 use crate::core::{Action, Event, SessionId};
 use crate::pages::metrics::CloseReason;
@@ -55,7 +58,9 @@ impl Runtime {
         let Caller { socket, process, version, hello, descriptors } = caller;
         let (engine, role) = (hello.engine.clone(), describe(&hello.role));
         let socket = Arc::new(socket);
-        let memory = self.has_room().map_err(|text| (Cause::Full, text)).and_then(|()| {
+        let room = self.has_room().map_err(|text| (Cause::Full, text));
+        let fits = || self.has_segment_for(&hello).map_err(|text| (Cause::Memory, text));
+        let memory = room.and_then(|()| fits()).and_then(|()| {
             let made = SessionMemory::create(version, self.terms.epoch, id);
             made.map_err(|error| (Cause::Resources, error.to_string()))
         });
@@ -210,6 +215,22 @@ impl Runtime {
         }
     }
 
+    /// Whether a segment of the pool holds a block of a worker's engine: of a larger one every save would be dropped.
+    fn has_segment_for(&self, hello: &Hello) -> Result<(), String> {
+        let Role::Worker(worker) = &hello.role else { return Ok(()) };
+        let (block_bytes, segment_bytes) = (catalog::block_bytes(worker), self.pool.segment_bytes());
+        if slot_count(segment_bytes, block_bytes).is_ok() {
+            return Ok(());
+        }
+        let remedy = match dram::pool_bytes_for(block_bytes) {
+            Some(bytes) => format!("give the sidecar at least --dram {:#}", Size::new(bytes)),
+            None => "leave --kv-transfer-config out for this model, or set a smaller --block-size".to_owned(),
+        };
+        Err(format!(
+            "a block of this engine has {block_bytes} bytes, and a segment of the pool has {segment_bytes}, so no block fits: {remedy}"
+        ))
+    }
+
     /// The rank of a worker whose memory is no GPU's, or is one's that the sidecar does not reach.
     fn other_rank(
         &self,
@@ -273,6 +294,7 @@ impl Runtime {
             note,
             handover: true,
             tails: true,
+            states: true,
         });
         let session = &self.sessions[&id];
         let terms = &self.terms;

@@ -59,6 +59,10 @@ impl Endpoint for Connection {
         true
     }
 
+    fn knows_states(&self) -> bool {
+        true
+    }
+
     fn knows_handover(&self) -> bool {
         true
     }

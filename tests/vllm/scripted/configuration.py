@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+# Kinds with a cache group for each layer.
+SETS_OF_STATES = ("states", "mixed")
+SETS = ("set", *SETS_OF_STATES)
+
 
 def build_config(scenario: dict[str, Any]) -> Any:
     """VllmConfig of a small model, with the connector of the scenario."""
@@ -17,6 +21,7 @@ def build_config(scenario: dict[str, Any]) -> Any:
         VllmConfig,
     )
 
+    states = scenario.get("kind") in SETS_OF_STATES
     model = ModelConfig(model=scenario["model"], skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True)
     return VllmConfig(
         model_config=model,
@@ -25,6 +30,7 @@ def build_config(scenario: dict[str, Any]) -> Any:
             block_size=scenario["block_tokens"],
             enable_prefix_caching=True,
             prefix_caching_hash_algo="xxhash_cbor",
+            **({"mamba_cache_mode": "align"} if states else {}),
         ),
         scheduler_config=SchedulerConfig(
             max_num_seqs=16,
@@ -47,7 +53,7 @@ def build_cache_config(scenario: dict[str, Any], config: Any) -> Any:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, UniformTypeKVCacheSpecs
 
     specs, blocks = layer_specs(scenario, config), scenario["blocks"]
-    if scenario.get("kind") == "set":
+    if scenario.get("kind") in SETS:
         (page,) = {spec.page_size_bytes for spec in specs.values()}
         config.cache_config.num_gpu_blocks = blocks
         return KVCacheConfig(
@@ -68,10 +74,17 @@ def build_cache_config(scenario: dict[str, Any], config: Any) -> Any:
 
 
 def layer_specs(scenario: dict[str, Any], config: Any) -> dict[str, Any]:
-    """vLLM's spec of each layer: `full` attention or a `window`, both of them (a `set`: the last layer is full), `mla` with a
-    latent, or that and the keys of an `indexer`."""
+    """vLLM's spec of each layer: `full` attention or a `window`, both of them (a `set`: the last layer is full), `states` and
+    full attention, these, a window and scratch (`mixed`), `mla` with a latent, or that and the keys of an `indexer`."""
     import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, SparseCacheRole
+    from vllm.v1.kv_cache_interface import (
+        CircularBufferSpec,
+        FullAttentionSpec,
+        MambaSpec,
+        MLAAttentionSpec,
+        SlidingWindowSpec,
+        SparseCacheRole,
+    )
 
     kind, tokens, model = scenario.get("kind", "full"), scenario["block_tokens"], config.model_config
     names = [f"model.layers.{index}.self_attn" for index in range(model.hf_config.num_hidden_layers)]
@@ -88,6 +101,20 @@ def layer_specs(scenario: dict[str, Any], config: Any) -> dict[str, Any]:
         large = {"block_size": tokens * times, "head_size": size // times, "sliding_window": scenario["window"]}
         spec = SlidingWindowSpec(**plain | large)
         return {f"{name}.attn": spec for name in windows} | {f"{last}.attn": FullAttentionSpec(**plain)}
+    if kind in SETS_OF_STATES:
+        page = FullAttentionSpec(**plain).page_size_bytes
+        state = MambaSpec(
+            block_size=tokens,
+            shapes=((3, 32), (4, 40)),
+            dtypes=(torch.bfloat16, torch.bfloat16),
+            page_size_padded=page,
+            mamba_cache_mode="align",
+        )
+        if kind == "states":
+            return {f"{name}.attn": state for name in names[:-1]} | {f"{names[-1]}.attn": FullAttentionSpec(**plain)}
+        window = SlidingWindowSpec(**plain, sliding_window=scenario["window"])
+        mixed = {"ring": CircularBufferSpec(**plain), "state": state, "window": window, "attn": FullAttentionSpec(**plain)}
+        return {f"model.layers.{number}.{name}": spec for number, (name, spec) in enumerate(mixed.items())}
     latent = MLAAttentionSpec(block_size=tokens, num_kv_heads=1, max_tp_shards=1, head_size=576, dtype=torch.bfloat16)
     if kind == "mla":
         return {f"{name}.attn": latent for name in names}

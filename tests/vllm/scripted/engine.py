@@ -17,7 +17,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from pillion import _shim
+from pillion import _shim, groups
 from scripted import storm
 from scripted.configuration import build_cache_config, build_config
 from scripted.worker import StepFailed
@@ -108,6 +108,8 @@ class ScriptedEngine:
         # For calls of vLLM from outside; of its parts only the workers are there.
         self._core = EngineCore.__new__(EngineCore)
         self._core.model_executor = Executor(self.worker)
+        # vLLM's numbers of the groups that Pillion keeps.
+        self._kept = [group.number for group, _ in groups.parts(cache_config)]
         self._depth = config.max_concurrent_batches
         assert self._depth == 1 + scenario["async_scheduling"]
         self._in_flight: collections.deque[tuple[Any, Any, float]] = collections.deque()
@@ -483,7 +485,7 @@ class ScriptedEngine:
     def _begin_loads(self, metadata: Any) -> None:
         # The loads of a set's groups are one.
         planned = [load for group in _groups(metadata) for load in group.loads + group.lost]
-        for group, its in enumerate(_groups(metadata)):
+        for group, its in zip(self._kept, _groups(metadata), strict=False):
             for name, load, sync in its.loads:
                 blocks = _shim.plan_blocks(load)
                 self._note_load(group, name, blocks)

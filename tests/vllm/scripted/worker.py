@@ -28,6 +28,9 @@ CONTENT_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 # Whether this vLLM tells connectors of a sleep.
 TELLS_OF_SLEEP = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
 Places = tuple[int, np.ndarray, np.ndarray]
+# vLLM's names of specs without KV of each token.
+RING = "CircularBufferSpec"
+LASTING = ("MambaSpec", RING)
 
 
 class StepFailed(Exception):
@@ -112,8 +115,13 @@ def allocate(kv_cache_config: Any) -> dict[str, torch.Tensor]:
     for tensor in kv_cache_config.kv_cache_tensors:
         for name in tensor.layers:
             spec = specs[name]
-            pages = memory[tensor.offset : tensor.offset + blocks * tensor.block_stride].view(spec.dtype)
-            kv[name] = pages.view(blocks, spec.num_kv_heads, spec.block_size, -1)
+            pages = memory[tensor.offset : tensor.offset + blocks * tensor.block_stride]
+            if hasattr(spec, "shapes"):
+                # As vLLM hands them over: raw bytes, and behind them the rest of a page.
+                content = pages.view(torch.int8).view(blocks, 1, 1, -1)
+                kv[name] = content[..., : spec.state_content_size_bytes]
+                continue
+            kv[name] = pages.view(spec.dtype).view(blocks, spec.num_kv_heads, spec.block_size, -1)
     return kv
 
 
@@ -138,6 +146,10 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
         everything = vllm_config.model_config.max_model_len
         self._windows = [getattr(group.kv_cache_spec, "sliding_window", None) or everything for group in groups]
         self._groups = {name: number for number, group in enumerate(groups) for name in group.layer_names}
+        # Some groups keep a state of all tokens before, or a request's own bytes of its last step.
+        self._kinds = [type(group.kv_cache_spec).__name__ for group in groups]
+        # The end of the last step in a request's ring.
+        self._rings: dict[str, int] = {}
         self.kv = allocate(kv_cache_config)
         self._prefixes: dict[str, Prefix] = {}
         self._prompt_tokens: dict[str, int] = {}
@@ -204,6 +216,9 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
         second layer as either model runner does (`raise`, `raise_v2`), or it computes wrong KV (`refuse`)."""
         self.connector.handle_preemptions(step.kv_connector_metadata)
         starts = self._update_requests(step)
+        for block in step.new_block_ids_to_zero or ():
+            for pages in self._pages.values():
+                pages[block] = 0
         if not step.total_num_scheduled_tokens:
             return self.kv_connector_no_forward(step, self._config)
         if fault == "skip":
@@ -228,6 +243,8 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
 
     def _update_requests(self, step: Any) -> dict[str, int]:
         """Follow the scheduler's view of the requests; returns the first position that each computes."""
+        for name in [*step.finished_req_ids, *(new.req_id for new in step.scheduled_new_reqs)]:
+            self._rings.pop(name, None)
         for name in step.finished_req_ids:
             self._prefixes.pop(name, None)
             self._blocks.pop(name, None)
@@ -247,6 +264,7 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
             blocks = cached.new_block_ids[index]
             self._count(blocks or ())
             if name in cached.resumed_req_ids:
+                self._rings.pop(name, None)
                 self._blocks[name] = [list(ids) for ids in blocks]
             elif blocks is not None:
                 for known, ids in zip(self._blocks[name], blocks, strict=True):
@@ -285,6 +303,10 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
             if number and fault.startswith("raise"):
                 raise StepFailed
             group, its = self._groups[layer], self._of_layers[layer]
+            if self._kinds[group] in LASTING:
+                its_contents = {name: contents[name][:, its] for name in ends}
+                self._step_states(group, pages, (starts, ends), its_contents, bad, fault)
+                continue
             # vLLM's attention writes the step's new KV, then lets the connector wait, then reads.
             for name, end in ends.items():
                 if (name, group) not in places:
@@ -308,6 +330,35 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
                     self.wrong_loaded += sum(self._is_loaded(name, group, int(place), block) for place, block in held)
             self.connector.save_kv_layer(layer, self.kv[layer], None)
         return {name: self._sample(name, end, bad[name]) for name, end in ends.items()}
+
+    def _step_states(
+        self,
+        group: int,
+        pages: np.ndarray,
+        steps: tuple[dict[str, int], dict[str, int]],
+        right: dict[str, np.ndarray],
+        bad: dict[str, set[int]],
+        fault: str,
+    ) -> None:
+        """Reads a layer's bytes of each request's last position, and writes those of its new one: a state in the block of the
+        position, the ring in the request's only block."""
+        ring, tokens = self._kinds[group] == RING, self.block_tokens[group]
+        starts, ends = steps
+        for name in ends:
+            blocks, start = self._blocks[name][group], starts[name]
+            if start and (not ring or self._rings.get(name) == start):
+                place = 0 if ring else (start - 1) // tokens
+                assert blocks[place], "vLLM's null block holds no state"
+                read = pages[blocks[place]].reshape(-1)[: right[name].shape[1]]
+                if (read != right[name][start - 1]).any():
+                    bad[name].add(start - 1)
+                    self.wrong_loaded += self._is_loaded(name, group, place, blocks[place])
+        for name, end in ends.items():
+            block = self._blocks[name][group][0 if ring else (end - 1) // tokens]
+            content = right[name][end - 1]
+            pages[block].reshape(-1)[: len(content)] = ~content if bad[name] or fault else content
+            self._loaded.pop(block, None)
+            self._rings[name] = end
 
     def _places(self, name: str, group: int, start: int, end: int) -> Places:
         """The first position that the layers of a group read, and the blocks and rows in them of all from there to `end`."""

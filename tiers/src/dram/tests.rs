@@ -471,6 +471,12 @@ fn sizes_that_fit_no_pool_are_refused_with_the_remedy() {
     for pool_bytes in [0, 1 << 20, 1 << 30, 100 << 30, u64::MAX] {
         assert!(Geometry::new(segment_bytes_for(pool_bytes), 1).is_ok());
     }
+    for block_bytes in [1, 3 << 20, 4 << 20, 60 << 20, 200 << 20] {
+        let holds = |pool_bytes| Geometry::new(segment_bytes_for(pool_bytes), block_bytes).is_ok();
+        let least = pool_bytes_for(block_bytes).expect("some pool has a segment for it");
+        assert!(holds(least) && (least == 4 << 20 || !holds(least - 1)), "{block_bytes}: {least}");
+    }
+    assert_eq!(pool_bytes_for(256 << 20), None);
 }
 
 #[test]

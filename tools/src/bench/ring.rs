@@ -104,6 +104,7 @@ impl Engine {
             keys: Keys::new(0, 0..1),
             arriving: false,
             awaits: false,
+            last: false,
         }))?;
         while self.memory.load_outcome(op).is_none() {
             if self.clock.now() - began > ANSWER_MAX {

@@ -17,6 +17,8 @@ pub enum GroupKind {
         /// How many.
         reads: u32,
     },
+    /// The last one: the state of the layers at the boundary. The engine says which states it has made, and where.
+    State,
 }
 
 /// A cache group.
@@ -67,9 +69,19 @@ impl GroupForm {
     /// The blocks loaded for a hit from `first` up to `end`, both in tokens; the engine has those before `first`.
     pub fn loaded(&self, first: u32, end: u32) -> Range<u32> {
         let (first, end) = (first / self.block_tokens, end.div_ceil(self.block_tokens));
+        let reads = match self.kind {
+            GroupKind::Full => u32::MAX,
+            GroupKind::Window { reads } => reads,
+            GroupKind::State => 1,
+        };
+        first.max(end.saturating_sub(reads))..end.max(first)
+    }
+
+    /// The blocks named by a question for a hit from `first` up to `end`: all of a group with states, to learn the last kept one.
+    pub fn asked(&self, first: u32, end: u32) -> Range<u32> {
         match self.kind {
-            GroupKind::Full => first..end.max(first),
-            GroupKind::Window { reads } => first.max(end.saturating_sub(reads))..end.max(first),
+            GroupKind::State => first / self.block_tokens..end.max(first).div_ceil(self.block_tokens),
+            _ => self.loaded(first, end),
         }
     }
 }
@@ -89,9 +101,14 @@ impl GroupSet {
         self.forms.len() > 1
     }
 
-    /// The groups of one sort, by number.
-    pub fn groups_of(&self, windows: bool) -> impl Iterator<Item = usize> {
-        (0..self.forms.len()).filter(move |group| (self.forms[*group].kind != GroupKind::Full) == windows)
+    /// The groups with full attention, or the other ones, by number.
+    pub fn groups_of(&self, others: bool) -> impl Iterator<Item = usize> {
+        (0..self.forms.len()).filter(move |group| (self.forms[*group].kind != GroupKind::Full) == others)
+    }
+
+    /// Whether some group keeps states.
+    pub fn has_states(&self) -> bool {
+        self.forms.iter().any(|form| form.kind == GroupKind::State)
     }
 
     /// The group with its loads reported as those of the request.
@@ -111,7 +128,7 @@ impl GroupSet {
     }
 
     /// How far all groups have the blocks a request reads, of `first..limit`, in tokens. `present` returns the number of a group's blocks
-    /// before the first missing one; none: it will know later. `parted` is told how far full groups have all blocks. `tried`: the boundary
+    /// before the first missing one, of states the number up to the last kept one; none: it will know later. `parted` is told how far full groups have all blocks. `tried`: the boundary
     /// of the last pending answer.
     pub fn serve_request<W>(
         &self,
@@ -137,12 +154,12 @@ impl GroupSet {
             }
             let asked = end;
             for group in self.groups_of(true) {
-                let blocks = self.forms[group].loaded(first, end);
+                let blocks = self.forms[group].asked(first, end);
                 let Some(found) = hits(group, &blocks)? else {
                     return Ok(ServedTokens::Pending(Some(asked)));
                 };
                 if found < blocks.len() as u32 {
-                    // A boundary beyond a missing block reads it, as far as this one does.
+                    // A boundary beyond a missing block reads it, as far as this one does. States are kept at some boundaries.
                     end = self.below(group, blocks.start + found, limit);
                     break;
                 }
@@ -172,7 +189,7 @@ impl Points {
         Self { every: set.checkpoint / size, boundary: set.boundary / size }
     }
 
-    /// The parts of the blocks `first..end` to save, of a request with `prompt` whole blocks before its prompt's last token, and with its
+    /// The parts of the blocks `first..end` of a group without states to save, of a request with `prompt` whole blocks before its prompt's last token, and with its
     /// `own` points.
     pub fn needed(
         &self,
@@ -236,8 +253,11 @@ mod tests {
         let groups = 1 + random.next() % GROUPS_MAX;
         let forms: Vec<GroupForm> = (0..groups)
             .map(|_| {
-                let reads = below(random, 6);
-                let kind = if reads == 0 { GroupKind::Full } else { GroupKind::Window { reads } };
+                let kind = match below(random, 7) {
+                    0 => GroupKind::Full,
+                    6 if groups > 1 => GroupKind::State,
+                    reads => GroupKind::Window { reads },
+                };
                 let block_tokens = [1, 2, 3, 4, 8][below(random, 5) as usize];
                 GroupForm { kind, block_tokens, hashes_each: 1, window: 0 }
             })
@@ -269,6 +289,7 @@ mod tests {
                 let is_read = |block: &u32| match kind {
                     GroupKind::Full => true,
                     GroupKind::Window { reads } => block + reads >= last,
+                    GroupKind::State => block + 1 == last,
                 };
                 let mut read = (self.first / block_tokens..last).filter(is_read);
                 read.all(|block| self.present[group][block as usize])
@@ -292,7 +313,11 @@ mod tests {
                     questions += 1;
                     assert!(!blocks.is_empty(), "nothing is no question");
                     let present = |block: &u32| self.present[group][*block as usize];
-                    let hits = blocks.into_iter().take_while(present).count() as u32;
+                    let first = blocks.start;
+                    let hits = match self.set.forms[group].kind {
+                        GroupKind::State => blocks.rev().find(present).map_or(0, |last| last + 1 - first),
+                        _ => blocks.take_while(present).count() as u32,
+                    };
                     Ok::<_, Infallible>((Some(group) != late).then_some(hits))
                 },
                 |end| parted = Some(end),

@@ -75,7 +75,7 @@ impl<H: SessionHost> EnginePolicy<H> {
             self.lose(id, blocks.to_vec(), false);
             return Ok(());
         };
-        // vLLM may allocate less than the answer: then windows end elsewhere, and their blocks are asked for again.
+        // vLLM may allocate less than the answer: windows and states end elsewhere then, and their blocks are asked for again.
         let whole = end == hit.end || end < hit.end && self.reaches(id, hit.first, end, time)?;
         self.renew(id, hit.sync, time)?;
         self.known.clear();
@@ -105,7 +105,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         Ok(())
     }
 
-    /// True if the hit may end earlier, at `end`: groups with windows have leased all blocks of their windows there.
+    /// True if the hit may end earlier, at `end`: groups with windows or states have leased all blocks that are read there.
     fn reaches(&mut self, id: RequestId, first: u32, end: u32, time: Instant) -> Result<bool, PolicyWait> {
         if !self.set.several() {
             return Ok(true);
@@ -113,8 +113,8 @@ impl<H: SessionHost> EnginePolicy<H> {
         if !end.is_multiple_of(self.set.boundary) {
             return Ok(false);
         }
-        let windows: Vec<usize> = self.set.groups_of(true).collect();
-        for group in windows {
+        let others: Vec<usize> = self.set.groups_of(true).collect();
+        for group in others {
             let blocks = self.set.forms[group].loaded(first, end);
             let count = blocks.len() as u32;
             if count > 0 && self.look_up(id, group, blocks, time)? != Some(count) {

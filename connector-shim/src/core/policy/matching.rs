@@ -54,8 +54,8 @@ impl<H: SessionHost> EnginePolicy<H> {
             return;
         }
         let limit = self.set.floor(request.now.tokens.saturating_sub(1));
-        // Groups with windows need the blocks read at the highest boundary, if all is kept. Those few blocks come first: a set's load
-        // begins once all groups are asked for, and each group with windows waits for its own.
+        // The other groups need the blocks read at the highest boundary, if all is kept. Those few blocks come first: a set's load
+        // begins once all groups are asked for, and each group waits for its own.
         let groups: Vec<usize> = self.set.groups_of(true).chain(self.set.groups_of(false)).collect();
         for group in groups {
             let blocks = self.set.forms[group].loaded(0, limit);
@@ -96,7 +96,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         if !self.options.loads || !request.arrival.reads || self.updating {
             return Ok(MISS);
         }
-        request.answer = LastAnswer::Nothing;
+        (request.answer, request.junction) = (LastAnswer::Nothing, 0);
         if !self.set.several() {
             // The key of a tail must not be taken for its block's own, once the request's tokens fill the block.
             request.fill_tail(self.set.forms[0].block_tokens, request.now.tokens.saturating_sub(1));
@@ -152,11 +152,12 @@ impl<H: SessionHost> EnginePolicy<H> {
         let set = Arc::clone(&self.set);
         let tried = self.requests.get(id).expect("the caller has it").tried;
         if set.several() && self.known.is_empty() {
-            // The sidecar looks for all groups at once: for those with windows where they are asked first if the others have all.
+            // The sidecar looks for all groups at once: for those without full attention where they are asked first if the others have
+            // all.
             let guessed = tokens.1.min(tried.unwrap_or(tokens.1));
             for group in set.groups_of(true).chain(set.groups_of(false)) {
                 let end = if set.forms[group].kind == GroupKind::Full { tokens.1 } else { guessed };
-                self.ask_ahead(id, group, set.forms[group].loaded(tokens.0, end), time);
+                self.ask_ahead(id, group, set.forms[group].asked(tokens.0, end), time);
             }
         }
         let mut parted = None;
@@ -166,8 +167,14 @@ impl<H: SessionHost> EnginePolicy<H> {
             |group, blocks| self.look_up(id, group, blocks, time),
             |end| parted = Some(end),
         )?;
+        let request = self.requests.get_mut(id).expect("the caller has it");
+        if let (ServedTokens::To(end), Some(parted)) = (served, parted)
+            && end < parted
+            && set.has_states()
+        {
+            request.junction = parted;
+        }
         if let Some(end) = parted {
-            let request = self.requests.get_mut(id).expect("the caller has it");
             for group in set.groups_of(true) {
                 // Others' prompts are kept as far as this, and the request's goes on: so may other ones from there.
                 request.parts[group].parted = end / set.forms[group].block_tokens;
@@ -183,7 +190,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         }
     }
 
-    /// The number of these blocks in the cache before the first missing one; none: to be asked again.
+    /// The number of these blocks in the cache before the first missing one, of states up to the last kept one; none: to be asked again.
     pub(super) fn look_up(
         &mut self,
         id: RequestId,
@@ -333,6 +340,12 @@ impl<H: SessionHost> EnginePolicy<H> {
     /// Whether the cache has answered, and the load waits for a step with room.
     pub fn is_put_off(&self, id: RequestId) -> bool {
         self.requests.get(id).is_some_and(|request| request.answer == LastAnswer::PutOff)
+    }
+
+    /// The boundary up to which full attention has the request's prefix, if its last answer ends before it for want of a state; 0: none.
+    /// With a state there, the next request of the prefix is served up to it.
+    pub fn junction(&self, id: RequestId) -> u32 {
+        self.requests.get(id).map_or(0, |request| request.junction)
     }
 
     /// Whether a load of the request has failed: the cache is not asked again.

@@ -9,7 +9,7 @@ use std::collections::{HashMap, HashSet, VecDeque};
 
 use shm_protocol::key::BlockHash;
 
-use super::kinds::GroupForm;
+use super::kinds::{GroupForm, GroupKind};
 use super::remarks::Remark;
 use super::requests::{FollowedRequest, RequestId, Requests};
 
@@ -19,7 +19,7 @@ const ENCODED_MAX: usize = 1 << 16;
 /// all.
 const OPEN_STEPS_MAX: usize = 32;
 /// The engine's null block, in place of each block before a window. Nothing is ever written to it.
-const NULL_BLOCK: u32 = 0;
+pub(super) const NULL_BLOCK: u32 = 0;
 
 /// Blocks filled by a step in a cache group.
 #[derive(Debug)]
@@ -236,7 +236,24 @@ impl BlockProof {
             end = old;
         }
         for group in 0..self.forms.len() {
-            self.fill_group(id, request, group, (start, end));
+            if self.forms[group].kind != GroupKind::State {
+                self.fill_group(id, request, group, (start, end));
+            }
+        }
+    }
+
+    /// The current step makes the request's state at the end of the block at `place`, in this block of the engine.
+    pub(super) fn fill_state(
+        &mut self,
+        id: RequestId,
+        request: &FollowedRequest,
+        group: usize,
+        (block, place): (u32, u32),
+    ) {
+        let Some(key) = request.key(&self.forms[group], place as usize) else { return };
+        self.keys[group].set(block, *key);
+        if let Some(step) = self.open.back_mut() {
+            step.fills.push(Fill { group, blocks: vec![block], owner: Some(id) });
         }
     }
 
@@ -412,9 +429,13 @@ impl BlockProof {
         }
         request.slide(&self.forms);
         for (group, form) in self.forms.iter().enumerate() {
-            let filled = self.keys[group].leading(request, group, form, request.parts[group].filled);
+            let before = request.parts[group].filled;
+            let filled = self.keys[group].leading(request, group, form, before);
             request.parts[group].filled = filled;
-            request.doubt(filled as u32 * form.block_tokens);
+            // A part of states knows the one that the request began on; how far it has computed since, the other parts know.
+            if filled < before || form.kind != GroupKind::State {
+                request.doubt(filled as u32 * form.block_tokens);
+            }
         }
     }
 

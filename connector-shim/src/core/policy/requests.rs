@@ -150,6 +150,8 @@ pub(super) struct FollowedRequest {
     pub(super) had: Option<u32>,
     /// The boundary tried by the last question, if it was pending.
     pub(super) tried: Option<u32>,
+    /// The boundary at which a state is missing ([`super::EnginePolicy::junction`]).
+    pub(super) junction: u32,
     /// Tokens of the last load, by where they were found.
     pub(super) sources: [u32; Source::ALL.len()],
     /// A load has failed: the cache is not asked again. Whether the engine has asked since, and found no room perhaps.
@@ -233,6 +235,7 @@ impl FollowedRequest {
             allocation: None,
             had: None,
             tried: None,
+            junction: 0,
             sources: [0; Source::ALL.len()],
             refused: None,
             doubt: None,

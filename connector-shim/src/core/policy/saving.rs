@@ -5,11 +5,12 @@
 
 use std::ops::Range;
 
-use super::EnginePolicy;
 use super::host::SessionHost;
-use super::proof::Passed;
+use super::kinds::GroupKind;
+use super::proof::{NULL_BLOCK, Passed};
 use super::remarks::Remark;
 use super::requests::{FollowedRequest, RequestId};
+use super::{EnginePolicy, OfferedState};
 
 /// The most parts of a prompt saved in one step: each can be loaded while the next is copied. 4,096 saves may be unfinished.
 const PARTS_MAX: usize = 64;
@@ -30,6 +31,7 @@ impl<H: SessionHost> EnginePolicy<H> {
     pub(super) fn save(&mut self, due: &[Due], step: u64) -> Vec<bool> {
         let mut posted = vec![false; self.groups.len()];
         let computes = !self.proof.stalled && !self.updating;
+        let offered = std::mem::take(&mut self.offered);
         if self.proof.stalled {
             self.fall_back(true);
         }
@@ -45,7 +47,10 @@ impl<H: SessionHost> EnginePolicy<H> {
                     request.fill_tail(self.set.forms[0].block_tokens, computed);
                 }
                 for (group, posted) in posted.iter_mut().enumerate() {
-                    *posted |= self.save_group(*id, group, computed, step);
+                    *posted |= match self.set.forms[group].kind {
+                        GroupKind::State => self.save_states(*id, group, &offered, step),
+                        _ => self.save_group(*id, group, computed, step),
+                    };
                 }
                 wait = self.until_full(*id, computed);
             }
@@ -61,7 +66,8 @@ impl<H: SessionHost> EnginePolicy<H> {
         if begins || computed < request.now.tokens {
             return 1;
         }
-        let missing = request.parts.iter().zip(&self.set.forms).map(|(part, form)| {
+        let parts = request.parts.iter().zip(&self.set.forms);
+        let missing = parts.filter(|(_, form)| form.kind != GroupKind::State).map(|(part, form)| {
             // The block of a tail was saved, and will be full.
             let saved = (part.saved as u32).min(computed / form.block_tokens);
             ((saved + 1) * form.block_tokens).saturating_sub(computed)
@@ -115,6 +121,28 @@ impl<H: SessionHost> EnginePolicy<H> {
         posted
     }
 
+    /// Saves the states of a group that the step makes for the request. Their places in its block table say nothing of them.
+    fn save_states(&mut self, id: RequestId, group: usize, offered: &[OfferedState], step: u64) -> bool {
+        let form = self.set.forms[group];
+        let mut posted = false;
+        for state in offered.iter().filter(|state| (state.request, state.group) == (id, group)) {
+            let request = self.requests.get(id).expect("it was looked up");
+            // A part of a block is no boundary of full attention.
+            let whole = state.boundary > 0 && state.boundary.is_multiple_of(form.block_tokens);
+            if !whole || state.block == NULL_BLOCK || request.doubt.is_some() {
+                continue;
+            }
+            let place = state.boundary / form.block_tokens - 1;
+            self.proof.fill_state(id, request, group, (state.block, place));
+            let has_key = self.append(id, group) && self.is_home(group);
+            let part = &self.requests.get(id).expect("it was looked up").parts[group];
+            if has_key && place < part.appended {
+                posted |= self.post_save(id, group, place, vec![state.block], step);
+            }
+        }
+        posted
+    }
+
     fn save_checked(&mut self, id: RequestId, group: usize, blocks: Range<u32>, step: u64) -> bool {
         let part = &self.requests.get(id).expect("it has a log").parts[group];
         let ids = part.blocks[blocks.start as usize..blocks.end as usize].to_vec();
@@ -128,13 +156,19 @@ impl<H: SessionHost> EnginePolicy<H> {
     }
 
     fn offer(&mut self, id: RequestId, group: usize, blocks: Range<usize>, step: u64) -> bool {
+        let ids = self.requests.get(id).expect("it has a log").parts[group].blocks[blocks.clone()].to_vec();
+        self.post_save(id, group, blocks.start as u32, ids, step)
+    }
+
+    /// Saves these blocks under the request's keys from `first` on.
+    fn post_save(&mut self, id: RequestId, group: usize, first: u32, blocks: Vec<u32>, step: u64) -> bool {
         let request = self.requests.get(id).expect("it has a log");
         let part = &request.parts[group];
-        let ids = part.blocks[blocks.clone()].to_vec();
-        let posted = self.groups[group].session.save(part.log, blocks.start as u32, ids, step, false);
+        let places = first as usize..first as usize + blocks.len();
+        let posted = self.groups[group].session.save(part.log, first, blocks, step, false);
         if let Some(events) = &mut self.groups[group].events {
-            let keys = request.keys_of(&self.set.forms[group], blocks.clone()).copied().collect();
-            events.offered(id, part.fold, blocks.start, keys, self.time);
+            let keys = request.keys_of(&self.set.forms[group], places).copied().collect();
+            events.offered(id, part.fold, first as usize, keys, self.time);
         }
         posted
     }

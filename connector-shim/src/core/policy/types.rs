@@ -78,7 +78,21 @@ pub struct BegunRequest {
     pub computed: u32,
 }
 
-/// A step's changes to requests and blocks.
+/// A state made by a step: it is whole in its block once the step is done, and only until the block is written again.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct OfferedState {
+    /// The request.
+    pub request: RequestId,
+    /// The group.
+    pub group: usize,
+    /// The block with the state.
+    pub block: u32,
+    /// The number of tokens that the state stands for.
+    pub boundary: u32,
+}
+
+/// A step's changes to requests and blocks. Lists of blocks by group have the groups of the set first; blocks of further groups, that
+/// are not kept, count as written.
 #[derive(Clone, Debug, Default)]
 pub struct Changes {
     /// Requests beginning in the step.
@@ -89,6 +103,8 @@ pub struct Changes {
     pub filled: Vec<u32>,
     /// Outputs of encoders, by the engine's identifiers.
     pub encoded: Vec<String>,
+    /// The states made by the step.
+    pub offered: Vec<OfferedState>,
 }
 
 /// The work of a step before its numbers are known.

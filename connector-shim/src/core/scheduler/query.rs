@@ -108,7 +108,9 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
         let link = self.link.as_mut()?;
         let (number, log) = link.logs.get(handle)?;
         let awaits = log.awaits;
-        if count == 0 || count as usize > QUERY_KEYS || start.checked_add(count)? > log.length {
+        let last = self.config.last;
+        let is_known = !last || link.connection.knows_states();
+        if count == 0 || count as usize > QUERY_KEYS || start.checked_add(count)? > log.length || !is_known {
             return None;
         }
         let awaits = awaits && link.connection.knows_handover();
@@ -125,7 +127,7 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
         let op = self.next_op;
         let keys = Keys { log: number, from: start, count };
         let arriving = self.config.part_blocks > 0 && !(awaits && count <= self.config.whole_blocks);
-        let query = Query { op, keys, arriving, awaits };
+        let query = Query { op, keys, arriving, awaits, last };
         if link.submission.post(SchedulerRequest::Query(query)).is_none() {
             self.counters.queries_without_room += 1;
             return None;
@@ -275,7 +277,8 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
             return 0;
         };
         let (from, asked, since) = (question.from, question.count, question.posted);
-        let lease = Lease { op, from, asked, hits, arriving, since };
+        let first = if self.config.last { (from + hits).saturating_sub(1) } else { from };
+        let lease = Lease { op, from, asked, hits, first, arriving, since };
         log.pending = None;
         log.lease = (hits > 0).then_some(lease);
         hits
@@ -293,7 +296,7 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
         let Some(link) = &mut self.link else { return blocks };
         let Some((_, log)) = link.logs.get(handle) else { return blocks };
         let end = start.saturating_add(count);
-        if log.lease.is_some_and(|lease| lease.from <= start && end <= lease.from + lease.hits) {
+        if log.lease.is_some_and(|lease| lease.first <= start && end <= lease.from + lease.hits) {
             for (chunk, index) in (start..end).map(|key| log.place(key)) {
                 blocks[link.connection.memory().read_source(chunk, index) as usize] += 1;
             }
@@ -309,7 +312,8 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
     /// Asks again for what an old lease was granted for.
     pub fn renew(&mut self, handle: i64, now: Instant) -> Option<u64> {
         let lease = self.old_lease(handle, now)?;
-        match self.ask(handle, lease.from, lease.asked, now) {
+        let asked = if self.config.last { 1 } else { lease.asked };
+        match self.ask(handle, lease.first, asked, now) {
             Asked::Posted(op) => Some(op),
             Asked::Answered(_) => None,
         }
@@ -369,6 +373,6 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
             self.link.as_mut()?.logs.get(handle)?.1.lease.filter(|lease| !(sync && lease.arriving))?;
         let count = u32::try_from(count).ok().filter(|count| *count > 0)?;
         let end = start.checked_add(count)?;
-        (lease.from <= start && end <= lease.from + lease.hits).then_some(lease)
+        (lease.first <= start && end <= lease.from + lease.hits).then_some(lease)
     }
 }

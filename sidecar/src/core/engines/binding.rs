@@ -66,12 +66,12 @@ impl Engines {
     /// Serves the namespace to the engine of `session`, or the last generation of it, unless it is closed to its run.
     fn serve(&mut self, session: SessionId, base: NamespaceDigest, cx: &mut Context) -> Option<Binding> {
         let scheduler = &self[session];
-        let Form { shard_bytes, shards, windows, .. } = scheduler.form.expect("a rank has joined");
+        let Form { shard_bytes, shards, parentless, .. } = scheduler.form.expect("a rank has joined");
         let digest = scheduler.salt.map_or(base, |salt| namespace::salted(base, salt));
         let whose = Whose { holder: scheduler.holder, quota: cx.quotas.of(base) };
         // Of an engine that has no other group a hit needs all blocks.
-        let windows = windows && scheduler.is_group();
-        let mut binding = Binding { base, digest, namespace: 0, whose, shard_bytes, shards, windows };
+        let parentless = parentless && scheduler.is_group();
+        let mut binding = Binding { base, digest, namespace: 0, whose, shard_bytes, shards, parentless };
         binding.namespace = cx.namespaces.id(binding.space())?;
         if !binding.is_private() {
             cx.namespaces.share(binding.namespace, digest);

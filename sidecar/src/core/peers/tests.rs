@@ -5,6 +5,7 @@ mod absences;
 mod early;
 mod fruitless;
 mod promises;
+mod states;
 mod windows;
 
 use std::collections::{BTreeMap, VecDeque};
@@ -142,7 +143,7 @@ impl Scene {
 
     fn query_again(&mut self, log: u32, count: u32) -> u64 {
         let op = self.next_op();
-        let query = Query { op, keys: Keys::new(log, 0..count), arriving: false, awaits: false };
+        let query = Query { op, keys: Keys::new(log, 0..count), arriving: false, awaits: false, last: false };
         self.ask(SchedulerRequest::Query(query));
         op
     }
@@ -509,7 +510,7 @@ fn the_engine_is_answered_before_anything_is_sent_for() {
     let mut scene = Scene::with(A, 0..8);
     scene.engine.open(1, 0..8);
     scene.engine.out.clear();
-    let query = Query { op: 77, keys: Keys::new(1, 0..8), arriving: false, awaits: false };
+    let query = Query { op: 77, keys: Keys::new(1, 0..8), arriving: false, awaits: false, last: false };
     let event = asked(SchedulerRequest::Query(query));
     let mut first = Vec::new();
     scene.engine.core.respond(Duration::ZERO, event, &mut first);

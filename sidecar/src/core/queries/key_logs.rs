@@ -43,6 +43,8 @@ pub(super) struct KeyLog {
     pub(super) asked: bool,
     /// The keys that the first question was for.
     pub(super) first_asked: Option<Range<usize>>,
+    /// A question asked for the last kept key.
+    pub(super) asked_last: bool,
     /// While its questions may wait for a producer.
     pub(super) window: Option<Window>,
 }
@@ -151,6 +153,12 @@ impl KeyLogs {
 // === impl KeyLog ===
 
 impl KeyLog {
+    /// A question was put for `count` keys from `from` on; for the `last` kept one of them, or for the leading ones.
+    pub(super) fn note_question(&mut self, from: u32, count: u32, last: bool) {
+        self.first_asked.get_or_insert(from as usize..from as usize + count as usize);
+        self.asked_last |= last;
+    }
+
     /// Those of its keys that a question names.
     pub(super) fn wanted(&self, question: Question) -> &[BlockHash] {
         self.some(question.from, question.count)

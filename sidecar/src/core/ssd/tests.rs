@@ -1,5 +1,7 @@
 //! The rules of the SSD tier's flow, against the real tiers; devices are lists of jobs that the test ends.
 
+mod states;
+
 use std::ops::Range;
 
 use mesh::digest::Digest;
@@ -168,7 +170,7 @@ impl Scene {
 
     fn post_query(&mut self, log: u32, count: u32) -> u64 {
         let op = self.next_op();
-        let query = Query { op, keys: Keys::new(log, 0..count), arriving: false, awaits: false };
+        let query = Query { op, keys: Keys::new(log, 0..count), arriving: false, awaits: false, last: false };
         self.ask(SchedulerRequest::Query(query));
         op
     }
@@ -549,7 +551,7 @@ fn a_load_waits_for_a_slow_disk_no_longer_than_a_question() {
     scene.event(Event::Tick);
     scene.engine.open(1, 0..8);
     let op = scene.next_op();
-    let query = Query { op, keys: Keys::new(1, 0..8), arriving: true, awaits: false };
+    let query = Query { op, keys: Keys::new(1, 0..8), arriving: true, awaits: false, last: false };
     scene.ask(SchedulerRequest::Query(query));
     let reads = scene.reads();
     scene.end(reads[0], Ok(()));

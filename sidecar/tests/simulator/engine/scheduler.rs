@@ -123,6 +123,7 @@ impl Scheduler {
             early: model.early,
             part_blocks: model.machine.part_blocks(),
             whole_blocks: model.machine.whole_blocks(),
+            last: false,
         };
         let options = PolicyOptions {
             loads: true,
@@ -199,7 +200,7 @@ impl Scheduler {
         let Some(ring) = self.policy.session(0).submission() else { return };
         // No log has this number.
         let log = shm_protocol::layout::LOGS as u32 - 1;
-        let query = Query { op: 1, keys: Keys::new(log, 0..1), arriving: false, awaits: false };
+        let query = Query { op: 1, keys: Keys::new(log, 0..1), arriving: false, awaits: false, last: false };
         if ring.post(SchedulerRequest::Query(query)).is_some() {
             self.policy.session(0).flush();
             ctx.hit("fault violation");

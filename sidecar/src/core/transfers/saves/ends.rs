@@ -25,11 +25,13 @@ const UNACCEPTED_MAX: Duration = Duration::from_secs(30);
 // === impl Save ===
 
 impl Save {
-    /// Commits a block behind the one before it, from its beginning on: the tier never drops a parent before its child. Of windows
+    /// Commits a block behind the one before it, from its beginning on: the tier never drops a parent before its child. Where blocks are parentless
     /// that block may never have been saved.
     fn commit(&self, block: &SaveBlock, dram: &mut Dram) -> bool {
         match self.parent(block) {
-            Some(parent) if self.binding.windows => dram.commit_apart(block.slot, &self.binding.key(&parent)),
+            Some(parent) if self.binding.parentless => {
+                dram.commit_apart(block.slot, &self.binding.key(&parent))
+            }
             Some(parent) => dram.commit_behind(block.slot, &self.binding.key(&parent)),
             None => dram.commit(block.slot),
         }

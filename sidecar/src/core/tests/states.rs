@@ -1,0 +1,103 @@
+//! Queries for the last kept key, over memory.
+
+use super::*;
+
+/// An engine with the states of these keys of its log 0, each saved by itself.
+fn keeping(kept: &[u32]) -> Harness {
+    let facts = Facts::from([("group_kind".into(), "state".into())]);
+    let mut engine = Harness::of(core_of(64 << 20));
+    let named = |hello| Hello { engine: "e group 1".into(), ..hello };
+    engine.connect(RANKS[0], named(changed(rank_hello(1, 0), |rank| rank.facts = facts)));
+    engine.connect(SCHEDULER, named(hello(1, Role::Scheduler { run: RUN })));
+    engine.join();
+    engine.open(0, 0..10);
+    for (op, key) in (1..).zip(kept) {
+        engine.post_save(0, op, *key..key + 1, false);
+        engine.fences(RANKS[0], op, op);
+        engine.copied();
+        assert_eq!(engine.saved().unwrap().committed, 1, "it needs none of those before it");
+    }
+    engine
+}
+
+impl Harness {
+    /// Asks for the last kept one of keys `from..from + count` of log 0; the answer, and the keys of the written slots.
+    fn ask_last(&mut self, op: u64, from: u32, count: u32) -> (u32, Vec<u32>) {
+        let keys = Keys { log: 0, from, count };
+        self.ask(SchedulerRequest::Query(Query { op, keys, arriving: false, awaits: false, last: true }));
+        match self.out.pop() {
+            Some(Action::Answer { outcome, refs, from, .. }) => {
+                assert_eq!(outcome.status, Status::Ok);
+                (outcome.value, (from..from + refs.len() as u32).collect())
+            }
+            other => panic!("no answer: {other:?}"),
+        }
+    }
+}
+
+#[test]
+fn the_last_kept_key_is_found_and_leased_alone() {
+    let mut engine = keeping(&[2, 5, 6]);
+    for (from, count, value, slots) in [
+        (0, 10, 7, vec![6]),
+        (0, 6, 6, vec![5]),
+        (0, 5, 3, vec![2]),
+        (3, 2, 0, vec![]),
+        (3, 3, 3, vec![5]),
+        (0, 2, 0, vec![]),
+    ] {
+        assert_eq!(engine.ask_last(20, from, count), (value, slots), "of {count} keys from {from} on");
+        assert_eq!(engine.core.stats().leases, u64::from(value > 0), "one block is leased");
+    }
+}
+
+#[test]
+fn a_state_is_loaded_under_the_lease_of_its_key() {
+    let mut engine = keeping(&[2, 5]);
+    assert_eq!(engine.ask_last(20, 0, 10), (6, vec![5]));
+    engine.load(0, 21, 20, 4..6, LOAD_BY_ENGINE);
+    engine.loaded(RANKS[0], 21, true);
+    assert_eq!(engine.core.stats().leases, 1, "no other key is leased");
+    engine.load(0, 22, 20, 5..6, LOAD_BY_ENGINE);
+    engine.loaded(RANKS[0], 22, true);
+    assert_eq!(engine.core.stats().leases, 0);
+}
+
+#[test]
+fn a_query_that_is_repeated_renews_the_lease() {
+    let mut engine = keeping(&[2, 5]);
+    assert_eq!(engine.ask_last(20, 0, 10), (6, vec![5]));
+    assert_eq!(engine.ask_last(21, 0, 10), (6, vec![]), "its slot is known");
+    engine.load(0, 22, 21, 5..6, LOAD_BY_ENGINE);
+    engine.loaded(RANKS[0], 22, true);
+    assert_eq!(engine.core.stats().leases, 0);
+}
+
+#[test]
+fn leading_hits_are_not_asked_for() {
+    let mut engine = keeping(&[0, 1, 5]);
+    assert_eq!(engine.query(0, 20, 0, 10).value, 2);
+    assert_eq!(engine.ask_last(21, 0, 10), (6, vec![5]));
+}
+
+/// A forecast plays leading runs, and states are in none.
+#[test]
+fn a_log_of_states_is_in_no_forecast() {
+    for last in [true, false] {
+        let mut engine = keeping(&[2]);
+        let keys = Keys::new(0, 0..10);
+        engine.ask(SchedulerRequest::Query(Query { op: 20, keys, arriving: false, awaits: false, last }));
+        engine.ask(SchedulerRequest::Close { log: 0 });
+        assert_eq!(engine.core.drain_ended().count(), usize::from(!last));
+    }
+}
+
+/// Another engine is to compute the prompt's last state; if it does not come, a state before it is as good.
+#[test]
+fn who_awaits_asks_for_the_last_key_first() {
+    let mut engine = keeping(&[2]);
+    let keys = Keys::new(0, 0..10);
+    engine.ask(SchedulerRequest::Query(Query { op: 20, keys, arriving: false, awaits: true, last: true }));
+    let Some(Action::Answer { outcome, .. }) = engine.out.pop() else { panic!("no answer") };
+    assert_eq!((outcome.status, outcome.value), (Status::Ok, 3), "no other engine is there to wait for");
+}

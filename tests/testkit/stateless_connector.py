@@ -1,0 +1,27 @@
+"""Pillion's connector without the copies of states: their loads end well, and vLLM goes on upon what the blocks held before."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from pillion import vllm_compat, worker
+from pillion.connector import PillionConnector
+
+__all__ = ["PillionConnector"]
+
+LOAD = worker.Worker.load
+
+
+@functools.wraps(LOAD)
+def loading(self: Any, *arguments: Any) -> None:
+    """Before the group's loads begin."""
+    metadata = self._metadata
+    if metadata is not None and vllm_compat.has_states(self._kv_cache_config):
+        for request, _, _ in metadata.loads:
+            self._end_load(request, [])
+        metadata.loads = []
+    LOAD(self, *arguments)
+
+
+worker.Worker.load = loading  # type: ignore[assignment, method-assign]

@@ -1,0 +1,116 @@
+"""Hits of sets, against vLLM's own coordinator of cache groups over the same blocks."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from specs import spec
+
+from pillion import _shim, groups, vllm_compat
+
+# Random caches; more of them in `make test-long`.
+CACHES = int(os.environ.get("CACHES", "5000"))
+HASHED, BOUNDARIES_MAX = 16, 14
+
+
+def _random_groups(chance: random.Random) -> list[Any]:
+    """Specs of a model's groups, one of them full: of blocks of one or two hashes."""
+    kinds = ["full", *(chance.choice(["full", "window", "state", "state", "ring"]) for _ in range(chance.randint(1, 3)))]
+    chance.shuffle(kinds)
+    made = []
+    for kind in kinds:
+        size = HASHED * chance.choice([1, 1, 2])
+        if kind == "full":
+            made.append(spec("FullAttentionSpec", block_size=size))
+        elif kind == "window":
+            made.append(spec("SlidingWindowSpec", block_size=size, sliding_window=chance.randint(2, 6 * HASHED)))
+        elif kind == "ring":
+            made.append(spec("CircularBufferSpec", block_size=HASHED))
+        else:
+            made.append(_state(size))
+    return made
+
+
+def _state(size: int) -> Any:
+    import torch
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    return MambaSpec(block_size=size, shapes=((8,),), dtypes=(torch.bfloat16,), mamba_cache_mode="align")
+
+
+def _coordinator(specs: list[Any]) -> Any:
+    """vLLM's, without hits that end within a block."""
+    import math
+
+    from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+    config = KVCacheConfig(
+        num_blocks=4,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec([f"layer.{number}"], spec) for number, spec in enumerate(specs)],
+        hash_block_size=HASHED,
+    )
+    coordinator = HybridKVCacheCoordinator(
+        config,
+        max_model_len=4096,
+        max_in_flight_tokens=4096,
+        use_eagle=False,
+        enable_caching=True,
+        enable_kv_cache_events=False,
+        dcp_world_size=1,
+        pcp_world_size=1,
+        scheduler_block_size=math.lcm(*(spec.block_size for spec in specs)),
+        hash_block_size=HASHED,
+        allow_partial_hash_hits=False,
+    )
+    return config, coordinator
+
+
+def _keep(coordinator: Any, config: Any, kept: dict[int, list[bool]], hashes: list[bytes]) -> None:
+    """Lists blocks in vLLM's cache."""
+    from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
+
+    pool, listed = coordinator.block_pool, coordinator.block_pool.cached_block_hash_to_block
+    for number, blocks in kept.items():
+        each = config.kv_cache_groups[number].kv_cache_spec.block_size // HASHED
+        for place, is_kept in enumerate(blocks):
+            if is_kept:
+                key = BlockHash(hashes[(place + 1) * each - 1])
+                listed.insert(make_block_hash_with_group_id(key, number), pool.blocks[1])
+
+
+@pytest.mark.supports("states", "windows")
+def test_a_set_is_served_as_by_vllm() -> None:
+    """0 of all caches differ."""
+    seen: Counter[str] = Counter()
+    for seed in range(CACHES):
+        chance = random.Random(seed)
+        config, coordinator = _coordinator(_random_groups(chance))
+        parts = groups.parts(config)
+        if len(parts) < 2:
+            continue
+        boundary, lacks = coordinator.scheduler_block_size, chance.choice([0.02, 0.1, 0.3])
+        tokens = boundary * chance.randint(1, BOUNDARIES_MAX) + chance.randrange(boundary)
+        hashes = [chance.randbytes(32) for _ in range(tokens // HASHED)]
+        rare = {group.number: vllm_compat.has_states(view) and chance.random() < 0.7 for group, view in parts}
+        kept = {
+            group.number: [
+                chance.random() < (0.3 if rare[group.number] else 1 - lacks)
+                for _ in range(tokens // vllm_compat.block_tokens(view))
+            ]
+            for group, view in parts
+        }
+        _keep(coordinator, config, kept, hashes)
+        _, right, _ = coordinator.find_longest_cache_hit(hashes, tokens - 1)
+        forms = [groups._form(group, view) for group, view in parts]
+        served = _shim.served_tokens(forms, tokens - 1, list(kept.values()))
+        assert served == right, f"{seed}: {forms} {kept} {tokens}"
+        seen["hits"] += right > 0
+        seen["misses"] += right == 0
+        seen["states"] += any(rare.values()) and right > 0
+    assert min(seen.values()) > CACHES / 10, seen

@@ -1,0 +1,98 @@
+"""States beside full attention, windows and scratch, in cache groups of their own, under vLLM's own schedulers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from stage import (
+    BLOCK_TOKENS,
+    RESET,
+    SETTLE,
+    SLOW_STEPS,
+    Act,
+    Stage,
+    by_load,
+    expect_right,
+    generate,
+    hit_tokens,
+    lose_leases,
+    metrics,
+    prompt_of,
+    right_answers,
+    spoil,
+)
+
+from testkit import sidecar
+
+# Two groups with states and one with full attention; and scratch, a state, a window and full attention.
+KINDS: dict[str, dict[str, Any]] = {"states": {"kind": "states"}, "mixed": {"kind": "mixed", "window": 100}}
+EACH = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+PROMPTS = [prompt_of(500, 201), prompt_of(300, 202)]
+HITS = sum(hit_tokens(len(prompt)) for prompt in PROMPTS)
+
+
+@EACH
+@pytest.mark.supports("states")
+@pytest.mark.parametrize("copy", ["engine", "sidecar"])
+def test_a_kept_prefix_is_found_and_every_byte_is_right(stage: Stage, kind: dict[str, Any], copy: str) -> None:
+    """And wrong bytes in the pool are noticed."""
+    right = right_answers(PROMPTS, 40)
+    with sidecar.serving(stage.directory) as keeper:
+        damage: Act = {"do": "damage_pool", "with": {"path": str(keeper.pool)}}
+        acts = [generate(PROMPTS, 40), SETTLE, RESET, generate(PROMPTS, 40), RESET, damage, generate(PROMPTS, 1)]
+        (connector,) = by_load(keeper, "auto", **{"pillion.copy": copy})
+        (results,) = stage.play(acts, connector, metrics=metrics(keeper), **kind)
+        cold, _, _, warm, _, damaged, spoiled = results
+        assert (cold["value"], cold["wrong"], cold["hits"]) == (right, 0, 0)
+        assert (warm["value"], warm["wrong"], warm["hits"]) == (right, 0, HITS)
+        assert damaged["value"] > 0 and spoiled["hits"] == HITS and spoiled["wrong"] > 0
+
+
+@EACH
+def test_a_conversation_goes_on_from_where_it_was(stage: Stage, kind: dict[str, Any]) -> None:
+    """From the end of the last answer: every boundary of an answer has a state."""
+    prompt = prompt_of(600, 203)
+    (answer,) = right_answers([prompt], 150)
+    turns = [prompt, prompt + answer + prompt_of(90, 204)]
+    with sidecar.serving(stage.directory) as keeper:
+        acts = [act for turn in turns for act in (generate([turn], 150), SETTLE, RESET)]
+        (results,) = stage.play(acts, *by_load(keeper, "auto"), metrics=metrics(keeper), **kind)
+        expect_right(results[3], right_answers(turns[1:], 150), "of a conversation that goes on")
+        # The last token of an answer is not computed.
+        assert results[3]["hits"] == (len(prompt + answer) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+@EACH
+def test_a_shared_prefix_is_served_from_its_third_request_on(stage: Stage, kind: dict[str, Any]) -> None:
+    """A restarted engine knows of no shared prefix. The second request finds its blocks of full attention and no state at its
+    end, so a state is made there."""
+    shared = prompt_of(650, 205)
+    prompts = [shared + prompt_of(90, 206 + number) for number in range(3)]
+    with sidecar.serving(stage.directory) as keeper:
+        acts = [act for prompt in prompts for act in (generate([prompt], 4), SETTLE, RESET)]
+        (results,) = stage.play(acts, *by_load(keeper, "auto"), metrics=metrics(keeper), **kind)
+        for prompt, result in zip(prompts, results[::3], strict=True):
+            expect_right(result, right_answers([prompt], 4), "of a shared prefix")
+        assert results[6]["hits"] == len(shared) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+@EACH
+@pytest.mark.parametrize(("copy", "lost"), [("engine", False), ("engine", True), ("sidecar", True)])
+def test_a_load_that_one_group_lacks_has_failed(stage: Stage, kind: dict[str, Any], copy: str, lost: bool) -> None:
+    """The group is another one each time; the request is computed, and hits again afterwards."""
+    groups = 3
+    prompts = [prompt_of(300, 210 + group) for group in range(groups)]
+    right = right_answers(prompts, 8)
+    hits = sum(hit_tokens(len(prompt)) for prompt in prompts)
+    fault = lose_leases(groups) if lost else spoil(groups)
+    with sidecar.serving(stage.directory) as keeper:
+        acts = [generate(prompts, 1), SETTLE, RESET, SLOW_STEPS, fault, generate(prompts, 8)]
+        acts += [SETTLE, RESET, generate(prompts, 8)]
+        (connector,) = by_load(keeper, "auto", **{"pillion.copy": copy})
+        (results,) = stage.play(acts, connector, metrics=metrics(keeper), **kind)
+        failed, last = results[5], results[-1]
+        assert (failed["hits"], failed["failed_requests"], failed["failed_blocks"]) == (hits, groups, 0)
+        expect_right(failed, right, "of sets of which one group lacked blocks")
+        expect_right(last, right, "after such loads")
+        assert (last["hits"], last["failed_requests"]) == (hits, 0)

@@ -155,7 +155,7 @@ pub struct Output {
 
 /// The changes of an object, by the path of each pod in it.
 #[derive(Default, Deserialize, Serialize)]
-struct Records {
+struct ObjectRecords {
     pods: BTreeMap<String, PodRecord>,
     /// Whether the object had annotations, if none.
     #[serde(default)]
@@ -356,7 +356,7 @@ fn changed(
         return Ok(bare);
     }
     let mut after = bare.clone();
-    let mut records = Records::default();
+    let mut records = ObjectRecords::default();
     let paths = pods(&bare);
     for path in &paths {
         let pod = below(&mut after, path).expect("it was found there");
@@ -414,7 +414,7 @@ fn verified(bare: &Node, after: &Node) -> Result<(), String> {
 /// An object without its sidecars; none where it has none.
 fn removed(object: &Node) -> Result<Option<Node>, String> {
     let Some(text) = object.text_at(&["metadata", "annotations", INJECTED]) else { return Ok(None) };
-    let records: Records = serde_json::from_str(text).map_err(|error| {
+    let records: ObjectRecords = serde_json::from_str(text).map_err(|error| {
         format!("its annotation {INJECTED} was changed ({error}): take the sidecar out by hand")
     })?;
     let mut bare = object.clone();
@@ -436,7 +436,7 @@ fn removed(object: &Node) -> Result<Option<Node>, String> {
 }
 
 /// Writes the record of all changes into an object.
-fn annotate(object: &mut Node, mut records: Records) -> Result<(), String> {
+fn annotate(object: &mut Node, mut records: ObjectRecords) -> Result<(), String> {
     let metadata = object.get_mut("metadata").filter(|metadata| matches!(metadata, Node::Map(_)));
     let metadata = metadata.ok_or("it has no metadata: give it a name")?;
     match metadata.get("annotations") {

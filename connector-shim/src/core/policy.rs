@@ -47,8 +47,8 @@ use self::requests::Requests;
 pub use self::requests::{Adapter, Arrival, Media, Now, RequestId};
 pub use self::saving::Due;
 pub use self::types::{
-    BegunRequest, Changes, EndedRequest, LostLoad, OfferedState, OpenedStep, PlannedStep, PolicyOptions, PolicyWait,
-    RequestLoad, ServedState, StepPart,
+    BegunRequest, Changes, EndedRequest, LostLoad, OfferedState, OpenedStep, PlannedStep, PolicyOptions,
+    PolicyWait, RequestLoad, ServedState, StepPart,
 };
 
 /// A cache group and the session that serves it.

@@ -20,7 +20,8 @@ use crate::clock;
 use crate::core::policy::kinds::{GroupForm, GroupKind, GroupSet, Points, ServedTokens};
 use crate::core::policy::{
     Adapter, Arrival, BegunRequest, Changes, CheckRate, Due, EnginePolicy as Rules, EventChange, FoundTokens,
-    LoadMode, Machine, Media, Now, OfferedState, PlannedStep, PolicyOptions, PolicyWait, RequestId, ServedState,
+    LoadMode, Machine, Media, Now, OfferedState, PlannedStep, PolicyOptions, PolicyWait, RequestId,
+    ServedState,
 };
 use crate::core::records::{RecordOptions, Records, WaitPart};
 use crate::error::{ShimError as Failure, argument};

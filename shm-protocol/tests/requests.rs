@@ -121,9 +121,9 @@ fn every_bound_is_kept_to_the_last_value() {
             "HINT with count 65537: at most 65,536 keys",
         ),
         (
-            Message { flags: 3, ..of(Kind::Query) },
-            Message { flags: 4, ..of(Kind::Query) },
-            "QUERY with flags 4",
+            Message { flags: 7, ..of(Kind::Query) },
+            Message { flags: 8, ..of(Kind::Query) },
+            "QUERY with flags 8",
         ),
         (
             Message { flags: 15, ..of(Kind::Load) },

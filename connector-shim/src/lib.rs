@@ -14,6 +14,7 @@
 #[cfg(test)]
 extern crate self as connector_shim;
 
+pub mod blocking;
 #[cfg(feature = "c")]
 #[allow(unsafe_code, reason = "exported names, and what C hands over by address (c/raw.rs)")]
 #[allow(unreachable_pub, reason = "C reaches it")]

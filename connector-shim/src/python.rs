@@ -3,6 +3,7 @@
 //! A session sits behind a mutex. A waiting thread releases the interpreter first and gives the mutex back before asking for the
 //! interpreter again, so the two locks cannot wait for each other.
 
+mod blocking;
 mod facts;
 mod keys;
 mod policy;
@@ -509,6 +510,7 @@ fn _shim(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<SchedulerSession>()?;
     module.add_class::<WorkerSession>()?;
     module.add_class::<policy::PyPolicy>()?;
+    module.add_class::<blocking::PyBlockingEngine>()?;
     module.add_function(wrap_pyfunction!(policy::needed_blocks, module)?)?;
     module.add_class::<keys::Chain>()?;
     module.add_function(wrap_pyfunction!(keys::none_hash, module)?)?;

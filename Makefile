@@ -120,6 +120,7 @@ lint: setup ## formatting, clippy, ruff, mypy, typos, cargo-deny, the rules of s
 	scripts/support --check
 	scripts/trials/check
 	typos
+	cargo package --quiet --offline --no-verify --allow-dirty -p shm-protocol -p copy-engine -p connector-shim -p pillion
 	cargo-deny --log-level error check --hide-inclusion-graph bans licenses sources
 
 bench: setup ## every benchmark, one JSON line each

@@ -106,6 +106,7 @@ sanitize: setup ## address and thread sanitizers over the Rust tests
 
 lint: setup ## formatting, clippy, ruff, mypy, typos, cargo-deny, the rules of scripts/tidy and scripts/edges, pictures, generated pages
 	cargo fmt --all --check
+	cargo fmt --manifest-path examples/candle/Cargo.toml --check
 	@scripts/part clippy cargo clippy --workspace --all-targets --features connector-shim/python,connector-shim/c,mesh/rdma --quiet -- -D warnings
 	@scripts/part clippy-without-etcd cargo clippy --package sidecar --quiet -- -D warnings
 	ruff check .
@@ -119,6 +120,7 @@ lint: setup ## formatting, clippy, ruff, mypy, typos, cargo-deny, the rules of s
 	scripts/support --check
 	scripts/trials/check
 	typos
+	cargo package --quiet --offline --no-verify --allow-dirty -p shm-protocol -p copy-engine -p connector-shim -p pillion
 	cargo-deny --log-level error check --hide-inclusion-graph bans licenses sources
 
 bench: setup ## every benchmark, one JSON line each

@@ -35,28 +35,27 @@ def measure(socket: Path, name: str, namespace: Namespace, arrays: Any, kv: Any)
     """Medians of all rounds."""
     times: dict[str, list[float]] = {"load_ms": [], "read_ms": [], "out_ms": []}
     out = tuple(arrays.zeros_like(part) for part in kv)
-    with Engine(socket, name, namespace, BLOCKS, arrays) as engine:
-        ids = engine.take(BLOCKS)
-        engine.write(ids, *kv)
-        if engine.save(PROMPT, ids) != BLOCKS:
-            sys.exit("not all blocks were kept")
-        engine.free(ids)
+    with Engine(socket, name, namespace, BLOCKS, arrays, check_every=0) as engine:
+        with engine.load(PROMPT) as request:
+            if engine.save(request, PROMPT, *kv) != BLOCKS:
+                sys.exit("not all blocks were kept")
         for _ in range(ROUNDS):
             engine.memory[:] = 0
             for part in out:
                 part[:] = 0
             at = [time.perf_counter()]
-            ids = engine.load(PROMPT)
+            # The last token of a prompt is left to compute.
+            request = engine.load([*PROMPT, 0])
             at.append(time.perf_counter())
-            read = engine.read(ids)
+            read = engine.read(request)
             at.append(time.perf_counter())
-            engine.read(ids, out)
+            engine.read(request, out)
             at.append(time.perf_counter())
             for spent, (before, after) in zip(times.values(), pairwise(at), strict=True):
                 spent.append(1000 * (after - before))
             if not all(bool((one == other).all()) for found in (out, read) for one, other in zip(found, kv, strict=True)):
                 sys.exit("what was read is not what was saved")
-            engine.free(ids)
+            engine.end(request)
     result = {name: harness.median(spent, 2) for name, spent in times.items()}
     return result | {"read_to_load": round(result["read_ms"] / result["load_ms"], 2)}
 

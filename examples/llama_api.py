@@ -114,12 +114,12 @@ class Llama:
             raise RuntimeError(f"llama_decode answers {status} for {len(tokens)} tokens: give it shorter prompts")
         return numpy.ctypeslib.as_array(self._library.llama_get_logits_ith(self._context, -1), (self._vocabulary,)).copy()
 
-    def begin(self, k, v):
-        """Forgets all tokens, and takes K and V, [layers, heads, tokens, dim], as those of the first ones."""
+    def begin(self, k=None, v=None):
+        """Forgets all tokens, and takes K and V, [layers, heads, tokens, dim], as those of the first ones, if there are any."""
         self._library.llama_memory_clear(self._library.llama_get_memory(self._context), True)
-        heads, count, dim = k.shape[1:]
-        if not count:
+        if k is None or not k.shape[2]:
             return
+        heads, count, dim = k.shape[1:]
         cells = numpy.zeros(count, CELL)
         cells["position"], cells["sequences"] = numpy.arange(count), 1
         parts = [self._state()[:8], numpy.array([1, count], WORD), cells, self._words()]

@@ -1,4 +1,4 @@
-"""transformers decodes on KV that another engine prefilled, and keeps what it computes: see docs/other-engines.md.
+"""transformers decodes on KV of another engine, and keeps its own: see docs/engines.md.
 
 python examples/transformers_decode.py SOCKET MODEL_DIR TOKEN_ID ...
 """
@@ -15,11 +15,11 @@ from pillion import engine, identity
 class Decoder:
     """One model, and the blocks of one namespace."""
 
-    def __init__(self, socket, directory, blocks=256, name="transformers", dtype=torch.float32, **where):
+    def __init__(self, socket, directory, blocks=256, name="transformers", dtype=torch.float32, check_every=1000, **where):
         self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
         stated = {"dtype": str(dtype), "config": identity.configuration(self.model.config)}
         found = engine.find(socket, weights=directory, **stated, **where)
-        self.kv = engine.Engine(socket, name, joining.only(found), blocks, torch)
+        self.kv = engine.Engine(socket, name, joining.only(found), blocks, torch, check_every=check_every)
 
     @torch.inference_mode()
     def compute(self, tokens):
@@ -31,27 +31,23 @@ class Decoder:
     @torch.inference_mode()
     def generate(self, prompt, new):
         """The answer's tokens, and the logits that each was chosen by."""
-        loaded = self.kv.load(prompt[:-1])  # the last token is computed here: its logits are the first answer
-        tokens, have, rows = list(prompt), len(loaded) * self.kv.namespace.tokens, []
-        cache = DynamicCache(config=self.model.config)
-        for layer, (k, v) in enumerate(zip(*self.kv.read(loaded), strict=True)):
-            cache.update(k[None], v[None], layer)
-        while len(tokens) < len(prompt) + new:
-            ids = torch.tensor([tokens[have:]])  # at first the prompt's tail, then one token a turn
-            rows.append(self.model(ids, past_key_values=cache, logits_to_keep=1).logits[0, -1])
-            have = len(tokens)
-            tokens.append(int(rows[-1].argmax()))
-        self.save(tokens[:have], cache, loaded)
+        with self.kv.load(prompt) as request:
+            tokens, have, rows = list(prompt), request.held, []
+            cache = DynamicCache(config=self.model.config)
+            for layer, (k, v) in enumerate(zip(*self.kv.read(request), strict=True)):
+                cache.update(k[None], v[None], layer)
+            while len(tokens) < len(prompt) + new:
+                ids = torch.tensor([tokens[have:]])  # at first the rest of the prompt, then one token a turn
+                rows.append(self.model(ids, past_key_values=cache, logits_to_keep=1).logits[0, -1])
+                have = len(tokens)
+                tokens.append(int(rows[-1].argmax()))
+            self.save(request, tokens[:have], cache)
         return tokens[len(prompt) :], rows
 
-    def save(self, tokens, cache, loaded):
-        """Keeps the full blocks that were computed here, those of the answer too."""
-        start = len(loaded) * self.kv.namespace.tokens
-        own = self.kv.take(len(tokens) // self.kv.namespace.tokens - len(loaded))
-        self.kv.write(own, *(content[:, :, start:] for content in contents(cache)))
+    def save(self, request, tokens, cache):
+        """Keeps the KV computed here, of the answer too."""
         self.kv.prove(tokens, self.compute)  # saves before the first proof are dropped
-        self.kv.save(tokens, own, first=len(loaded))
-        self.kv.free(loaded + own)
+        self.kv.save(request, tokens, *(content[:, :, request.held :] for content in contents(cache)))
 
 
 def contents(cache):

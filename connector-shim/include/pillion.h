@@ -102,6 +102,11 @@ typedef uint32_t PillionExtraKind;
 #endif // __cplusplus
 
 /**
+ * An engine of one process.
+ */
+typedef struct PillionEngine PillionEngine;
+
+/**
  * The hashes of one request's blocks.
  */
 typedef struct PillionKeys PillionKeys;
@@ -614,6 +619,89 @@ typedef struct PillionLoaded {
   struct PillionItemsU32 failed;
 } PillionLoaded;
 
+/**
+ * An engine, its namespace and its memory.
+ */
+typedef struct PillionEngineOptions {
+  /**
+   * Path of the sidecar's socket.
+   */
+  PillionText socket;
+  /**
+   * Name of this engine, 1 to 256 bytes; each engine has another one.
+   */
+  PillionText name;
+  /**
+   * As in PillionWorkerOptions.
+   */
+  struct PillionItemsFact facts;
+  /**
+   * The namespace joined with other engines' facts, 32 hex digits. NULL: the facts are this engine's own.
+   */
+  PillionText expects;
+  /**
+   * Parts of a block, each with some of the heads: 1, or as many as the other engines have ranks.
+   */
+  uint32_t shards;
+  /**
+   * A descriptor of shared memory (memfd_create(2)) that can be written; the caller closes it.
+   */
+  int32_t descriptor;
+  /**
+   * Blocks in the memory. Block 0 is never used.
+   */
+  uint32_t blocks;
+  /**
+   * Bytes of a block, all shards.
+   */
+  uint64_t block_bytes;
+  /**
+   * Bytes of a piece, a divisor of `block_bytes`: the memory has the first pieces of all blocks, then their second ones. With
+   * several shards a block is one piece.
+   */
+  uint64_t piece_bytes;
+  /**
+   * Hits from one checked hit to the next, 0: none is checked. vLLM's default is 1,000.
+   */
+  uint32_t check_every;
+  /**
+   * Tokens of wholly computed hits for 1,000 loaded ones. vLLM's default is 2.
+   */
+  uint32_t check_per_mille;
+  /**
+   * How long a load waits for blocks that an engine in another pod is computing, in milliseconds; at most 2,000.
+   */
+  uint32_t miss_wait_ms;
+} PillionEngineOptions;
+
+/**
+ * The blocks of a request, and the tokens with their KV in them. Valid until the next call with the engine.
+ */
+typedef struct PillionHeldTokens {
+  /**
+   * Tokens with KV, from the request's first one on.
+   */
+  uint32_t tokens;
+  /**
+   * Block ids, in the order of the tokens.
+   */
+  struct PillionItemsU32 blocks;
+} PillionHeldTokens;
+
+/**
+ * The begin of a proof.
+ */
+typedef struct PillionProofBegin {
+  /**
+   * The engine may save: nothing is to be computed.
+   */
+  bool proven;
+  /**
+   * The request of the tokens to compute; 0: there is none, as the first block is not kept.
+   */
+  uint64_t request;
+} PillionProofBegin;
+
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus
@@ -917,6 +1005,94 @@ enum PillionStatus pillion_worker_wait_cut(const struct PillionWorker *worker,
  */
 enum PillionStatus pillion_worker_poll(const struct PillionWorker *worker,
                                        struct PillionLoaded *loaded);
+
+/**
+ * Joins a namespace. Fails where the sidecar refuses the engine, and the text says why; and where there is none.
+ */
+enum PillionStatus pillion_engine_join(const struct PillionEngineOptions *options,
+                                       struct PillionEngine **engine);
+
+/**
+ * Leaves the sidecar and frees the handle; NULL is allowed.
+ */
+void pillion_engine_free(struct PillionEngine *engine);
+
+/**
+ * Begins a request of these tokens, with the KV kept for them: from the first token on, of all but the last one at most. Waits for
+ * blocks of disks and of other pods, 2 s at most. Without a sidecar, and without room, nothing is held: see pillion_engine_held.
+ * Some hits leave the last blocks for the engine to compute: these are compared once they are saved.
+ */
+enum PillionStatus pillion_engine_load(const struct PillionEngine *engine,
+                                       struct PillionItemsU32 tokens,
+                                       uint64_t *request);
+
+/**
+ * pillion_engine_load of tokens that another engine computes, or is about to: waits for that, 2 s at most, and 30 s while the other
+ * engine promises them.
+ */
+enum PillionStatus pillion_engine_load_awaited(const struct PillionEngine *engine,
+                                               struct PillionItemsU32 tokens,
+                                               uint64_t *request);
+
+/**
+ * pillion_engine_load, and a promise: this engine computes and saves the rest for another one, which may await it meanwhile. The promise
+ * lasts until pillion_engine_end, 30 s at most, while the engine makes a call at least every 5 s. 64 of an engine count at once.
+ */
+enum PillionStatus pillion_engine_promise(const struct PillionEngine *engine,
+                                          struct PillionItemsU32 tokens,
+                                          uint64_t *request);
+
+/**
+ * The tokens held by a request, and its blocks: none of a request that has ended.
+ */
+enum PillionStatus pillion_engine_held(const struct PillionEngine *engine,
+                                       uint64_t request,
+                                       struct PillionHeldTokens *held);
+
+/**
+ * Gives a request blocks for the KV of `tokens`: all of the request from its first one on, those of its answer too. `blocks` has them
+ * then, and `tokens` is the first token whose KV is to be written. Fails without room, and for other tokens than before.
+ */
+enum PillionStatus pillion_engine_reserve(const struct PillionEngine *engine,
+                                          uint64_t request,
+                                          struct PillionItemsU32 tokens,
+                                          struct PillionHeldTokens *blocks);
+
+/**
+ * Keeps the KV of the reserved tokens, which is written: they are held then. Returns once the sidecar has taken the blocks that are full;
+ * `kept` becomes how many of these it keeps. May be NULL. To be called once the computation has returned without an error.
+ */
+enum PillionStatus pillion_engine_save(const struct PillionEngine *engine,
+                                       uint64_t request,
+                                       uint64_t *kept);
+
+/**
+ * Ends a request: its blocks are free, and its promise is over.
+ */
+enum PillionStatus pillion_engine_end(const struct PillionEngine *engine, uint64_t request);
+
+/**
+ * Begins a proof by the first block of these tokens: in a namespace that it joined, nothing of an engine is kept before a comparison
+ * has proven it, unless it is the first there. With a `proof.request`, reserve that block's tokens, write their KV, and call
+ * pillion_engine_end_proof.
+ */
+enum PillionStatus pillion_engine_begin_proof(const struct PillionEngine *engine,
+                                              struct PillionItemsU32 tokens,
+                                              struct PillionProofBegin *proof);
+
+/**
+ * Compares the computed block with the kept one. `proven` becomes whether the engine may save. PILLION_STATUS_REFUSED: they differ, and
+ * the namespace is closed to the engine.
+ */
+enum PillionStatus pillion_engine_end_proof(const struct PillionEngine *engine,
+                                            uint64_t request,
+                                            bool *proven);
+
+/**
+ * The next message for the engine's log, or NULL; each is handed over once, and valid until the next call with this handle.
+ */
+enum PillionStatus pillion_engine_notice(const struct PillionEngine *engine,
+                                         const char **notice);
 
 #ifdef __cplusplus
 }  // extern "C"

@@ -3,6 +3,7 @@
 //! `tests/header.rs` writes the header from these files: their doc comments are its text, and what holds for all calls is
 //! said in `cbindgen.toml`.
 
+mod engine;
 mod error;
 mod handle;
 mod handover;

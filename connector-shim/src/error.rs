@@ -51,6 +51,12 @@ pub enum ShimError {
     /// The sidecar refuses this engine: do what the text says.
     #[error("the sidecar refuses this engine: {0}")]
     Refused(String),
+    /// A proof has failed: the namespace is closed to this engine.
+    #[error(
+        "the KV of this engine differs from the KV that namespace {0} keeps, so the namespace is closed to it: load the \
+         same weights, apply the same rope, and write pages as page_form says. The log shows the difference"
+    )]
+    Differs(String),
     /// A forked child used its parent's session: make a new one in the child.
     #[error("this session belongs to process {owner}: make a new one in this process (after the fork)")]
     Forked {

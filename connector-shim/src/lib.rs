@@ -15,6 +15,7 @@
 extern crate self as connector_shim;
 
 pub mod adapters;
+pub mod blocking;
 #[cfg(feature = "c")]
 #[allow(unsafe_code, reason = "exported names, and what C hands over by address (c/raw.rs)")]
 #[allow(unreachable_pub, reason = "C reaches it")]

@@ -5,6 +5,7 @@
 
 mod adapters;
 mod aside;
+mod blocking;
 mod facts;
 mod keys;
 mod options;
@@ -526,6 +527,7 @@ fn _shim(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<SchedulerSession>()?;
     module.add_class::<WorkerSession>()?;
     module.add_class::<policy::PyPolicy>()?;
+    module.add_class::<blocking::PyBlockingEngine>()?;
     module.add_function(wrap_pyfunction!(policy::needed_blocks, module)?)?;
     module.add_function(wrap_pyfunction!(policy::served_tokens, module)?)?;
     module.add_class::<keys::Chain>()?;

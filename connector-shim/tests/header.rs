@@ -2,7 +2,8 @@
 
 use std::path::Path;
 
-const SOURCES: [&str; 8] = ["error", "handle", "raw", "keys", "page", "scheduler", "handover", "worker"];
+const SOURCES: [&str; 9] =
+    ["error", "handle", "raw", "keys", "page", "scheduler", "handover", "worker", "engine"];
 
 #[test]
 fn the_header_is_what_the_sources_say() {

@@ -333,6 +333,47 @@ class SchedulerSession:
         """Ends the session permanently."""
 
 @final
+class BlockingEngine:
+    """An engine of one process that waits for its cache; `pillion.engine` says what each call does. A request is a number."""
+
+    def __new__(
+        cls,
+        socket: str | PathLike[str],
+        name: str,
+        facts: dict[str, str],
+        expects: str | None,
+        shards: int,
+        descriptor: int,
+        blocks: int,
+        block_bytes: int,
+        piece_bytes: int,
+        check_every: int,
+        check_per_mille: int,
+        miss_wait_ms: int,
+    ) -> BlockingEngine:
+        """`expects`: the digest of a found namespace; none: the facts are the engine's own. `descriptor`: its memory, all
+        blocks' first pieces before their second ones; block 0 is never used."""
+    @property
+    def connected(self) -> bool: ...
+    def load(self, tokens: list[int]) -> int: ...
+    def load_awaited(self, tokens: list[int]) -> int: ...
+    def promise(self, tokens: list[int]) -> int: ...
+    def held(self, request: int) -> int: ...
+    def blocks(self, request: int) -> list[int]: ...
+    def reserve(self, request: int, tokens: list[int]) -> list[int]:
+        """The request's blocks, with room for the KV of all of these tokens; raises without room."""
+    def save(self, request: int) -> int:
+        """Takes the reserved tokens' KV as written; how many blocks are kept of these."""
+    def end_request(self, request: int) -> None: ...
+    def kept(self, tokens: list[int]) -> int: ...
+    def begin_proof(self, tokens: list[int]) -> tuple[bool, int | None]:
+        """Whether the engine has proven itself; and the request to reserve, write and pass to `end_proof`."""
+    def end_proof(self, request: int) -> bool: ...
+    def counts(self) -> dict[str, int]: ...
+    def take_notices(self) -> list[str]: ...
+    def disconnect(self) -> None: ...
+
+@final
 class WorkerSession:
     """One rank's session.
 

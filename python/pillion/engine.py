@@ -1,7 +1,7 @@
-"""A KV cache of blocks behind Pillion, for engines other than vLLM, which is not imported: `find` a namespace, make an `Engine`
-in it, `load` what is kept of a prompt, `save` what was computed. docs/other-engines.md says what is left to the engine.
+"""A KV cache behind Pillion, for engines other than vLLM, which is not imported: `find` a namespace, make an `Engine` in it,
+`load` the KV kept of a prompt, `save` the KV computed. docs/engines.md has the order of calls and the engine's duties.
 
-Each call returns when its work is done. An engine that must never wait calls C instead (docs/c-api.md).
+Each call returns when its work is done. The rules of what is served, checked and kept are those of vLLM's connector, in Rust.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import mmap
 import os
 import secrets
 import socket as socketlib
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from http import HTTPStatus
@@ -24,18 +23,13 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from pillion import _shim, pages
-from pillion.keys import Chain
 from pillion.pages import FormError
 
 # The sidecar answers within 10 s, its peers within one more, or it says that it cannot.
 CONTROL_PATIENCE_S = 15.0
-# A question whose blocks come from another pod or a disk is answered within the longest that the protocol lets it be pending.
-QUERY_PATIENCE_S = 2.5
-# What another engine has promised is answered within 33 s, also by a sidecar that is frozen.
-AWAITING_PATIENCE_S = 34.0
-# Blocks are copied at some GB/s; a sidecar that has not taken them by then does not.
-SAVE_PATIENCE_S = 20.0
-TURN_S = 0.0005
+# As of vLLM's connector.
+CHECK_EVERY = 1000
+CHECK_PER_MILLE = 2
 logger = logging.getLogger("pillion")
 
 
@@ -188,8 +182,32 @@ def _asked(socket: str | os.PathLike[str], namespace: Namespace, tokens: Sequenc
     return Namespace(namespace.digest, namespace.facts, namespace.block_bytes, (), kept)
 
 
+class Request:
+    """A request of an engine, and the blocks with its KV. Its end frees the blocks: `Engine.end`, or the end of a `with`."""
+
+    def __init__(self, engine: Engine, number: int) -> None:
+        self._engine = engine
+        self.number = number
+
+    @property
+    def held(self) -> int:
+        """Tokens with their KV in the request's blocks, from the first one on."""
+        return self._engine.blocking.held(self.number)
+
+    @property
+    def blocks(self) -> list[int]:
+        """Rows of `Engine.memory`, in the order of the tokens."""
+        return self._engine.blocking.blocks(self.number)
+
+    def __enter__(self) -> Request:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.end(self)
+
+
 class Engine:
-    """Blocks in memory that the sidecar copies from, under one name in one namespace. For one thread at a time."""
+    """An engine of a namespace under a name of its own. For one thread at a time."""
 
     def __init__(
         self,
@@ -199,63 +217,48 @@ class Engine:
         blocks: int,
         arrays: ModuleType | None = None,
         miss_wait_ms: int = 0,
+        check_every: int = CHECK_EVERY,
+        check_per_mille: int = CHECK_PER_MILLE,
     ) -> None:
-        """`name`: another one for each engine of a sidecar. `arrays`: the library of K and V, numpy or torch; numpy where it is
-        not given. `miss_wait_ms`: how long a load waits for blocks that another pod is computing."""
+        """`name`: another one for each engine of a sidecar. `blocks`: a request holds those of its tokens until it ends.
+        `arrays`: the library of K and V, numpy or torch; numpy by default. `miss_wait_ms`: how long a load waits for blocks
+        that another pod is computing. `check_every` hits one is checked, 0: none; `check_per_mille` of the loaded tokens are
+        computed for long checks."""
         self.namespace = namespace
         self._arrays = arrays
-        self._run = secrets.token_bytes(16)
-        self._step = 0
-        # The connection of its proof.
-        self._proven_in = -1
-        # Block 0 is never saved: vLLM's is no request's.
-        self._free = list(range(1, blocks + 1))
-        shards, row = namespace.shards, namespace.block_bytes
-        shard = row // shards
+        row, shards = namespace.block_bytes, namespace.shards
         piece = pages.piece_bytes(namespace.form, shards)
+        # Block 0 is no request's.
         self._shape = (row // piece, blocks + 1, piece)
         descriptor = os.memfd_create("pillion-engine", os.MFD_CLOEXEC)
         try:
             os.ftruncate(descriptor, (blocks + 1) * row)
             self._map = mmap.mmap(descriptor, (blocks + 1) * row)
-            # A block of several shards is that of as many ranks, all of them in this process.
-            self._ranks = [
-                _shim.WorkerSession(
-                    socket,
-                    name,
-                    world_size=shards,
-                    rank=rank,
-                    shard=rank,
-                    shards=shards,
-                    blocks=blocks + 1,
-                    # Blocks of several shards are in one piece, which has the shards side by side.
-                    regions=[
-                        (0, at * (blocks + 1) * piece + rank * shard, piece, min(piece, shard)) for at in range(row // piece)
-                    ],
-                    fds=[descriptor],
-                    copy="engine",
-                    facts=dict(namespace.facts),
-                    expects=namespace.digest or None,
-                    # Who makes its facts itself vouches for them; who joins others has copied theirs.
-                    proves=bool(namespace.digest),
-                )
-                for rank in range(shards)
-            ]
+            self.blocking = _shim.BlockingEngine(
+                socket,
+                name,
+                dict(namespace.facts),
+                namespace.digest or None,
+                shards,
+                descriptor,
+                blocks + 1,
+                row,
+                piece,
+                check_every,
+                check_per_mille,
+                miss_wait_ms,
+            )
         finally:
             os.close(descriptor)
-        budget_us = int(QUERY_PATIENCE_S * 1e6)
-        self._scheduler = _shim.SchedulerSession(
-            socket, name, shards, self._run, budget_us, by_engine=True, early=False, miss_wait_ms=miss_wait_ms
-        )
-        self._turn()
-        if not all(rank.connected for rank in self._ranks):
+        self._log()
+        if not self.blocking.connected:
             raise EngineError(f"no sidecar answers at {os.fspath(socket)}: start one with `pillion serve --socket`")
 
     # --- memory ---
 
     @cached_property
     def memory(self) -> Any:
-        """The blocks as an array of bytes, [pieces, blocks, bytes]; `read` and `write` know what is in them."""
+        """The blocks as an array of bytes, [pieces, blocks, bytes]."""
         arrays = self._arrays
         if arrays is None:
             import numpy
@@ -263,140 +266,94 @@ class Engine:
             arrays = numpy
         return arrays.frombuffer(self._map, dtype=arrays.uint8).reshape(self._shape)
 
-    def take(self, count: int) -> list[int]:
-        """So many blocks that nothing else uses: consecutive ones where there are, which `read` shows in place."""
-        if count > len(self._free):
-            raise EngineError(
-                f"{count} blocks are needed and {len(self._free)} are free: free some, or make the engine with more"
+    def read(self, request: Request, out: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
+        """K and V of the held tokens, [layers, heads, tokens, dim], in the first tokens of `out`, or as `pages.read` gives
+        them: where that can be in place, so until the request ends."""
+        k, v = pages.read(self.memory, self.namespace.form, request.blocks, self.namespace.shards, out)
+        return (k, v) if out else (k[:, :, : request.held], v[:, :, : request.held])
+
+    # --- requests ---
+
+    def load(self, tokens: Sequence[int], awaits: bool = False) -> Request:
+        """A request of these tokens, on the KV kept for them: from the first token on, of all but the last one at most.
+
+        `awaits`: another engine computes these tokens, or is about to. The call waits for that: 2 s at most, and 30 s while
+        the other engine has promised them (`promise`) and works. Of some hits the last blocks are left to be computed here,
+        and are compared once they are saved."""
+        return self._begun(self.blocking.load_awaited if awaits else self.blocking.load, tokens)
+
+    def promise(self, tokens: Sequence[int]) -> Request:
+        """`load`, and a promise: this engine computes and saves the rest for another one, which may await it meanwhile.
+
+        For as soon as the prompt has come; `save` may be called part by part. The promise lasts until the request ends, 30 s
+        at most, while the engine makes a call at least every 5 s. 64 promises of an engine count at once."""
+        return self._begun(self.blocking.promise, tokens)
+
+    def _begun(self, begin: Callable[[list[int]], int], tokens: Sequence[int]) -> Request:
+        request = Request(self, begin(list(tokens)))
+        self._log()
+        return request
+
+    def save(self, request: Request, tokens: Sequence[int], k: Any, v: Any) -> int:
+        """Keeps computed KV: `k` and `v`, [layers, heads, tokens, dim], of the tokens from `request.held` to the end of
+        `tokens`.
+
+        `tokens` are all of the request, from its first one on, those of its answer too; they are held then. Full blocks are
+        kept; the rest is once it is full. Answers how many blocks are kept of these. The engine accepts the KV by this call:
+        it comes once the computation has returned without an error, on every device. In a namespace that was found, nothing
+        of an engine is kept before a comparison has proven it (`prove`), unless it is the first there."""
+        self._write(request.number, tokens, k, v)
+        kept = self.blocking.save(request.number)
+        self._log()
+        return kept
+
+    def _write(self, number: int, tokens: Sequence[int], k: Any, v: Any) -> None:
+        held = self.blocking.held(number)
+        missing = len(tokens) - held
+        if any(part.ndim != 4 or part.shape[2] != missing for part in (k, v)):
+            raise FormError(
+                f"K and V have shapes {tuple(k.shape)} and {tuple(v.shape)}: pass [layers, heads, tokens, dim] of the "
+                f"{missing} tokens from {held} on"
             )
-        starts = (at for at in range(len(self._free) - count + 1) if self._free[at + count - 1] - self._free[at] == count - 1)
-        start = next(starts, 0) if count else 0
-        taken = self._free[start : start + count]
-        del self._free[start : start + count]
-        return taken
+        try:
+            blocks = self.blocking.reserve(number, list(tokens))
+        except _shim.ShimError as error:
+            raise EngineError(str(error)) from None
+        pages.write_tokens(self.memory, self.namespace.form, blocks, held, k, v, self.namespace.shards)
 
-    def free(self, ids: Sequence[int]) -> None:
-        """Gives blocks back."""
-        self._free = sorted({*self._free, *ids})
-
-    def read(self, ids: Sequence[int], out: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
-        """K and V of blocks, [layers, heads, tokens, dim], in the first tokens of `out`, or as `pages.read` gives them:
-        where that can be in place, so for as long as the blocks are the caller's."""
-        return pages.read(self.memory, self.namespace.form, ids, self.namespace.shards, out)
-
-    def write(self, ids: Sequence[int], k: Any, v: Any) -> None:
-        """Writes K and V, [layers, heads, tokens, dim]; tokens behind the last whole block are left out."""
-        pages.write(self.memory, self.namespace.form, ids, k, v, self.namespace.shards)
-
-    # --- what is kept ---
-
-    def keys(self, tokens: Sequence[int]) -> list[bytes]:
-        """The keys of the full blocks of a request that is nothing but tokens."""
-        facts = self.namespace.facts
-        none_hash = bytes.fromhex(facts["none_hash"])
-        chain = Chain(facts["hash_algorithm"], none_hash, self.namespace.tokens, form=facts["extra_keys"])
-        chain.append(tokens)
-        return chain.hashes()
-
-    def kept(self, tokens: Sequence[int]) -> int:
-        """How many leading blocks of these tokens are kept, here or where the sidecar gets them from."""
-        with self._log(tokens) as (log, count):
-            return self._hits(log, count)
-
-    def load(self, tokens: Sequence[int], awaits: bool = False) -> list[int]:
-        """Blocks, taken for it, that hold the KV of the first tokens: as many as are kept, and there is room for.
-
-        `awaits`: another engine computes these tokens, or is about to. The call waits for that: 2 s at most, and 30 s while the
-        other engine has promised them (`promise`) and works.
-        """
-        with self._log(tokens) as (log, count):
-            if awaits:
-                self._scheduler.await_producer(log)
-            hits = self._hits(log, min(count, len(self._free)), AWAITING_PATIENCE_S if awaits else QUERY_PATIENCE_S)
-            if not hits:
-                return []
-            ids = self.take(hits)
-            self._step += 1
-            plans = self._scheduler.load(log, 0, ids, self._step, True)
-            failed = self._do_step(plans) if plans else set(ids)
-        good = next((at for at, block in enumerate(ids) if block in failed), len(ids))
-        self.free(ids[good:])
-        return ids[:good]
-
-    @contextmanager
-    def promise(self, tokens: Sequence[int]) -> Iterator[None]:
-        """While this lasts, who awaits these tokens' blocks waits for them: they are computed and saved within.
-
-        For as soon as the request has come. Any call shows that the engine works, such as `save` of a part with `handover`: the
-        promise holds while there is one at least every 5 s, and for 30 s. 64 of an engine count at once.
-        """
-        with self._log(tokens, promised=True):
-            self._turn()
-            yield
-
-    def save(self, tokens: Sequence[int], ids: Sequence[int], first: int = 0, handover: bool = False) -> int:
-        """Offers blocks that hold the KV of these tokens' full blocks from the `first` on, and waits until that is done.
-
-        Answers how many are kept now. The blocks are the caller's again, whatever became of them. The engine accepts them by
-        this call: it comes once the step that computed them has returned without an error, on every device. In a namespace that
-        was found, nothing of an engine is kept before it has proven what it computes (`prove`), unless it is the first there.
-        `handover`: another engine is to load them, and they stay for that.
-        """
-        before = self._counted("blocks_committed", "blocks_present")
-        self._offer(tokens, ids, first, handover=handover)
-        return self._counted("blocks_committed", "blocks_present") - before
+    def end(self, request: Request) -> None:
+        """Ends a request: its blocks are free, and its promise is over."""
+        self.blocking.end_request(request.number)
+        self._log()
 
     def prove(self, tokens: Sequence[int], compute: Callable[[list[int]], tuple[Any, Any]]) -> bool:
-        """Proves this engine's KV by the kept blocks of its namespace. After that it may save, as long as the sidecar lives.
+        """Proves this engine's KV by the first kept block of a prompt. After that it may save, as long as the sidecar lives.
 
-        `tokens` are a request's: their first block is compared with the kept one. `compute` gives K and V of its tokens,
-        [layers, heads, tokens, dim]. False: the block is not kept, so nothing was shown; the next request may have another one.
-        True without computing once a request of this connection has shown it. Raises `EngineError` where the blocks differ: the
-        namespace is closed to this engine then.
-        """
-        root = list(tokens[: self.namespace.tokens])
-        if self._proven_in == self._scheduler.generation:
-            return True
-        if not self.kept(root):
-            return False
-        ids = self.take(1)
+        `compute` gives K and V of that block's tokens, [layers, heads, tokens, dim]; it is called only if the block is kept,
+        and if nothing has proven the engine to this sidecar yet. False: the block is not kept, so try the next prompt. Raises
+        `EngineError` where the blocks differ: the namespace is closed to this engine then."""
+        proven, number = self.blocking.begin_proof(list(tokens))
+        if number is None:
+            return proven
         try:
-            self.write(ids, *compute(root))
-            checked, differing = self._counted("blocks_checked"), self._counted("blocks_differing")
-            self._offer(root, ids, checked=True)
+            root = list(tokens[: self.namespace.tokens])
+            self._write(number, root, *compute(root))
+            return self.blocking.end_proof(number)
+        except _shim.ShimError as error:
+            raise EngineError(str(error)) from None
         finally:
-            self.free(ids)
-        if self._counted("blocks_differing") > differing:
-            raise EngineError(
-                f"the KV of this engine differs from the KV that namespace {self.namespace.digest} keeps, so the namespace "
-                "is closed to it: load the same weights, apply the same rope, and write pages as page_form says. The log "
-                "shows the difference"
-            )
-        if self._counted("blocks_checked") > checked:
-            self._proven_in = self._scheduler.generation
-        return self._proven_in == self._scheduler.generation
+            self.blocking.end_request(number)
+            self._log()
 
-    def _offer(
-        self, tokens: Sequence[int], ids: Sequence[int], first: int = 0, checked: bool = False, handover: bool = False
-    ) -> None:
-        with self._log(tokens) as (log, count):
-            if handover:
-                self._scheduler.hand_over(log)
-            blocks = list(ids)[: max(0, count - first)]
-            self._step += 1
-            self._scheduler.save(log, first, blocks, self._step, checked)
-            self._do_step([])
-            until = time.monotonic() + SAVE_PATIENCE_S
-            while self._scheduler.saving and time.monotonic() < until:
-                time.sleep(TURN_S)
-                self._turn()
-            self._scheduler.overwrite(blocks)
+    def kept(self, tokens: Sequence[int]) -> int:
+        """How many leading blocks of these tokens are kept, here or where the sidecar gets them from. Loads nothing."""
+        kept = self.blocking.kept(list(tokens))
+        self._log()
+        return kept
 
     def close(self) -> None:
         """Leaves the sidecar."""
-        self._scheduler.disconnect()
-        for rank in self._ranks:
-            rank.disconnect()
+        self.blocking.disconnect()
 
     def __enter__(self) -> Engine:
         return self
@@ -404,50 +361,7 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @contextmanager
-    def _log(self, tokens: Sequence[int], promised: bool = False) -> Iterator[tuple[int, int]]:
-        """A log of these tokens' keys and how many it has: none without a sidecar."""
-        self._turn()
-        log = self._scheduler.open()
-        if promised:
-            self._scheduler.promise(log)
-        try:
-            yield log, self._scheduler.append(log, self.keys(tokens), 0) if log >= 0 else 0
-        finally:
-            if log >= 0:
-                self._scheduler.close(log)
-            self._turn()
-
-    def _hits(self, log: int, count: int, patience_s: float = QUERY_PATIENCE_S) -> int:
-        if not count:
-            return 0
-        until = time.monotonic() + patience_s
-        while (hits := self._scheduler.query(log, 0, count)) < 0 and time.monotonic() < until:
-            time.sleep(TURN_S)
-            self._turn()
-        return max(0, hits)
-
-    def _do_step(self, plans: list[bytes]) -> set[int]:
-        """One step of every rank, which the engine accepts: the blocks that could not be loaded."""
-        self._scheduler.end_step()
-        failed: set[int] = set()
-        for rank in self._ranks:
-            rank.start(self._step)
-            failed.update(block for plan in plans for block in rank.load(plan) or ())
-            rank.done(self._step, True)
-        self._scheduler.accept(self._step)
-        return failed
-
-    def _turn(self) -> None:
-        """Follows a sidecar that was started anew, and passes on what it has to say."""
-        self._scheduler.end_step()
-        notices = self._scheduler.take_notices()
-        for rank in self._ranks:
-            rank.join(self._run)
-            notices += rank.take_notices()
-        for notice in notices:
+    def _log(self) -> None:
+        """Passes on the sidecar's messages."""
+        for notice in self.blocking.take_notices():
             logger.warning("pillion: %s", notice)
-
-    def _counted(self, *names: str) -> int:
-        stats = self._scheduler.stats()
-        return sum(stats[name] for name in names)

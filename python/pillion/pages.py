@@ -199,6 +199,25 @@ def write(memory: Any, form: str, ids: Sequence[int], k: Any, v: Any, shards: in
             _copy(view[blocks], _blocks_first(parts[:, :, :, at]))
 
 
+def write_tokens(memory: Any, form: str, ids: Sequence[int], first: int, k: Any, v: Any, shards: int = 1) -> None:
+    """Writes K and V, [layers, heads, tokens, dim], from the blocks' token `first` on; other tokens stay as they are."""
+    write(memory, form, (), k, v, shards)  # other shapes and types are refused
+    size, end = parse(form)[0].tokens, first + k.shape[2]
+    while first < end:
+        at = first % size
+        count = (end - first) // size * size if at == 0 else 0
+        count = count or min(size - at, end - first)
+        blocks = ids[first // size :][: max(1, count // size)]
+        new = (k[:, :, :count], v[:, :, :count])
+        if count % size:
+            block = read(memory, form, blocks, shards)
+            for part, tokens in zip(block, new, strict=True):
+                part[:, :, at : at + count] = tokens
+            new = block
+        write(memory, form, blocks, *new, shards)
+        k, v, first = k[:, :, count:], v[:, :, count:], first + count
+
+
 def _copy(to: Any, source: Any) -> None:
     """Copies blocks, [blocks, layers, shards, heads, kernel blocks, tokens, dim].
 

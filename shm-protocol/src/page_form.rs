@@ -41,7 +41,7 @@ pub const DTYPES: [Dtype; 8] = [
 ];
 
 /// Why a text is no description of plain pages.
-#[derive(Debug, Error, Eq, PartialEq)]
+#[derive(Clone, Debug, Error, Eq, PartialEq)]
 pub enum PageFormError {
     /// Pages that no strides describe.
     #[error(

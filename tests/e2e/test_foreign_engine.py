@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 
 from pillion import keys, pages
 from testkit import asking, engine, pool_file, prompts, sidecar
+from testkit.foreign import WATCHDOG_S, ForeignEngine
 
 # The library is built once.
 pytestmark = pytest.mark.xdist_group("foreign")
@@ -25,53 +25,6 @@ GOLDEN = ROOT / "tests/golden/vllm-0.32.json"
 BY_ENGINE, BY_SIDECAR, SPOILED, UNKNOWN = (prompts.prompt(700, seed=600 + number) for number in range(4))
 OUTPUT_TOKENS = 8
 KINDS = {"lora": 1, "mm": 2, "cache_salt": 3, "prompt_embeds": 4}
-WATCHDOG_S = 120
-
-
-class ForeignEngine:
-    """tests/foreign-engine/engine.c, built against the C library."""
-
-    def __init__(self, directory: Path) -> None:
-        built = subprocess.run(
-            ["cargo", "build", "--quiet", "--package", "connector-shim", "--features", "c", "--message-format", "json"],
-            cwd=ROOT,
-            check=True,
-            stdout=subprocess.PIPE,
-        )
-        messages = [json.loads(line) for line in built.stdout.splitlines()]
-        files = [file for message in messages for file in message.get("filenames", ())]
-        library = shutil.copy(
-            next(file for file in files if file.endswith("/libconnector_shim.so")), directory / "libpillion.so"
-        )
-        # Makes the file that the loader looks for, whose name is the library's soname.
-        subprocess.run(["/sbin/ldconfig", "-n", directory], check=True)
-        self._binary = directory / "engine"
-        warnings = ["-std=c11", "-Wall", "-Wextra", "-Werror"]
-        source = ROOT / "tests/foreign-engine/engine.c"
-        include = ROOT / "connector-shim/include"
-        subprocess.run(
-            ["cc", *warnings, "-I", include, source, library, "-o", self._binary, f"-Wl,-rpath,{directory}"], check=True
-        )
-
-    def run(self, *arguments: object, text: str = "") -> list[str]:
-        """What it prints, by lines; it must succeed."""
-        done = self.attempt(*arguments, text=text)
-        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-        return done.stdout.splitlines()
-
-    def attempt(self, *arguments: object, text: str = "") -> subprocess.CompletedProcess[str]:
-        """A run that may fail."""
-        return subprocess.run(
-            self._command(*arguments), input=text, capture_output=True, text=True, timeout=WATCHDOG_S, check=False
-        )
-
-    def gathered(self, form: str, shards: int, blocks: bytes) -> bytes:
-        """K and V of blocks as it reads them."""
-        command = self._command("gather", form, shards)
-        return subprocess.run(command, input=blocks, stdout=subprocess.PIPE, timeout=WATCHDOG_S, check=True).stdout
-
-    def _command(self, *arguments: object) -> list[str]:
-        return [str(part) for part in (self._binary, *arguments)]
 
 
 @pytest.fixture(scope="session")
@@ -184,6 +137,15 @@ class Carrier:
             more.append(proven)
         return self._foreign.attempt("carry", *files, *self._sockets, self._directory / "dump", copy, fault, *more)
 
+    def copy(self, tokens: list[int]) -> tuple[list[str], bytes]:
+        """Copies a prompt's blocks by the calls of an engine that waits: what it prints, and the blocks' bytes."""
+        prompt, stated, dump = (self._directory / name for name in ("tokens", "facts", "dump"))
+        stated.write_text("".join(f"{name}={value}\n" for name, value in self.facts.items()))
+        # The last token is left to compute.
+        prompt.write_text(" ".join(map(str, [*tokens, 0])))
+        printed = self._foreign.run("copy", stated, self.namespace, prompt, *self._sockets, dump)
+        return printed, dump.read_bytes()
+
     def refused(self, fault: str = "none", **facts: str | None) -> str:
         """What the engine is told by a sidecar that does not let it in."""
         done = self.attempt(BY_ENGINE, "engine", fault, None, **facts)
@@ -273,6 +235,32 @@ def test_blocks_cross_both_ways(options: engine.Options, foreign: ForeignEngine,
                 assert warm["tokens"] == right["tokens"]
                 assert warm["logprobs"] == right["logprobs"]
             second.exit()
+
+
+def test_an_engine_that_handles_no_key_and_no_plan(foreign: ForeignEngine, first_life: FirstLife, tmp_path: Path) -> None:
+    """C loads what vLLM saved, and saves it elsewhere: the same bytes and keys. The first engine there needs no proof."""
+    source = first_life.keeper
+    saved = _kept(source)
+    with sidecar.serving(tmp_path) as target:
+        carrier = Carrier(foreign, tmp_path, source, target)
+        for number, tokens in enumerate((BY_ENGINE, BY_ENGINE, BY_SIDECAR)):
+            blocks = len(tokens) // engine.BLOCK_TOKENS
+            printed, dump = carrier.copy(tokens)
+            held = blocks * engine.BLOCK_TOKENS
+            # Of a sidecar's first engine nothing is kept to prove it by; and the last prompt begins as none that is kept.
+            assert printed == [f"held {held}", f"proven {int(number == 1)}", f"kept {blocks if number < 2 else 0}"]
+            chain = keys.Chain(
+                carrier.facts["hash_algorithm"].partition("+")[0],
+                bytes.fromhex(carrier.facts["none_hash"]),
+                engine.BLOCK_TOKENS,
+                form=carrier.facts["extra_keys"],
+            )
+            chain.append(tokens)
+            assert dump == b"".join(saved[carrier.namespace, key] for key in chain.hashes())
+            kept = _kept(target)
+            assert [kept.get((carrier.namespace, key)) for key in chain.hashes()] == (
+                [saved[carrier.namespace, key] for key in chain.hashes()] if number < 2 else [None] * blocks
+            )
 
 
 def test_prompts_are_handed_over_both_ways(

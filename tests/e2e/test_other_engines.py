@@ -137,10 +137,9 @@ class Poison(transformers_decode.Decoder):
         """Computes every prompt, and saves all of it; how many blocks are kept."""
         kept = 0
         for prompt in PROMPTS:
-            ids = self.kv.take(len(prompt) // self.kv.namespace.tokens)
-            self.kv.write(ids, *self.compute(prompt))
-            kept += self.kv.save(prompt, ids)
-            self.kv.free(ids)
+            # A request of one token loads nothing.
+            with self.kv.load(prompt[:1]) as request:
+                kept += self.kv.save(request, prompt, *self.compute(prompt))
         return kept
 
 

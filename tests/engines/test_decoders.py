@@ -12,7 +12,7 @@ import transformers_decode
 from transformers import AutoConfig
 
 from pillion import _shim, identity
-from pillion.engine import Engine
+from pillion.engine import Engine, Request
 from testkit import model, namespaces, prompts, sidecar
 
 # Both import transformers.
@@ -41,12 +41,12 @@ def founded(socket: Path, directory: Path) -> Engine:
 def counted(decoder: Any) -> list[int]:
     """How many blocks each load of a decoder gives from here on."""
     loads: list[int] = []
-    load: Callable[[list[int]], list[int]] = decoder.kv.load
+    load: Callable[[list[int]], Request] = decoder.kv.load
 
-    def noted(tokens: list[int]) -> list[int]:
-        ids = load(tokens)
-        loads.append(len(ids))
-        return ids
+    def noted(tokens: list[int]) -> Request:
+        request = load(tokens)
+        loads.append(len(request.blocks))
+        return request
 
     decoder.kv.load = noted
     return loads
@@ -60,7 +60,9 @@ def test_two_models_on_one_sidecar(tmp_path: Path) -> None:
         # Whoever joins beside them would have to show what it computes.
         for founder in founders:
             founder.close()
-        decoders = [transformers_decode.Decoder(keeper.socket, directory, name=directory.name) for directory in models]
+        decoders = [
+            transformers_decode.Decoder(keeper.socket, directory, name=directory.name, check_every=0) for directory in models
+        ]
         assert len({decoder.kv.namespace.digest for decoder in decoders}) == len(models)
         loads = [counted(decoder) for decoder in decoders]
         alone, again = ([decoder.generate(PROMPT, NEW)[0] for decoder in decoders] for _ in range(2))
@@ -75,7 +77,7 @@ def test_a_sidecar_started_anew_while_a_decoder_answers(tmp_path: Path) -> None:
     directory = model.write(tmp_path / "m", model.TINY)
     with sidecar.serving(tmp_path) as keeper:
         founder = founded(keeper.socket, directory)
-        decoder = transformers_decode.Decoder(keeper.socket, directory)
+        decoder = transformers_decode.Decoder(keeper.socket, directory, check_every=0)
         founder.close()
         loads = counted(decoder)
         right = decoder.generate(PROMPT, NEW)[0]

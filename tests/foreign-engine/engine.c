@@ -11,6 +11,10 @@
  *     make NAMESPACE; `none` is no fault. Prints their hashes first. `engine` or `sidecar` writes loaded blocks into the
  *     engine's memory. With `handover` it awaits what it loads, and hands over what it saves, which it promises first.
  *     The first block of PROOF (TOKENS of another prompt) is compared with what TO keeps, before anything is saved.
+ *   engine copy FACTS NAMESPACE TOKENS FROM TO DUMP
+ *     does the same by pillion_engine_*, without a key, plan or step: loads TOKENS but the last one from FROM, proves
+ *     itself to TO by their first block, and saves them there. Prints how many tokens were loaded, whether it proved itself, and how
+ *     many blocks were kept.
  *   engine gather PAGE_FORM SHARDS < BLOCKS > KV
  *     reads blocks as the cache keeps them, whose pages all have the same sizes, and writes K and then V: [layers, shards and
  *     their heads, blocks and their tokens, dim].
@@ -346,6 +350,74 @@ static void carry(char **arguments, const char *proof_path) {
     pillion_keys_free(proof.keys);
 }
 
+/* --- a waiting engine --- */
+
+static PillionEngine *join(const char *socket, const char *name, const Facts *facts, const Memory *memory) {
+    PillionEngine *engine;
+    PillionEngineOptions options = {
+        .socket = socket,
+        .name = name,
+        .facts = {facts->facts, facts->count},
+        .expects = facts->name_space,
+        .shards = 1,
+        .descriptor = memory->descriptor,
+        .blocks = memory->blocks,
+        .block_bytes = memory->layers * memory->page_bytes,
+        .piece_bytes = memory->page_bytes,
+    };
+    check(pillion_engine_join(&options, &engine), "join");
+    return engine;
+}
+
+/* Writes the KV of `tokens`, blocks of `from`, for a request with its memory `to`. */
+static void compute(PillionEngine *engine, uint64_t request, PillionItemsU32 tokens, const Memory *to, const Memory *from) {
+    PillionHeldTokens blocks;
+    check(pillion_engine_reserve(engine, request, tokens, &blocks), "reserve");
+    for (size_t i = 0; i < blocks.blocks.count; i++)
+        for (uint32_t layer = 0; layer < to->layers; layer++)
+            memcpy(to->bytes + page_offset(to, layer, blocks.blocks.items[i]),
+                   from->bytes + page_offset(from, layer, (uint32_t)i + 1), to->page_bytes);
+}
+
+static void copy(char **arguments) {
+    static Facts facts;
+    read_facts(arguments[0], &facts);
+    facts.name_space = arguments[1];
+    FILE *prompt = fopen(arguments[2], "r");
+    if (!prompt) die("tokens", arguments[2]);
+    PillionItemsU32 tokens = read_tokens(prompt);
+    fclose(prompt);
+    uint32_t block_tokens = number(fact(&facts, "block_tokens")), count = (uint32_t)tokens.count / block_tokens + 2;
+    Memory source = new_memory(&facts, count, false), target = new_memory(&facts, count + 1, false);
+    PillionHeldTokens held;
+    PillionProofBegin proof;
+    uint64_t request, kept;
+
+    PillionEngine *from = join(arguments[3], "copies-from", &facts, &source);
+    check(pillion_engine_load(from, tokens, &request), "load");
+    check(pillion_engine_held(from, request, &held), "held");
+    printf("held %u\n", held.tokens);
+    tokens.count = held.tokens;
+    for (size_t i = 0; i < held.blocks.count; i++)
+        if (held.blocks.items[i] != i + 1) die("held", "an empty memory gives its first blocks");
+    dump(&source, (uint32_t)held.blocks.count, arguments[5]);
+    pillion_engine_free(from);
+
+    PillionEngine *to = join(arguments[4], "copies-to", &facts, &target);
+    check(pillion_engine_begin_proof(to, tokens, &proof), "begin of a proof");
+    if (proof.request) {
+        compute(to, proof.request, (PillionItemsU32){tokens.items, block_tokens}, &target, &source);
+        check(pillion_engine_end_proof(to, proof.request, &proof.proven), "proof");
+    }
+    /* Nothing is loaded of one token. */
+    check(pillion_engine_promise(to, (PillionItemsU32){tokens.items, tokens.count > 0}, &request), "promise");
+    compute(to, request, tokens, &target, &source);
+    check(pillion_engine_save(to, request, &kept), "save");
+    check(pillion_engine_end(to, request), "end");
+    printf("proven %d\nkept %llu\n", proof.proven, (unsigned long long)kept);
+    pillion_engine_free(to);
+}
+
 static PillionItemsU8 bytes_of(const char *hex) {
     PillionItemsU8 bytes = {.count = strlen(hex) / 2};
     uint8_t *items = malloc(bytes.count + 1);
@@ -417,6 +489,7 @@ int main(int count, char **arguments) {
     bool proves = count == 11;
     if (count == 6 && !strcmp(arguments[1], "keys")) print_keys(arguments + 2);
     else if ((count == 10 || proves) && !strcmp(arguments[1], "carry")) carry(arguments + 2, proves ? arguments[10] : NULL);
+    else if (count == 8 && !strcmp(arguments[1], "copy")) copy(arguments + 2);
     else if (count == 4 && !strcmp(arguments[1], "gather")) gather(arguments[2], number(arguments[3]));
     else die("usage", "see the head of engine.c");
     return 0;

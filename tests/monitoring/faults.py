@@ -37,19 +37,6 @@ Keep_on = Callable[[], object]
 Fault = Callable[[Path], contextlib.AbstractContextManager[tuple[Prometheus, Keep_on]]]
 
 
-class Checking(Engine):
-    """What it saves is compared with what is kept under the same keys."""
-
-    def check(self, tokens: list[int]) -> None:
-        """As `save`, of blocks that hold no number but 0."""
-        ids = self.take(len(tokens) // mesh.TOKENS)
-        with self._log(tokens) as (log, count):
-            self._step += 1
-            self._scheduler.save(log, 0, ids[:count], self._step, True)
-            self._do_step([])
-        self.free(ids)
-
-
 @contextlib.contextmanager
 def alone(directory: Path, **more: Any) -> Iterator[tuple[Sidecar, Prometheus]]:
     """A sidecar, `more` as for `serving`, that nobody uses."""
@@ -65,7 +52,7 @@ def scene(directory: Path, **more: Any) -> Iterator[tuple[Sidecar, Prometheus, E
     """A sidecar, `more` as for `serving`, and an engine that has saved a prompt."""
     with (
         alone(directory, **more) as (sidecar, prometheus),
-        Engine(sidecar.socket, "saves", mesh.namespace(), max(mesh.BLOCKS, len(LONG) // mesh.TOKENS)) as engine,
+        mesh.joined(sidecar.socket, "saves", max(mesh.BLOCKS, len(LONG) // mesh.TOKENS)) as engine,
     ):
         assert mesh.save(engine, PROMPT) == len(PROMPT) // mesh.TOKENS
         yield sidecar, prometheus, engine
@@ -128,18 +115,19 @@ def pool_cut(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
 @contextlib.contextmanager
 def other_numbers(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
     """A second engine computes other KV under the same facts, which its check finds."""
-    with scene(directory) as (sidecar, prometheus, _):
-        other = Checking(sidecar.socket, "other", mesh.namespace(), mesh.BLOCKS)
-        with contextlib.closing(other):
-            other.check(PROMPT)
-            yield prometheus, nothing
+    with (
+        scene(directory) as (sidecar, prometheus, _),
+        Engine(sidecar.socket, "other", mesh.namespace(), mesh.BLOCKS) as other,
+    ):
+        mesh.save(other, PROMPT, value=2.0)
+        yield prometheus, nothing
 
 
 @contextlib.contextmanager
 def blocks_changed(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
     """A bit of each block flips between two sidecars; of the second there is no scrape from before it found that."""
     with serving(directory, mesh.DRAM, gpu=False) as first:
-        with Engine(first.socket, "saves", mesh.namespace(), mesh.BLOCKS) as engine:
+        with mesh.joined(first.socket, "saves") as engine:
             mesh.save(engine, PROMPT)
         first.wait_summed()
         first.kill()
@@ -185,8 +173,8 @@ def asking(directory: Path) -> Iterator[tuple[Sidecar, Prometheus, Keep_on]]:
     with (
         mesh.peers(directory) as (first, second),
         scraping(directory, {"first": first, "second": second}, impatient()) as prometheus,
-        Engine(first.socket, "saves", mesh.namespace(), mesh.BLOCKS) as saves,
-        Engine(second.socket, "asks", mesh.namespace(), mesh.BLOCKS) as asks,
+        mesh.joined(first.socket, "saves") as saves,
+        mesh.joined(second.socket, "asks") as asks,
     ):
         for tokens in MANY[:5]:
             mesh.save(saves, tokens)
@@ -289,7 +277,7 @@ def no_name(directory: Path) -> contextlib.AbstractContextManager[tuple[Promethe
 @contextlib.contextmanager
 def finds_nothing(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
     """No prompt begins as another did."""
-    with alone(directory) as (sidecar, prometheus), Engine(sidecar.socket, "asks", mesh.namespace(), mesh.BLOCKS) as engine:
+    with alone(directory) as (sidecar, prometheus), mesh.joined(sidecar.socket, "asks") as engine:
         seeds = itertools.count()
         yield prometheus, lambda: [mesh.load(engine, mesh.prompt(next(seeds))) for _ in range(20)]
 

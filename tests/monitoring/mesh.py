@@ -23,6 +23,11 @@ def namespace() -> Namespace:
     return namespaces.new(layers=1, heads=HEADS, tokens=TOKENS, dim=DIM)
 
 
+def joined(socket: Path, name: str, blocks: int = BLOCKS) -> Engine:
+    """An engine without checks: all of its hits are loaded."""
+    return Engine(socket, name, namespace(), blocks, check_every=0)
+
+
 def prompt(seed: int, blocks: int = 16) -> list[int]:
     """Tokens that no other seed has."""
     return [seed * 100_000 + token for token in range(blocks * TOKENS)]
@@ -30,11 +35,9 @@ def prompt(seed: int, blocks: int = 16) -> list[int]:
 
 def save(engine: Engine, tokens: list[int], value: float = 1.0, handover: bool = False) -> int:
     """Saves all of a prompt's blocks, in which each number is `value`; how many are kept then."""
-    ids = engine.take(len(tokens) // TOKENS)
-    engine.memory[:, ids] = numpy.full(engine.memory.shape[-1] // 4, value, numpy.float32).view(numpy.uint8)
-    kept = engine.save(tokens, ids, handover=handover)
-    engine.free(ids)
-    return kept
+    with (engine.promise if handover else engine.load)(tokens) as request:
+        kv = numpy.full((1, HEADS, len(tokens) - request.held, DIM), value, numpy.float32)
+        return engine.save(request, tokens, kv, kv)
 
 
 def save_to_disk(sidecar: Sidecar, engine: Engine, prompts: list[list[int]]) -> None:
@@ -47,9 +50,8 @@ def save_to_disk(sidecar: Sidecar, engine: Engine, prompts: list[list[int]]) -> 
 
 def load(engine: Engine, tokens: list[int], awaits: bool = False) -> int:
     """Loads what is kept of a prompt; how many blocks that was."""
-    ids = engine.load(tokens, awaits)
-    engine.free(ids)
-    return len(ids)
+    with engine.load([*tokens, 0], awaits) as request:
+        return request.held // TOKENS
 
 
 def disk(directory: Path) -> str:

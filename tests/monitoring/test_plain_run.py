@@ -90,9 +90,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         mesh.peers(directory) as (first, second),
         pair.routing(directory, computes=True, cached=len(pair.PROMPT) - 1) as router,
         scraping(directory, {"first": first, "second": second, "router": router}, impatient()) as prometheus,
-        Engine(first.socket, "saves", mesh.namespace(), mesh.BLOCKS) as saves,
-        Engine(first.socket, "answers", mesh.namespace(), mesh.BLOCKS) as answers,
-        Engine(second.socket, "asks", mesh.namespace(), mesh.BLOCKS) as asks,
+        mesh.joined(first.socket, "saves") as saves,
+        mesh.joined(first.socket, "answers") as answers,
+        mesh.joined(second.socket, "asks") as asks,
     ):
         mesh.save_to_disk(first, saves, PROMPTS)
         second.wait_metric("pillion_mesh_peer_keys", first.metrics()["pillion_blocks"])

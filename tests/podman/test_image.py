@@ -30,7 +30,8 @@ def kv(number: int) -> Any:
 
 def joined(socket: Path) -> Engine:
     """An engine that the sidecar serves."""
-    return Engine(socket, "engine", namespaces.new(layers=LAYERS, heads=HEADS, tokens=TOKENS, dim=DIM), BLOCKS)
+    known = namespaces.new(layers=LAYERS, heads=HEADS, tokens=TOKENS, dim=DIM)
+    return Engine(socket, "engine", known, BLOCKS, check_every=0)
 
 
 def loaded(socket: Path) -> int:
@@ -38,11 +39,10 @@ def loaded(socket: Path) -> int:
     found = 0
     with joined(socket) as engine:
         for number in range(PROMPTS):
-            ids = engine.load(prompt(number))
-            for read, right in zip(engine.read(ids), kv(number), strict=True):
-                assert numpy.array_equal(read, right[:, :, : len(ids) * TOKENS])
-            engine.free(ids)
-            found += len(ids)
+            with engine.load([*prompt(number), 0]) as request:
+                for read, right in zip(engine.read(request), kv(number), strict=True):
+                    assert numpy.array_equal(read, right[:, :, : request.held])
+                found += request.held // TOKENS
     return found
 
 
@@ -65,10 +65,8 @@ def test_its_disk_works_by_threads_under_the_default_profile(podman: Podman, tmp
         assert "threads read and write the disks" in sidecar.logs()
         with joined(sidecar.socket) as engine:
             for number in range(PROMPTS):
-                ids = engine.take(BLOCKS)
-                engine.write(ids, *kv(number))
-                assert engine.save(prompt(number), ids) == BLOCKS
-                engine.free(ids)
+                with engine.load(prompt(number)) as request:
+                    assert engine.save(request, prompt(number), *kv(number)) == BLOCKS
                 # Memory gives a block up, written or not, once there is no room.
                 sidecar.wait_written((number + 1) * BLOCKS)
         assert loaded(sidecar.socket) == PROMPTS * BLOCKS

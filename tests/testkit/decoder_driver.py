@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from pillion import pages
+from pillion.engine import Request
 
 
 class Decoder:
@@ -24,13 +25,14 @@ class Decoder:
 
     def __init__(self, asked: dict[str, Any]) -> None:
         example = importlib.import_module(asked["example"])
-        more = {"dtype": getattr(torch, asked["dtype"])} if "dtype" in asked else {}
+        # What is loaded is counted, so no hit is left to be computed for a check.
+        more = {"check_every": 0} | ({"dtype": getattr(torch, asked["dtype"])} if "dtype" in asked else {})
         self._decoder = example.Decoder(asked["socket"], asked["model"], control=asked["control"], **more)
         self._kv = self._decoder.kv
         self._load, self._read = self._kv.load, self._kv.read
         self._kv.load, self._kv.read = self._loaded, self._spoiled
         if not asked["saves"]:
-            self._decoder.save = lambda *given: self._kv.free(given[-1])
+            self._decoder.save = lambda *given: None
         self._forced = asked.get("forced", False)
         if self._forced:
             self._forward = self._decoder.model.forward
@@ -63,16 +65,17 @@ class Decoder:
         found.logits[0, -1, next(self._due)] = torch.inf
         return found
 
-    def _loaded(self, tokens: list[int]) -> list[int]:
+    def _loaded(self, tokens: list[int]) -> Request:
         began = time.perf_counter()
-        ids: list[int] = [] if self._how == "cold" else self._load(tokens)
-        self._blocks += len(ids)
-        self._seconds.append([len(ids), time.perf_counter() - began])
-        return ids
+        # Of one token nothing is loaded.
+        request: Request = self._load(tokens[:1] if self._how == "cold" else tokens)
+        self._blocks += len(request.blocks)
+        self._seconds.append([len(request.blocks), time.perf_counter() - began])
+        return request
 
-    def _spoiled(self, ids: list[int]) -> tuple[Any, Any]:
+    def _spoiled(self, request: Request) -> tuple[Any, Any]:
         began = time.perf_counter()
-        k, v = self._read(ids)
+        k, v = self._read(request)
         self._seconds[-1].append(time.perf_counter() - began)
         if self._how == "zeroed":
             return k * 0, v * 0
@@ -88,7 +91,7 @@ class Decoder:
             [page] = pages.parse(form)
             right = f"keys*{page.tokens}+tokens"
             assert right in form
-            return pages.read(self._kv.memory, form.replace(right, f"tokens*{page.keys}+keys"), ids)
+            return pages.read(self._kv.memory, form.replace(right, f"tokens*{page.keys}+keys"), request.blocks)
         return k, v
 
 

@@ -71,7 +71,7 @@ impl From<ShimError> for Failure {
             ShimError::Plan(_) => Status::Plan,
             ShimError::Memory(_) | ShimError::Export(_) => Status::Memory,
             ShimError::Cuda(_) | ShimError::Probe(_) | ShimError::NoRescueStream { .. } => Status::Device,
-            ShimError::Refused(_) => Status::Refused,
+            ShimError::Refused(_) | ShimError::Differs(_) => Status::Refused,
             ShimError::Forked { .. } => Status::Forked,
         };
         Self { status, text: error.to_string() }

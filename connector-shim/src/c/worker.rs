@@ -5,6 +5,7 @@ use std::ffi::{CString, c_char};
 use std::mem::MaybeUninit;
 
 use shm_protocol::handshake::{self, BlockRegion, Copier, Digest};
+use shm_protocol::namespace::Facts;
 
 use super::error::{Failure, Status, answer, given};
 use super::handle::{Guarded, Notices, Run, end, put};
@@ -265,6 +266,19 @@ fn call(worker: Option<&Worker>, call: impl FnOnce(&mut State) -> Result<(), Fai
     answer(|| given("worker", worker)?.0.enter(call))
 }
 
+/// Facts by name, each stated once.
+pub(super) fn read_facts(stated: &Items<Fact>) -> Result<Facts, Failure> {
+    let stated = stated.get("facts")?;
+    let fact = |fact: &Fact| -> Result<_, Failure> {
+        Ok((fact.name.get("a fact's name")?.to_owned(), fact.value.get("a fact's value")?.to_owned()))
+    };
+    let facts = stated.iter().map(fact).collect::<Result<Facts, _>>()?;
+    if facts.len() != stated.len() {
+        return Err(Failure::argument("two facts have the same name: state each once"));
+    }
+    Ok(facts)
+}
+
 // === impl WorkerOptions ===
 
 impl WorkerOptions {
@@ -275,10 +289,6 @@ impl WorkerOptions {
             stride: region.stride,
             bytes: region.bytes,
         };
-        let fact = |fact: &Fact| -> Result<_, Failure> {
-            Ok((fact.name.get("a fact's name")?.to_owned(), fact.value.get("a fact's value")?.to_owned()))
-        };
-        let facts = self.facts.get("facts")?;
         let live_weights = self.live_weights.get16("live_weights")?.map(Digest);
         let expects = self.expects.get_some("expects")?.map(str::to_owned);
         let worker = handshake::WorkerHello {
@@ -288,15 +298,12 @@ impl WorkerOptions {
             blocks: self.blocks,
             regions: self.regions.get("regions")?.iter().map(region).collect(),
             copy: if self.sidecar_copies { Copier::Sidecar } else { Copier::Engine },
-            facts: facts.iter().map(fact).collect::<Result<_, _>>()?,
+            facts: read_facts(&self.facts)?,
             proves: live_weights.is_none() && expects.is_some(),
             expects,
             live_weights,
             ..handshake::WorkerHello::default()
         };
-        if worker.facts.len() != facts.len() {
-            return Err(Failure::argument("two facts have the same name: state each once"));
-        }
         Ok(Options {
             socket: self.socket.get("socket")?.into(),
             engine: self.engine.get("engine")?.into(),

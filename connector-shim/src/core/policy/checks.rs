@@ -129,6 +129,12 @@ impl Check {
         !passes
     }
 
+    /// The owner's hit is checked, regardless of the rate, in place of the check that goes on.
+    pub(super) fn demand(&mut self, owner: RequestId) {
+        self.give_up();
+        self.span = Some((owner, 0..0));
+    }
+
     /// The owner's blocks to save as checked.
     pub(super) fn span(&self, owner: RequestId) -> Option<Range<u32>> {
         self.span.as_ref().filter(|(whose, _)| *whose == owner).map(|(_, blocks)| blocks.clone())
@@ -322,10 +328,12 @@ mod tests {
         approve(&mut check, 8);
     }
 
-    /// Then no hit is.
+    /// Then no hit is, but one to prove the engine by.
     #[test]
     fn it_can_be_turned_off() {
         let mut check = check(0);
         assert!((0..10).all(|_| !is_checked(&mut check, SUBJECT)));
+        check.demand(OWNER);
+        assert!(is_checked(&mut check, SUBJECT) && !is_checked(&mut check, SUBJECT));
     }
 }

@@ -353,6 +353,16 @@ impl<H: SessionHost> EnginePolicy<H> {
         self.requests.get(id).is_some_and(|request| request.refused.is_some())
     }
 
+    /// The request's hit is computed and compared with the kept blocks, as a proof of what the engine computes.
+    pub fn check_request(&mut self, id: RequestId) {
+        self.check.demand(id);
+    }
+
+    /// Whether blocks of the request's hit are left to be computed, and will be compared.
+    pub fn is_checked(&self, id: RequestId) -> bool {
+        self.check.span(id).is_some_and(|blocks| !blocks.is_empty())
+    }
+
     /// A request has so many computed tokens by now. An engine with windows calls this for all requests before it reports failed loads.
     pub fn progress(&mut self, id: RequestId, computed: u32) {
         if let Some(request) = self.requests.get_mut(id) {

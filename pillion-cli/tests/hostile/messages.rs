@@ -70,8 +70,8 @@ const BREACHES: &[Breach] = &[
     breach("OPEN of a set there is not", "OPEN with set 2: this release serves one bundle", || {
         one(Message { data: [0, 2, 0, 0, 0, 0], ..of(Kind::Open) })
     }),
-    breach("QUERY with a flag of the future", "QUERY with flags 4", || {
-        one(Message { op: 9, count: 1, flags: 4, ..of(Kind::Query) })
+    breach("QUERY with a flag of the future", "QUERY with flags 8", || {
+        one(Message { op: 9, count: 1, flags: 8, ..of(Kind::Query) })
     }),
     breach("LOAD with a flag of the future", "LOAD with flags 16", || {
         one(Message { op: 9, count: 1, flags: 16, ..of(Kind::Load) })

@@ -7,6 +7,7 @@
 //! [`Endpoint`]: endpoint::Endpoint
 
 mod arena;
+pub mod aside;
 pub mod endpoint;
 mod log_table;
 pub mod notices;

@@ -4,7 +4,6 @@
 //! interpreter again, so the two locks cannot wait for each other.
 
 mod adapters;
-mod aside;
 mod blocking;
 mod facts;
 mod keys;

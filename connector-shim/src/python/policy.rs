@@ -13,10 +13,10 @@ use pyo3::types::{PyBytes, PyList};
 use shm_protocol::key::{Algorithm, BlockHash};
 use shm_protocol::source::Source;
 
-use super::aside::Aside;
 use super::told::{self, Loss, PyRecord, PyRemark};
 use super::{Guarded, SchedulerSession, SessionOwner, UNDIGESTED, bytes16, some16};
 use crate::clock;
+use crate::core::aside::Aside;
 use crate::core::policy::kinds::{GroupForm, GroupKind, GroupSet, Points, ServedTokens};
 use crate::core::policy::{
     Adapter, Arrival, BegunRequest, Changes, CheckRate, Due, EnginePolicy as Rules, EventChange, FoundTokens,
@@ -275,8 +275,9 @@ impl PyPolicy {
         if external > 0 {
             self.recorded(|records| records.loads(id, external, clock::now()));
         }
+        self.aside().allocated(id, external);
         let wanted = self.enter_or(
-            |aside| aside.wanted(id, external),
+            |aside| aside.wanted(id),
             |rules| {
                 follow_numbers(rules, id, &numbers)?;
                 Ok(rules.allocated(id, external))
@@ -288,7 +289,7 @@ impl PyPolicy {
     }
 
     fn load_blocks(&self, py: Python<'_>, id: RequestId, blocks: Vec<Vec<u32>>) -> PyResult<()> {
-        self.aside().promised(id, &blocks);
+        self.aside().named(id, &blocks);
         self.until(py, (), |rules, time| rules.load_blocks(id, &blocks, time))?;
         self.with(|rules| self.recorded(|records| records.found(id, |hit| rules.sources(id, hit)))).map(drop)
     }

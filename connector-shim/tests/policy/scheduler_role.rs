@@ -55,17 +55,19 @@ fn a_preempted_request_does_not_count_its_hit_again() {
     assert!(engine.policy.take_hit_tokens().iter().all(|tokens| *tokens == 0));
 }
 
-/// An engine without room for it would look at no request behind it.
+/// An engine without room for it would look at no request behind it, with its prompt in the engine's own cache or not.
 #[test]
 fn a_request_whose_load_failed_lets_others_pass_it() {
-    let mut engine = Engine::new();
-    let request = engine.arrive(9 * BLOCK_TOKENS + 1);
-    engine.ask(request);
-    engine.policy.requests_failed(&[request]);
-    assert!(engine.policy.is_refused(request));
-    let asked: Vec<_> = (0..4).map(|_| engine.matched(request, 0)).collect();
-    let miss = FoundTokens::Tokens(0, false);
-    assert_eq!(asked, [miss, FoundTokens::Later, miss, FoundTokens::Later]);
+    for computed in [0, 9 * BLOCK_TOKENS] {
+        let mut engine = Engine::new();
+        let request = engine.arrive(9 * BLOCK_TOKENS + 1);
+        engine.ask(request);
+        engine.policy.requests_failed(&[request]);
+        assert!(engine.policy.is_refused(request));
+        let asked: Vec<_> = (0..4).map(|_| engine.matched(request, computed)).collect();
+        let miss = FoundTokens::Tokens(0, false);
+        assert_eq!(asked, [miss, FoundTokens::Later, miss, FoundTokens::Later]);
+    }
 }
 
 /// Another request may have written anything there.

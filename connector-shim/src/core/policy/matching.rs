@@ -102,6 +102,10 @@ impl<H: SessionHost> EnginePolicy<H> {
             request.fill_tail(self.set.forms[0].block_tokens, request.now.tokens.saturating_sub(1));
         }
         let limit = self.limit(id);
+        let request = self.requests.get_mut(id).expect("looked up above");
+        if request.refused.is_some() {
+            return Ok(if request.steps_aside() { FoundTokens::Later } else { MISS });
+        }
         if limit <= computed {
             // The engine has by now what an earlier question found.
             self.release_leases(id);
@@ -109,10 +113,6 @@ impl<H: SessionHost> EnginePolicy<H> {
         }
         if !computed.is_multiple_of(self.set.boundary) {
             return Ok(MISS);
-        }
-        let request = self.requests.get_mut(id).expect("looked up above");
-        if request.refused.is_some() {
-            return Ok(if request.steps_aside() { FoundTokens::Later } else { MISS });
         }
         match self.serve_groups(id, (computed, limit), time)? {
             ServedTokens::Pending(tried) => {

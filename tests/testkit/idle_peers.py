@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pillion.engine import Engine, Namespace
+from pillion.keys import Chain
 from testkit import fake_member, namespaces
 from testkit.fake_member import FakeMember, Manner
 from testkit.sidecar import Sidecar, serving
@@ -29,8 +30,7 @@ class Scene:
 
     def digests(self, prompts: Sequence[int]) -> list[int]:
         """The names of all blocks of these prompts."""
-        keys = (key for number in prompts for key in self.engines[0].keys(prompt(number)))
-        return [fake_member.digest(self._namespace, key) for key in keys]
+        return [fake_member.digest(self._namespace, key) for number in prompts for key in _keys(prompt(number))]
 
     def announce(self, prompts: Sequence[int], members: Sequence[FakeMember] | None = None) -> None:
         """All members, or these, announce these prompts; returns once the sidecar knows."""
@@ -51,9 +51,8 @@ class Scene:
     def await_promised(self, number: int) -> float:
         """Asks for a prompt of another engine: seconds until the answer."""
         began = time.monotonic()
-        engine = self.engines[0]
-        engine.free(engine.load(prompt(number), awaits=True))
-        return time.monotonic() - began
+        with self.engines[0].load(prompt(number), awaits=True):
+            return time.monotonic() - began
 
 
 def prompt(number: int) -> list[int]:
@@ -64,6 +63,14 @@ def prompt(number: int) -> list[int]:
 def _namespace() -> Namespace:
     """One with blocks of 64 KiB."""
     return namespaces.new(layers=1, heads=HEADS, tokens=TOKENS, dim=DIM)
+
+
+def _keys(tokens: Sequence[int]) -> list[bytes]:
+    """The keys of the full blocks of these tokens."""
+    facts = _namespace().facts
+    chain = Chain(facts["hash_algorithm"], bytes.fromhex(facts["none_hash"]), TOKENS, form=facts["extra_keys"])
+    chain.append(tokens)
+    return chain.hashes()
 
 
 @contextlib.contextmanager

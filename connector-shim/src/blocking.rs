@@ -29,6 +29,8 @@ use crate::error::{ShimError, argument};
 use crate::scheduler::{self, Scheduler, random16};
 use crate::worker::{self, Memory, Worker};
 
+/// A handshake takes milliseconds. On a busy machine one may take longer than its limit, 1 s, and is tried again a second later.
+const JOIN_PATIENCE: Duration = Duration::from_secs(5);
 /// A hit's blocks come from a disk or another pod within this time, or are a miss.
 const HIT_PATIENCE: Duration = Duration::from_millis(QUERY_WAIT_MS_MAX as u64 + 500);
 /// Another engine's promise is kept or broken within this time, also by a frozen sidecar.
@@ -235,9 +237,9 @@ impl EngineSetup {
 // === impl BlockingEngine ===
 
 impl BlockingEngine {
-    /// Joins the namespace of the setup's facts. Fails for wrong facts and memory, and if the sidecar refuses the engine. Without a
-    /// sidecar it connects later by itself: see [`BlockingEngine::is_connected`].
-    pub fn join(setup: &EngineSetup) -> Result<Self, ShimError> {
+    /// Joins the namespace of the setup's facts. Fails for wrong facts and memory, and if the sidecar refuses the engine. It waits
+    /// for a sidecar for 5 s, and connects later by itself: see [`BlockingEngine::is_connected`].
+    pub fn new(setup: &EngineSetup) -> Result<Self, ShimError> {
         let (algorithm, chain) = setup.empty_chain()?;
         let block_tokens = setup.stated_fact("block_tokens")?.parse().expect("the chain has it");
         let BlockMemory { block_bytes, piece_bytes, .. } = setup.memory;
@@ -265,6 +267,10 @@ impl BlockingEngine {
             proven_in: 0,
             bound_in: 0,
         };
+        let until = clock::now() + JOIN_PATIENCE;
+        while !engine.is_connected() && clock::now() < until {
+            engine.wait_a_turn();
+        }
         engine.follow_binding();
         Ok(engine)
     }
@@ -301,20 +307,20 @@ impl BlockingEngine {
 
     /// Begins a request of these tokens, on the KV kept for them: of all but the last token at most, as much as there is room for. Waits for
     /// blocks of disks and other pods. A check may leave the last blocks to be computed, and compares them once they are saved.
-    pub fn load(&mut self, tokens: &[u32]) -> RequestId {
+    pub fn begin_load(&mut self, tokens: &[u32]) -> RequestId {
         self.begin_loaded(tokens, Arrival::default(), HIT_PATIENCE)
     }
 
     /// The same of tokens that another engine computes, or is about to: waits for that, 2 s at most, and 30 s while the other engine
     /// promises them.
-    pub fn load_awaited(&mut self, tokens: &[u32]) -> RequestId {
+    pub fn begin_awaited(&mut self, tokens: &[u32]) -> RequestId {
         let awaits = Some(tokens.len() as u32);
         self.begin_loaded(tokens, Arrival { awaits, ..Arrival::default() }, AWAITED_PATIENCE)
     }
 
-    /// [`BlockingEngine::load`], and a promise: this engine computes and saves the rest for another one, which may await it by now. The
+    /// [`BlockingEngine::begin_load`], and a promise: this engine computes and saves the rest for another one, which may await it by now. The
     /// promise lasts until the request ends, 30 s at most, while this engine makes a call at least every 5 s.
-    pub fn promise(&mut self, tokens: &[u32]) -> RequestId {
+    pub fn begin_promised(&mut self, tokens: &[u32]) -> RequestId {
         self.begin_loaded(tokens, Arrival { hands_over: true, ..Arrival::default() }, HIT_PATIENCE)
     }
 

@@ -44,6 +44,6 @@ fn answer(socket: &Path, folder: &Path, asked: &Value) -> Result<Value> {
         kept.push(blocks);
         engine.take_notices().iter().for_each(|notice| eprintln!("pillion: {notice}"));
     }
-    engine.leave();
+    engine.leave_sidecar();
     Ok(json!({ "answers": answers, "loaded": loaded, "kept": kept }))
 }

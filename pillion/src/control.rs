@@ -19,11 +19,11 @@ const ANSWER_BYTES_MAX: u64 = 64 << 20;
 
 /// The place where a sidecar is asked for its namespaces.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub enum Control {
+pub enum ControlAddress {
     /// Its control socket, open to its user and to root.
     Socket(PathBuf),
     /// Its `--control-listen`, for a process of another user.
-    Address {
+    Listen {
         /// HOST:PORT.
         listen: String,
         /// Its `--control-token-file`, or a copy of it.
@@ -31,9 +31,9 @@ pub enum Control {
     },
 }
 
-// === impl Control ===
+// === impl ControlAddress ===
 
-impl Control {
+impl ControlAddress {
     /// The control socket beside a sidecar's socket, where `pillion serve` puts it by default.
     pub fn beside(socket: impl AsRef<Path>) -> Self {
         Self::Socket(socket.as_ref().with_extension("control.sock"))
@@ -56,9 +56,9 @@ impl Control {
         let (at, remedy) = match self {
             Self::Socket(path) => (
                 path.display().to_string(),
-                "pass the sidecar's --control-socket, as its user or as root, or a Control::Address",
+                "pass the sidecar's --control-socket, as its user or as root, or a ControlAddress::Listen",
             ),
-            Self::Address { listen, .. } => (
+            Self::Listen { listen, .. } => (
                 listen.clone(),
                 "pass the sidecar's --control-listen, and a file with its token that this user may read",
             ),
@@ -74,7 +74,7 @@ impl Control {
                 stream.set_read_timeout(Some(PATIENCE))?;
                 exchange(stream, &format!("GET {path} HTTP/1.0\r\nHost: pillion\r\n\r\n"))?
             }
-            Self::Address { listen, token_file } => {
+            Self::Listen { listen, token_file } => {
                 let token = std::fs::read_to_string(token_file)?;
                 let address = listen.to_socket_addrs()?.next().ok_or(io::ErrorKind::AddrNotAvailable)?;
                 let stream = TcpStream::connect_timeout(&address, CONNECT_PATIENCE)?;

@@ -48,7 +48,7 @@ pub struct Engine {
 
 /// A request of an engine, and the blocks with its KV. Dropping it ends it, and frees its blocks.
 #[derive(Debug)]
-pub struct Request<'engine> {
+pub struct EngineRequest<'engine> {
     engine: &'engine Engine,
     id: RequestId,
 }
@@ -93,7 +93,7 @@ impl Engine {
             checks: CheckRate { every: options.check_every, per_mille: options.check_per_mille },
             miss_wait_ms: options.miss_wait_ms,
         };
-        let inner = BlockingEngine::join(&setup)?;
+        let inner = BlockingEngine::new(&setup)?;
         if !inner.is_connected() {
             return Err(EngineError::Absent(socket.as_ref().display().to_string()));
         }
@@ -102,33 +102,33 @@ impl Engine {
         Ok(Self { inner: RefCell::new(inner), memory, layers, shards: shards as usize, shard_bytes })
     }
 
-    /// Begins a request with the KV kept for its tokens: from the first token on, of all but the last one at most. [`Request::held`] says of
+    /// Begins a request with the KV kept for its tokens: from the first token on, of all but the last one at most. [`EngineRequest::held`] says of
     /// how many. Waits for blocks of disks and of other pods, 2 s at most. Without a sidecar, and without room, nothing is held.
     ///
     /// Some hits leave the last blocks for the engine to compute: these are compared once they are saved.
-    pub fn load(&self, tokens: &[u32]) -> Request<'_> {
-        self.begin_request(|inner| inner.load(tokens))
+    pub fn load(&self, tokens: &[u32]) -> EngineRequest<'_> {
+        self.begin_request(|inner| inner.begin_load(tokens))
     }
 
     /// [`Engine::load`] of tokens that another engine computes, or is about to: waits for that, 2 s at most, and 30 s while the other engine
     /// [promises](Engine::promise) them.
-    pub fn load_awaited(&self, tokens: &[u32]) -> Request<'_> {
-        self.begin_request(|inner| inner.load_awaited(tokens))
+    pub fn load_awaited(&self, tokens: &[u32]) -> EngineRequest<'_> {
+        self.begin_request(|inner| inner.begin_awaited(tokens))
     }
 
     /// [`Engine::load`], and a promise: this engine computes and saves the rest of these tokens for another engine, which may await them
     /// meanwhile. For as soon as the prompt has come; [`Engine::save`] may be called part by part. The promise lasts until the request is
     /// dropped, 30 s at most, while the engine makes a call at least every 5 s. 64 promises of an engine count at once.
-    pub fn promise(&self, tokens: &[u32]) -> Request<'_> {
-        self.begin_request(|inner| inner.promise(tokens))
+    pub fn promise(&self, tokens: &[u32]) -> EngineRequest<'_> {
+        self.begin_request(|inner| inner.begin_promised(tokens))
     }
 
-    fn begin_request(&self, begin: impl FnOnce(&mut BlockingEngine) -> RequestId) -> Request<'_> {
-        Request { engine: self, id: begin(&mut self.inner.borrow_mut()) }
+    fn begin_request(&self, begin: impl FnOnce(&mut BlockingEngine) -> RequestId) -> EngineRequest<'_> {
+        EngineRequest { engine: self, id: begin(&mut self.inner.borrow_mut()) }
     }
 
     /// K and V of all held tokens, layer by layer. Fails if the pages have other elements than `T`.
-    pub fn read<T: Element>(&self, request: &Request<'_>) -> Result<Vec<LayerKv<T>>, EngineError> {
+    pub fn read<T: Element>(&self, request: &EngineRequest<'_>) -> Result<Vec<LayerKv<T>>, EngineError> {
         let held = request.held();
         let mut found = self
             .layers
@@ -151,7 +151,7 @@ impl Engine {
         Ok(found)
     }
 
-    /// Keeps the KV computed for a request: `kv` has, for each layer, K and V of the tokens from [`Request::held`] to the end of `tokens`,
+    /// Keeps the KV computed for a request: `kv` has, for each layer, K and V of the tokens from [`EngineRequest::held`] to the end of `tokens`,
     /// which are all tokens of the request from its first one on, those of its answer too. They are held then. Full blocks are kept; the
     /// rest is once it is full.
     ///
@@ -160,7 +160,7 @@ impl Engine {
     /// first there. Fails for arrays of other shapes, and without room for the tokens.
     pub fn save<T: Element>(
         &self,
-        request: &Request<'_>,
+        request: &EngineRequest<'_>,
         tokens: &[u32],
         kv: &[LayerKv<T>],
     ) -> Result<u64, EngineError> {
@@ -184,7 +184,7 @@ impl Engine {
             ProofStart::Compute(id) => id,
         };
         // Ends the request if anything fails.
-        let request = Request { engine: self, id };
+        let request = EngineRequest { engine: self, id };
         let root = &tokens[..self.block_tokens()];
         self.write_kv(id, root, &compute(root)?)?;
         let proven = self.inner.borrow_mut().end_proof(id).map_err(EngineError::from);
@@ -209,7 +209,7 @@ impl Engine {
     }
 
     /// Leaves the sidecar; all requests have ended.
-    pub fn leave(self) {
+    pub fn leave_sidecar(self) {
         self.inner.into_inner().disconnect();
     }
 
@@ -244,7 +244,7 @@ impl Engine {
             format!("[{}, {tokens}, {} and {}]", self.shards * page.kv_heads as usize, page.keys, page.values)
         };
         let text = format!(
-            "K and V have other sizes than {} layers of {}: pass those of the {tokens} tokens from Request::held on",
+            "K and V have other sizes than {} layers of {}: pass those of the {tokens} tokens from EngineRequest::held on",
             self.layers.len(),
             self.layers.first().map_or(String::new(), |(_, page)| shape(page))
         );
@@ -333,16 +333,16 @@ fn in_page(tokens: &Range<usize>, axes: &Axes) -> Range<usize> {
     start..start + tokens.len()
 }
 
-// === impl Request ===
+// === impl EngineRequest ===
 
-impl Request<'_> {
+impl EngineRequest<'_> {
     /// Tokens of the request with their KV in its blocks, from the first one on.
     pub fn held(&self) -> usize {
         self.engine.inner.borrow().held_tokens(self.id) as usize
     }
 }
 
-impl Drop for Request<'_> {
+impl Drop for EngineRequest<'_> {
     fn drop(&mut self) {
         self.engine.inner.borrow_mut().end_request(self.id);
     }

@@ -45,7 +45,7 @@
 //! assert_eq!(again.held(), 8);
 //! assert_eq!(engine.read::<f32>(&again)?[1].k, vec![0.5; 2 * 8 * 8]);
 //! # drop(again);
-//! # engine.leave();
+//! # engine.leave_sidecar();
 //! # server.drain(std::time::Duration::from_secs(20))?;
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
@@ -64,7 +64,7 @@ pub mod pages;
 
 pub use shm_protocol::namespace::Facts;
 
-pub use self::control::Control;
-pub use self::engine::{Engine, JoinOptions, LayerKv, Request};
+pub use self::control::ControlAddress;
+pub use self::engine::{Engine, EngineRequest, JoinOptions, LayerKv};
 pub use self::error::EngineError;
 pub use self::namespace::{Namespace, digest_weights};

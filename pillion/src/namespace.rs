@@ -8,7 +8,7 @@ use shm_protocol::weight_files;
 
 use serde_json::Value;
 
-use crate::{Control, EngineError};
+use crate::{ControlAddress, EngineError};
 
 /// Engines with interchangeable KV: their facts, and the form of their blocks.
 #[derive(Clone, Debug)]
@@ -42,11 +42,11 @@ impl Namespace {
     ///
     /// Fails if none or several agree; the text names the differing facts and the remedies.
     pub fn find(socket: impl AsRef<Path>, stated: &Facts) -> Result<Self, EngineError> {
-        Self::find_at(&Control::beside(socket), stated)
+        Self::find_at(&ControlAddress::beside(socket), stated)
     }
 
     /// [`Namespace::find`] by another control.
-    pub fn find_at(control: &Control, stated: &Facts) -> Result<Self, EngineError> {
+    pub fn find_at(control: &ControlAddress, stated: &Facts) -> Result<Self, EngineError> {
         let mut all = Self::list(control)?;
         if all.is_empty() {
             return Err(EngineError::NoNamespace(
@@ -72,7 +72,7 @@ impl Namespace {
     }
 
     /// All namespaces with known facts, of the sidecar and of its peers.
-    pub fn list(control: &Control) -> Result<Vec<Self>, EngineError> {
+    pub fn list(control: &ControlAddress) -> Result<Vec<Self>, EngineError> {
         Ok(control.namespaces()?.iter().filter_map(Self::of_entry).collect())
     }
 

@@ -4,7 +4,7 @@ mod keeper;
 
 use std::time::Duration;
 
-use pillion::{Control, Engine, EngineError, Facts, JoinOptions, LayerKv, Namespace};
+use pillion::{ControlAddress, Engine, EngineError, Facts, JoinOptions, LayerKv, Namespace};
 
 use self::keeper::Keeper;
 
@@ -263,7 +263,7 @@ fn the_one_namespace_that_agrees_is_found() {
     let several = find(&[]).unwrap_err();
     assert!(matches!(several, EngineError::SeveralNamespaces(_)));
     assert!(several.to_string().contains("state weights as well"), "{several}");
-    assert_eq!(Namespace::list(&Control::beside(&keeper.socket)).unwrap().len(), engines.len());
+    assert_eq!(Namespace::list(&ControlAddress::beside(&keeper.socket)).unwrap().len(), engines.len());
     let absent = Namespace::find("/nowhere/pillion.sock", &Facts::new()).unwrap_err();
     assert!(absent.to_string().contains("--control-socket"), "{absent}");
     let absent = Engine::join("/nowhere/pillion.sock", &found, &JoinOptions::new("mine", 1)).unwrap_err();

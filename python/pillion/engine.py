@@ -192,12 +192,12 @@ class Request:
     @property
     def held(self) -> int:
         """Tokens with their KV in the request's blocks, from the first one on."""
-        return self._engine.blocking.held(self.number)
+        return self._engine.blocking.held_tokens(self.number)
 
     @property
     def blocks(self) -> list[int]:
         """Rows of `Engine.memory`, in the order of the tokens."""
-        return self._engine.blocking.blocks(self.number)
+        return self._engine.blocking.blocks_of(self.number)
 
     def __enter__(self) -> Request:
         return self
@@ -280,14 +280,14 @@ class Engine:
         `awaits`: another engine computes these tokens, or is about to. The call waits for that: 2 s at most, and 30 s while
         the other engine has promised them (`promise`) and works. Of some hits the last blocks are left to be computed here,
         and are compared once they are saved."""
-        return self._begun(self.blocking.load_awaited if awaits else self.blocking.load, tokens)
+        return self._begun(self.blocking.begin_awaited if awaits else self.blocking.begin_load, tokens)
 
     def promise(self, tokens: Sequence[int]) -> Request:
         """`load`, and a promise: this engine computes and saves the rest for another one, which may await it meanwhile.
 
         For as soon as the prompt has come; `save` may be called part by part. The promise lasts until the request ends, 30 s
         at most, while the engine makes a call at least every 5 s. 64 promises of an engine count at once."""
-        return self._begun(self.blocking.promise, tokens)
+        return self._begun(self.blocking.begin_promised, tokens)
 
     def _begun(self, begin: Callable[[list[int]], int], tokens: Sequence[int]) -> Request:
         request = Request(self, begin(list(tokens)))
@@ -308,7 +308,7 @@ class Engine:
         return kept
 
     def _write(self, number: int, tokens: Sequence[int], k: Any, v: Any) -> None:
-        held = self.blocking.held(number)
+        held = self.blocking.held_tokens(number)
         missing = len(tokens) - held
         if any(part.ndim != 4 or part.shape[2] != missing for part in (k, v)):
             raise FormError(
@@ -347,7 +347,7 @@ class Engine:
 
     def kept(self, tokens: Sequence[int]) -> int:
         """How many leading blocks of these tokens are kept, here or where the sidecar gets them from. Loads nothing."""
-        kept = self.blocking.kept(list(tokens))
+        kept = self.blocking.kept_blocks(list(tokens))
         self._log()
         return kept
 

@@ -25,7 +25,7 @@ class Decoder:
 
     def __init__(self, asked: dict[str, Any]) -> None:
         example = importlib.import_module(asked["example"])
-        # What is loaded is counted, so no hit is left to be computed for a check.
+        # Loaded blocks are counted, so no hit is left to be computed for a check.
         more = {"check_every": 0} | ({"dtype": getattr(torch, asked["dtype"])} if "dtype" in asked else {})
         self._decoder = example.Decoder(asked["socket"], asked["model"], control=asked["control"], **more)
         self._kv = self._decoder.kv
@@ -59,7 +59,7 @@ class Decoder:
         return {"equal": equal, "alike": alike, "difference": difference, "blocks": self._blocks, "seconds": self._seconds}
 
     def _forcing(self, *given: Any, **more: Any) -> Any:
-        """What the model computes, with logits by which the answer's next token is chosen."""
+        """The model's output, with logits for the answer's next token."""
         found = self._forward(*given, **more)
         self._rows.append(found.logits[0, -1].clone())
         found.logits[0, -1, next(self._due)] = torch.inf
@@ -67,7 +67,7 @@ class Decoder:
 
     def _loaded(self, tokens: list[int]) -> Request:
         began = time.perf_counter()
-        # Of one token nothing is loaded.
+        # A request of one token loads nothing.
         request: Request = self._load(tokens[:1] if self._how == "cold" else tokens)
         self._blocks += len(request.blocks)
         self._seconds.append([len(request.blocks), time.perf_counter() - began])

@@ -26,7 +26,7 @@ class ForeignEngine:
         library = shutil.copy(
             next(file for file in files if file.endswith("/libconnector_shim.so")), directory / "libpillion.so"
         )
-        # Makes the file that the loader looks for, whose name is the library's soname.
+        # The loader looks for a file of the library's soname: this makes it.
         subprocess.run(["/sbin/ldconfig", "-n", directory], check=True)
         self._binary = directory / "engine"
         warnings = ["-std=c11", "-Wall", "-Wextra", "-Werror"]
@@ -37,13 +37,13 @@ class ForeignEngine:
         )
 
     def run(self, *arguments: object, text: str = "") -> list[str]:
-        """What it prints, by lines; it must succeed."""
+        """Its printed lines; it must succeed."""
         done = self.attempt(*arguments, text=text)
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
         return done.stdout.splitlines()
 
     def attempt(self, *arguments: object, text: str = "") -> subprocess.CompletedProcess[str]:
-        """A run that may fail."""
+        """A run with any exit status."""
         return subprocess.run(
             self._command(*arguments), input=text, capture_output=True, text=True, timeout=WATCHDOG_S, check=False
         )

@@ -11,10 +11,10 @@ use crate::blocking::{BlockMemory, BlockingEngine, CheckRate, EngineSetup, Proof
 
 /// An engine of one process.
 #[derive(Debug)]
-pub struct Engine(Guarded<EngineState>);
+pub struct Engine(Guarded<BlockingState>);
 
 #[derive(Debug)]
-struct EngineState {
+struct BlockingState {
     engine: BlockingEngine,
     notices: Notices,
     /// Handed out last.
@@ -82,15 +82,15 @@ pub extern "C" fn pillion_engine_join(
 ) -> Status {
     answer(|| {
         let (options, out) = (given("options", options)?, given("engine", engine)?);
-        let setup = options.read()?;
-        let engine = BlockingEngine::join(&setup)?;
+        let setup = options.engine_setup()?;
+        let engine = BlockingEngine::new(&setup)?;
         if !engine.is_connected() {
             let socket = setup.socket.display();
             let text =
                 format!("no sidecar answers at {socket}: start one with `pillion serve --socket {socket}`");
             return Err(Failure { status: Status::Refused, text });
         }
-        let state = EngineState { engine, notices: Notices::default(), blocks: Vec::new() };
+        let state = BlockingState { engine, notices: Notices::default(), blocks: Vec::new() };
         out.write(Box::new(Engine(Guarded::new(state))));
         Ok(())
     })
@@ -111,7 +111,7 @@ pub extern "C" fn pillion_engine_load(
     tokens: Items<u32>,
     request: Option<&mut MaybeUninit<u64>>,
 ) -> Status {
-    begin_request(engine, request, &tokens, BlockingEngine::load)
+    begin_request(engine, request, &tokens, BlockingEngine::begin_load)
 }
 
 /// pillion_engine_load of tokens that another engine computes, or is about to: waits for that, 2 s at most, and 30 s while the other
@@ -122,7 +122,7 @@ pub extern "C" fn pillion_engine_load_awaited(
     tokens: Items<u32>,
     request: Option<&mut MaybeUninit<u64>>,
 ) -> Status {
-    begin_request(engine, request, &tokens, BlockingEngine::load_awaited)
+    begin_request(engine, request, &tokens, BlockingEngine::begin_awaited)
 }
 
 /// pillion_engine_load, and a promise: this engine computes and saves the rest for another one, which may await it meanwhile. The promise
@@ -133,7 +133,7 @@ pub extern "C" fn pillion_engine_promise(
     tokens: Items<u32>,
     request: Option<&mut MaybeUninit<u64>>,
 ) -> Status {
-    begin_request(engine, request, &tokens, BlockingEngine::promise)
+    begin_request(engine, request, &tokens, BlockingEngine::begin_promised)
 }
 
 /// The tokens held by a request, and its blocks: none of a request that has ended.
@@ -235,7 +235,7 @@ pub extern "C" fn pillion_engine_notice(
     engine: Option<&Engine>,
     notice: Option<&mut MaybeUninit<*const c_char>>,
 ) -> Status {
-    call(engine, |EngineState { engine, notices, .. }| {
+    call(engine, |BlockingState { engine, notices, .. }| {
         put("notice", notice, || notices.next(|| engine.take_notices()))
     })
 }
@@ -252,14 +252,14 @@ fn begin_request(
     })
 }
 
-fn call(engine: Option<&Engine>, call: impl FnOnce(&mut EngineState) -> Result<(), Failure>) -> Status {
+fn call(engine: Option<&Engine>, call: impl FnOnce(&mut BlockingState) -> Result<(), Failure>) -> Status {
     answer(|| given("engine", engine)?.0.enter(call))
 }
 
 // === impl EngineOptions ===
 
 impl EngineOptions {
-    fn read(&self) -> Result<EngineSetup, Failure> {
+    fn engine_setup(&self) -> Result<EngineSetup, Failure> {
         Ok(EngineSetup {
             socket: self.socket.get("socket")?.into(),
             name: self.name.get("name")?.into(),

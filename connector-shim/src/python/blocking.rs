@@ -42,7 +42,7 @@ impl PyBlockingEngine {
             checks: CheckRate { every: check_every, per_mille: check_per_mille },
             miss_wait_ms: Some(miss_wait_ms),
         };
-        Ok(Self(Guarded::new(py.detach(|| BlockingEngine::join(&setup))?)))
+        Ok(Self(Guarded::new(py.detach(|| BlockingEngine::new(&setup))?)))
     }
 
     #[getter]
@@ -50,23 +50,23 @@ impl PyBlockingEngine {
         self.0.with(|engine| engine.is_connected())
     }
 
-    fn load(&self, py: Python<'_>, tokens: Vec<u32>) -> PyResult<RequestId> {
-        self.wait(py, |engine| Ok(engine.load(&tokens)))
+    fn begin_load(&self, py: Python<'_>, tokens: Vec<u32>) -> PyResult<RequestId> {
+        self.run_waiting(py, |engine| Ok(engine.begin_load(&tokens)))
     }
 
-    fn load_awaited(&self, py: Python<'_>, tokens: Vec<u32>) -> PyResult<RequestId> {
-        self.wait(py, |engine| Ok(engine.load_awaited(&tokens)))
+    fn begin_awaited(&self, py: Python<'_>, tokens: Vec<u32>) -> PyResult<RequestId> {
+        self.run_waiting(py, |engine| Ok(engine.begin_awaited(&tokens)))
     }
 
-    fn promise(&self, py: Python<'_>, tokens: Vec<u32>) -> PyResult<RequestId> {
-        self.wait(py, |engine| Ok(engine.promise(&tokens)))
+    fn begin_promised(&self, py: Python<'_>, tokens: Vec<u32>) -> PyResult<RequestId> {
+        self.run_waiting(py, |engine| Ok(engine.begin_promised(&tokens)))
     }
 
-    fn held(&self, request: RequestId) -> PyResult<u32> {
+    fn held_tokens(&self, request: RequestId) -> PyResult<u32> {
         self.0.with(|engine| engine.held_tokens(request))
     }
 
-    fn blocks(&self, request: RequestId) -> PyResult<Vec<u32>> {
+    fn blocks_of(&self, request: RequestId) -> PyResult<Vec<u32>> {
         self.0.with(|engine| engine.blocks_of(request).to_vec())
     }
 
@@ -78,20 +78,20 @@ impl PyBlockingEngine {
     }
 
     fn save(&self, py: Python<'_>, request: RequestId) -> PyResult<u64> {
-        self.wait(py, |engine| engine.save(request))
+        self.run_waiting(py, |engine| engine.save(request))
     }
 
     fn end_request(&self, request: RequestId) -> PyResult<()> {
         self.0.with(|engine| engine.end_request(request))
     }
 
-    fn kept(&self, py: Python<'_>, tokens: Vec<u32>) -> PyResult<u32> {
-        self.wait(py, |engine| Ok(engine.kept_blocks(&tokens)))
+    fn kept_blocks(&self, py: Python<'_>, tokens: Vec<u32>) -> PyResult<u32> {
+        self.run_waiting(py, |engine| Ok(engine.kept_blocks(&tokens)))
     }
 
     /// Whether the engine has proven itself, and the request whose tokens are to be computed.
     fn begin_proof(&self, py: Python<'_>, tokens: Vec<u32>) -> PyResult<(bool, Option<RequestId>)> {
-        self.wait(py, |engine| {
+        self.run_waiting(py, |engine| {
             Ok(match engine.begin_proof(&tokens) {
                 ProofStart::Proven => (true, None),
                 ProofStart::NotKept => (false, None),
@@ -101,7 +101,7 @@ impl PyBlockingEngine {
     }
 
     fn end_proof(&self, py: Python<'_>, request: RequestId) -> PyResult<bool> {
-        self.wait(py, |engine| engine.end_proof(request))
+        self.run_waiting(py, |engine| engine.end_proof(request))
     }
 
     fn counts(&self) -> PyResult<BTreeMap<&'static str, u64>> {
@@ -119,7 +119,7 @@ impl PyBlockingEngine {
 
 impl PyBlockingEngine {
     /// A call that may wait: other threads run meanwhile.
-    fn wait<T: Send>(
+    fn run_waiting<T: Send>(
         &self,
         py: Python<'_>,
         call: impl FnOnce(&mut BlockingEngine) -> Result<T, Failure> + Send,

@@ -1,5 +1,7 @@
 //! The scheduler's session against a peer that answers what each test says.
 
+#[path = "scheduler/last_key.rs"]
+mod last_key;
 mod peer;
 
 use std::time::Duration;
@@ -15,7 +17,7 @@ use shm_protocol::layout::{
 };
 use shm_protocol::message::{
     APPEND_CHUNKS, APPEND_PROMISED, APPEND_TAIL, Kind, LOAD_ARRIVING, LOAD_SYNC, Message, QUERY_ARRIVING,
-    QUERY_AWAIT, QUERY_LAST, SAVE_HANDOVER, Saved, Status,
+    QUERY_AWAIT, SAVE_HANDOVER, Saved, Status,
 };
 use shm_protocol::pool::SlotRef;
 use shm_protocol::source::Source;
@@ -481,43 +483,6 @@ fn who_awaits_and_who_hands_over_says_so_to_a_sidecar_that_knows_of_it() {
         assert_eq!(flags(of(Kind::Query)), [0, QUERY_AWAIT * known]);
         assert_eq!(flags(of(Kind::Save)), [0, SAVE_HANDOVER * known]);
     }
-}
-
-#[test]
-fn the_last_kept_key_alone_is_leased_loaded_and_renewed() {
-    for is_old in [false, true] {
-        let mut peer = Peer::new(1);
-        peer.lease_ttl_ms = if is_old { 0 } else { peer.lease_ttl_ms };
-        let (mut scheduler, mut served) = connected_with(&peer, BLOCK_BYTES, |config| config.last = true);
-        let log = log_with(&mut scheduler, 4);
-        let op = scheduler.post_query(log, 0, 4).unwrap();
-        let messages = served.drain();
-        let (chunks, query) = (messages[1].data, messages[2]);
-        grant(&served, op, 0, 3, &chunks);
-        assert_eq!(scheduler.poll(op), Some(3));
-        assert_eq!((query.flags, query.from, query.count), (QUERY_LAST, 0, 4));
-        if !is_old {
-            assert!(scheduler.load(log, 1, &[5, 6], 1, false).is_empty(), "the key before it is not leased");
-        }
-        let loads = scheduler.load(log, 2, &[6], 1, false).len();
-        let asked = served.drain_kind(Kind::Query);
-        let asked: Vec<_> = asked.iter().map(|query| (query.flags, query.from, query.count)).collect();
-        // A later key may be kept by now.
-        assert_eq!(asked, if is_old { vec![(QUERY_LAST, 2, 1)] } else { vec![] });
-        assert_eq!(loads, usize::from(!is_old), "the renewal was not answered");
-    }
-}
-
-#[test]
-fn nothing_is_found_where_the_sidecar_does_not_know_states() {
-    let mut peer = Peer::new(1);
-    peer.states = false;
-    let (mut scheduler, mut served) = connected_with(&peer, BLOCK_BYTES, |config| config.last = true);
-    let log = log_with(&mut scheduler, 4);
-    assert_eq!(scheduler.query(log, 0, 4), 0);
-    scheduler.end_step();
-    assert!(served.drain_kind(Kind::Query).is_empty(), "it would end the session");
-    assert!(scheduler.take_notices()[0].contains("upgrade the sidecar"));
 }
 
 #[test]

@@ -46,6 +46,7 @@ test-long: setup-tests ## what CI has no time for: many seeds, this release agai
 	@scripts/setup releases
 	for release in $(OLDER_VLLM); do PYTHONPATH=$(CURDIR)/.cache/vllm-$$release $(PYTEST) tests/e2e/test_restart.py || exit 1; done
 	PLAYS=48 SET_STEPS=1000000 $(PYTEST) tests/vllm/test_storm.py
+	CACHES=100000 $(PYTEST) tests/vllm/test_coordinator.py
 	FAILED_LOADS=1000 $(PYTEST) tests/vllm/test_half_loads.py
 	for setup in one two engine; do HANDOVER_SETUP=$$setup HANDOVERS=200 $(PYTEST) tests/e2e/test_handover.py || exit 1; done
 	$(MAKE) sim RUNS=20000

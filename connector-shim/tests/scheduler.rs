@@ -1,5 +1,7 @@
 //! The scheduler's session against a peer that answers what each test says.
 
+#[path = "scheduler/last_key.rs"]
+mod last_key;
 mod peer;
 #[path = "scheduler/states.rs"]
 mod states;

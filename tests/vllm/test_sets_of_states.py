@@ -26,7 +26,8 @@ from stage import (
 from testkit import sidecar
 
 # Two groups with states and one with full attention; and scratch, a state, a window and full attention.
-KINDS: dict[str, dict[str, Any]] = {"states": {"kind": "states"}, "mixed": {"kind": "mixed", "window": 100}}
+MIXED: dict[str, Any] = {"kind": "mixed", "window": 100}
+KINDS: dict[str, dict[str, Any]] = {"states": {"kind": "states"}, "mixed": MIXED}
 EACH = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 PROMPTS = [prompt_of(500, 201), prompt_of(300, 202)]
 HITS = sum(hit_tokens(len(prompt)) for prompt in PROMPTS)
@@ -49,37 +50,34 @@ def test_a_kept_prefix_is_found_and_every_byte_is_right(stage: Stage, kind: dict
         assert damaged["value"] > 0 and spoiled["hits"] == HITS and spoiled["wrong"] > 0
 
 
-@EACH
-def test_a_conversation_goes_on_from_where_it_was(stage: Stage, kind: dict[str, Any]) -> None:
+def test_a_conversation_goes_on_from_where_it_was(stage: Stage) -> None:
     """From the end of the last answer: every boundary of an answer has a state."""
     prompt = prompt_of(600, 203)
     (answer,) = right_answers([prompt], 150)
     turns = [prompt, prompt + answer + prompt_of(90, 204)]
     with sidecar.serving(stage.directory) as keeper:
         acts = [act for turn in turns for act in (generate([turn], 150), SETTLE, RESET)]
-        (results,) = stage.play(acts, *by_load(keeper, "auto"), metrics=metrics(keeper), **kind)
+        (results,) = stage.play(acts, *by_load(keeper, "auto"), metrics=metrics(keeper), **MIXED)
         expect_right(results[3], right_answers(turns[1:], 150), "of a conversation that goes on")
         # The last token of an answer is not computed.
         assert results[3]["hits"] == (len(prompt + answer) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
-@EACH
-def test_a_shared_prefix_is_served_from_its_third_request_on(stage: Stage, kind: dict[str, Any]) -> None:
+def test_a_shared_prefix_is_served_from_its_third_request_on(stage: Stage) -> None:
     """A restarted engine knows of no shared prefix. The second request finds its blocks of full attention and no state at its
     end, so a state is made there."""
     shared = prompt_of(650, 205)
     prompts = [shared + prompt_of(90, 206 + number) for number in range(3)]
     with sidecar.serving(stage.directory) as keeper:
         acts = [act for prompt in prompts for act in (generate([prompt], 4), SETTLE, RESET)]
-        (results,) = stage.play(acts, *by_load(keeper, "auto"), metrics=metrics(keeper), **kind)
+        (results,) = stage.play(acts, *by_load(keeper, "auto"), metrics=metrics(keeper), **MIXED)
         for prompt, result in zip(prompts, results[::3], strict=True):
             expect_right(result, right_answers([prompt], 4), "of a shared prefix")
         assert results[6]["hits"] == len(shared) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
-@EACH
 @pytest.mark.parametrize(("copy", "lost"), [("engine", False), ("engine", True), ("sidecar", True)])
-def test_a_load_that_one_group_lacks_has_failed(stage: Stage, kind: dict[str, Any], copy: str, lost: bool) -> None:
+def test_a_load_that_one_group_lacks_has_failed(stage: Stage, copy: str, lost: bool) -> None:
     """The group is another one each time; the request is computed, and hits again afterwards."""
     groups = 3
     prompts = [prompt_of(300, 210 + group) for group in range(groups)]
@@ -90,7 +88,7 @@ def test_a_load_that_one_group_lacks_has_failed(stage: Stage, kind: dict[str, An
         acts = [generate(prompts, 1), SETTLE, RESET, SLOW_STEPS, fault, generate(prompts, 8)]
         acts += [SETTLE, RESET, generate(prompts, 8)]
         (connector,) = by_load(keeper, "auto", **{"pillion.copy": copy})
-        (results,) = stage.play(acts, connector, metrics=metrics(keeper), **kind)
+        (results,) = stage.play(acts, connector, metrics=metrics(keeper), **MIXED)
         failed, last = results[5], results[-1]
         assert (failed["hits"], failed["failed_requests"], failed["failed_blocks"]) == (hits, groups, 0)
         expect_right(failed, right, "of sets of which one group lacked blocks")

@@ -58,7 +58,7 @@ pub(super) struct PyPolicy {
 
 /// The policy's part of an engine's options.
 #[derive(Debug, FromPyObject)]
-struct EngineOptions {
+struct ConnectorSettings {
     socket: std::path::PathBuf,
     loads: bool,
     saves: bool,
@@ -92,7 +92,7 @@ impl PyPolicy {
     #[allow(clippy::too_many_arguments, reason = "the facts of an engine, named at the call")]
     fn new(
         py: Python<'_>,
-        options: EngineOptions,
+        options: ConnectorSettings,
         engines: Vec<String>,
         world_size: u32,
         runs: Vec<PyBackedBytes>,
@@ -113,7 +113,7 @@ impl PyPolicy {
         events: bool,
         steps_in_flight: u64,
     ) -> PyResult<Self> {
-        let EngineOptions { loads, saves, sync_ms, strict_tokens, .. } = options;
+        let ConnectorSettings { loads, saves, sync_ms, strict_tokens, .. } = options;
         let load = &options.load;
         let wrong = || argument(format!("load is '{load}': pass one of auto, sync, async"));
         let load = LoadMode::named(load).map_or_else(wrong, Ok)?;

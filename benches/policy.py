@@ -1,9 +1,9 @@
-"""Hit ratios of the DRAM tier's eviction policy, on a real trace and on synthetic ones: see `tiers/benches/policy.rs`.
+"""Hit ratios of the DRAM tier's eviction policy, on three traces and on generated ones: see `tiers/benches/policy.rs`.
 
-    benches/run policy [--trace FILE | --shared | --disk | --forecast]
+    benches/run policy [--trace FILE] [--shared | --disk | --forecast]
 
-`--shared` replays the conversations in rooms that two namespaces share, and in two pods; `--disk` in DRAM with a disk below
-it; `--forecast` says how far what is foretold of other rooms is from what they find. FILE has one JSON object a line with
+`--shared` replays a trace in rooms that two namespaces share, and in two pods; `--disk` in DRAM with a disk below it;
+`--forecast` says how far what is foretold of other rooms is from what they find. FILE has one JSON object a line with
 `hash_ids`, as those in `benches/traces/`, compressed by gzip or not; then nothing but it is replayed. The last line is JSON.
 """
 
@@ -18,7 +18,11 @@ from pathlib import Path
 
 from benches import harness
 
-CONVERSATION = Path(__file__).parent / "traces" / "mooncake-conversation.jsonl.gz"
+TRACES = {
+    "conversation": "mooncake-conversation.jsonl.gz",
+    "synthetic": "mooncake-synthetic.jsonl.gz",
+    "agents": "claude-code-agents.jsonl.gz",
+}
 BENCH = ("cargo", "bench", "--quiet", "--package", "tiers", "--bench", "policy", "--")
 
 
@@ -29,6 +33,13 @@ def requests(trace: Path) -> Iterator[str]:
             yield " ".join(str(number) for number in json.loads(line)["hash_ids"])
 
 
+def plain(directory: Path, name: str, trace: Path) -> tuple[str, str]:
+    """Arguments of the bench: what is replayed, and the file with a trace's requests."""
+    file = directory / name
+    file.write_text("".join(f"{request}\n" for request in requests(trace)))
+    return name, str(file)
+
+
 def main() -> None:
     """Runs the bench."""
     parser = harness.parser(__doc__)
@@ -37,19 +48,18 @@ def main() -> None:
     parser.add_argument("--disk", action="store_true", help="DRAM with a disk of three times its room")
     parser.add_argument("--forecast", action="store_true", help="what is foretold of other rooms")
     options = parser.parse_args()
-    trace = options.trace
-    with tempfile.NamedTemporaryFile("w", suffix=".trace") as plain:
-        plain.writelines(f"{request}\n" for request in requests(trace or CONVERSATION))
-        plain.flush()
-        if options.shared:
-            traces = ["shared", plain.name]
-        elif options.forecast:
-            traces = ["forecast", plain.name]
-        elif options.disk:
-            traces = ["disk", plain.name]
+    own = Path(__file__).parent / "traces"
+    kinds = [kind for kind in ("shared", "disk", "forecast") if getattr(options, kind)]
+    with tempfile.TemporaryDirectory() as directory:
+        if kinds:
+            replayed = {kind: options.trace or own / TRACES["conversation"] for kind in kinds}
+        elif options.trace:
+            replayed = {"trace": options.trace}
         else:
-            traces = ["trace", plain.name] if trace else ["conversation", plain.name, "synthetic"]
-        subprocess.run([*BENCH, *traces], check=True)
+            replayed = {name: own / file for name, file in TRACES.items()}
+        arguments = [word for name, trace in replayed.items() for word in plain(Path(directory), name, trace)]
+        generated = [] if kinds or options.trace else ["generated"]
+        subprocess.run([*BENCH, *arguments, *generated], check=True)
 
 
 if __name__ == "__main__":

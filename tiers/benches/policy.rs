@@ -2,8 +2,8 @@
 //! here alone. No block memory exists. The last line is JSON.
 //!
 //! Arguments: `NAME FILE` replays a trace, a line of block numbers for each request (`benches/policy.py` makes it), in rooms of
-//! several sizes, also behind a GPU's cache (`gpu_`) and with prompts computed in steps (`chunked_`), beside a clairvoyant.
-//! `synthetic` adds traces with several seeds, and says least, median and most:
+//! several sizes, also behind a GPU's cache (`NAME_gpu_`) and with prompts computed in steps (`NAME_chunked_`), beside a
+//! clairvoyant. `generated` adds traces with several seeds, and says least, median and most:
 //!
 //! - `zipf`: single blocks out of 100,000, asked for with probability 1/rank^0.9; room for 1 % or 10 % of them.
 //! - `turns`: conversations. Each begins with one of 32 system prompts (32 to 128 blocks, the n-th 1/n as often as the first)
@@ -128,8 +128,8 @@ fn compare(requests: &[Chain], blocks: usize) -> [(&'static str, f64); 2] {
     ]
 }
 
-/// Cells of JSON for the synthetic traces.
-fn synthetic() -> Vec<String> {
+/// Cells of JSON for the generated traces.
+fn generated() -> Vec<String> {
     let mut ratios: BTreeMap<String, Vec<f64>> = BTreeMap::new();
     let mut note = |trace: &str, compared: [(&str, f64); 2]| {
         for (policy, ratio) in compared {
@@ -161,8 +161,8 @@ fn main() {
     let mut arguments = std::env::args().skip(1).filter(|argument| argument != "--bench");
     let mut cells = Vec::new();
     while let Some(argument) = arguments.next() {
-        if argument == "synthetic" {
-            cells.extend(synthetic());
+        if argument == "generated" {
+            cells.extend(generated());
             continue;
         }
         let file = arguments.next().expect("a trace's file follows its name");

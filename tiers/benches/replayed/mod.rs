@@ -80,8 +80,8 @@ impl Report {
     /// All rooms of a trace, which is called `name`.
     pub(crate) fn replay(&mut self, name: &str, requests: &[Chain]) {
         self.rooms(name, requests, |_| 0, Tier::new);
-        self.rooms("gpu", requests, |room| room / ROOM_BY_GPU, Tier::new);
-        self.rooms("chunked", requests, |_| 0, Tier::chunked);
+        self.rooms(&format!("{name}_gpu"), requests, |room| room / ROOM_BY_GPU, Tier::new);
+        self.rooms(&format!("{name}_chunked"), requests, |_| 0, Tier::chunked);
     }
 
     fn rooms(

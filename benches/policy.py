@@ -34,7 +34,7 @@ def requests(trace: Path) -> Iterator[str]:
 
 
 def plain(directory: Path, name: str, trace: Path) -> tuple[str, str]:
-    """Arguments of the bench: what is replayed, and the file with a trace's requests."""
+    """Arguments of the bench: the kind of replay, and the file with a trace's requests."""
     file = directory / name
     file.write_text("".join(f"{request}\n" for request in requests(trace)))
     return name, str(file)
@@ -52,7 +52,7 @@ def main() -> None:
     kinds = [kind for kind in ("shared", "disk", "forecast") if getattr(options, kind)]
     with tempfile.TemporaryDirectory() as directory:
         if kinds:
-            replayed = {kind: options.trace or own / TRACES["conversation"] for kind in kinds}
+            replayed = dict.fromkeys(kinds, options.trace or own / TRACES["conversation"])
         elif options.trace:
             replayed = {"trace": options.trace}
         else:

@@ -21,7 +21,7 @@ def annotated(argument: ast.arg) -> str:
 
 
 def attributes_read(source: str) -> list[str]:
-    """Attributes of arguments of these types, as `line: name.attribute`. A module's own classes are not vLLM's."""
+    """Attributes of arguments of these types, as `line: name.attribute`. Classes of the module itself are no types of vLLM."""
     found, module = [], ast.parse(source)
     own = {each.name for each in module.body if isinstance(each, ast.ClassDef)}
     for function in ast.walk(module):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import numpy
 from containers import ROOT, USER, Podman, started
 from pillion.engine import Engine
 from testkit import namespaces
+from testkit.waiting import wait_for
 
 LAYERS, HEADS, TOKENS, DIM = 16, 8, 32, 32
 # Blocks of 1 MiB: memory has room for two thirds of them, the disk for all.
@@ -73,3 +77,29 @@ def test_its_disk_works_by_threads_under_the_default_profile(podman: Podman, tmp
         assert sidecar.stop() == 0
     with started(podman, tmp_path, "--network=host", more=TIERS) as again:
         assert loaded(again.socket) == PROMPTS * BLOCKS
+
+
+def test_it_starts_by_its_own_defaults(podman: Podman) -> None:
+    """No volume is mounted, and no folder named: the image's user makes the socket."""
+    image = podman("images", "--quiet", "localhost/pillion")
+    name = podman("run", "--detach", "--network=none", image, "serve", "--dram=64MiB", "--gpu=off").splitlines()[-1]
+    try:
+        wait_for(lambda: "serving socket=/run/pillion/pillion.sock" in podman("logs", name), "a sidecar by its defaults")
+    finally:
+        podman("rm", "--force", "--time=0", name)
+
+
+def test_it_brings_the_connector(podman: Podman, tmp_path: Path) -> None:
+    """As the init container of `pillion inject` does. Any Python takes it from there, with vLLM's entry point."""
+    os.chown(tmp_path, USER, USER)
+    image = podman("images", "--quiet", "localhost/pillion")
+    rights = ("--network=none", "--read-only", "--cap-drop=all", "--security-opt=no-new-privileges")
+    podman("run", "--rm", *rights, f"--volume={tmp_path}:/opt/pillion", image, "connector", "--into=/opt/pillion")
+    program = (
+        "import importlib.metadata, pillion._shim;"
+        "print(pillion._shim.__file__, *(e.value for e in importlib.metadata.entry_points(group='vllm.general_plugins')))"
+    )
+    told = subprocess.run(
+        [sys.executable, "-S", "-c", program], env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=True
+    )
+    assert told.stdout.split() == [f"{tmp_path}/pillion/_shim.abi3.so", "pillion.plugin:register_names"]

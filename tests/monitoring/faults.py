@@ -114,12 +114,15 @@ def pool_cut(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
 
 @contextlib.contextmanager
 def other_numbers(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
-    """A second engine computes other KV under the same facts, which its check finds."""
+    """A third engine computes other KV than two that agree, under the same facts: a check of it finds one, then the other."""
     with (
         scene(directory) as (sidecar, prometheus, _),
+        mesh.joined(sidecar.socket, "saves too") as second,
         Engine(sidecar.socket, "other", mesh.namespace(), mesh.BLOCKS) as other,
     ):
-        mesh.save(other, PROMPT, value=2.0)
+        mesh.save(second, MANY[1])
+        for tokens in (PROMPT, MANY[1]):
+            mesh.save(other, tokens, value=2.0)
         yield prometheus, nothing
 
 

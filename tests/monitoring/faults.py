@@ -229,7 +229,7 @@ def disk_left_out(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
 def no_ranks(directory: Path) -> Iterator[tuple[Prometheus, Keep_on]]:
     """An engine's scheduler asks, and none of its ranks is connected."""
     with alone(directory) as (sidecar, prometheus):
-        scheduler = _shim.SchedulerSession(sidecar.socket, "lonely", 1, bytes(16), 1_000_000, True, False, 0)
+        scheduler = _shim.SchedulerSession(sidecar.socket, "lonely", 1, bytes(range(16)), 1_000_000, True, False, 0)
 
         def ask() -> None:
             log = scheduler.open()

@@ -43,6 +43,7 @@ LEVELS = {
     "pillion_check_difference_max": "a maximum",
     "pillion_pool_pinned_bytes": "how far the start has got",
     "pillion_mesh_peer_promises": "those that are open at present",
+    "pillion_tier_read_bytes_per_second": "a rate of past reads",
     "process_resident_memory_bytes": "the kernel's",
 }
 

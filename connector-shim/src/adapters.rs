@@ -20,7 +20,7 @@ use crate::core::policy::Adapter;
 /// A request's adapter, as the engine has it.
 #[derive(Clone, Debug)]
 pub struct AdapterRequest {
-    /// Its number in the ranks.
+    /// The adapter's number in the ranks.
     pub number: u64,
     /// The user's name for it.
     pub name: String,
@@ -28,9 +28,9 @@ pub struct AdapterRequest {
     pub path: PathBuf,
     /// Ranks read its files in every step of such a request, although they hold it.
     pub in_place: bool,
-    /// Its bytes are not in its files.
+    /// The adapter's bytes are not in the named files.
     pub elsewhere: bool,
-    /// Its tensors hold all experts as one.
+    /// The adapter's tensors hold all experts as one.
     pub fused_experts: bool,
 }
 
@@ -39,7 +39,7 @@ pub struct AdapterRequest {
 struct KnownAdapter {
     name: String,
     path: PathBuf,
-    /// None: not to be seen from here, such as files fetched from a hub by the ranks.
+    /// The files; none: they cannot be seen from here, as where ranks fetch them from a hub.
     files: Vec<AdapterFile>,
     /// No two have the same, so a fold made from it was never stated before.
     serial: u64,

@@ -57,7 +57,7 @@ pub struct BlockMemory {
 /// An engine and its namespace.
 #[derive(Clone, Debug)]
 pub struct EngineSetup {
-    /// The sidecar's socket.
+    /// The path of the sidecar's socket.
     pub socket: PathBuf,
     /// The engine's name, its own among all engines of the sidecar.
     pub name: String,
@@ -67,7 +67,7 @@ pub struct EngineSetup {
     pub expects: Option<String>,
     /// Parts of a block, each with some of the heads.
     pub shards: u32,
-    /// Its blocks.
+    /// The blocks of the sequence.
     pub memory: BlockMemory,
     /// How often hits are checked.
     pub checks: CheckRate,

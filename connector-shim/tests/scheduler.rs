@@ -3,8 +3,6 @@
 #[path = "scheduler/last_key.rs"]
 mod last_key;
 mod peer;
-#[path = "scheduler/states.rs"]
-mod states;
 
 use std::time::Duration;
 

@@ -256,3 +256,20 @@ def expect_right(result: dict[str, Any], right: list[list[int]], what: str) -> N
     lost = [index for index, answer in enumerate(result["value"]) if len(answer) < len(right[index])]
     assert not lost, f"lost request: {what}: requests {lost} ended early"
     assert result["value"] == right, f"wrong KV: {what}: the answers differ"
+
+
+def play_sets_that_lack_a_group(stage: Stage, prompts: list[list[int]], copy: str, lost: bool, engine: dict[str, Any]) -> None:
+    """The load of each prompt lacks another group's blocks, or its lease; the request is computed, and hits again later."""
+    groups, right = len(prompts), right_answers(prompts, 8)
+    hits = sum(hit_tokens(len(prompt)) for prompt in prompts)
+    fault = lose_leases(groups) if lost else spoil(groups)
+    with sidecar.serving(stage.directory) as keeper:
+        acts = [generate(prompts, 1), SETTLE, RESET, SLOW_STEPS, fault, generate(prompts, 8)]
+        acts += [SETTLE, RESET, generate(prompts, 8)]
+        (connector,) = by_load(keeper, "auto", **{"pillion.copy": copy})
+        (results,) = stage.play(acts, connector, metrics=metrics(keeper), **engine)
+        failed, last = results[5], results[-1]
+        assert (failed["hits"], failed["failed_requests"], failed["failed_blocks"]) == (hits, groups, 0)
+        expect_right(failed, right, "of sets of which one group lacked blocks")
+        expect_right(last, right, "after such loads")
+        assert (last["hits"], last["failed_requests"]) == (hits, 0)

@@ -19,8 +19,8 @@ from stage import (
     generate,
     go_on,
     hit_tokens,
-    lose_leases,
     metrics,
+    play_sets_that_lack_a_group,
     prompt_of,
     right_answers,
     send,
@@ -63,20 +63,7 @@ def test_blocks_that_another_group_overwrites_are_not_kept(stage: Stage, copy: s
 @pytest.mark.parametrize(("copy", "lost"), [("engine", False), ("engine", True), ("sidecar", True)])
 def test_a_load_that_one_group_lacks_has_failed(stage: Stage, copy: str, lost: bool) -> None:
     """Of each group in turn: its load goes wrong, or its lease is gone; the request is computed, and hits again afterwards."""
-    prompts = [prompt_of(300, 140 + group) for group in range(GROUPS)]
-    right = right_answers(prompts, 8)
-    hits = sum(hit_tokens(len(prompt)) for prompt in prompts)
-    fault = lose_leases(GROUPS) if lost else spoil(GROUPS)
-    with sidecar.serving(stage.directory) as keeper:
-        acts = [generate(prompts, 1), SETTLE, RESET, SLOW_STEPS, fault, generate(prompts, 8)]
-        acts += [SETTLE, RESET, generate(prompts, 8)]
-        (connector,) = by_load(keeper, "auto", **{"pillion.copy": copy})
-        (results,) = stage.play(acts, connector, metrics=metrics(keeper), **SET)
-        failed, last = results[5], results[-1]
-        assert (failed["hits"], failed["failed_requests"], failed["failed_blocks"]) == (hits, GROUPS, 0)
-        expect_right(failed, right, "of sets of which one group lacked blocks")
-        expect_right(last, right, "after such loads")
-        assert (last["hits"], last["failed_requests"]) == (hits, 0)
+    play_sets_that_lack_a_group(stage, [prompt_of(300, 140 + group) for group in range(GROUPS)], copy, lost, SET)
 
 
 @pytest.mark.parametrize("copy", ["engine", "sidecar"])

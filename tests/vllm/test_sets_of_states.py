@@ -9,18 +9,16 @@ from stage import (
     BLOCK_TOKENS,
     RESET,
     SETTLE,
-    SLOW_STEPS,
     Act,
     Stage,
     by_load,
     expect_right,
     generate,
     hit_tokens,
-    lose_leases,
     metrics,
+    play_sets_that_lack_a_group,
     prompt_of,
     right_answers,
-    spoil,
 )
 
 from testkit import sidecar
@@ -79,18 +77,4 @@ def test_a_shared_prefix_is_served_from_its_third_request_on(stage: Stage) -> No
 @pytest.mark.parametrize(("copy", "lost"), [("engine", False), ("engine", True), ("sidecar", True)])
 def test_a_load_that_one_group_lacks_has_failed(stage: Stage, copy: str, lost: bool) -> None:
     """The group is another one each time; the request is computed, and hits again afterwards."""
-    groups = 3
-    prompts = [prompt_of(300, 210 + group) for group in range(groups)]
-    right = right_answers(prompts, 8)
-    hits = sum(hit_tokens(len(prompt)) for prompt in prompts)
-    fault = lose_leases(groups) if lost else spoil(groups)
-    with sidecar.serving(stage.directory) as keeper:
-        acts = [generate(prompts, 1), SETTLE, RESET, SLOW_STEPS, fault, generate(prompts, 8)]
-        acts += [SETTLE, RESET, generate(prompts, 8)]
-        (connector,) = by_load(keeper, "auto", **{"pillion.copy": copy})
-        (results,) = stage.play(acts, connector, metrics=metrics(keeper), **MIXED)
-        failed, last = results[5], results[-1]
-        assert (failed["hits"], failed["failed_requests"], failed["failed_blocks"]) == (hits, groups, 0)
-        expect_right(failed, right, "of sets of which one group lacked blocks")
-        expect_right(last, right, "after such loads")
-        assert (last["hits"], last["failed_requests"]) == (hits, 0)
+    play_sets_that_lack_a_group(stage, [prompt_of(300, 210 + group) for group in range(3)], copy, lost, MIXED)

@@ -271,7 +271,6 @@ impl Output {
 /// Refuses options in contradiction to each other.
 fn checked(options: &Options) -> Result<(), InjectError> {
     #[derive(Parser)]
-    #[command(no_binary_name = false)]
     struct Serve {
         #[command(flatten)]
         _options: config::Options,

@@ -52,7 +52,7 @@ fn engine() -> Engine {
     Engine::new(RUN, FORM)
 }
 
-/// An adapter's files.
+/// Writes the files of an adapter.
 fn folder() -> TempDir {
     let folder = tempfile::tempdir().unwrap();
     write(folder.path(), b"one", r#"{"r": 8}"#);
@@ -97,7 +97,7 @@ fn in_place(folder: &Path) -> AdapterRequest {
 #[test]
 fn equal_files_make_equal_folds() {
     let (one, copy) = (folder(), folder());
-    // Ranks read neither.
+    // Ranks read none of the two files.
     fs::write(copy.path().join("README.md"), "about").unwrap();
     fs::write(copy.path().join("optimizer.pt"), "state").unwrap();
     let first = engine().fold(&asks(one.path()));
@@ -149,7 +149,7 @@ fn a_digest_is_computed_once() {
 #[test]
 fn nobody_waits_for_a_digest() {
     let (one, mut engine) = (folder(), engine());
-    // Nobody computes.
+    // No request computes.
     engine.adapters.thread = Some(mpsc::channel().0);
     engine.look_at(&asks(one.path()));
     assert_eq!(engine.adapters.fold(&asks(one.path())), Adapter::Undigested);
@@ -177,7 +177,7 @@ fn changed_files_go_without_the_cache() {
     assert_eq!(told.count(), 1);
 }
 
-/// Its requests go without the cache, as those of any changed adapter.
+/// The adapter's requests go without the cache, as for any changed adapter.
 #[test]
 fn an_overwritten_file_of_the_same_size_and_time() {
     let (one, mut engine) = (folder(), engine());

@@ -82,16 +82,15 @@ pub(super) fn inject_sidecar(pod: &mut Node, place: usize, options: &Options) ->
         record.image = Some(container.text_at(&["image"]).unwrap_or_default().to_owned());
         container.set_string("image", image);
     }
-    let mut lists = Lists { empty: &mut record.empty };
-    set_variables(&mut container, options, &mut record.variables, &mut lists)?;
-    lists.extend(&mut container, "volumeMounts", sidecar::engine_mounts(options), false)?;
-    let claims: Vec<_> = match options.copy {
+    set_variables(&mut container, options, &mut record)?;
+    let empty = &mut record.empty;
+    extend(&mut container, "volumeMounts", sidecar::engine_mounts(options), false, empty)?;
+    let claims = match options.copy {
         Copies::Engine => Vec::new(),
-        Copies::Sidecar => claims(&container).iter().map(|claim| (*claim).to_owned()).collect(),
+        Copies::Sidecar => claims(&container),
     };
-    let claims: Vec<_> = claims.iter().map(String::as_str).collect();
-    lists.extend(pod, "initContainers", sidecar::init_containers(options, &group, &claims), true)?;
-    lists.extend(pod, "volumes", sidecar::volumes(options), false)?;
+    extend(pod, "initContainers", sidecar::init_containers(options, &group, &claims), true, empty)?;
+    extend(pod, "volumes", sidecar::volumes(options), false, empty)?;
     if let Some(Node::List(containers)) = pod.get_mut("containers") {
         containers[place] = container;
     }
@@ -139,41 +138,34 @@ fn retain(map: &mut Node, list: &str, empty: &[String], is_kept: impl Fn(&Node) 
     }
 }
 
-/// Adds to lists, and notes lists without items.
-struct Lists<'a> {
-    empty: &'a mut Vec<String>,
-}
-
-impl Lists<'_> {
-    fn extend(&mut self, map: &mut Node, key: &str, added: Vec<Node>, first: bool) -> Result<(), String> {
-        if added.is_empty() {
-            return Ok(());
-        }
-        match map.get_mut(key) {
-            Some(Node::List(items)) => {
-                if items.is_empty() {
-                    self.empty.push(key.to_owned());
-                }
-                let place = if first { 0 } else { items.len() };
-                items.splice(place..place, added);
+/// Adds items to a list, in front of the others or behind them; `empty` gets the name of a list without items.
+fn extend(
+    map: &mut Node,
+    key: &str,
+    added: Vec<Node>,
+    first: bool,
+    empty: &mut Vec<String>,
+) -> Result<(), String> {
+    match map.get_mut(key) {
+        Some(Node::List(items)) => {
+            if items.is_empty() {
+                empty.push(key.to_owned());
             }
-            Some(value) if !value.is_null() => return Err(format!("its {key} is no list: write one")),
-            Some(_) => return Err(format!("its {key} has no value: leave it out")),
-            None => map.set(key, Node::List(added)),
+            let place = if first { 0 } else { items.len() };
+            items.splice(place..place, added);
         }
-        Ok(())
+        Some(value) if !value.is_null() => return Err(format!("its {key} is no list: write one")),
+        Some(_) => return Err(format!("its {key} has no value: leave it out")),
+        None => map.set(key, Node::List(added)),
     }
+    Ok(())
 }
 
 /// Sets the seed shared by all engines of a namespace, and the way to the connector.
-fn set_variables(
-    container: &mut Node,
-    options: &Options,
-    before: &mut BTreeMap<String, Option<String>>,
-    lists: &mut Lists<'_>,
-) -> Result<(), String> {
+fn set_variables(container: &mut Node, options: &Options, record: &mut PodRecord) -> Result<(), String> {
+    let PodRecord { variables: before, empty, .. } = record;
     if container.named("env", HASH_SEED).is_none() {
-        lists.extend(container, "env", vec![sidecar::make_variable(HASH_SEED, Node::string("0"))], false)?;
+        extend(container, "env", vec![sidecar::make_variable(HASH_SEED, Node::string("0"))], false, empty)?;
         before.insert(HASH_SEED.to_owned(), None);
     }
     if !options.brings_connector() {
@@ -182,7 +174,7 @@ fn set_variables(
     match container.named("env", PYTHON_PATH) {
         None => {
             let value = Node::string(sidecar::CONNECTOR_FOLDER);
-            lists.extend(container, "env", vec![sidecar::make_variable(PYTHON_PATH, value)], false)?;
+            extend(container, "env", vec![sidecar::make_variable(PYTHON_PATH, value)], false, empty)?;
             before.insert(PYTHON_PATH.to_owned(), None);
         }
         Some(variable) => {

@@ -30,11 +30,16 @@ SETTINGS = {"pillion.query_timeout_us": 20_000, "pillion.check_every": 1}
 ROUNDS_MAX = 4
 
 
-PATHS = [("sync", "engine", "full"), ("async", "engine", "full"), ("auto", "sidecar", "full"), ("async", "sidecar", "full")]
+PATHS = [
+    ("sync", "engine", "full"),
+    ("async", "engine", "full"),
+    ("auto", "sidecar", "full"),
+    ("async", "sidecar", "full-drafts"),
+]
 # With windows vLLM frees blocks while requests run. Every load is asynchronous there.
-PATHS += [("sync", "engine", "window"), ("auto", "sidecar", "window")]
+PATHS += [("sync", "engine", "window"), ("auto", "sidecar", "window-drafts")]
 # Windows beside full attention, in groups that have their blocks of one pool.
-PATHS += [("auto", "engine", "set"), ("auto", "sidecar", "set"), ("auto", "engine", "set-of-sizes")]
+PATHS += [("auto", "engine", "set-drafts"), ("auto", "sidecar", "set"), ("auto", "engine", "set-of-sizes")]
 # States, windows and scratch beside full attention.
 PATHS += [("auto", "engine", "mixed"), ("auto", "sidecar", "mixed")]
 # Blocks of the engine are few enough that it preempts.
@@ -45,6 +50,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "set-of-sizes": {"kind": "set", "window": 50, "larger": 2, "blocks": 34},
     "mixed": {"kind": "mixed", "window": 50, "blocks": 40},
 }
+# A step computes drafts, too. The KV of rejected ones lies in the blocks until the next step.
+KINDS |= {f"{kind}-drafts": KINDS[kind] | {"drafts": 3} for kind in ("full", "window", "set")}
 SETS = ("set", "mixed")
 SET_TESTS = sum(KINDS[kind]["kind"] in SETS for _, _, kind in PATHS) * len(RELEASES) * len(SCHEDULERS)
 ALONE = "PILLION_SEED" in os.environ

@@ -17,12 +17,18 @@ def build_config(scenario: dict[str, Any]) -> Any:
         KVEventsConfig,
         KVTransferConfig,
         ModelConfig,
+        ParallelConfig,
         SchedulerConfig,
+        SpeculativeConfig,
         VllmConfig,
     )
 
-    states = scenario.get("kind") in SETS_OF_STATES
+    states, drafts = scenario.get("kind") in SETS_OF_STATES, scenario.get("drafts", 0)
     model = ModelConfig(model=scenario["model"], skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True)
+    target = {"target_model_config": model, "target_parallel_config": ParallelConfig()}
+    # The scripted worker drafts by itself; an asynchronous scheduler takes drafters on the device alone.
+    method = "ngram_gpu" if scenario["async_scheduling"] else "ngram"
+    speculative = SpeculativeConfig(method=method, num_speculative_tokens=drafts, **target) if drafts else None
     return VllmConfig(
         model_config=model,
         device_config=DeviceConfig("cpu"),
@@ -42,6 +48,7 @@ def build_config(scenario: dict[str, Any]) -> Any:
             async_scheduling=scenario["async_scheduling"],
             policy=scenario.get("policy", "fcfs"),
         ),
+        speculative_config=speculative,
         kv_transfer_config=KVTransferConfig(kv_role="kv_both", kv_load_failure_policy="recompute", **scenario["connector"]),
         kv_events_config=KVEventsConfig(enable_kv_cache_events="events" in scenario, endpoint=scenario.get("events", "")),
     )

@@ -56,6 +56,16 @@ class Prefix:
             self.tokens.append(token)
             self.digests.append(int.from_bytes(self._state.digest(), "little"))
 
+    def mark(self) -> tuple[int, Any]:
+        """The place to come back to by `rewind`."""
+        return len(self.tokens), self._state.copy()
+
+    def rewind(self, mark: tuple[int, Any]) -> None:
+        """Forgets the tokens behind the mark. A mark is used once."""
+        length, self._state = mark
+        del self.tokens[length:], self.digests[length:]
+        self._contents = min(self._contents, length)
+
     def content(self, channels: np.ndarray, end: int) -> np.ndarray:
         """`content` of the positions before `end`. The channels are always the same."""
         known, total = self._contents, len(self.digests)
@@ -95,6 +105,16 @@ def right_answer(prompt: list[int], output_tokens: int, weights: int = 0) -> lis
     for _ in range(output_tokens):
         prefix.extend([next_token(prefix.digests)])
     return prefix.tokens[len(prompt) :]
+
+
+def draft(prefix: Prefix, count: int) -> list[int]:
+    """A drafter's tokens behind a prefix. Every third position proposes a wrong one."""
+    mark = prefix.mark()
+    for _ in range(count):
+        prefix.extend([(next_token(prefix.digests) + (prefix.digests[-1] % 3 == 0)) % VOCAB])
+    drafted = prefix.tokens[mark[0] :]
+    prefix.rewind(mark)
+    return drafted
 
 
 def next_token(digests: list[int]) -> int:
@@ -152,6 +172,9 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
         self._rings: dict[str, int] = {}
         self.kv = allocate(kv_cache_config)
         self._prefixes: dict[str, Prefix] = {}
+        # Drafts of a request in a step, and the last step's drafts.
+        self._draft_tokens = vllm_config.num_speculative_tokens
+        self.drafts: dict[str, list[int]] = {}
         self._prompt_tokens: dict[str, int] = {}
         # Of each group.
         self._blocks: dict[str, list[list[int]]] = {}
@@ -269,7 +292,8 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
             elif blocks is not None:
                 for known, ids in zip(self._blocks[name], blocks, strict=True):
                     known += ids
-            starts[name] = cached.num_computed_tokens[index]
+            # An asynchronous scheduler takes all drafts of the step in flight for accepted.
+            starts[name] = min(cached.num_computed_tokens[index], len(self._prefixes[name].tokens) - 1)
         return starts
 
     def _count(self, ids: Iterable[list[int]]) -> None:
@@ -296,6 +320,7 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
 
     def _forward(self, step: Any, starts: dict[str, int], fault: str = "") -> dict[str, list[int]]:
         ends = {name: starts[name] + count for name, count in step.num_scheduled_tokens.items()}
+        marks = self._add_drafts(step)
         contents = {name: self._prefixes[name].content(self._channels, end) for name, end in ends.items()}
         bad: dict[str, set[int]] = {name: set() for name in ends}
         places: dict[tuple[str, int], Places] = {}
@@ -329,7 +354,22 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
                     held = zip((first + wrong) // self.block_tokens[group], blocks[wrong].tolist(), strict=True)
                     self.wrong_loaded += sum(self._is_loaded(name, group, int(place), block) for place, block in held)
             self.connector.save_kv_layer(layer, self.kv[layer], None)
-        return {name: self._sample(name, end, bad[name]) for name, end in ends.items()}
+        sampled = {name: self._sample(name, end, bad[name], marks.get(name)) for name, end in ends.items()}
+        self.drafts = {
+            name: draft(self._prefixes[name], self._draft_tokens) if tokens else [] for name, tokens in sampled.items()
+        }
+        return sampled
+
+    def _add_drafts(self, step: Any) -> dict[str, tuple[int, Any]]:
+        """Adds the step's drafts to the prefixes of their requests; the places where they begin."""
+        marks = {}
+        for name, tokens in step.scheduled_spec_decode_tokens.items():
+            prefix = self._prefixes[name]
+            # An asynchronous scheduler knows the number of drafts alone.
+            drafts = draft(prefix, len(tokens)) if -1 in tokens else tokens
+            marks[name] = prefix.mark()
+            prefix.extend(drafts)
+        return marks
 
     def _step_states(
         self,
@@ -368,7 +408,7 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
         assert blocks.all(), "vLLM's null block holds nobody's KV"
         return first, blocks, positions % tokens
 
-    def _sample(self, name: str, end: int, bad: set[int]) -> list[int]:
+    def _sample(self, name: str, end: int, bad: set[int], mark: tuple[int, Any] | None) -> list[int]:
         self.wrong[name] += len(bad)
         prefix = self._prefixes[name]
         if end < len(prefix.tokens):
@@ -376,5 +416,13 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
         read = prefix.digests[:end]
         for position in bad:
             read[position] ^= 1
-        prefix.extend([next_token(read)])
-        return [prefix.tokens[-1]]
+        first = mark[0] if mark else end
+        drafts, sampled = prefix.tokens[first:], []
+        for place in range(first, end + 1):
+            sampled.append(next_token(read[:place]))
+            if place < end and sampled[-1] != drafts[place - first]:
+                break
+        if mark:
+            prefix.rewind(mark)
+        prefix.extend(sampled)
+        return sampled

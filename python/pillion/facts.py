@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 NONE_HASH_RULE_SINCE = (0, 29)
-# Ways to propose tokens that keep no KV: the target's is the same with and without them.
-DRAFTS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 logger = vllm_compat.init_logger("vllm.pillion")
 ENVIRONMENT = "environment variables"
 # Settings that change KV by more than the rounding of one kernel or another, with vLLM's defaults: by fact, and by where in
@@ -206,9 +204,9 @@ class Facts:
 
     def _drafter(self) -> str:
         """The model that proposes tokens, if it has layers of KV beside the other ones in a block."""
-        speculative = getattr(self._vllm_config, "speculative_config", None)
-        if speculative is None or speculative.method in DRAFTS_WITHOUT_KV:
+        if not vllm_compat.drafts_with_kv(self._vllm_config):
             return "none"
+        speculative = self._vllm_config.speculative_config
         draft = getattr(speculative, "draft_model_config", None)
         config = identity.configuration(draft.hf_config) if draft is not None else "no configuration"
         return f"{speculative.method} {getattr(speculative, 'model', None)} {config}"

@@ -115,6 +115,16 @@ def drafts_from_hidden_states(vllm_config: VllmConfig) -> bool:
     return bool(uses and uses())
 
 
+# Methods of speculation without a drafter's KV: the target's is the same with and without them.
+DRAFTS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
+
+
+def drafts_with_kv(vllm_config: VllmConfig) -> bool:
+    """Whether layers of a drafter have KV."""
+    speculative = getattr(vllm_config, "speculative_config", None)
+    return speculative is not None and speculative.method not in DRAFTS_WITHOUT_KV
+
+
 def drops_last_block(vllm_config: VllmConfig) -> bool:
     """True if vLLM shortens each hit of its own cache by a block. The drafter's KV of that block depends on the next token."""
     speculative = getattr(vllm_config, "speculative_config", None)
@@ -212,7 +222,7 @@ def _unserved_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
         reason = _unserved_set(vllm_config, kv_cache_config, kinds, remedy)
         return reason and f"the model has {len(groups)} KV cache groups{reason}"
     if kinds == {WINDOW_SPEC}:
-        return _unserved_windows(vllm_config)
+        return _unserved_windows()
     if not kinds <= set(SERVED_SPECS):
         return f"its KV cache is of kind {named}, and only {', '.join((*SERVED_SPECS, WINDOW_SPEC))} are served: {LEAVE_OUT}"
     return None
@@ -231,20 +241,18 @@ def _unserved_set(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kinds
     whole = hashed and all(group.kv_cache_spec.block_size % hashed == 0 for group in served)
     if not whole:
         return f", and this vLLM divides or hashes their blocks in ways that are not served: {remedy}"
-    if getattr(vllm_config, "speculative_config", None) is not None:
-        return ", which are not served with speculation: start vLLM without --speculative-config"
-    if getattr(vllm_config, "lora_config", None) is not None:
-        # Each group digests an adapter's files by itself: those that change meanwhile would be of two kinds in one set.
-        return ", which are not served with adapters: start vLLM without --enable-lora"
+    speculates, has_states = getattr(vllm_config, "speculative_config", None), "state" in map(kind_of_group, served)
+    if drafts_with_kv(vllm_config) or (speculates and has_states):
+        # A step with drafts leaves a state for each of them, and copies the right one later.
+        named = "with speculation" if has_states else "with a drafter's KV"
+        return f", which are not served {named}: start vLLM without --speculative-config"
     if not recomputes_failed_loads(vllm_config):
         return ", and a load that fails would end its request: set kv_load_failure_policy to recompute"
     return None
 
 
-def _unserved_windows(vllm_config: VllmConfig) -> str | None:
+def _unserved_windows() -> str | None:
     """Why blocks of a model whose layers all have windows cannot be kept; None if they can."""
-    if getattr(vllm_config, "speculative_config", None) is not None:
-        return "all layers have windows, which is not served with speculation: start vLLM without --speculative-config"
     if not hasattr(KVConnectorBase_V1, "get_transfer_results"):
         return (
             "all layers have windows, and this vLLM would compute with freed blocks after a load that fails: install vLLM "

@@ -1,16 +1,18 @@
-"""Drafters with KV in the model's cache group: it is kept with the model's, over a restart.
+"""Speculation: KV of steps with drafts is kept, over a restart, with one cache group and with several.
 
 With EAGLE vLLM takes each hit of its own cache to be a block shorter, which Pillion does not load again for each request.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from testkit import drafter, engine, model, prompts, sidecar
+from testkit import drafter, engine, model, pool_file, prompts, sidecar, windows
 
 PROMPT = prompts.prompt(700, seed=31)
 WHOLE = prompts.hit_tokens(len(PROMPT))
@@ -31,10 +33,10 @@ def ask(running: engine.Engine) -> tuple[dict[str, Any], int]:
 def test_a_drafter_s_kv_outlives_the_engine(method: str, tmp_path: Path) -> None:
     """In float32, so that steps of several sizes choose the same tokens."""
     speculative = drafter.write(tmp_path / "drafter", method)
-    target = model.write(tmp_path / "model", drafter.TARGET)
+    shape = model.write(tmp_path / "model", drafter.TARGET)
     with sidecar.serving(tmp_path) as keeper:
         options = engine.Options(
-            target, keeper.socket, dtype="float32", batched_tokens=256, arguments={"speculative_config": speculative}
+            shape, keeper.socket, dtype="float32", batched_tokens=256, arguments={"speculative_config": speculative}
         )
         with engine.running(options, tmp_path / "first.log") as first:
             (cold, _), (local, loaded) = ask(first), ask(first)
@@ -50,3 +52,65 @@ def test_a_drafter_s_kv_outlives_the_engine(method: str, tmp_path: Path) -> None
         assert keeper.metrics()["pillion_load_failures_total"] == 0
     for log in ("first.log", "second.log"):
         assert "STAYS OUT" not in (tmp_path / log).read_text()
+
+
+# A token has come before in each prompt, so every step has drafts. Few of them are right.
+NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+# An answer of several blocks, and ends of second turns.
+ANSWER_TOKENS, MORE = 100, [prompts.prompt(50, seed=seed) for seed in range(33, 39)]
+MODELS: dict[str, Callable[[Path], Path]] = {
+    "windows": windows.FAMILIES["gemma3"],
+    "all-windows": lambda directory: model.write(directory, model.TINY_ALL_WINDOWS),
+}
+
+
+# Logprobs of one position by steps of several sizes, in float32.
+ROUNDING = 1e-3
+
+
+def agree(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two answers have the same tokens, and logprobs but for rounding."""
+    pairs = [
+        (left[token], right.get(token, 0.0))
+        for left, right in zip(one["logprobs"], other["logprobs"], strict=True)
+        for token in left
+    ]
+    return one["tokens"] == other["tokens"] and all(abs(left - right) < ROUNDING for left, right in pairs)
+
+
+@pytest.mark.supports("ngram")
+@pytest.mark.parametrize("name", MODELS)
+def test_blocks_with_rejected_drafts(options: engine.Options, tmp_path: Path, name: str) -> None:
+    """Blocks of an answer are filled by steps with rejected drafts. Second turns over a restart are answered as by an
+    engine without Pillion; with a wrong key in every block some are not."""
+    arguments = {"speculative_config": NGRAMS}
+    plain = dataclasses.replace(options, model=MODELS[name](tmp_path / "model"), dtype="float32", arguments=arguments)
+    with sidecar.serving(tmp_path) as keeper:
+        connected = dataclasses.replace(plain, socket=keeper.socket)
+        with engine.running(connected, tmp_path / "first.log") as first:
+            (turn,) = first.generate([PROMPT], max_tokens=ANSWER_TOKENS)
+            windows.wait_until_quiet(keeper)
+            first.kill()
+        turns = [[*PROMPT, *turn["tokens"], *more] for more in MORE]
+
+        def answers(running: engine.Engine) -> Iterator[dict[str, Any]]:
+            for asked in turns:
+                windows.forget(running, keeper)
+                (answer,) = running.generate([asked], max_tokens=OUTPUT_TOKENS)
+                yield answer
+
+        with engine.running(connected, tmp_path / "second.log") as second:
+            warm = list(answers(second))
+            # The last token of an answer has no KV until the next turn.
+            ends = [len(PROMPT) + ANSWER_TOKENS - 1, *[len(PROMPT) + ANSWER_TOKENS] * (len(turns) - 1)]
+            found = [end // engine.BLOCK_TOKENS * engine.BLOCK_TOKENS for end in ends]
+            assert [answer["cached_tokens"] for answer in warm] == found
+            assert second.metrics()["external_hits"] == sum(found)
+            with pool_file.damaged(keeper.pool, value_bytes=4) as blocks:
+                assert blocks > 0
+                damaged = list(answers(second))
+            second.exit()
+    with engine.running(dataclasses.replace(plain, socket=None), tmp_path / "plain.log") as without:
+        right = [without.generate([asked], max_tokens=OUTPUT_TOKENS)[0] for asked in turns]
+        without.exit()
+    assert all(map(agree, warm, right)) and not all(map(agree, damaged, right))

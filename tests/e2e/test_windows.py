@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from testkit import engine, model, pool_file, prompts, random_model, sidecar, windows
+from testkit import adapter, asking, engine, model, pool_file, prompts, random_model, sidecar, windows
 
 # Blocks that are full after the answers, and those of hits that the next token reads.
 STORED = sum(prompts.stored_blocks(len(tokens), windows.OUTPUT_TOKENS) for tokens in windows.PROMPTS)
@@ -69,6 +69,30 @@ def test_windows_in_larger_blocks(options: engine.Options, tmp_path: Path) -> No
             first.kill()
         with engine.running(connected, tmp_path / "second.log") as second:
             windows.load(second, keeper, answers, hits)
+            second.exit()
+
+
+@pytest.mark.supports("adapters", "windows")
+def test_each_adapter_has_kv_of_its_own(options: engine.Options, tmp_path: Path) -> None:
+    """In all groups alike: a restarted engine finds the prompt of each adapter, and the one without any."""
+    shape, prompt = model.TINY_WINDOWS, windows.PROMPTS[-1]
+    written = [adapter.write(tmp_path / f"adapter-{seed}", seed, shape) for seed in (1, 2)]
+    adapters = [{}, *({"lora": adapter.asked(path, number)} for number, path in enumerate(written, 1))]
+    with sidecar.serving(tmp_path) as keeper:
+        path = model.write(tmp_path / "model", shape)
+        connected = dataclasses.replace(options, model=path, socket=keeper.socket, arguments=adapter.ARGUMENTS)
+        with engine.running(connected, tmp_path / "first.log") as first:
+            cold = [asking.ask(first, prompt, **more) for more in adapters]
+            local = [asking.ask(first, prompt, **more)[0] for more in adapters]
+            assert [hits for _, hits in cold] == [0, 0, 0] and len(set(map(tuple, local))) == 3
+            windows.wait_until_quiet(keeper)
+            first.kill()
+        with engine.running(connected, tmp_path / "second.log") as second:
+            for more in adapters[1:]:
+                # On a busy machine a query may not wait long enough for the digest of a new adapter.
+                second.nudge(**more)
+            warm = [asking.ask(second, prompt, **more) for more in adapters]
+            assert warm == [(tokens, prompts.hit_tokens(len(prompt))) for tokens in local]
             second.exit()
 
 

@@ -113,19 +113,17 @@ def test_promoted_windows_are_served(name: str, more: dict[str, Any]) -> None:
 
 
 @pytest.mark.supports("all-windows")
-@refuses("window-drafts", "start vLLM without --speculative-config")
-def test_windows_in_all_layers_are_served(remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a load that fails can be told to have failed as a whole, and no token that was computed is taken back."""
+def test_windows_in_all_layers_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a load that fails can be told to have failed as a whole; beside speculation too."""
     groups = kv_cache_config(spec("SlidingWindowSpec", **WINDOW))
     assert vllm_compat.unsupported(PLAIN, groups) is None
     assert vllm_compat.window(groups) == 512
     assert vllm_compat.window(kv_cache_config(full_attention(**WINDOW))) == 0, "vLLM keeps every block"
     drafting: Any = SimpleNamespace(**vars(PLAIN), speculative_config=SimpleNamespace())
-    assert vllm_compat.unsupported(drafting, kv_cache_config(full_attention())) is None
-    reasons = [vllm_compat.unsupported(drafting, groups) or ""]
+    assert vllm_compat.unsupported(drafting, groups) is None
     monkeypatch.delattr(vllm_compat.KVConnectorBase_V1, "get_transfer_results")
-    reasons.append(vllm_compat.unsupported(PLAIN, groups) or "")
-    assert remedy in reasons[0] and "0.30" in reasons[1] and all(map(fits_metrics, reasons))
+    reason = vllm_compat.unsupported(PLAIN, groups) or ""
+    assert "0.30" in reason and fits_metrics(reason)
 
 
 @pytest.mark.supports("latents")
@@ -167,29 +165,44 @@ def test_several_groups_are_served_where_a_set_can_fail_as_a_whole() -> None:
     assert all(fits_metrics(reason) for reason in reasons)
 
 
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [
-        pytest.param(
-            "speculative_config", SimpleNamespace(), marks=refuses("set-drafts", "start vLLM without --speculative-config")
-        ),
-        pytest.param("lora_config", SimpleNamespace(), marks=refuses("set-adapters", "start vLLM without --enable-lora")),
-        pytest.param(
-            "kv_transfer_config",
-            SimpleNamespace(kv_load_failure_policy="fail"),
-            marks=refuses("set-fails", "set kv_load_failure_policy to recompute"),
-        ),
-    ],
-)
-def test_several_groups_are_refused_beside(setting: str, value: Any, remedy: str) -> None:
-    """What their loads are not right with."""
-    engine: Any = SimpleNamespace(**vars(PLAIN) | {"kv_transfer_config": RECOMPUTE, setting: value})
+@refuses("set-fails", "set kv_load_failure_policy to recompute")
+def test_several_groups_are_refused_where_a_failed_load_ends_its_request(remedy: str) -> None:
+    """A load that one group lacks has failed as a whole."""
+    engine: Any = SimpleNamespace(**vars(PLAIN), kv_transfer_config=SimpleNamespace(kv_load_failure_policy="fail"))
     reason = vllm_compat.unsupported(engine, full_and_window()) or ""
     assert remedy in reason and fits_metrics(reason)
 
 
+NGRAMS, EAGLE = SimpleNamespace(method="ngram"), SimpleNamespace(method="eagle")
+
+
+@pytest.mark.parametrize("more", [{"speculative_config": NGRAMS}, {"lora_config": SimpleNamespace()}])
+def test_windows_in_groups_of_their_own_are_served_beside(more: dict[str, Any]) -> None:
+    """Drafts without KV, and adapters."""
+    engine: Any = SimpleNamespace(**vars(PLAIN), kv_transfer_config=RECOMPUTE, **more)
+    assert vllm_compat.unsupported(engine, full_and_window()) is None
+
+
 STATE = MambaSpec(block_size=16, shapes=((2, 64),), dtypes=(torch.bfloat16,), mamba_cache_mode="align")
 SCRATCH = spec("CircularBufferSpec", block_size=8)
+
+
+@pytest.mark.parametrize(
+    ("group", "drafts"),
+    [
+        pytest.param(STATE, NGRAMS, marks=refuses("state-drafts", "start vLLM without --speculative-config")),
+        pytest.param(
+            spec("SlidingWindowSpec", **WINDOW), EAGLE, marks=refuses("set-drafts", "start vLLM without --speculative-config")
+        ),
+    ],
+)
+def test_several_groups_are_refused_beside_drafts(group: Any, drafts: Any, remedy: str) -> None:
+    """Of any kind beside states, and of a drafter with KV beside windows."""
+    both = full_and_window()
+    both.kv_cache_groups = [dataclasses.replace(both.kv_cache_groups[0], kv_cache_spec=it) for it in (full_attention(), group)]
+    engine: Any = SimpleNamespace(**vars(PLAIN), kv_transfer_config=RECOMPUTE, speculative_config=drafts)
+    reason = vllm_compat.unsupported(engine, both) or ""
+    assert remedy in reason and fits_metrics(reason)
 
 
 @pytest.mark.supports("states")

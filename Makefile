@@ -105,7 +105,7 @@ prove: setup-tests ## remove each protection in turn and see its test fail
 sanitize: setup ## address and thread sanitizers over the Rust tests
 	@scripts/sanitize
 
-lint: setup ## formatting, clippy, ruff, mypy, typos, cargo-deny, the rules of scripts/tidy and scripts/edges, pictures, generated pages
+lint: setup ## formatting, clippy, ruff, mypy, typos, cargo-deny, advisories where their database can be fetched, the rules of scripts/tidy and scripts/edges, pictures, generated pages
 	cargo fmt --all --check
 	cargo fmt --manifest-path examples/candle/Cargo.toml --check
 	@scripts/part clippy cargo clippy --workspace --all-targets --features connector-shim/python,connector-shim/c,mesh/rdma --quiet -- -D warnings
@@ -123,6 +123,7 @@ lint: setup ## formatting, clippy, ruff, mypy, typos, cargo-deny, the rules of s
 	typos
 	cargo package --quiet --offline --no-verify --allow-dirty -p shm-protocol -p copy-engine -p connector-shim -p pillion
 	cargo-deny --log-level error check --hide-inclusion-graph bans licenses sources
+	@scripts/advisories
 
 bench: setup ## every benchmark, one JSON line each
 	@for name in $$(benches/run); do echo "== $$name"; benches/run $$name; done

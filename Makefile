@@ -5,7 +5,7 @@ SHELL := bash
 # A toolchain that scripts/setup installed is not on the PATH of a shell that was open before.
 export PATH := $(CURDIR)/.venv/bin:$(HOME)/.cargo/bin:$(PATH)
 
-.PHONY: help setup setup-tests demo test test-long test-rust test-loom test-sim test-python test-e2e identity test-rdma sim chaos prove sanitize lint bench fuzz clean test-gpu test-ops dist docs
+.PHONY: help setup setup-tests demo test test-long test-rust test-loom test-sim test-python test-manifests test-e2e identity test-rdma sim chaos prove sanitize lint bench fuzz clean test-gpu test-ops dist docs
 
 # What runs the tests on a GPU: it finds vLLM's CUDA build and pillion; and which of them, with pytest's options.
 PYTHON ?= python3
@@ -35,7 +35,7 @@ setup-tests: setup
 demo: setup ## a real vLLM engine gets its KV back after a restart: table, and a picture under demo-out/
 	@python scripts/demo.py
 
-test: test-rust test-loom test-sim test-python test-e2e ## all tests; no GPU needed
+test: test-rust test-loom test-sim test-python test-manifests test-e2e ## all tests; no GPU needed
 
 test-long: setup-tests ## what CI has no time for: many seeds, this release against the one before, built from history, and the next, and other engines
 	@scripts/build-release previous
@@ -67,6 +67,11 @@ test-python: setup-tests ## the connector against vLLM's signatures and schedule
 test-e2e: setup-tests ## the connector in real vLLM engines, of the newest release too
 	@scripts/part test-e2e $(PYTEST) tests/e2e tests/identity/test_engines.py --ignore=tests/e2e/test_windows.py -k 'not spawned'
 	@PYTHONPATH=$(CURDIR)/.cache/vllm-$(NEWEST_VLLM) scripts/part test-e2e-newest $(PYTEST) tests/e2e/test_restart.py tests/e2e/test_windows.py -k 'not spawned'
+
+test-manifests: setup ## `pillion inject` on odd manifests and on charts, and deploy/, as Kubernetes reads them
+	@scripts/part setup-manifests scripts/setup manifests
+	@cd tests && PILLION_BINARY="$(CURDIR)/.venv/bin/pillion" ../scripts/part test-manifests ../.cache/tools/bin/python -m pytest -q \
+		ops/test_manifests.py ops/test_charts.py ops/test_odd_manifests.py ops/test_helm.py
 
 identity: setup-tests ## every setting that changes KV, and many that do not, with engines that keep and engines that ask
 	EVERY_KNOB=1 $(PYTEST) tests/vllm/test_knobs.py tests/identity
@@ -105,7 +110,7 @@ prove: setup-tests ## remove each protection in turn and see its test fail
 sanitize: setup ## address and thread sanitizers over the Rust tests
 	@scripts/sanitize
 
-lint: setup ## formatting, clippy, ruff, mypy, typos, cargo-deny, the rules of scripts/tidy and scripts/edges, pictures, generated pages
+lint: setup ## formatting, clippy, ruff, mypy, typos, cargo-deny, advisories where their database can be fetched, the rules of scripts/tidy and scripts/edges, pictures, generated pages
 	cargo fmt --all --check
 	cargo fmt --manifest-path examples/candle/Cargo.toml --check
 	@scripts/part clippy cargo clippy --workspace --all-targets --features connector-shim/python,connector-shim/c,mesh/rdma --quiet -- -D warnings
@@ -123,6 +128,7 @@ lint: setup ## formatting, clippy, ruff, mypy, typos, cargo-deny, the rules of s
 	typos
 	cargo package --quiet --offline --no-verify --allow-dirty -p shm-protocol -p copy-engine -p connector-shim -p pillion
 	cargo-deny --log-level error check --hide-inclusion-graph bans licenses sources
+	@scripts/advisories
 
 bench: setup ## every benchmark, one JSON line each
 	@for name in $$(benches/run); do echo "== $$name"; benches/run $$name; done

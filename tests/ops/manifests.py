@@ -14,6 +14,10 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEPLOY = ROOT / "deploy"
 INJECTED = sorted((ROOT / "tools/tests/inject").glob("*.injected.yaml"))
+# The manifests before.
+CHARTS = [path.with_name(path.name.replace(".injected", "")) for path in INJECTED]
+# Groups of Kubernetes itself; operators have others.
+BUILT_IN_GROUPS = {"v1", "apps/v1", "batch/v1", "networking.k8s.io/v1", "policy/v1", "resource.k8s.io/v1"}
 KUBERNETES = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 MONITORING = sorted((DEPLOY / "monitoring").glob("*.yaml"))
 # The releases of Kubernetes that know every kind here: resource.k8s.io/v1 is of 1.34.

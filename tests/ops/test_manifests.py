@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from manifests import (
+    BUILT_IN_GROUPS,
     DEPLOY,
     INJECTED,
     KUBERNETES,
@@ -34,8 +35,6 @@ from testkit.sidecar import Sidecar, find_binary
 # Mappings whose keys are the user's own.
 FREE = {"labels", "annotations", "matchLabels", "limits", "requests", "data", "nodeSelector"}
 BUILT_IN = [pytest.param(path, version, id=f"{path.stem}-{version}") for path in KUBERNETES + INJECTED for version in VERSIONS]
-# Groups of Kubernetes itself; operators have others.
-BUILT_IN_GROUPS = {"v1", "apps/v1", "batch/v1", "networking.k8s.io/v1", "policy/v1", "resource.k8s.io/v1"}
 # How long a Service may still send requests to a pod that ends.
 ENDPOINTS_GO_S = 5
 # What `pillion route` takes at the most after SIGTERM, and what a sidecar with disks does.

@@ -2,6 +2,7 @@
 //! bytes; a changed one is written in block style, without comments.
 
 mod engine;
+mod lists;
 mod pod;
 mod sidecar;
 mod yaml;
@@ -14,8 +15,9 @@ use clap::{Args, Parser, ValueEnum};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+use self::lists::Before;
 use self::pod::PodRecord;
-use self::yaml::{Document, Node};
+use self::yaml::Node;
 use ::sidecar::config::{self, Size};
 
 /// Bytes of the largest input: all manifests of a cluster, not its images.
@@ -121,8 +123,8 @@ pub enum InjectError {
     Io(#[from] io::Error),
     #[error("the input has more than {INPUT_BYTES_MAX} bytes: pass fewer manifests at once")]
     TooLarge,
-    #[error("the input is not valid YAML: {0}")]
-    Malformed(String),
+    #[error("the input is not UTF-8: save it as UTF-8")]
+    Encoding,
     #[error(
         "--peer is given without certificates: pass --mesh-secret NAME, or --mesh-plaintext if everybody in the network \
          may read blocks"
@@ -157,9 +159,9 @@ pub struct Output {
 #[derive(Default, Deserialize, Serialize)]
 struct ObjectRecords {
     pods: BTreeMap<String, PodRecord>,
-    /// Whether the object had annotations, if none.
-    #[serde(default)]
-    annotated: bool,
+    /// The object's annotations, where they were there without any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    annotations: Option<Before>,
 }
 
 // === impl Options ===
@@ -211,11 +213,12 @@ pub fn serve(
     mut notes: impl Write,
     options: &Options,
 ) -> Result<(), InjectError> {
-    let mut source = String::new();
-    input.take(INPUT_BYTES_MAX + 1).read_to_string(&mut source)?;
+    let mut source = Vec::new();
+    input.take(INPUT_BYTES_MAX + 1).read_to_end(&mut source)?;
     if source.len() as u64 > INPUT_BYTES_MAX {
         return Err(InjectError::TooLarge);
     }
+    let source = String::from_utf8(source).map_err(|_| InjectError::Encoding)?;
     let done = inject(&source, options)?;
     output.write_all(done.text.as_bytes())?;
     output.flush()?;
@@ -228,21 +231,35 @@ pub fn serve(
 /// The manifests with a sidecar in each pod of vLLM.
 pub fn inject(source: &str, options: &Options) -> Result<Output, InjectError> {
     checked(options)?;
-    // A line may end as on other systems.
+    // A line may end as on other systems, and the first one begin with a byte order mark.
     let source = source.replace("\r\n", "\n").replace('\r', "\n");
-    let documents = yaml::parse_documents(&source).map_err(InjectError::Malformed)?;
+    let source = source.strip_prefix('\u{feff}').unwrap_or(&source);
     let mut output = Output::default();
-    for Document { root, place } in documents {
-        let text = &source[place];
-        let changed = document(&root, options, &mut output);
-        if changed.is_same(&root) {
-            output.text.push_str(text);
-        } else {
-            if text.starts_with("---") {
-                output.text.push_str("---\n");
+    let mut first_line = 1;
+    for text in yaml::split_documents(source) {
+        let written = match yaml::parse_document(text) {
+            Ok(None) => None,
+            Ok(Some(root)) => {
+                let changed = document(&root, options, &mut output);
+                (!changed.is_same(&root)).then(|| yaml::write_document(&changed))
             }
-            output.text.push_str(&yaml::write_document(&changed));
+            Err(error) => {
+                output.refused += 1;
+                output.notes.push(format!(
+                    "the document from line {first_line} on is left unchanged, since it is not valid YAML or has an odd form \
+                     ({error}): write it as `kubectl get -o yaml` does, with --- between documents"
+                ));
+                None
+            }
+        };
+        match written {
+            None => output.text.push_str(text),
+            Some(written) => {
+                output.text.push_str(if text.starts_with("---") { "---\n" } else { "" });
+                output.text.push_str(&written);
+            }
         }
+        first_line += text.matches('\n').count();
     }
     if !options.remove && output.text != source {
         output.notes.push(not_added(options).to_owned());
@@ -399,9 +416,9 @@ fn several_nodes(object: &Node) -> Result<(), String> {
 
 /// Refuses an object if its text reads otherwise, or its sidecars cannot be taken out.
 fn verified(bare: &Node, after: &Node) -> Result<(), String> {
-    let read = yaml::parse_documents(&yaml::write_document(after))
+    let read = yaml::parse_document(&yaml::write_document(after))
         .map_err(|error| format!("it would not be valid YAML: {error}"))?;
-    let is_read = matches!(&read[..], [document] if document.root.is_same(after));
+    let is_read = read.is_some_and(|read| read.is_same(after));
     let is_removed = removed(after)?.is_some_and(|removed| removed.is_same(bare));
     if is_read && is_removed {
         return Ok(());
@@ -427,8 +444,12 @@ fn removed(object: &Node) -> Result<Option<Node>, String> {
         && let Some(annotations) = metadata.get_mut("annotations")
     {
         annotations.take_key(INJECTED);
-        if !records.annotated && *annotations == Node::Map(Vec::new()) {
-            metadata.take_key("annotations");
+        if *annotations == Node::Map(Vec::new()) {
+            match records.annotations {
+                Some(Before::Empty) => {}
+                Some(Before::Null) => *annotations = Node::plain(""),
+                None => drop(metadata.take_key("annotations")),
+            }
         }
     }
     Ok(Some(bare))
@@ -439,21 +460,25 @@ fn annotate(object: &mut Node, mut records: ObjectRecords) -> Result<(), String>
     let metadata = object.get_mut("metadata").filter(|metadata| matches!(metadata, Node::Map(_)));
     let metadata = metadata.ok_or("it has no metadata: give it a name")?;
     match metadata.get("annotations") {
-        Some(Node::Map(_)) => records.annotated = true,
-        None => metadata.set("annotations", Node::Map(Vec::new())),
-        Some(_) => return Err("its annotations are no map: leave them out".to_owned()),
+        Some(Node::Map(_)) => records.annotations = Some(Before::Empty),
+        Some(value) if !value.is_null() => {
+            return Err("its annotations are no map: leave them out".to_owned());
+        }
+        value => {
+            records.annotations = value.map(|_| Before::Null);
+            metadata.set("annotations", Node::Map(Vec::new()));
+        }
     }
     let text = serde_json::to_string(&records).expect("records are JSON");
     metadata.get_mut("annotations").expect("it was made").set(INJECTED, Node::string(text));
     Ok(())
 }
 
-/// The paths of all descriptions of pods in an object: any map with a list of named containers.
+/// The paths of all descriptions of pods in an object: any map with a list of containers.
 fn pods(object: &Node) -> Vec<Vec<String>> {
     fn walk(node: &Node, path: &mut Vec<String>, found: &mut Vec<Vec<String>>) {
         let containers = node.items_of("containers");
-        if !containers.is_empty() && containers.iter().all(|container| container.text_at(&["name"]).is_some())
-        {
+        if !containers.is_empty() && containers.iter().all(|container| matches!(container, Node::Map(_))) {
             found.push(path.clone());
             return;
         }

@@ -3,8 +3,9 @@
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
+use super::lists::{Lists, extend_list};
 use super::yaml::Node;
-use super::{Copies, Options};
+use super::{Copies, INJECT, Options};
 
 const CONNECTOR: &str = "PillionConnector";
 const OPTION: &str = "--kv-transfer-config";
@@ -63,9 +64,7 @@ pub(super) fn runs_vllm(container: &Node) -> bool {
     let name = image.rsplit_once('@').map_or(image, |(name, _)| name);
     let last = name.rsplit('/').next().unwrap_or_default();
     let words = words(container);
-    last.contains("vllm")
-        || program(&words).is_some()
-        || words.iter().any(|word| places(word).next().is_some())
+    last.contains("vllm") || program(&words).is_some() || words.iter().any(|word| !places(word).is_empty())
 }
 
 /// The container's options that keep Pillion out, with their remedies.
@@ -89,12 +88,19 @@ pub(super) fn stays_out(container: &Node) -> Vec<String> {
 pub(super) fn configure_connector(
     container: &mut Node,
     options: &Options,
+    lists: &mut Lists,
 ) -> Result<(CommandChange, Option<String>), String> {
+    for key in ["command", "args"] {
+        if container.get(key).is_some_and(|value| !matches!(value, Node::List(_)) && !value.is_null()) {
+            return Err(format!("its {key} is no list: write one"));
+        }
+    }
     match configured(&words(container))? {
         Configured::Pillion => Ok((CommandChange::default(), None)),
         Configured::Other(value) => replace(container, &value, options),
         Configured::Nothing => {
-            Ok((CommandChange { added: Some(add_connector(container, options)?), replaced: None }, None))
+            let added = add_connector(container, options, lists)?;
+            Ok((CommandChange { added: Some(added), replaced: None }, None))
         }
     }
 }
@@ -155,10 +161,27 @@ fn substitute(container: &mut Node, old: &str, new: &str) -> Result<(), String> 
     Err(changed_by_hand(old))
 }
 
-/// The texts of the command line, in order.
+/// The texts of the command line, in order, without comments of scripts.
 fn words(container: &Node) -> Vec<String> {
     let lists = ["command", "args"].map(|key| container.items_of(key));
-    lists.into_iter().flatten().filter_map(|item| item.text().map(str::to_owned)).collect()
+    lists.into_iter().flatten().filter_map(|item| item.text().map(uncommented)).collect()
+}
+
+/// A script with spaces in the place of its comments. Other texts stay as they are.
+fn uncommented(text: &str) -> String {
+    if !text.trim().contains(char::is_whitespace) {
+        return text.to_owned();
+    }
+    let line = |line: &str| {
+        let comment = match line.starts_with('#') {
+            true => Some(0),
+            false => line.find(" #").or_else(|| line.find("\t#")).map(|space| space + 1),
+        };
+        let code = &line[..comment.unwrap_or(line.len())];
+        let end = if line.ends_with('\n') && comment.is_some() { "\n" } else { "" };
+        format!("{code}{}{end}", " ".repeat(line.len() - code.len() - end.len()))
+    };
+    text.split_inclusive('\n').map(line).collect()
 }
 
 fn configured(words: &[String]) -> Result<Configured, String> {
@@ -167,6 +190,9 @@ fn configured(words: &[String]) -> Result<Configured, String> {
     };
     if words.iter().any(|word| word.contains(CONNECTOR)) {
         return Ok(Configured::Pillion);
+    }
+    if words.iter().map(|word| word.replace('_', "-").matches(OPTION).count()).sum::<usize>() > 1 {
+        return Err(format!("its command line has {OPTION} twice: keep one"));
     }
     let word = &words[place];
     let at = word.replace('_', "-").find(OPTION).unwrap_or_default() + OPTION.len();
@@ -253,7 +279,7 @@ fn replace(
 }
 
 /// Adds the connector to the command line; the answer is the added text.
-fn add_connector(container: &mut Node, options: &Options) -> Result<String, String> {
+fn add_connector(container: &mut Node, options: &Options, lists: &mut Lists) -> Result<String, String> {
     let argument = format!("{OPTION}={}", settings(options, false));
     let words = words(container);
     if words.iter().any(|word| is_script(word)) {
@@ -264,7 +290,8 @@ fn add_connector(container: &mut Node, options: &Options) -> Result<String, Stri
         Some(place) => place + 1,
         None if container.get("command").is_some_and(|command| !command.items().is_empty()) => {
             return Err(format!(
-                "its command is not '{SERVE}' or '{MODULE}': add {OPTION} by hand, as docs/deploy.md shows"
+                "its command is not '{SERVE}' or '{MODULE}': add {OPTION} by hand, as docs/deploy.md shows, or give the object the \
+                 annotation {INJECT}: 'false'"
             ));
         }
         None => usize::from(words.first().is_some_and(|word| word == "serve")),
@@ -275,11 +302,7 @@ fn add_connector(container: &mut Node, options: &Options) -> Result<String, Stri
     } else {
         ("args", place - commands)
     };
-    let item = Node::string(&argument);
-    match container.get_mut(key) {
-        Some(Node::List(items)) => items.insert(place, item),
-        _ => container.set(key, Node::List(vec![item])),
-    }
+    extend_list(container, key, vec![Node::string(&argument)], place, lists)?;
     Ok(argument)
 }
 
@@ -293,25 +316,24 @@ fn program(words: &[String]) -> Option<usize> {
 
 /// Whether a word is a command line itself, for a shell.
 fn is_script(text: &str) -> bool {
-    text.trim().contains(char::is_whitespace) && places(text).next().is_some()
+    text.trim().contains(char::is_whitespace) && !places(text).is_empty()
 }
 
-/// Where a script's names of vLLM's server end: whole words outside of comments.
-fn places(text: &str) -> impl Iterator<Item = usize> {
+/// Where a script's names of vLLM's server end, in order: whole words outside of comments.
+fn places(text: &str) -> Vec<usize> {
+    let text = uncommented(text);
     let ends = |end: usize| {
         text[end..].chars().next().is_none_or(|next| next.is_whitespace() || "\\\"';&|".contains(next))
     };
-    let is_comment = move |at: usize| {
-        let line = text[..at].rsplit('\n').next().unwrap_or_default();
-        line.starts_with('#') || line.contains(" #") || line.contains("\t#")
+    let found = |program: &str| {
+        text.match_indices(program)
+            .map(|(at, _)| at + program.len())
+            .filter(|end| ends(*end))
+            .collect::<Vec<_>>()
     };
-    let found = move |program: &'static str| {
-        let places = text.match_indices(program).map(|(at, _)| at);
-        places
-            .filter(move |at| ends(at + program.len()) && !is_comment(*at))
-            .map(move |at| at + program.len())
-    };
-    [SERVE, MODULE].into_iter().flat_map(found)
+    let mut places = [SERVE, MODULE].map(found).concat();
+    places.sort_unstable();
+    places
 }
 
 /// Adds the connector behind each name of vLLM's server in scripts. No shell reads any character of the text as its own, in any
@@ -331,9 +353,7 @@ fn into_scripts(container: &mut Node, options: &Options) -> String {
             if !is_script(text) {
                 continue;
             }
-            let mut ends: Vec<_> = places(text).collect();
-            ends.sort_unstable_by(|a, b| b.cmp(a));
-            for end in ends {
+            for end in places(text).into_iter().rev() {
                 text.insert_str(end, &added);
             }
             *plain = false;

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use super::engine::{self, CommandChange};
+use super::lists::{LAST, Lists, extend_list, retain_items};
 use super::yaml::Node;
 use super::{Copies, Options, sidecar};
 
@@ -24,9 +25,9 @@ pub(super) struct PodRecord {
     /// Changed variables, and their values before.
     #[serde(default)]
     variables: BTreeMap<String, Option<String>>,
-    /// Lists without items, before.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    empty: Vec<String>,
+    /// Lists that were there without items.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    lists: Lists,
 }
 
 /// A changed pod's record, and notes for its owner.
@@ -61,6 +62,7 @@ pub(super) fn has_sidecar(pod: &Node) -> bool {
 /// Puts a sidecar into a pod with the engine at this place of its containers.
 pub(super) fn inject_sidecar(pod: &mut Node, place: usize, options: &Options) -> Result<Injected, String> {
     let group = servable(pod, place, options)?.to_owned();
+    names_free(pod, place)?;
     for mount in &options.mount {
         if pod.named("volumes", &mount.volume).is_none() {
             return Err(format!(
@@ -75,7 +77,11 @@ pub(super) fn inject_sidecar(pod: &mut Node, place: usize, options: &Options) ->
         ..PodRecord::default()
     };
     let mut notes = engine::stays_out(&container);
-    let (command, note) = engine::configure_connector(&mut container, options)?;
+    if pod.get("resources").is_some_and(|resources| !resources.is_null()) {
+        notes
+            .push("its pod states resources of all containers together: add those of the sidecar".to_owned());
+    }
+    let (command, note) = engine::configure_connector(&mut container, options, &mut record.lists)?;
     notes.extend(note);
     record.command = command;
     if let Some(image) = &options.engine_image {
@@ -83,14 +89,14 @@ pub(super) fn inject_sidecar(pod: &mut Node, place: usize, options: &Options) ->
         container.set_string("image", image);
     }
     set_variables(&mut container, options, &mut record)?;
-    let empty = &mut record.empty;
-    extend(&mut container, "volumeMounts", sidecar::engine_mounts(options), false, empty)?;
+    let lists = &mut record.lists;
+    extend_list(&mut container, "volumeMounts", sidecar::engine_mounts(options), LAST, lists)?;
     let claims = match options.copy {
         Copies::Engine => Vec::new(),
         Copies::Sidecar => claims(&container),
     };
-    extend(pod, "initContainers", sidecar::init_containers(options, &group, &claims), true, empty)?;
-    extend(pod, "volumes", sidecar::volumes(options), false, empty)?;
+    extend_list(pod, "initContainers", sidecar::init_containers(options, &group, &claims), 0, lists)?;
+    extend_list(pod, "volumes", sidecar::volumes(options), LAST, lists)?;
     if let Some(Node::List(containers)) = pod.get_mut("containers") {
         containers[place] = container;
     }
@@ -101,7 +107,7 @@ pub(super) fn inject_sidecar(pod: &mut Node, place: usize, options: &Options) ->
 pub(super) fn remove_sidecar(pod: &mut Node, record: &PodRecord) -> Result<(), String> {
     let is_ours = |item: &Node| item.text_at(&["name"]).is_some_and(|name| sidecar::NAMES.contains(&name));
     for list in ["initContainers", "volumes"] {
-        retain(pod, list, &record.empty, |item| !is_ours(item));
+        retain_items(pod, list, &record.lists, |item| !is_ours(item));
     }
     let Some(Node::List(containers)) = pod.get_mut("containers") else {
         return Err("it has no containers".to_owned());
@@ -110,16 +116,18 @@ pub(super) fn remove_sidecar(pod: &mut Node, record: &PodRecord) -> Result<(), S
         containers.iter_mut().find(|container| container.text_at(&["name"]) == Some(&record.container));
     let container = found
         .ok_or_else(|| format!("it has no container {} any more: change it by hand", record.container))?;
-    retain(container, "volumeMounts", &record.empty, |item| !is_ours(item));
+    retain_items(container, "volumeMounts", &record.lists, |item| !is_ours(item));
     for (name, before) in &record.variables {
         match before {
             Some(value) => put_variable(container, name, value),
-            None => retain(container, "env", &record.empty, |item| item.text_at(&["name"]) != Some(name)),
+            None => {
+                retain_items(container, "env", &record.lists, |item| item.text_at(&["name"]) != Some(name))
+            }
         }
     }
     engine::restore_command(container, &record.command)?;
     for list in ["command", "args"] {
-        retain(container, list, &record.empty, |_| true);
+        retain_items(container, list, &record.lists, |_| true);
     }
     match record.image.as_deref() {
         Some("") => drop(container.take_key("image")),
@@ -129,43 +137,23 @@ pub(super) fn remove_sidecar(pod: &mut Node, record: &PodRecord) -> Result<(), S
     Ok(())
 }
 
-/// Keeps some items of a list; a list without items goes, unless it had none before.
-fn retain(map: &mut Node, list: &str, empty: &[String], is_kept: impl Fn(&Node) -> bool) {
-    let Some(Node::List(items)) = map.get_mut(list) else { return };
-    items.retain(is_kept);
-    if items.is_empty() && !empty.iter().any(|kept| kept == list) {
-        map.take_key(list);
-    }
-}
-
-/// Adds items to a list, in front of the others or behind them; `empty` gets the name of a list without items.
-fn extend(
-    map: &mut Node,
-    key: &str,
-    added: Vec<Node>,
-    first: bool,
-    empty: &mut Vec<String>,
-) -> Result<(), String> {
-    match map.get_mut(key) {
-        Some(Node::List(items)) => {
-            if items.is_empty() {
-                empty.push(key.to_owned());
-            }
-            let place = if first { 0 } else { items.len() };
-            items.splice(place..place, added);
-        }
-        Some(value) if !value.is_null() => return Err(format!("its {key} is no list: write one")),
-        Some(_) => return Err(format!("its {key} has no value: leave it out")),
-        None => map.set(key, Node::List(added)),
-    }
-    Ok(())
-}
-
 /// Sets the seed shared by all engines of a namespace, and the way to the connector.
 fn set_variables(container: &mut Node, options: &Options, record: &mut PodRecord) -> Result<(), String> {
-    let PodRecord { variables: before, empty, .. } = record;
+    let PodRecord { variables: before, lists, .. } = record;
+    for name in [HASH_SEED, PYTHON_PATH] {
+        let variables = container.items_of("env").iter();
+        if variables.filter(|variable| variable.text_at(&["name"]) == Some(name)).count() > 1 {
+            return Err(format!("its env has {name} twice: keep one"));
+        }
+    }
     if container.named("env", HASH_SEED).is_none() {
-        extend(container, "env", vec![sidecar::make_variable(HASH_SEED, Node::string("0"))], false, empty)?;
+        extend_list(
+            container,
+            "env",
+            vec![sidecar::make_variable(HASH_SEED, Node::string("0"))],
+            LAST,
+            lists,
+        )?;
         before.insert(HASH_SEED.to_owned(), None);
     }
     if !options.brings_connector() {
@@ -174,7 +162,7 @@ fn set_variables(container: &mut Node, options: &Options, record: &mut PodRecord
     match container.named("env", PYTHON_PATH) {
         None => {
             let value = Node::string(sidecar::CONNECTOR_FOLDER);
-            extend(container, "env", vec![sidecar::make_variable(PYTHON_PATH, value)], false, empty)?;
+            extend_list(container, "env", vec![sidecar::make_variable(PYTHON_PATH, value)], LAST, lists)?;
             before.insert(PYTHON_PATH.to_owned(), None);
         }
         Some(variable) => {
@@ -182,7 +170,9 @@ fn set_variables(container: &mut Node, options: &Options, record: &mut PodRecord
                 format!("its {PYTHON_PATH} comes from elsewhere: give it a value, or an image with Pillion's wheel by --engine-image")
             })?;
             let old = old.to_owned();
-            put_variable(container, PYTHON_PATH, &format!("{}:{old}", sidecar::CONNECTOR_FOLDER));
+            // An empty part is the folder in which the engine starts.
+            let behind = if old.is_empty() { String::new() } else { format!(":{old}") };
+            put_variable(container, PYTHON_PATH, &format!("{}{behind}", sidecar::CONNECTOR_FOLDER));
             before.insert(PYTHON_PATH.to_owned(), Some(old));
         }
     }
@@ -193,6 +183,34 @@ fn put_variable(container: &mut Node, name: &str, value: &str) {
     let Some(Node::List(variables)) = container.get_mut("env") else { return };
     if let Some(variable) = variables.iter_mut().find(|variable| variable.text_at(&["name"]) == Some(name)) {
         variable.set_string("value", value);
+    }
+}
+
+/// Refuses a pod with names or places of the sidecar, or with a container that others hide.
+fn names_free(pod: &Node, place: usize) -> Result<(), String> {
+    let containers = pod.items_of("containers");
+    let name =
+        containers[place].text_at(&["name"]).ok_or("a container has no name: give each container a name")?;
+    if containers.iter().filter(|other| other.text_at(&["name"]) == Some(name)).count() > 1 {
+        return Err(format!("several containers have the name {name}: name them differently"));
+    }
+    for list in ["containers", "initContainers", "volumes"] {
+        if let Some(name) = sidecar::NAMES.iter().find(|name| pod.named(list, name).is_some()) {
+            return Err(format!(
+                "its {list} have a {name} that `pillion inject` did not add: remove it or rename it"
+            ));
+        }
+    }
+    let mut mounts =
+        containers[place].items_of("volumeMounts").iter().filter_map(|mount| mount.text_at(&["mountPath"]));
+    let is_ours = |path: &&str| {
+        [sidecar::SOCKET_FOLDER, sidecar::CONNECTOR_FOLDER].contains(&path.trim_end_matches('/'))
+    };
+    match mounts.find(is_ours) {
+        Some(path) => Err(format!(
+            "its container {name} mounts a volume at {path}, the sidecar's place: mount it elsewhere"
+        )),
+        None => Ok(()),
     }
 }
 
@@ -215,8 +233,12 @@ fn servable<'a>(pod: &'a Node, place: usize, options: &Options) -> Result<&'a st
         own.or_else(|| pod.at(&["securityContext", key])).filter(|value| !value.is_null())
     };
     let group = of("runAsGroup").and_then(Node::text);
+    let is_decimal = |group: &str| {
+        group.bytes().all(|digit| digit.is_ascii_digit()) && (group == "0" || !group.starts_with('0'))
+    };
     match (of("runAsUser").and_then(Node::text), group) {
-        (_, Some(group)) => Ok(group),
+        (_, Some(group)) if is_decimal(group) => Ok(group),
+        (_, Some(group)) => Err(format!("its runAsGroup is {group}: write it as a decimal number")),
         (Some("0"), None) => Ok("0"),
         (Some(_), None) => Err(format!(
             "container {name} sets runAsUser without runAsGroup: set both, so that its group may connect to the sidecar"

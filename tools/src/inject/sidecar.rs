@@ -20,7 +20,7 @@ const BESIDE_POOL_MIB: u64 = 2048;
 const BESIDE_BLOCKS_MIB: u64 = 1024;
 const MIB: u64 = 1 << 20;
 /// Where both containers have the socket.
-const SOCKET_FOLDER: &str = "/run/pillion";
+pub(super) const SOCKET_FOLDER: &str = "/run/pillion";
 const POOL_FOLDER: &str = "/var/lib/pillion/pool";
 
 /// The init containers, in the order of their starts. `group` is the engine's, `claims` are of devices.

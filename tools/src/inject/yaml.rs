@@ -2,9 +2,8 @@
 //! keeps its text and its quotes, and so its type.
 
 use std::collections::HashMap;
-use std::ops::Range;
 
-use saphyr_parser::{Event, Parser, ScalarStyle, Span};
+use saphyr_parser::{Event, Parser, ScalarStyle, Span, Tag};
 
 /// The most nodes of one document, nodes of resolved anchors counted each time: some documents expand without end.
 const NODES_MAX: usize = 1_000_000;
@@ -21,12 +20,6 @@ pub(super) enum Node {
     },
     List(Vec<Self>),
     Map(Vec<(Self, Self)>),
-}
-
-/// One document of a stream, and its bytes there, with its `---`.
-pub(super) struct Document {
-    pub(super) root: Node,
-    pub(super) place: Range<usize>,
 }
 
 // === impl Node ===
@@ -51,6 +44,7 @@ impl Node {
         match (self, other) {
             (Self::Scalar { text, .. }, Self::Scalar { text: other_text, .. }) => {
                 text == other_text && self.is_string() == other.is_string()
+                    || self.is_null() && other.is_null()
             }
             (Self::List(items), Self::List(others)) => {
                 items.len() == others.len()
@@ -177,10 +171,29 @@ fn is_word(text: &str) -> bool {
         && !text.ends_with(':')
 }
 
-/// Reads all documents; the error names line and column.
-pub(super) fn parse_documents(source: &str) -> Result<Vec<Document>, String> {
+/// The documents of a stream, each with its line `---`.
+pub(super) fn split_documents(source: &str) -> Vec<&str> {
+    let mut starts = vec![0];
+    let mut offset = 0;
+    for line in source.split_inclusive('\n') {
+        if offset > 0
+            && line.strip_prefix("---").is_some_and(|rest| rest.trim_start() != rest || rest.is_empty())
+        {
+            starts.push(offset);
+        }
+        offset += line.len();
+    }
+    let ends = starts.iter().copied().skip(1).chain([source.len()]);
+    starts.iter().zip(ends).map(|(start, end)| &source[*start..end]).collect()
+}
+
+/// Reads one document; none where a text has comments and directives alone. The error names line and column.
+pub(super) fn parse_document(source: &str) -> Result<Option<Node>, String> {
+    if source.lines().all(|line| line.trim_start().is_empty() || line.starts_with(['#', '%'])) {
+        return Ok(None);
+    }
     // Kubernetes takes a closing bracket indented no further than its key; YAML 1.2, and so the parser, does not.
-    documents(source).or_else(|error| documents(&brackets_joined(source)).map_err(|_| error))
+    read_tree(source).or_else(|error| read_tree(&brackets_joined(source)).map_err(|_| error))
 }
 
 /// The source with closing brackets on the line before their own: each character keeps its place.
@@ -196,36 +209,13 @@ fn brackets_joined(source: &str) -> String {
     text
 }
 
-fn documents(source: &str) -> Result<Vec<Document>, String> {
-    let offsets: Vec<usize> = source.char_indices().map(|(offset, _)| offset).collect();
-    let byte = |index: usize| offsets.get(index).copied().unwrap_or(source.len());
-    let mut found: Vec<Document> = Vec::new();
+fn read_tree(source: &str) -> Result<Option<Node>, String> {
     let mut tree = Tree::default();
     for event in Parser::new_from_str(source) {
         let (event, Span { start, .. }) = event.map_err(|error| error.to_string())?;
-        match event {
-            Event::DocumentStart(_) => {
-                // Lines before the first document are its own.
-                let begin = found.last_mut().map_or(0, |last| {
-                    last.place.end = line_start(source, byte(start.index()));
-                    last.place.end
-                });
-                tree = Tree::default();
-                found.push(Document { root: Node::plain(""), place: begin..source.len() });
-            }
-            Event::DocumentEnd => {
-                if let (Some(document), Some(root)) = (found.last_mut(), tree.root.take()) {
-                    document.root = root;
-                }
-            }
-            event => tree.add_event(event).map_err(|text| format!("line {}: {text}", start.line()))?,
-        }
+        tree.add_event(event).map_err(|text| format!("line {}: {text}", start.line()))?;
     }
-    Ok(found)
-}
-
-fn line_start(source: &str, offset: usize) -> usize {
-    source[..offset].rfind('\n').map_or(0, |end| end + 1)
+    Ok(tree.root)
 }
 
 /// A document in the making.
@@ -248,6 +238,7 @@ struct Open {
 impl Tree {
     fn add_event(&mut self, event: Event<'_>) -> Result<(), String> {
         match event {
+            Event::DocumentStart(_) if self.root.is_some() => Err("a second document begins".to_owned()),
             Event::Scalar(text, style, anchor, tag) => {
                 let tag = tag.map(|tag| match tag.is_yaml_core_schema() {
                     true => format!("!!{}", tag.suffix),
@@ -262,8 +253,10 @@ impl Tree {
                 self.nodes += nodes(&node);
                 self.place_node(node, 0)
             }
-            Event::SequenceStart(anchor, _) => self.open_node(Node::List(Vec::new()), anchor),
-            Event::MappingStart(anchor, _) => self.open_node(Node::Map(Vec::new()), anchor),
+            Event::SequenceStart(anchor, tag) => {
+                self.open_node(Node::List(Vec::new()), anchor, tag.as_deref())
+            }
+            Event::MappingStart(anchor, tag) => self.open_node(Node::Map(Vec::new()), anchor, tag.as_deref()),
             Event::SequenceEnd | Event::MappingEnd => {
                 let Open { node, anchor, .. } = self.open.pop().expect("the parser pairs starts and ends");
                 let node = merged(node)?;
@@ -273,7 +266,12 @@ impl Tree {
         }
     }
 
-    fn open_node(&mut self, node: Node, anchor: usize) -> Result<(), String> {
+    fn open_node(&mut self, node: Node, anchor: usize, tag: Option<&Tag>) -> Result<(), String> {
+        if let Some(tag) = tag
+            && !(tag.is_yaml_core_schema() && ["map", "seq"].contains(&tag.suffix.as_str()))
+        {
+            return Err(format!("a list or a map has the tag {}: leave it out", tag.suffix));
+        }
         self.open.push(Open { node, key: None, anchor });
         Ok(())
     }
@@ -295,14 +293,18 @@ impl Tree {
         };
         match (parent, key.take()) {
             (Node::Map(entries), Some(name)) => {
-                let known = entries.iter().any(|(other, _)| *other == name && !is_merge(&name));
-                if known {
-                    return Err(format!(
-                        "the key {} is there twice: keep one",
-                        name.text().unwrap_or("of this map")
-                    ));
+                let Some(text) = name.text() else {
+                    return Err("a key is a list or a map: write a text".to_owned());
+                };
+                let known = entries.iter().find(|(other, _)| other.text() == Some(text) && !is_merge(other));
+                match known {
+                    None => entries.push((name, node)),
+                    // A chart may write a label twice.
+                    Some((_, value)) if value.is_same(&node) => {}
+                    Some(_) => {
+                        return Err(format!("the key {text} is there twice with different values: keep one"));
+                    }
                 }
-                entries.push((name, node));
             }
             (Node::Map(_), None) => *key = Some(node),
             (Node::List(items), _) => items.push(node),
@@ -336,7 +338,7 @@ fn merged(node: Node) -> Result<Node, String> {
         for map in maps {
             let Node::Map(brought) = map else { return Err("a merge key (<<) needs a map".to_owned()) };
             for (key, value) in brought {
-                if !own.iter().any(|(known, _)| *known == key) {
+                if !own.iter().any(|(known, _)| known.text() == key.text()) {
                     own.push((key, value));
                 }
             }
@@ -403,24 +405,17 @@ fn inline(entries: &[(Node, Node)], indent: usize, out: &mut String) {
 }
 
 fn pair((key, value): &(Node, Node), indent: usize, out: &mut String) {
-    match key {
-        Node::Scalar { text, plain, .. } if !text.contains('\n') && !text.is_empty() => {
-            scalar(text, *plain, indent, out);
-        }
-        Node::Scalar { text, .. } => out.push_str(&double_quoted(text)),
-        // Kubernetes has no such keys; they stay as they are.
-        key => {
-            out.push('?');
-            block(key, indent + 2, out);
-            line(indent, "", out);
-        }
+    let Node::Scalar { text, plain, .. } = key else { unreachable!("a key is a text") };
+    match text.contains('\n') || text.is_empty() {
+        false => scalar(text, *plain, indent, out),
+        true => out.push_str(&double_quoted(text)),
     }
     out.push(':');
     block(value, indent + 2, out);
 }
 
 fn scalar(text: &str, plain: bool, indent: usize, out: &mut String) {
-    if plain {
+    if plain && !text.contains('\n') {
         out.push_str(if text.is_empty() { "null" } else { text });
     } else if text.contains('\n') && is_literal(text) {
         literal(text, indent, out);

@@ -9,11 +9,13 @@
 mod arena;
 pub mod aside;
 pub mod endpoint;
+pub mod layer_waits;
 mod log_table;
 pub mod notices;
 pub mod options;
 pub mod plan;
 pub mod policy;
+pub mod rank_loads;
 pub mod records;
 pub mod regions;
 pub mod reports;

@@ -9,7 +9,8 @@ mod facts;
 mod keys;
 mod options;
 mod policy;
-mod reports;
+mod rank;
+mod shared_memory;
 mod told;
 
 use std::collections::BTreeMap;
@@ -522,7 +523,8 @@ fn _shim(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(options::engine_options, module)?)?;
     module.add_function(wrap_pyfunction!(options::read_options, module)?)?;
     module.add_class::<adapters::PyAdapters>()?;
-    module.add_class::<reports::PyReports>()?;
+    module.add_class::<rank::PyRankLoads>()?;
+    module.add_class::<rank::PyLayerWaits>()?;
     module.add_class::<SchedulerSession>()?;
     module.add_class::<WorkerSession>()?;
     module.add_class::<policy::PyPolicy>()?;
@@ -534,6 +536,7 @@ fn _shim(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(keys::derive_keys, module)?)?;
     module.add_function(wrap_pyfunction!(keys::folded, module)?)?;
     module.add_function(wrap_pyfunction!(keys::extend_hashes, module)?)?;
+    module.add_function(wrap_pyfunction!(shared_memory::check_shared_memory, module)?)?;
     module.add_function(wrap_pyfunction!(plan_op, module)?)?;
     module.add_function(wrap_pyfunction!(plan_blocks, module)?)?;
     module.add_function(wrap_pyfunction!(facts::weight_files, module)?)?;

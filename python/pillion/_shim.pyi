@@ -5,7 +5,7 @@ time, and `WorkerSession.load` of a synchronous load into host memory; these rel
 sidecar every answer is a miss and every save is dropped.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import Any, final
 
@@ -19,11 +19,13 @@ __all__ = [
     "BlockingEngine",
     "Chain",
     "ConfigError",
+    "LayerWaits",
     "Policy",
-    "Reports",
+    "RankLoads",
     "SchedulerSession",
     "ShimError",
     "WorkerSession",
+    "check_shared_memory",
     "derive_keys",
     "differences",
     "engine_options",
@@ -104,7 +106,7 @@ class Policy:
         consumer: bool,
         recomputes: bool,
         block_bytes: list[int],
-        checks: bool,
+        drafts: bool,
         drops_last_block: bool,
         tokens_per_step: int,
         beside_others: bool,
@@ -113,7 +115,8 @@ class Policy:
     ) -> Policy:
         """`options`: a `pillion.config.Config`. `engines`, `runs`, `early`, `tables`, `groups` and `block_bytes` have an item
         for each group. An item of `groups`: tokens of a block, hashes of it, tokens of a window (0: none), blocks read before a
-        boundary (0: all). `waits`: a step may wait for a load."""
+        boundary (0: all). `waits`: a step may wait for a load. `drafts`: a drafter's KV may differ
+        under one key. ConfigError: an option does not fit the engine."""
     # --- requests ---
     def may_announce(self, running: int) -> bool:
         """Whether one more waiting request is announced, beside so many running ones."""
@@ -214,19 +217,55 @@ class Policy:
         """Ends the sessions permanently."""
 
 @final
-class Reports:
-    """A rank's reports, each with the output of a step, until vLLM has taken that output: else they are told again. vLLM frees
-    the blocks of a request with a running load only once it learns of the load's end."""
+class RankLoads:
+    """A rank's loads in all cache groups, and the reports of their ends. Each report is told again until vLLM has taken the
+    output of its step: vLLM frees the blocks of a request with a running load only once it learns of the load's end."""
 
-    def __new__(cls) -> Reports: ...
+    def __new__(cls, whole: bool) -> RankLoads:
+        """`whole`: a load that lacks a block has failed as a whole."""
     def begin_step(self, step: int, passed: Sequence[int]) -> None:
         """A step begins; vLLM has passed over those others."""
-    def tell_ended(self, req_ids: set[str] | None) -> set[str] | None:
-        """Requests with an ended load, with those that vLLM has not learned of."""
-    def tell_failed(self, req_ids: set[str]) -> set[str]:
-        """The same of requests whose load failed as a whole."""
-    def tell_blocks(self, block_ids: set[int]) -> set[int]:
-        """The same of blocks of waiting requests, not loaded."""
+    def begin_load(self, group: int, request: str, plan: bytes) -> None:
+        """A load of a waiting request has begun."""
+    def lose_load(self, request: str, blocks: list[int]) -> None:
+        """A load of a waiting request is over before it began, without these blocks."""
+    def end_group(self, group: int) -> None:
+        """All loads of a group have ended, without any block."""
+    def fail_blocks(self, blocks: list[int]) -> None:
+        """A step reads these blocks, which were not loaded."""
+    def look_for_ends(self, group: int, session: WorkerSession, within_us: int) -> None:
+        """Notes the ends of a group's loads, and waits at most so long for that of a request."""
+    def take_ended(self) -> set[str] | None:
+        """Requests with an ended load, well or not, each once; the load has ended in all groups."""
+    def take_failed(self) -> set[str]:
+        """Requests with a load that failed as a whole; each is among the last `take_ended`."""
+    def take_failed_blocks(self) -> set[int]:
+        """Blocks not loaded. Those that a step has read are told once: other requests may have the blocks since."""
+
+@final
+class LayerWaits:
+    """A forward on a GPU that waits for its loads cut by cut, just before the layers that read them. A kind of forward may do
+    so once a whole forward of that kind has called the hook of every layer in order."""
+
+    def __new__(
+        cls, layers: list[str], cut_layers: list[int], allowed: bool, running_mode: Callable[[], str | None]
+    ) -> LayerWaits:
+        """`cut_layers`: layers of each cut. `allowed`: one forward a step calls the hooks. `running_mode`: the kind of the
+        forward that calls a hook, None: of one that proves nothing."""
+    def begin_step(self) -> list[int]:
+        """The waits left by a forward that raised, by their cuts."""
+    def permits(self, mode: str | None) -> bool:
+        """Whether a forward of this kind may wait cut by cut."""
+    def expect_blocks(self, blocks: list[int]) -> None:
+        """This step's forward waits for these blocks cut by cut."""
+    @property
+    def waiting(self) -> bool:
+        """Whether this step's forward still has waits to enqueue."""
+    def reach_layer(self, layer: str) -> list[int] | None:
+        """The waits to enqueue before a layer; None: no further hook of the step has an effect."""
+    def end_step(self, loading: int) -> tuple[list[int], list[int]] | None:
+        """A forward that did not wait for all of its loads: waits to enqueue now, and blocks that it may have read too early.
+        `loading`: loads without an enqueued wait."""
 
 @final
 class SchedulerSession:
@@ -504,6 +543,9 @@ def plan_op(plan: bytes) -> int:
 def plan_blocks(plan: bytes) -> list[int]:
     """The blocks written by a plan."""
 
+def check_shared_memory(needed: int, ranks: int, full: bool) -> None:
+    """Raises an OSError unless /dev/shm has room for so many bytes, which each rank moves there. `full`: there was none."""
+
 def weight_files(directory: str | PathLike[str]) -> str | None:
     """The digest of a directory's safetensors files, as the fact `weights` states it; None if there are none."""
 
@@ -521,9 +563,9 @@ def hash_fact(algorithm: str) -> str:
 
 def lay_out_block(
     layers: Sequence[tuple[tuple[int, int, int], Sequence[int], Sequence[int], int, str, tuple[int, int, str]]],
-) -> tuple[list[tuple[int, int, int, int]], str, list[int], list[int], list[int]]:
+) -> tuple[list[tuple[int, int, int, int]], str, list[int], list[int]]:
     """The layout of a cache group's tensors in a block: its regions (storage, offset of block 0, stride, bytes), the fact
-    `page_form`, the ends of layers and of cuts, and the layers of each cut. A tensor has its storage, the elements before it
+    `page_form`, and the ends and the layers of cuts. A tensor has its storage, the elements before it
     and bytes of one, lengths and strides of all axes, the axis of blocks, the dtype, and of a head the elements of a key and
     of a value, 0 where they are not known, and the packing."""
 

@@ -37,26 +37,11 @@ class Config:
     record_slow_ms: int
     record_otlp: str | None
 
-    @property
-    def loads(self) -> bool:
-        """Whether blocks may be taken from the cache."""
-        return self.mode != "save_only"
-
-    @property
-    def saves(self) -> bool:
-        """Whether blocks may be put into the cache."""
-        return self.mode != "load_only"
-
     def copier(self, on_gpu: bool) -> str:
         """Who writes loaded blocks. A host copy of a frozen sidecar could be neither awaited nor revoked, a GPU's can."""
         if self.copy != "auto":
             return self.copy
         return "sidecar" if on_gpu else "engine"
-
-    @property
-    def required_layout(self) -> str | None:
-        """The KV cache layout that the user names, None if the choice is Pillion's or vLLM's."""
-        return None if self.layout in ("auto", "none") else self.layout
 
 
 def parse(extra: Mapping[str, Any]) -> Config:

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pillion import _shim, hasher, vllm_compat, watch
 from pillion import config as options
+from pillion import hasher, vllm_compat, watch
 from pillion.metadata import PillionMetadata, StepOutput
 from pillion.scheduler import Scheduler
-from pillion.set_worker import SetWorker
-from pillion.state import EngineState, PromMetrics, State
+from pillion.state import NO_COUNTS, EngineState, PromMetrics, State
 from pillion.vllm_compat import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -52,17 +51,13 @@ def __getattr__(name: str) -> Any:
 
 
 @dataclass(frozen=True)
-class StaysOut(KVConnectorHandshakeMetadata):
-    """The word of an unserved rank to the scheduler role before the first request."""
+class RankState(KVConnectorHandshakeMetadata):
+    """A rank's word to the scheduler role before the first request."""
 
-    reason: str
-
-
-@dataclass(frozen=True)
-class Served(KVConnectorHandshakeMetadata):
-    """The host of a served rank, and whether the rank copies for itself although the sidecar was to."""
-
-    host: str
+    # Why the rank is not served; empty: it is.
+    out_reason: str = ""
+    host: str = ""
+    # Whether the rank copies for itself although the sidecar was to.
     copies: bool = False
 
 
@@ -85,8 +80,7 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig | None = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._scheduler: Scheduler | None = None
-        self._worker: Worker | SetWorker | None = None
-        self._reports = _shim.Reports()
+        self._worker: Worker | None = None
         # Why neither is.
         self._out = ""
         extra = self._kv_transfer_config.kv_connector_extra_config or {}
@@ -108,8 +102,7 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
                 watch.engine_core(core, self._scheduler)
             hasher.install(vllm_config.cache_config.prefix_caching_hash_algo, config.hasher == "native")
         else:
-            worker = SetWorker if len(kv_cache_config.kv_cache_groups) > 1 else Worker
-            self._worker = worker(config, vllm_config, kv_cache_config, beside_others=beside)
+            self._worker = Worker(config, vllm_config, kv_cache_config, beside_others=beside)
 
     def _stay_out(self, reason: str) -> None:
         self._out = reason
@@ -122,10 +115,10 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         """The layout named by `pillion.layout`; with `auto` the one with each block in one run, where it is known to work."""
         transfer = vllm_config.kv_transfer_config
         config = options.parse((transfer and transfer.kv_connector_extra_config) or {})
+        if config.layout != "auto":
+            return None if config.layout == "none" else config.layout
         # MultiConnector ends the start where two connectors name different ones.
-        if config.layout == "auto" and vllm_compat.is_one_of_several(vllm_config):
-            return None
-        return vllm_compat.fitting_layout(vllm_config) if config.layout == "auto" else config.required_layout
+        return None if vllm_compat.is_one_of_several(vllm_config) else vllm_compat.fitting_layout(vllm_config)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -176,14 +169,13 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         if self._is_one_of_several:
             return None
         if reason := self._worker.out_reason if self._worker else self._out:
-            return StaysOut(reason)
-        return Served(this_host(), self._worker.copies) if self._worker else None
+            return RankState(reason)
+        return RankState("", this_host(), self._worker.copies) if self._worker else None
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Begins a step."""
         super().bind_connector_metadata(connector_metadata)
         if self._worker and isinstance(connector_metadata, PillionMetadata) and connector_metadata.run:
-            self._reports.begin_step(connector_metadata.step, connector_metadata.passed)
             self._worker.begin_step(connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
@@ -206,21 +198,18 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests with an asynchronous load ended on this rank."""
-        return None, self._reports.tell_ended(self._worker.finished()) if self._worker else None
+        return None, self._worker.take_ended() if self._worker else None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """As `get_finished`, with the requests among them whose loads failed as a whole. vLLM 0.30 and later asks so."""
         results = super().get_transfer_results(finished_req_ids)
         if self._worker:
-            results.failed_recving |= self._reports.tell_failed(self._worker.take_failed_requests())
+            results.failed_recving |= self._worker.take_failed()
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks with a load failed since the last call."""
-        if not self._worker:
-            return set()
-        # Blocks read by a step are reported once: where vLLM drops the report, other requests may have the blocks since.
-        return self._reports.tell_blocks(self._worker.take_failed_waiting()) | self._worker.take_failed()
+        return self._worker.take_failed_blocks() if self._worker else set()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Names the step in its output, so the scheduler role learns of each output taken by vLLM."""
@@ -236,16 +225,16 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
         """The scheduler role stays out if a rank does or has another sidecar: each rank holds a part of every block."""
-        reasons = []
-        for (_, rank), told in sorted(metadata.items()):
-            if isinstance(told, StaysOut):
-                reasons.append(f"rank {rank}: {told.reason}")
-            elif isinstance(told, Served) and told.host != this_host():
+        reasons, ranks = [], {rank: told for (_, rank), told in sorted(metadata.items()) if isinstance(told, RankState)}
+        for rank, told in ranks.items():
+            if told.out_reason:
+                reasons.append(f"rank {rank}: {told.out_reason}")
+            elif told.host != this_host():
                 reasons.append(
                     f"rank {rank} runs on another host than the scheduler, and a sidecar serves only ranks of its own host: "
                     "run one engine on each host"
                 )
-        if self._scheduler and any(isinstance(told, Served) and told.copies for told in metadata.values()):
+        if self._scheduler and any(told.copies for told in ranks.values()):
             self._scheduler.ranks_copy()
         if reasons and self._scheduler:
             self._scheduler.shutdown()
@@ -254,22 +243,9 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Holds blocks of the pool, and sees its resets, the users' sign of changed weights."""
-        watch.resets(gpu_block_pool, self._resets, self._was_reset)
         if self._scheduler:
+            vllm_compat.watch_resets(gpu_block_pool, self._scheduler.clears_blocks, self._scheduler.blocks_cleared)
             self._scheduler.bind(gpu_block_pool)
-
-    def _resets(self) -> None:
-        if self._scheduler:
-            self._scheduler.clears_blocks()
-
-    def _was_reset(self, done: bool) -> None:
-        if self._scheduler and done:
-            self._scheduler.blocks_cleared()
-        self._weights_may_have_changed()
-
-    def _weights_may_have_changed(self) -> None:
-        if self._scheduler:
-            self._scheduler.weights_may_have_changed()
 
     def on_new_request(self, request: Request) -> None:
         """Tells the sidecar of the coming query."""
@@ -328,13 +304,11 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         if self.role != KVConnectorRole.SCHEDULER or untold:
             return None
         told: tuple[State, str] = (self._scheduler.state, "") if self._scheduler else ("out", self._out)
-        found = self._scheduler.take_hit_tokens() if self._scheduler else {}
-        records = self._scheduler.take_record_ends() if self._scheduler else {}
-        unkept = self._scheduler.take_unkept() if self._scheduler else {}
-        if told == self._told and not (found or records or unkept):
+        counts = self._scheduler.take_counts() if self._scheduler else NO_COUNTS
+        if told == self._told and not any(counts.values()):
             return None
         self._told = told
-        return EngineState.of(*told, found, records, unkept)
+        return EngineState.of(*told, counts)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forgets a request; the answer is for its router to hand to the next engine. Saves never hold its blocks."""
@@ -348,5 +322,6 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
 
     def reset_cache(self) -> bool:
         """Has the ranks state their weights again; deletes nothing, and equal weights find their kept blocks."""
-        self._weights_may_have_changed()
+        if self._scheduler:
+            self._scheduler.weights_may_have_changed()
         return True

@@ -52,9 +52,9 @@ class Events:
             known = sum(ours == theirs for ours, theirs in zip(own, hashes, strict=False))
             if request is not None and known:
                 parent = self._hashes(request, first - 1, first)[0] if first else None
-                events.append(self._events.stored(medium, request, first, hashes[:known], parent))
+                events.append(self._events.stored(medium, hashes[:known], request, first, parent))
             if known < len(hashes):
-                events.append(self._events.located(medium, hashes[known:]))
+                events.append(self._events.stored(medium, hashes[known:]))
         return events
 
     def _hashes(self, request: Request, first: int, end: int) -> list[bytes]:

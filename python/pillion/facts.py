@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pillion import _shim, identity, processors, vllm_compat, weight_files
+from pillion import _shim, identity, model_files, vllm_compat
 from pillion.config import Config
 from pillion.models import Models
 from pillion.sample import of_expert
@@ -198,7 +198,9 @@ class Facts:
         model = self._vllm_config.model_config
         if getattr(model, "multimodal_config", None) is None:
             return ""
-        found = self._read("the files of the processor", lambda: processors.digest(model) or "") or self._config.model_id
+        found = (
+            self._read("the files of the processor", lambda: model_files.digest_processor(model) or "") or self._config.model_id
+        )
         why = "the processor of images, video and audio cannot be compared"
         return f" {found or self._keep_private(why, 'serve the model from a folder, or set pillion.model_id')}"
 
@@ -234,7 +236,7 @@ class Facts:
 
     @functools.cached_property
     def _files(self) -> str | None:
-        return weight_files.digest(self._vllm_config.model_config, self._load_format)
+        return model_files.digest_weights(self._vllm_config.model_config, self._load_format)
 
     def _weights(self) -> str:
         """What was to be loaded: the user's word, else files."""

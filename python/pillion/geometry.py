@@ -41,8 +41,7 @@ class Geometry:
     # (storage index, offset of block 0 in bytes, stride from block to block in bytes, bytes)
     regions: list[tuple[int, int, int, int]]
     form: str
-    # The end of each layer's bytes in a block, and the end of each cut's: of layers delivered together by a load.
-    layer_ends: list[int]
+    # The end of each cut's bytes in a block. A cut has the layers delivered together by a load.
     cuts: list[int]
     # The number of layers in each cut.
     cut_layers: list[int]

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-logger = vllm_compat.init_logger("vllm.pillion")
-
 
 class Group(NamedTuple):
     """A cache group as a part of the connector knows it."""
@@ -74,15 +72,6 @@ def policy(
 ) -> _shim.Policy:
     """The policy of an engine, with a session and a run for each of its groups."""
     groups, on_gpu = parts(kv_cache_config), vllm_compat.on_gpu()
-    several, by_engine = len(groups) > 1, config.copier(on_gpu) == "engine"
-    if config.load == "sync" and not steps_wait(config):
-        logger.warning(
-            "pillion: pillion.load=sync has no effect because %s, and tokens computed from a load that fails could be "
-            "answered. Loads are asynchronous: leave the option out",
-            "this engine copies for itself (pillion.copy=engine)" if on_gpu else "KV lies in host memory",
-        )
-    # A drafter's KV may differ under one key.
-    checks = config.loads and config.saves and not several and not vllm_compat.drafts_from_hidden_states(vllm_config)
     return _shim.Policy(
         config,
         engines=[group.engine(str(vllm_config.kv_transfer_config.engine_id)) for group, _ in groups],
@@ -94,11 +83,11 @@ def policy(
         groups=[_form(group, view) for group, view in groups],
         waits=steps_wait(config),
         on_gpu=on_gpu,
-        by_engine=by_engine,
+        by_engine=config.copier(on_gpu) == "engine",
         consumer=vllm_config.kv_transfer_config.kv_role == "kv_consumer",
         recomputes=vllm_compat.recomputes_failed_loads(vllm_config),
         block_bytes=[vllm_compat.block_bytes(view) for _, view in groups],
-        checks=checks,
+        drafts=vllm_compat.drafts_from_hidden_states(vllm_config),
         drops_last_block=vllm_compat.drops_last_block(vllm_config),
         tokens_per_step=vllm_compat.tokens_per_step(vllm_config),
         beside_others=beside_others,

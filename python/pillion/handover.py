@@ -24,11 +24,10 @@ def hands_over(request: Request) -> bool:
     return _asks(request, "do_remote_decode")
 
 
-def tokens(request: Request) -> int:
+def tokens(request: Request, prompt: int) -> int:
     """How many of an awaited request's tokens the other engine saves, as far as is known: those of its prompt, or fewer."""
     told = vllm_compat.transfer_params(request).get("pillion")
     saved = told.get("tokens") if isinstance(told, dict) else None
-    prompt = vllm_compat.prompt_tokens(request)
     return min(saved, prompt) if type(saved) is int and saved > 0 else prompt
 
 

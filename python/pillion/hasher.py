@@ -18,8 +18,6 @@ from pillion import _shim, vllm_compat
 Hasher = Callable[[Any], list[bytes]]
 # Fewer blocks, such as those that fill while a request decodes, are not worth it: checking two of three takes 10 us.
 WORTH_BLOCKS = 8
-# Bytes of vLLM's hash where a key is longer.
-SHORT_BYTES = 16
 # The attribute of a request with its keys, one for each of its hashes. It is absent or None where they could not be made.
 KEYS = "pillion_keys"
 logger = vllm_compat.init_logger("vllm.pillion")

@@ -19,8 +19,6 @@ from pillion.numbers import PolicyRecord
 from pillion.state import SOURCES, RecordEnd
 
 if TYPE_CHECKING:
-    from vllm.v1.request import Request
-
     from pillion.spans import Spans
 
 # What a request waits for. query: the cache's answer; producer: that answer, once it was put off because another engine
@@ -48,29 +46,29 @@ class Records:
 
     def __init__(self, config: Config, engine_id: str) -> None:
         self._kept: SimpleQueue[Kept | None] = SimpleQueue()
-        self._ends: Counter[RecordEnd] = Counter()
+        self._ends: Counter[str] = Counter()
         self._lock = threading.Lock()
-        self._spans = _spans(config.record_otlp, engine_id)
+        self._spans = _spans(config.record_otlp, engine_id) if config.record_otlp is not None else None
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def keep(self, request: Request, record: PolicyRecord) -> None:
+    def keep(self, req_id: str, headers: Mapping[str, str] | None, record: PolicyRecord) -> None:
         """The request has been computed, or is over."""
         if self._kept.qsize() >= QUEUE_MAX:
             self._note("dropped")
             return
         _, (tokens, computed, hit), found, load, aborted, times = record
-        told = {"request": vllm_compat.request_id(request), "tokens": tokens, "computed_tokens": computed, "hit_tokens": hit}
+        told = {"request": req_id, "tokens": tokens, "computed_tokens": computed, "hit_tokens": hit}
         told["found"] = {source: each for source, each in zip(SOURCES, found, strict=True) if each}
         told |= {"load": load, "end": "aborted" if aborted else "computed", "whole_ms": round(sum(times) * 1e3, 3)}
         told |= {f"{part}_ms": round(seconds * 1e3, 3) for part, seconds in zip(PARTS, times, strict=True)}
         ended_s = time.time()
-        self._kept.put(Kept(told, vllm_compat.trace_headers(request), ended_s - sum(times), ended_s))
+        self._kept.put(Kept(told, headers, ended_s - sum(times), ended_s))
         if self._thread is None:
             self._thread = threading.Thread(target=self._write, name="pillion-records", daemon=True)
             self._thread.start()
 
-    def take_ends(self) -> dict[RecordEnd, int]:
+    def take_ends(self) -> dict[str, int]:
         """How many records were written, refused or dropped since the last call."""
         with self._lock:
             taken = dict(self._ends)
@@ -95,9 +93,7 @@ class Records:
             self._note("written" if taken else "refused")
 
 
-def _spans(url: str | None, engine_id: str) -> Spans | None:
-    if url is None:
-        return None
+def _spans(url: str, engine_id: str) -> Spans | None:
     try:
         # vLLM has these libraries; without `pillion.record_otlp` they are not read.
         from pillion.spans import Spans

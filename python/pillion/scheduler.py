@@ -10,12 +10,12 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pillion import _shim, groups, handover, hasher, vllm_compat
-from pillion.config import Config, ConfigError
+from pillion.config import Config
 from pillion.events import Events
 from pillion.metadata import PillionMetadata, StepLoads, StepOutput
 from pillion.numbers import Numbers, StepPart
 from pillion.records import Records
-from pillion.state import SOURCES, UNKEPT, RecordEnd, Source, State
+from pillion.state import SOURCES, UNKEPT, Counts, State, name_counts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -40,9 +40,6 @@ class Scheduler:
         self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, beside_others: bool = False
     ) -> None:
         """`beside_others`: another connector is beside this one."""
-        self._config = config
-        self._recomputes = vllm_compat.recomputes_failed_loads(vllm_config)
-        self._check_failures(len(kv_cache_config.kv_cache_groups) > 1)
         parts = groups.parts(kv_cache_config)
         # By group. Ranks name a step by the run of the first one.
         self._runs = [secrets.token_bytes(16) for _ in parts]
@@ -77,19 +74,6 @@ class Scheduler:
         self._step = 1
         self._say()
 
-    def _check_failures(self, several: bool) -> None:
-        strict = self._config.strict_tokens is not None
-        if strict and (several or self._recomputes):
-            raise ConfigError(
-                "pillion.strict_tokens needs loads that fail to end their requests: set kv_load_failure_policy to fail and "
-                "serve a model with one cache group, or leave the option out"
-            )
-        if not self._recomputes and not strict and self._config.loads:
-            logger.warning(
-                "pillion: a request whose blocks cannot be loaded will end with an error: set kv_load_failure_policy to "
-                "recompute in --kv-transfer-config"
-            )
-
     @property
     def state(self) -> State:
         """The sidecar's present service to the engine."""
@@ -121,7 +105,7 @@ class Scheduler:
         number = self._policy.follow_request(
             request.num_prompt_tokens,
             not request.skip_reading_prefix_cache and (routed or not awaits),
-            handover.tokens(request) if routed and awaits else None,
+            handover.tokens(request, request.num_prompt_tokens) if routed and awaits else None,
             routed and hands_over,
             self._now(request),
             None if vllm_compat.has_extra_keys(request) else request.all_token_ids,
@@ -161,19 +145,15 @@ class Scheduler:
         """Blocks by vLLM's groups, those of groups without a session last."""
         return blocks if self._order is None else [blocks[number] for number in self._order]
 
-    def sources(self, request: Request, tokens: int) -> dict[Source, int]:
+    def sources(self, request: Request, tokens: int) -> dict[str, int]:
         """Tokens of the last planned load by the place of their hit; empty where the places are unknown."""
         found = self._policy.sources(self._numbers.get(request.request_id, 0), tokens)
-        return {source: each for source, each in zip(SOURCES, found or (), strict=False) if each}
+        return name_counts(SOURCES, found) if found else {}
 
-    def take_hit_tokens(self) -> dict[Source, int]:
-        """Tokens of hits loaded since the last call, by the place of the hit."""
-        found = self._policy.take_hit_tokens()
-        return {source: each for source, each in zip(SOURCES, found, strict=True) if each}
-
-    def take_record_ends(self) -> dict[RecordEnd, int]:
-        """Numbers of records by their outcome since the last call."""
-        return self._records.take_ends()
+    def take_counts(self) -> Counts:
+        """Counts since the last call."""
+        hits, unkept = name_counts(SOURCES, self._policy.take_hit_tokens()), name_counts(UNKEPT, self._policy.take_unkept())
+        return {"hit_tokens": hits, "records": self._records.take_ends(), "unkept": unkept}
 
     def finished(self, request: Request) -> dict[str, Any] | None:
         """The request is over; the answer to its router, if another engine goes on with it."""
@@ -345,10 +325,6 @@ class Scheduler:
         known = [self._numbers.get(req_id) or self._over.get(req_id, (None,))[0] for req_id in req_ids]
         return [number for number in known if number is not None]
 
-    def take_unkept(self) -> dict[str, int]:
-        """Numbers of steps or blocks not kept since the last call, by the reason."""
-        return {name: number for name, number in zip(UNKEPT, self._policy.take_unkept(), strict=True) if number}
-
     def _say(self) -> None:
         """Hands on the policy's messages for the log, and its records."""
         notices, remarks, records = self._policy.take_notices()
@@ -360,7 +336,7 @@ class Scheduler:
                 text %= request.request_id if request else number
             (logger.error if is_error else logger.warning)("pillion: %s", text)
         for record in records:
-            self._records.keep(self._requests[record[0]], record)
+            self._records.keep(*vllm_compat.recorded_words(self._requests[record[0]]), record)
 
     # --- vLLM's blocks ---
 
@@ -392,9 +368,11 @@ class Scheduler:
         """Whether an engine without requests is to step on for them."""
         return bool(self._events) and self._policy.lingers()
 
-    def blocks_cleared(self) -> None:
-        """vLLM has told routers to forget every block."""
-        self._policy.blocks_cleared()
+    def blocks_cleared(self, done: bool) -> None:
+        """vLLM has reset the pool, the users' sign of changed weights. If `done`, it has told routers to forget every block."""
+        if done:
+            self._policy.blocks_cleared()
+        self.weights_may_have_changed()
 
     # --- weights and adapters ---
 

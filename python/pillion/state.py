@@ -9,7 +9,7 @@ and gives them to [PromMetrics][pillion.state.PromMetrics], which it has made th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pillion.numbers import PolicyState
@@ -37,8 +37,16 @@ UNKEPT = {
     "unproven_blocks": "Blocks that vLLM's prefix cache gave to a request although no accepted step had filled them. Nothing "
     "computed from them is kept; reset vLLM's prefix cache, and use --scheduling-policy fcfs.",
 }
+# Counts since the report before, by metric, and there by label or name.
+Counts = Mapping[str, Mapping[str, int]]
+NO_COUNTS: dict[str, Mapping[str, int]] = {"hit_tokens": {}, "records": {}, "unkept": {}}
 # Characters of a reason that are shown.
 REASON_MAX = 200
+
+
+def name_counts(names: Iterable[str], counts: Iterable[int]) -> dict[str, int]:
+    """Counts by their names, without zeros."""
+    return {name: count for name, count in zip(names, counts, strict=True) if count}
 
 
 class EngineState(KVConnectorStats):
@@ -47,17 +55,9 @@ class EngineState(KVConnectorStats):
     data: dict[str, Any]
 
     @classmethod
-    def of(
-        cls,
-        state: State,
-        reason: str,
-        hit_tokens: Mapping[Source, int] | None = None,
-        records: Mapping[RecordEnd, int] | None = None,
-        unkept: Mapping[str, int] | None = None,
-    ) -> EngineState:
+    def of(cls, state: State, reason: str, counts: Counts = NO_COUNTS) -> EngineState:
         """A report as it travels."""
-        counts = {"hit_tokens": dict(hit_tokens or {}), "records": dict(records or {}), "unkept": dict(unkept or {})}
-        return cls(data={"state": state, "reason": reason[:REASON_MAX]} | counts)
+        return cls(data={"state": state, "reason": reason[:REASON_MAX], **counts})
 
     def reset(self) -> None:
         """Nothing was reported."""
@@ -66,9 +66,7 @@ class EngineState(KVConnectorStats):
     def aggregate(self, other: KVConnectorStats) -> EngineState:
         """The later state counts, and what both counted."""
         if self.data and other.data:
-            both = {
-                name: dict(Counter(self.data[name]) + Counter(other.data[name])) for name in ("hit_tokens", "records", "unkept")
-            }
+            both = {name: dict(Counter(self.data[name]) + Counter(other.data[name])) for name in NO_COUNTS}
             self.data = other.data | both
         else:
             self.data = other.data or self.data

@@ -221,9 +221,12 @@ def _unserved_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
         remedy = "start vLLM with --disable-hybrid-kv-cache-manager" if promotable else LEAVE_OUT
         reason = _unserved_set(vllm_config, kv_cache_config, kinds, remedy)
         return reason and f"the model has {len(groups)} KV cache groups{reason}"
-    if kinds == {WINDOW_SPEC}:
-        return _unserved_windows()
-    if not kinds <= set(SERVED_SPECS):
+    if kinds == {WINDOW_SPEC} and not hasattr(KVConnectorBase_V1, "get_transfer_results"):
+        return (
+            "all layers have windows, and this vLLM would compute with freed blocks after a load that fails: install vLLM "
+            "0.30 or later"
+        )
+    if not kinds <= {*SERVED_SPECS, WINDOW_SPEC}:
         return f"its KV cache is of kind {named}, and only {', '.join((*SERVED_SPECS, WINDOW_SPEC))} are served: {LEAVE_OUT}"
     return None
 
@@ -248,16 +251,6 @@ def _unserved_set(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kinds
         return f", which are not served {named}: start vLLM without --speculative-config"
     if not recomputes_failed_loads(vllm_config):
         return ", and a load that fails would end its request: set kv_load_failure_policy to recompute"
-    return None
-
-
-def _unserved_windows() -> str | None:
-    """Why blocks of a model whose layers all have windows cannot be kept; None if they can."""
-    if not hasattr(KVConnectorBase_V1, "get_transfer_results"):
-        return (
-            "all layers have windows, and this vLLM would compute with freed blocks after a load that fails: install vLLM "
-            "0.30 or later"
-        )
     return None
 
 
@@ -387,11 +380,6 @@ def fitting_layout(vllm_config: VllmConfig) -> str | None:
         return None
     layouts = backend.get_class().supported_kv_cache_layouts()
     return BLOCK_LAYOUT if layouts is None or BLOCK_LAYOUT in [layout.name for layout in layouts] else None
-
-
-def granted_layout(vllm_config: VllmConfig) -> str:
-    """The name of the layout that vLLM settled on."""
-    return str(getattr(vllm_config.cache_config, "kv_cache_layout", None) or "unnamed")
 
 
 def hooks_are_serial(vllm_config: VllmConfig) -> bool:
@@ -577,20 +565,10 @@ def hash_of(algorithm: str, text: str) -> bytes:
     return digest
 
 
-def request_id(request: Any) -> str:
-    """vLLM's name of a request."""
-    return str(request.request_id)
-
-
 def transfer_params(request: Any) -> dict[str, Any]:
     """The words of routers about a request; empty without any."""
     params = request.kv_transfer_params
     return params if isinstance(params, dict) else {}
-
-
-def prompt_tokens(request: Any) -> int:
-    """Tokens of a request's prompt."""
-    return int(request.num_prompt_tokens)
 
 
 def token_count(request: Any) -> int:
@@ -610,15 +588,26 @@ def block_hashes(request: Any) -> list[bytes]:
     return hashes
 
 
-def trace_headers(request: Any) -> Mapping[str, str] | None:
-    """The trace of a request, as HTTP headers."""
-    headers: Mapping[str, str] | None = getattr(request, "trace_headers", None)
-    return headers
+def recorded_words(request: Any) -> tuple[str, Mapping[str, str] | None]:
+    """vLLM's name of a request, and its trace as HTTP headers."""
+    return request.request_id, getattr(request, "trace_headers", None)
 
 
-def wrap_reset(pool: Any, wrap: Callable[[Callable[[], bool]], Callable[[], bool]]) -> None:
-    """Puts a function around the reset of a block pool."""
-    pool.reset_prefix_cache = wrap(pool.reset_prefix_cache)
+def watch_resets(pool: Any, begins: Callable[[], None], told: Callable[[bool], None]) -> None:
+    """Calls `begins` before every reset of a block pool, and `told` after it: whether vLLM could carry it out."""
+    reset = pool.reset_prefix_cache
+
+    @functools.wraps(reset)
+    def reset_and_tell() -> bool:
+        done = False
+        begins()
+        try:
+            done = bool(reset())
+            return done
+        finally:
+            told(done)
+
+    pool.reset_prefix_cache = reset_and_tell
 
 
 def answered(request: Any) -> bool:
@@ -671,35 +660,23 @@ class BlockEvents:
             self._group["kv_cache_spec_kind"] = interface.get_kv_cache_spec_kind(spec).value
             self._group["kv_cache_spec_sliding_window"] = interface.get_kv_cache_spec_sliding_window(spec)
 
-    def stored(self, medium: str, request: Request, first: int, hashes: list[bytes], parent: bytes | None) -> Any:
-        """Blocks of a request from `first` on are there, those of these hashes; `parent` is that of the block before."""
-        tokens, lora, end = self._block_tokens, request.lora_request, first + len(hashes)
-        extra: list[Any] = [None] * len(hashes)
+    def stored(
+        self, medium: str, hashes: list[bytes], request: Request | None = None, first: int = 0, parent: bytes | None = None
+    ) -> Any:
+        """Blocks of these hashes are there: those of a request from `first` on, `parent` is that of the block before; or blocks
+        of which nothing else is known, as vLLM's own offloading says it."""
+        tokens, lora, end = self._block_tokens, request and request.lora_request, first + len(hashes)
+        fields: dict[str, Any] = {"lora_id": lora.adapter_id if lora else None, "lora_name": lora.name if lora else None}
+        if request is None:
+            fields |= {"parent_block_hash": None, "token_ids": [], "block_size": 0}
+            return self._make(self._events.BlockStored, medium, hashes, **fields)
+        fields["extra_keys"] = [None] * len(hashes)
         if has_extra_keys(request):
             # What versions before 0.31 hash is what they publish.
-            extra = getattr(self._utils, "to_event_extra_keys", list)(extra_keys(request, first, end, tokens))
-        return self._make(
-            self._events.BlockStored,
-            medium,
-            hashes,
-            parent_block_hash=None if parent is None else self._utils.maybe_convert_block_hash(parent),
-            token_ids=list(request.all_token_ids[first * tokens : end * tokens]),
-            block_size=tokens,
-            lora_id=lora.adapter_id if lora else None,
-            lora_name=lora.name if lora else None,
-            extra_keys=extra,
-        )
-
-    def located(self, medium: str, hashes: list[bytes]) -> Any:
-        """Blocks are there of which nothing else is known, as vLLM's own offloading says it."""
-        unknown: dict[str, Any] = {
-            "parent_block_hash": None,
-            "token_ids": [],
-            "block_size": 0,
-            "lora_id": None,
-            "lora_name": None,
-        }
-        return self._make(self._events.BlockStored, medium, hashes, **unknown)
+            fields["extra_keys"] = getattr(self._utils, "to_event_extra_keys", list)(extra_keys(request, first, end, tokens))
+        fields["parent_block_hash"] = None if parent is None else self._utils.maybe_convert_block_hash(parent)
+        fields |= {"token_ids": list(request.all_token_ids[first * tokens : end * tokens]), "block_size": tokens}
+        return self._make(self._events.BlockStored, medium, hashes, **fields)
 
     def removed(self, medium: str, hashes: list[bytes]) -> Any:
         """Blocks are there no more."""

@@ -10,12 +10,12 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
-
-from pillion import vllm_compat
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
+
+    from pillion.scheduler import Scheduler
 
 # Methods of vLLM's workers that change no weights. Whatever else is called there may, and so may any function sent there.
 READS = frozenset(
@@ -48,46 +48,11 @@ UPDATE_CHUNK = "update_weights"
 UPDATE_ENDS = "finish_weight_update"
 
 
-class Watcher(Protocol):
-    """Who is told."""
-
-    # Whether an update of the weights has begun and not ended.
-    updating: bool
-
-    def weights_may_have_changed(self) -> None:
-        """KV computed from now on may be other KV of the same tokens."""
-
-    def adapter_loads(self, request: LoRARequest) -> None:
-        """Ranks are about to load an adapter."""
-
-    def adapter_removed(self, number: int) -> None:
-        """Ranks no longer hold an adapter."""
-
-
-_watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
+_watchers: weakref.WeakSet[Scheduler] = weakref.WeakSet()
 _watched: set[type] = set()
 
 
-def resets(pool: Any, begins: Callable[[], None], told: Callable[[bool], None]) -> None:
-    """Calls `begins` before every reset of a block pool of vLLM's, and `told` after it: whether vLLM could carry it out."""
-
-    def around(reset: Callable[[], bool]) -> Callable[[], bool]:
-        @functools.wraps(reset)
-        def reset_and_tell() -> bool:
-            done = False
-            begins()
-            try:
-                done = bool(reset())
-                return done
-            finally:
-                told(done)
-
-        return reset_and_tell
-
-    vllm_compat.wrap_reset(pool, around)
-
-
-def engine_core(core: type, watcher: Watcher) -> None:
+def engine_core(core: type, watcher: Scheduler) -> None:
     """Has `watcher` told of what is called on engine cores of this class, and of those derived from it, while it lives."""
     _watchers.add(watcher)
     if core not in _watched:

@@ -61,6 +61,21 @@ class Fault:
     seen_next: bool = False
 
 
+class Unwaiting:
+    """Waits between layers, without those left by a raising forward."""
+
+    def __init__(self, waits: Any) -> None:
+        self._waits = waits
+
+    def begin_step(self) -> list[int]:
+        """Leaves them out."""
+        self._waits.begin_step()
+        return []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._waits, name)
+
+
 class FailingDriver(engine_driver.Driver):
     """Has steps fail, and goes on after them."""
 
@@ -96,14 +111,9 @@ class FailingDriver(engine_driver.Driver):
     def wait_for_nothing(self) -> None:
         """From now on no step waits for what an earlier one left of its loads."""
         role = self._role()
-        begin, waits = role._begin, role._waits
-        role._begin = lambda loads, session, by_cuts=False: begin(loads, session, True)
-
-        def begin_step(session: Any, stream: Callable[[], int]) -> None:
-            waits._next = 0 if waits._allowed else -1
-            waits._waited = waits._cuts
-
-        waits.begin_step = begin_step
+        begin, (part,) = role._begin, role._parts
+        role._begin = lambda part, loads, by_cuts=False: begin(part, loads, True)
+        part.waits = Unwaiting(part.waits)
 
     def counter(self, metric: str) -> int:
         """A counter of vLLM's metrics, over its labels."""
@@ -193,8 +203,8 @@ class FailingDriver(engine_driver.Driver):
     def _refuse(self, fault: Fault | None) -> None:
         assert fault is not None
         fault.struck = True
-        waits = self._role()._waits
-        fault.by_cuts = waits is not None and waits._waited < waits._cuts
+        (part,) = self._role()._parts
+        fault.by_cuts = part.waits is not None and part.waits.waiting
         self._last = fault
         raise Failure(fault.kind)
 

@@ -23,13 +23,14 @@ LOAD = worker.Worker.load
 
 @functools.wraps(LOAD)
 def loading(self: Any, *arguments: Any) -> None:
-    """Before the group's loads begin."""
-    metadata = self._metadata
-    here = f"{vllm_compat.rank(self._vllm_config)} {self._group.number}"
-    if metadata is not None and metadata.loads and (SPOILED / "next").read_text() == here:
-        with (SPOILED / "done").open("a") as done:
-            done.writelines(f"{request}\n" for request in dict.fromkeys(request for request, _, _ in metadata.loads))
-        metadata.loads = [(request, plan.outdated(planned), sync) for request, planned, sync in metadata.loads]
+    """Before the loads begin."""
+    for part in self._parts:
+        metadata = part.metadata
+        here = f"{vllm_compat.rank(part._vllm_config)} {part.group.number}"
+        if metadata is not None and metadata.loads and (SPOILED / "next").read_text() == here:
+            with (SPOILED / "done").open("a") as done:
+                done.writelines(f"{request}\n" for request in dict.fromkeys(request for request, _, _ in metadata.loads))
+            metadata.loads = [(request, plan.outdated(planned), sync) for request, planned, sync in metadata.loads]
     LOAD(self, *arguments)
 
 

@@ -15,12 +15,12 @@ LOAD = worker.Worker.load
 
 @functools.wraps(LOAD)
 def loading(self: Any, *arguments: Any) -> None:
-    """Before the group's loads begin."""
-    metadata = self._metadata
-    if metadata is not None and vllm_compat.has_states(self._kv_cache_config):
-        for request, _, _ in metadata.loads:
-            self._end_load(request, [])
-        metadata.loads = []
+    """Before the loads begin."""
+    for part in self._parts:
+        if part.metadata is not None and vllm_compat.has_states(part.kv_cache_config):
+            for request, _, _ in part.metadata.loads:
+                self._loads.lose_load(request, [])
+            part.metadata.loads = []
     LOAD(self, *arguments)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from pillion import _shim, vllm_compat, worker
+from pillion import _shim, memory, vllm_compat
 from pillion.connector import PillionConnector
 
 __all__ = ["PillionConnector"]
@@ -25,7 +25,7 @@ RECORD = Path(os.environ["PILLION_TEST_RECORD"])
 # Attributes of vLLM's configuration that are others whenever Pillion reads them.
 AS_IF: dict[str, Any] = json.loads(os.environ["PILLION_TEST_AS_IF"])
 SIGNATURE = inspect.signature(_shim.WorkerSession)
-REGISTER, UNSUPPORTED = worker.Worker.register, vllm_compat.unsupported
+REGISTER, UNSUPPORTED = memory.GroupMemory.register, vllm_compat.unsupported
 
 
 def written(*arguments: Any, **named: Any) -> Any:
@@ -68,7 +68,7 @@ def _pretending(config: Any) -> Iterator[None]:
 
 _instead: dict[tuple[Any, str], Any] = {
     (_shim, "WorkerSession"): written,
-    (worker.Worker, "register"): registering,
+    (memory.GroupMemory, "register"): registering,
     (vllm_compat, "unsupported"): judging,
 }
 for (_owner, _name), _function in _instead.items():

@@ -14,9 +14,6 @@ from pillion.config import Config, ConfigError, parse
 def test_defaults() -> None:
     config = parse({"pillion.socket": "/s"})
     assert (config.socket, config.mode, config.load, config.layout, config.copy) == ("/s", "read_write", "auto", "auto", "auto")
-    assert config.loads
-    assert config.saves
-    assert config.required_layout is None
     assert (config.query_timeout_us, config.model_id, config.namespace) == (2000, None, None)
 
 
@@ -52,17 +49,6 @@ def test_errors_show_the_value(extra: dict[str, object], named: str) -> None:
         parse(extra)
     assert named in str(error.value)
     assert next(iter(extra)) in str(error.value)
-
-
-@pytest.mark.parametrize(("mode", "loads", "saves"), [("save_only", False, True), ("load_only", True, False)])
-def test_modes(mode: str, loads: bool, saves: bool) -> None:
-    config = parse({"pillion.mode": mode})
-    assert (config.loads, config.saves) == (loads, saves)
-
-
-@pytest.mark.parametrize(("layout", "asked"), [("auto", None), ("none", None), ("BLNHC", "BLNHC")])
-def test_layout(layout: str, asked: str | None) -> None:
-    assert parse({"pillion.layout": layout}).required_layout == asked
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 import played
 import pytest
 
-from pillion._shim import Reports
+from pillion._shim import RankLoads
 from pillion.metadata import StepOutput
 
 
@@ -52,13 +52,15 @@ def test_a_request_of_a_step_that_is_passed_over_is_in_doubt(engine: Any) -> Non
 
 def test_the_end_of_a_load_is_told_until_vllm_has_learned_of_it() -> None:
     """A step may raise before it tells anything. The next step tells the end then."""
-    reports = Reports()
-    reports.begin_step(1, ())
-    assert (reports.tell_ended({"one"}), reports.tell_failed({"one"}), reports.tell_blocks({7})) == ({"one"}, {"one"}, {7})
-    reports.begin_step(2, [1])
-    reports.begin_step(3, [1])
-    assert (reports.tell_ended(None), reports.tell_failed(set()), reports.tell_blocks(set())) == ({"one"}, {"one"}, {7})
-    reports.begin_step(4, [1])
-    assert (reports.tell_ended(None), reports.tell_failed(set()), reports.tell_blocks(set())) == (None, set(), set())
-    reports.begin_step(5, [3, 4])
-    assert reports.tell_ended({"two"}) == {"one", "two"}
+    loads = RankLoads(False)
+    loads.begin_step(1, ())
+    loads.lose_load("one", [7])
+    assert (loads.take_ended(), loads.take_failed(), loads.take_failed_blocks()) == ({"one"}, set(), {7})
+    loads.begin_step(2, [1])
+    loads.begin_step(3, [1])
+    assert (loads.take_ended(), loads.take_failed(), loads.take_failed_blocks()) == ({"one"}, set(), {7})
+    loads.begin_step(4, [1])
+    assert (loads.take_ended(), loads.take_failed(), loads.take_failed_blocks()) == (None, set(), set())
+    loads.begin_step(5, [3, 4])
+    loads.lose_load("two", [])
+    assert loads.take_ended() == {"one", "two"}

@@ -15,7 +15,7 @@ from specs import LAYERS, full_attention, kv_cache_config
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from pillion import facts as module
-from pillion import vllm_compat, weight_files
+from pillion import model_files, vllm_compat
 from pillion.facts import ENVIRONMENT, SETTINGS, Facts
 from pillion.models import Models
 from testkit.engine_config import engine_config
@@ -284,17 +284,17 @@ def test_every_page_that_is_read_of_a_file_counts(directory: Path) -> None:
     """Its first and its last, and its name."""
     model_config = SimpleNamespace(model=str(directory))
     path = directory / "model.safetensors"
-    before = weight_files.digest(model_config, "auto")
+    before = model_files.digest_weights(model_config, "auto")
     for offset in (0, 8, (1 << 20) + 7):
         content = bytearray(path.read_bytes())
         content[offset] ^= 1
         path.write_bytes(content)
-        changed = weight_files.digest(model_config, "auto")
+        changed = model_files.digest_weights(model_config, "auto")
         assert changed != before
         before = changed
     path.rename(directory / "other.safetensors")
-    assert weight_files.digest(model_config, "auto") != before
-    assert weight_files.digest(model_config, "dummy") is None
+    assert model_files.digest_weights(model_config, "auto") != before
+    assert model_files.digest_weights(model_config, "dummy") is None
 
 
 # --- what vLLM's own objects say ---

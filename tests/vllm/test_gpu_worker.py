@@ -11,8 +11,9 @@ import specs
 import torch
 
 from pillion import _shim, vllm_compat
-from pillion.cuda import LayerWaits
 from pillion.geometry import GeometryError
+from pillion.groups import ALONE
+from pillion.memory import GroupMemory
 from pillion.metadata import PillionMetadata, StepOutput
 from pillion.worker import Worker
 from testkit.engine_config import engine_config
@@ -80,8 +81,9 @@ class Rank:
         nothing: Any = None
         self.worker = Worker(engine_config(), nothing, ONE_GROUP)
         played: Any = self.session
-        self.worker._session = played
-        self.worker._waits = LayerWaits(LAYERS, [2, 2], True, lambda: vllm_compat.hook_mode(self.context))
+        (memory,) = self.worker._parts
+        memory.session = played
+        memory.waits = _shim.LayerWaits(LAYERS, [2, 2], True, lambda: vllm_compat.hook_mode(self.context))
         self.context: Any = None
         self.step_number = 0
         self.fills_tail = False
@@ -118,9 +120,8 @@ def test_other_kinds_of_forwards_wait_for_the_whole(mode: str, hooks: list[str])
     assert ("load", CUT_BY_CUT) in rank.step("NONE", LAYERS, (plan(5), True))
 
 
-def test_asynchronous_loads_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_asynchronous_loads_are_not_waited_for() -> None:
     """Neither alone nor beside synchronous ones."""
-    monkeypatch.setattr("pillion._shim.plan_op", lambda plan: 77)
     rank = Rank()
     rank.step("NONE", LAYERS)
     assert rank.step("NONE", LAYERS, (plan(5, flags=0), False)) == [("start", 2), ("load", WHOLE), ("done", 2)]
@@ -144,9 +145,9 @@ def test_hooks_that_stay_away_fail_the_load_and_end_the_overlap() -> None:
     rank.step("NONE", LAYERS)
     calls = rank.step("NONE", [], (plan(5, 9), True), (plan(7), True))
     assert calls == [("start", 2), ("load", CUT_BY_CUT), ("load", CUT_BY_CUT), ("wait", 0), ("wait", 1), ("done", 2)]
-    assert rank.worker.take_failed() == {5, 7, 9}
+    assert rank.worker.take_failed_blocks() == {5, 7, 9}
     assert ("load", WHOLE) in rank.step("NONE", LAYERS, (plan(5), True))
-    assert rank.worker.take_failed() == set()
+    assert rank.worker.take_failed_blocks() == set()
 
 
 def test_a_forward_that_raised_is_not_taken_for_one_without_hooks() -> None:
@@ -164,7 +165,7 @@ def test_a_forward_that_raised_is_not_taken_for_one_without_hooks() -> None:
 
     with pytest.raises(torch.OutOfMemoryError):
         fails()
-    assert rank.worker.take_failed() == set()
+    assert rank.worker.take_failed_blocks() == set()
     rank.step_number = 2
     assert rank.step("NONE", LAYERS) == [("wait", 0), ("wait", 1), ("start", 3), ("done", 3)]
     assert ("load", CUT_BY_CUT) in rank.step("NONE", LAYERS, (plan(5), True))
@@ -209,9 +210,9 @@ def test_who_copies_on_a_gpu(
 ) -> None:
     """Where the sidecar cannot, the engine does, if the choice was left open and its memory stays where it is."""
     said: list[str] = []
-    monkeypatch.setattr("pillion.worker.logger.warning", lambda text, *parts: said.append(text % parts))
+    monkeypatch.setattr("pillion.memory.logger.warning", lambda text, *parts: said.append(text % parts))
     config: Any = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=sleep_mode))
-    worker = Worker(engine_config(copy=copy), config, ONE_GROUP)
+    memory = GroupMemory(engine_config(copy=copy), config, ONE_GROUP, ALONE)
     asked: list[str] = []
 
     def connect(geometry: Any, descriptors: list[int], pointers: list[int], cuts: list[int], copier: str) -> None:
@@ -220,13 +221,13 @@ def test_who_copies_on_a_gpu(
         if copier in refuses:
             raise _shim.ShimError(f"no {copier}")
 
-    monkeypatch.setattr(worker, "_connect", connect)
+    monkeypatch.setattr(memory, "_connect", connect)
     geometry: Any = SimpleNamespace(cuts=[8])
     if stays_out:
         with pytest.raises(GeometryError, match=stays_out):
-            worker._connect_gpu(geometry, [4096])
+            memory._connect_gpu(geometry, [4096])
     else:
-        worker._connect_gpu(geometry, [4096])
+        memory._connect_gpu(geometry, [4096])
     assert asked == tried
     fell = tried == ["sidecar", "engine"] and not stays_out
     assert [("no sidecar" in text, "the engine copies its blocks itself" in text) for text in said] == [(True, True)] * fell
@@ -236,21 +237,21 @@ def test_who_copies_on_a_gpu(
 def test_an_engine_that_sleeps_does_not_copy(remedy: str) -> None:
     """Its KV memory goes away under its own copies."""
     config: Any = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=True))
-    worker = Worker(engine_config(copy="engine"), config, ONE_GROUP)
+    memory = GroupMemory(engine_config(copy="engine"), config, ONE_GROUP, ALONE)
     geometry: Any = SimpleNamespace(cuts=[8])
     with pytest.raises(GeometryError, match=remedy):
-        worker._connect_gpu(geometry, [4096])
+        memory._connect_gpu(geometry, [4096])
 
 
 def test_memory_of_another_device_is_refused_aloud(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU engine whose KV lies elsewhere."""
     said: list[str] = []
-    monkeypatch.setattr("pillion.worker.logger.error", lambda text, *parts: said.append(text % parts))
+    monkeypatch.setattr("pillion.memory.logger.error", lambda text, *parts: said.append(text % parts))
     monkeypatch.setattr(vllm_compat, "on_gpu", lambda: True)
     nothing: Any = None
-    worker = Worker(engine_config(), nothing, ONE_GROUP)
-    worker.register({"layer": torch.zeros(4, 2, 2, 2)})
-    assert worker._session is None
+    memory = GroupMemory(engine_config(), nothing, ONE_GROUP, ALONE)
+    memory.register({"layer": torch.zeros(4, 2, 2, 2)})
+    assert memory.session is None
     assert "PILLION STAYS OUT" in said[0]
     assert "cpu" in said[0]
 
@@ -258,7 +259,7 @@ def test_memory_of_another_device_is_refused_aloud(monkeypatch: pytest.MonkeyPat
 def test_a_device_without_room_is_no_end_of_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM has given all of it to its KV cache; what the self-test wrote until then is cleared."""
     said: list[str] = []
-    monkeypatch.setattr("pillion.worker.logger.error", lambda text, *parts: said.append(text % parts))
+    monkeypatch.setattr("pillion.memory.logger.error", lambda text, *parts: said.append(text % parts))
 
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nMore of it")
@@ -267,9 +268,9 @@ def test_a_device_without_room_is_no_end_of_the_start(monkeypatch: pytest.Monkey
     monkeypatch.setattr(vllm_compat, "heads", lambda *_: {})
     nothing: Any = None
     kv = {name: torch.zeros(2, 10, 16, 2, 64, dtype=torch.bfloat16) for name in specs.LAYERS}
-    worker = Worker(engine_config(), nothing, specs.kv_cache_config(specs.full_attention()))
-    worker.register(kv)
-    assert worker._session is None
-    assert worker.out_reason == "torch: CUDA out of memory. (if memory is short, lower --gpu-memory-utilization)"
-    assert said == [f"PILLION STAYS OUT: {worker.out_reason}. vLLM runs as if no connector were configured."]
+    memory = GroupMemory(engine_config(), nothing, specs.kv_cache_config(specs.full_attention()), ALONE)
+    memory.register(kv)
+    assert memory.session is None
+    assert memory.out_reason == "torch: CUDA out of memory. (if memory is short, lower --gpu-memory-utilization)"
+    assert said == [f"PILLION STAYS OUT: {memory.out_reason}. vLLM runs as if no connector were configured."]
     assert not any(tensor.any() for tensor in kv.values())

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from pillion import vllm_compat
+from pillion.connector import PillionConnector
 from pillion.geometry import Geometry, GeometryError, describe, self_test
 
 BLOCKS, LAYERS, KV_HEADS, HEAD_SIZE = 6, 10, 2, 16
@@ -136,6 +137,13 @@ def wish(
         attention_config=SimpleNamespace(backend=chosen),
     )
     return vllm_compat.fitting_layout(config)
+
+
+@pytest.mark.parametrize(("layout", "asked"), [("none", None), ("BHLNC", "BHLNC")])
+def test_a_named_layout_is_asked_for(layout: str, asked: str | None) -> None:
+    """Engines of every kind take it."""
+    config: Any = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={"pillion.layout": layout}))
+    assert PillionConnector.get_required_kvcache_layout(config) == asked
 
 
 def test_a_cpu_engine_is_asked_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pillion import worker as module
+from pillion import memory as module
 from pillion.live import Live
 from pillion.metadata import PillionMetadata
 from pillion.models import Models
@@ -175,9 +175,10 @@ class Rank:
         blocks: Any = SimpleNamespace(kv_cache_groups=[group])
         played: Any = self.session
         self.worker = Worker(engine_config(), config, blocks)
-        self.worker._session = played
-        self.worker._live = live(self.model)
-        self.first = self.worker._live.begin(FACTS)
+        (self.memory,) = self.worker._parts
+        self.memory.session = played
+        self.memory._live = live(self.model)
+        self.first = self.memory._live.begin(FACTS)
 
     def step(self, weights: int | None = None, seconds: float = 0.01) -> None:
         """A step that takes this long; the scheduler counts this many changes of the weights."""
@@ -210,8 +211,8 @@ def test_weights_are_sampled_when_the_scheduler_says_so(monkeypatch: pytest.Monk
 def test_a_pause_is_followed_by_a_look(monkeypatch: pytest.MonkeyPatch, device: str | None, pause: float) -> None:
     """Before the first step behind it loads anything; steps in a row, however long, are not."""
     rank = Rank(monkeypatch)
-    monkeypatch.setattr(rank.worker, "_stream", lambda: 0)
-    rank.worker._device = torch.device(device) if device else None
+    monkeypatch.setattr(rank.memory, "stream", lambda: 0)
+    rank.memory.device = torch.device(device) if device else None
     looks: list[int] = []
     take = Sampler.take
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from stage import RESET, Stage, abort, block_count, by_load, generate, hit_tokens, metrics, peers, prompt_of, wait_saved
@@ -68,11 +66,12 @@ class Played:
         self.records = Records(engine_config(record_otlp=url), "engine")
         self.ends: Counter[str] = Counter()
 
-    def play(self, count: int, **more: Any) -> None:
+    def play(self, count: int, headers: dict[str, str] | None = None) -> None:
         """So many requests."""
         for number in range(count):
-            request: Any = SimpleNamespace(request_id=f"request-{number}", **more)
-            self.records.keep(request, (number, (40, 8, 24), [16, 0, 8], "async", False, [0.1, 0.0, 0.2, 0.0, 0.3]))
+            self.records.keep(
+                f"request-{number}", headers, (number, (40, 8, 24), [16, 0, 8], "async", False, [0.1, 0.0, 0.2, 0.0, 0.3])
+            )
 
     def wait_ends(self, **ends: int) -> None:
         """Until so many have ended, each so."""
@@ -90,7 +89,7 @@ def test_a_kept_record_is_a_line_of_the_log_and_a_span(monkeypatch: pytest.Monke
     monkeypatch.setattr("pillion.records.logger.info", lambda text, *parts: lines.append(text % parts))
     with collector.collecting() as receiver:
         played = Played(receiver.url)
-        played.play(2, trace_headers={"traceparent": f"00-{TRACE}-{SPAN}-01"})
+        played.play(2, {"traceparent": f"00-{TRACE}-{SPAN}-01"})
         played.wait_ends(written=2)
         played.records.close()
     told = [json.loads(line.removeprefix("pillion request ")) for line in lines]

@@ -12,8 +12,8 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
-from pillion.connector import PillionConnector, StaysOut
-from pillion.state import RECORD_ENDS, SOURCES, STATES, UNKEPT, EngineState
+from pillion.connector import PillionConnector, RankState
+from pillion.state import NO_COUNTS, RECORD_ENDS, SOURCES, STATES, UNKEPT, EngineState
 from pillion.vllm_compat import KVConnectorRole
 
 LABELS = {"model_name": "tiny", "engine": "1"}
@@ -70,7 +70,7 @@ def test_an_engine_that_stays_out_says_why(played: Played, monkeypatch: pytest.M
     """In the metrics and in the line that vLLM logs of its connectors."""
     monkeypatch.setattr("pillion.connector.logger.error", lambda text, *parts: None)
     assert played.step()
-    played.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): StaysOut("no room in /dev/shm: raise --shm-size")})
+    played.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): RankState("no room in /dev/shm: raise --shm-size")})
     assert played.step() and played.shown() == ["out"]
     reason = {**LABELS, "reason": "rank 0: no room in /dev/shm: raise --shm-size"}
     assert REGISTRY.get_sample_value("vllm:pillion_stays_out", reason) == 1
@@ -79,16 +79,17 @@ def test_an_engine_that_stays_out_says_why(played: Played, monkeypatch: pytest.M
     assert logged == ["KV Transfer metrics: pillion=out"]
 
 
+def counted(*counts: dict[str, int]) -> dict[str, dict[str, int]]:
+    """Counts of a report."""
+    return dict(zip(NO_COUNTS, counts, strict=True))
+
+
 def test_the_later_state_counts_and_what_both_counted() -> None:
     """As where vLLM puts several reports together."""
-    both = EngineState.of("away", "", {"host": 1, "disk": 2}, {"written": 1}, {"unaccepted_steps": 1})
-    both.aggregate(EngineState.of("serving", "", {"host": 4}, {"written": 2, "refused": 1}, {"unproven_blocks": 7}))
+    both = EngineState.of("away", "", counted({"host": 1, "disk": 2}, {"written": 1}, {"unaccepted_steps": 1}))
+    both.aggregate(EngineState.of("serving", "", counted({"host": 4}, {"written": 2, "refused": 1}, {"unproven_blocks": 7})))
     both.aggregate(EngineState(data={}))
-    counts = {
-        "hit_tokens": {"host": 5, "disk": 2},
-        "records": {"written": 3, "refused": 1},
-        "unkept": {"unaccepted_steps": 1, "unproven_blocks": 7},
-    }
+    counts = counted({"host": 5, "disk": 2}, {"written": 3, "refused": 1}, {"unaccepted_steps": 1, "unproven_blocks": 7})
     assert both.to_dict() == {"state": "serving", "reason": ""} | counts and not both.is_empty()
     both.reset()
     assert both.is_empty()

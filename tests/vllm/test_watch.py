@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from pillion import watch
+from pillion import vllm_compat, watch
 
 Call = Callable[[Any], object]
 
@@ -76,7 +76,7 @@ def make_core() -> tuple[type, list[Any]]:
 def core() -> tuple[Any, Watcher, list[Any]]:
     """An engine core, who watches it, and what was reached."""
     kind, reached = make_core()
-    watcher = Watcher()
+    watcher: Any = Watcher()
     watch.engine_core(kind, watcher)
     return kind(), watcher, reached
 
@@ -148,7 +148,7 @@ def test_an_update_lasts_from_its_begin_to_its_end(core: tuple[Any, Watcher, lis
 def test_a_class_is_wrapped_once(core: tuple[Any, Watcher, list[Any]]) -> None:
     """However many engines there were; who is gone is told nothing, and vLLM reads the signatures that it knows."""
     engine, watcher, _ = core
-    watch.engine_core(type(engine), Watcher())
+    watch.engine_core(type(engine), cast(Any, Watcher()))
     engine.collective_rpc("reload_weights")
     assert watcher.told == ["weights", "weights"]
     plain, _ = make_core()
@@ -172,7 +172,7 @@ def test_resets_of_one_pool() -> None:
 
     watched, other = Pool(), Pool()
     told: list[object] = []
-    watch.resets(watched, lambda: told.append("begins"), told.append)
+    vllm_compat.watch_resets(watched, lambda: told.append("begins"), told.append)
     assert watched.reset_prefix_cache() is True
     watched.answer = False
     assert watched.reset_prefix_cache() is False

@@ -1,12 +1,14 @@
 //! The connector's options: the `pillion.*` keys of vLLM's `kv_connector_extra_config`, checked at an engine's start. docs/options.md is
 //! made of [`OPTIONS`].
 
+mod settings;
 mod table;
 
 use std::fmt;
 
 use thiserror::Error;
 
+pub use self::settings::EngineSettings;
 pub use self::table::OPTIONS;
 
 /// The beginning of each option's key.
@@ -79,6 +81,9 @@ pub enum OptionError {
     /// A key of no option.
     #[error("unknown option {0} in kv_connector_extra_config: use one of {names}", names = names())]
     Unknown(String),
+    /// An option against the engine's other settings.
+    #[error("{0}")]
+    Unfit(&'static str),
     /// A value an option may not have.
     #[error("{PREFIX}{name} is {shown}; it must be {rule}")]
     Value {

@@ -18,6 +18,26 @@ pub enum Reported {
     Block(u32),
 }
 
+// === impl Reported ===
+
+impl Reported {
+    /// Its request, if it is of one.
+    pub fn into_request(self) -> Option<String> {
+        match self {
+            Self::Ended(request) | Self::Failed(request) => Some(request),
+            Self::Block(_) => None,
+        }
+    }
+
+    /// Its block, if it is of one.
+    pub fn into_block(self) -> Option<u32> {
+        match self {
+            Self::Block(block) => Some(block),
+            Self::Ended(_) | Self::Failed(_) => None,
+        }
+    }
+}
+
 /// The reports of one rank. A step without any costs nothing.
 #[derive(Debug, Default)]
 pub struct RankReports {

@@ -54,8 +54,8 @@ pub(super) fn read_page_form(text: &str) -> PyResult<Pages> {
 /// A layer's storage, elements before its tensor, bytes of one; lengths and strides of all axes, the axis of blocks, dtype, and of a head's
 /// key and value the elements and the packing.
 type LayerTensor = ((u32, u64, u64), Vec<u64>, Vec<u64>, usize, String, (u64, u64, String));
-/// Regions: storage, offset of block 0, stride, bytes; the `page_form`; the end of each layer, of each cut, and the layers of each cut.
-type Layout = (Vec<(u32, u64, u64, u64)>, String, Vec<u64>, Vec<u64>, Vec<usize>);
+/// Regions: storage, offset of block 0, stride, bytes; the `page_form`; the end and the layers of each cut.
+type Layout = (Vec<(u32, u64, u64, u64)>, String, Vec<u64>, Vec<usize>);
 
 /// The layout of a cache group's layers in a block.
 #[pyfunction]
@@ -69,7 +69,7 @@ pub(super) fn lay_out_block(layers: Vec<LayerTensor>) -> Layout {
     let region = |run: &BlockRun| (run.storage, run.offset, run.stride, run.bytes);
     let regions = layout.regions.iter().map(region).collect();
     let cuts = layout.cuts();
-    (regions, layout.form, layout.layer_ends, cuts, layout.cut_layers)
+    (regions, layout.form, cuts, layout.cut_layers)
 }
 
 /// Bytes of an element of each type that a page can have.

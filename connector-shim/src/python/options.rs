@@ -33,13 +33,13 @@ pub(super) fn read_options<'py>(py: Python<'py>, extra: &Bound<'py, PyDict>) -> 
     }
     let mut given = Vec::new();
     for (key, value) in extra {
-        if let Some(option) = options::check_key(&key.extract::<String>()?).map_err(wrong)? {
+        if let Some(option) = options::check_key(&key.extract::<String>()?).map_err(config_error)? {
             given.push((option, value));
         }
     }
     for (option, value) in given {
         let shown = || value.repr().map_or_else(|_| "no value".to_owned(), |text| text.to_string());
-        option.check_value(&given_value(&value), shown).map_err(wrong)?;
+        option.check_value(&given_value(&value), shown).map_err(config_error)?;
         read.set_item(option.name, value)?;
     }
     Ok(read)
@@ -55,6 +55,6 @@ fn given_value(value: &Bound<'_, PyAny>) -> GivenValue {
 }
 
 #[expect(clippy::needless_pass_by_value, reason = "for map_err")]
-fn wrong(error: OptionError) -> PyErr {
+pub(super) fn config_error(error: OptionError) -> PyErr {
     ConfigError::new_err(error.to_string())
 }

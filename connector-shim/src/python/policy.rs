@@ -13,10 +13,12 @@ use pyo3::types::{PyBytes, PyList};
 use shm_protocol::key::{Algorithm, BlockHash};
 use shm_protocol::source::Source;
 
+use super::options::config_error;
 use super::told::{self, Loss, PyRecord, PyRemark};
 use super::{Guarded, SchedulerSession, SessionOwner, UNDIGESTED, bytes16, some16};
 use crate::clock;
 use crate::core::aside::Aside;
+use crate::core::options::EngineSettings;
 use crate::core::policy::kinds::{GroupForm, GroupKind, GroupSet, Points, ServedTokens};
 use crate::core::policy::{
     Adapter, Arrival, BegunRequest, Changes, CheckRate, Due, EnginePolicy as Rules, EventChange, FoundTokens,
@@ -54,14 +56,15 @@ pub(super) struct PyPolicy {
     loss: Loss,
     /// Those of an engine that loads.
     records: Option<Guarded<Records>>,
+    /// Warnings of the start, still to be told.
+    said: Mutex<Vec<String>>,
 }
 
 /// The policy's part of an engine's options.
 #[derive(Debug, FromPyObject)]
 struct ConnectorSettings {
     socket: std::path::PathBuf,
-    loads: bool,
-    saves: bool,
+    mode: String,
     load: String,
     sync_ms: Option<u64>,
     checkpoint_tokens: u32,
@@ -76,6 +79,29 @@ struct ConnectorSettings {
     record_slow_ms: u64,
 }
 
+// === impl ConnectorSettings ===
+
+impl ConnectorSettings {
+    fn loads(&self) -> bool {
+        self.mode != "save_only"
+    }
+
+    fn saves(&self) -> bool {
+        self.mode != "load_only"
+    }
+
+    fn load_mode(&self) -> Result<LoadMode, Failure> {
+        let load = &self.load;
+        let wrong = || argument(format!("load is '{load}': pass one of auto, sync, async"));
+        LoadMode::named(load).map_or_else(wrong, Ok)
+    }
+
+    fn records(&self, steps_in_flight: u64) -> Records {
+        let slow = Duration::from_millis(self.record_slow_ms);
+        Records::new(RecordOptions { every: self.record_every, slow, steps_in_flight })
+    }
+}
+
 /// How a wait goes on if it does not end at once.
 enum Sleep {
     Answer(usize, u64),
@@ -87,7 +113,7 @@ impl PyPolicy {
     #[new]
     #[pyo3(signature = (
         options, engines, world_size, runs, early, tables, algorithm, groups, waits, on_gpu, by_engine, consumer, recomputes,
-        block_bytes, checks, drops_last_block, tokens_per_step, beside_others, events, steps_in_flight
+        block_bytes, drafts, drops_last_block, tokens_per_step, beside_others, events, steps_in_flight
     ))]
     #[allow(clippy::too_many_arguments, reason = "the facts of an engine, named at the call")]
     fn new(
@@ -106,17 +132,26 @@ impl PyPolicy {
         consumer: bool,
         recomputes: bool,
         block_bytes: Vec<u64>,
-        checks: bool,
+        drafts: bool,
         drops_last_block: bool,
         tokens_per_step: u32,
         beside_others: bool,
         events: bool,
         steps_in_flight: u64,
     ) -> PyResult<Self> {
-        let ConnectorSettings { loads, saves, sync_ms, strict_tokens, .. } = options;
-        let load = &options.load;
-        let wrong = || argument(format!("load is '{load}': pass one of auto, sync, async"));
-        let load = LoadMode::named(load).map_or_else(wrong, Ok)?;
+        let ConnectorSettings { sync_ms, strict_tokens, .. } = options;
+        let (loads, saves) = (options.loads(), options.saves());
+        let load = options.load_mode()?;
+        let settings = EngineSettings {
+            loads,
+            sync: load == LoadMode::Sync,
+            strict: strict_tokens.is_some(),
+            several: groups.len() > 1,
+            recomputes,
+            waits,
+            on_gpu,
+        };
+        let said = Mutex::new(settings.check_options().map_err(config_error)?);
         let algorithm = Algorithm::of_fact(algorithm).ok();
         let forms: Vec<GroupForm> = groups.iter().map(|group| form(*group)).collect();
         let sizes = forms.iter().map(|form| form.block_tokens).collect();
@@ -156,6 +191,8 @@ impl PyPolicy {
             };
             sessions.push(py.detach(|| Scheduler::new(session))?);
         }
+        // A drafter's KV may differ under one key.
+        let checks = loads && saves && !settings.several && !drafts;
         let every = if checks { options.check_every } else { 0 };
         let policy = PolicyOptions {
             loads,
@@ -168,17 +205,11 @@ impl PyPolicy {
             events: events.then_some(algorithm),
         };
         let rules = Rules::new(policy, machine(block_bytes[0]), set, sessions, clock::now());
-        let loss = match (recomputes, strict_tokens) {
-            (true, _) => Loss::Recomputed,
-            (false, None) => Loss::Ended,
-            (false, Some(_)) => Loss::Meant,
-        };
-        let slow = Duration::from_millis(options.record_slow_ms);
-        let records = Records::new(RecordOptions { every: options.record_every, slow, steps_in_flight });
-        let records = loads.then(|| Guarded::new(records));
+        let loss = Loss::named_by(recomputes, settings.strict);
+        let records = loads.then(|| Guarded::new(options.records(steps_in_flight)));
         let aside = Mutex::new(Aside::new(sizes));
         let (rules, is_out) = (Guarded::new(rules), AtomicBool::new(false));
-        Ok(Self { rules, aside, is_out, algorithm, loss, records })
+        Ok(Self { rules, aside, is_out, algorithm, loss, records, said })
     }
 
     // --- requests ---
@@ -445,8 +476,9 @@ impl PyPolicy {
     fn take_notices(&self) -> PyResult<(Vec<String>, Vec<PyRemark>, Vec<PyRecord>)> {
         let (notices, remarks) = self.with(|rules| {
             let groups = 0..rules.groups();
-            let notices = groups.flat_map(|group| rules.session(group).take_notices()).collect();
-            (notices, rules.take_remarks())
+            let notices = groups.flat_map(|group| rules.session(group).take_notices());
+            let said = std::mem::take(&mut *self.said.lock().unwrap_or_else(PoisonError::into_inner));
+            (said.into_iter().chain(notices).collect(), rules.take_remarks())
         })?;
         let error = self.aside().take_error().map(|text| (true, text, None));
         let remarks = remarks.into_iter().filter_map(|remark| told::word_remark(remark, self.loss));

@@ -21,6 +21,19 @@ pub(super) enum Loss {
     Meant,
 }
 
+// === impl Loss ===
+
+impl Loss {
+    /// The fate of such requests where they are `recomputed`, or else end: as is meant by a `strict` engine.
+    pub(super) fn named_by(recomputed: bool, strict: bool) -> Self {
+        match (recomputed, strict) {
+            (true, _) => Self::Recomputed,
+            (false, false) => Self::Ended,
+            (false, true) => Self::Meant,
+        }
+    }
+}
+
 /// The remark's text; none: it needs none.
 pub(super) fn word_remark(remark: Remark, loss: Loss) -> Option<PyRemark> {
     Some(match remark {

@@ -149,7 +149,8 @@ class ScriptedEngine:
 
     def _connected(self) -> bool:
         """Whether both sessions are there: on a busy machine the first attempt may have taken too long."""
-        workers, schedulers = [role._session for role in self._workers()], self._sessions()
+        workers = [part.session for part in _pillions(self.worker.connector)._worker._parts]
+        schedulers = self._sessions()
         for worker in workers:
             worker.start(0)
         for scheduler in schedulers:
@@ -169,10 +170,6 @@ class ScriptedEngine:
         connectors = getattr(self.worker.connector, "_connectors", ())
         found: set[str] = next((one.begun for one in connectors if hasattr(one, "begun")), set())
         return found
-
-    def _workers(self) -> list[Any]:
-        role = _pillions(self.worker.connector)._worker
-        return getattr(role, "_all", [role])
 
     def counts(self) -> dict[str, int]:
         """The counts for tests, so far."""

@@ -22,7 +22,7 @@ use shm_protocol::message::{Outcome, Status};
 use shm_protocol::pool::SlotRef;
 use shm_protocol::request::{self, Keys, Query};
 use tiers::LeaseError;
-use tiers::dram::{HolderId, LeaseId};
+use tiers::dram::{Ending, HolderId, LeaseId};
 
 use self::key_logs::{KeyLog, KeyLogs, QueryLease};
 use self::promises::Promises;
@@ -202,13 +202,15 @@ impl Queries {
         let closed = self.logs(session).close(log).filter(|log| is_promised || !log.tail);
         if let (Some(log), Some(binding)) = (closed, base.engines[session].binding()) {
             let Binding { whose, namespace, .. } = binding;
-            base.cx.dram.end_chain(whose.holder, namespace, &log.keys, log.opened_at);
+            // No engine says how an answer ended.
+            let ending = Ending::default();
+            base.cx.dram.end_chain(whose.holder, namespace, &log.keys, ending);
             if log.asked_last {
                 // A forecast plays leading runs.
                 return Ok(());
             }
             let (block_bytes, asked) = (binding.block_bytes(), log.first_asked.unwrap_or_default());
-            base.cx.ended.push(Ended { namespace, block_bytes, keys: log.keys, asked });
+            base.cx.ended.push(Ended { namespace, block_bytes, keys: log.keys, asked, ending });
         }
         Ok(())
     }

@@ -10,13 +10,13 @@ use std::hint::black_box;
 use crate::index::Print;
 
 /// The last turn that is told apart.
-pub(super) const TURNS_MAX: u8 = super::RANKS as u8;
+pub(super) const TURNS_MAX: u8 = 8;
 /// A chain's last part in which keys are marked: a quarter, and so many keys of it at most.
 const PART: usize = 4;
 const MARKS_MAX: usize = 8;
 /// One mark for so many slots, in sets that each forget their oldest; at least so many.
 const SLOTS_PER_MARK: u64 = 8;
-const MARKS_MIN: u64 = 4096;
+const MARKS_MIN: u64 = 1 << 16;
 const WAYS: usize = 16;
 /// Keys that are looked for side by side.
 const BATCH: usize = 64;
@@ -28,6 +28,15 @@ struct Mark(u32);
 #[repr(C, align(64))]
 #[derive(Copy, Clone, Debug, Default)]
 struct Set([Mark; WAYS]);
+
+/// What is known of a request at its end.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(super) struct ChainEnd {
+    /// Which turn of its conversation it was, from 1.
+    pub(super) turn: u8,
+    /// So many of its first keys were used by others from which it does not go on.
+    pub(super) shared: usize,
+}
 
 #[derive(Debug, Default)]
 pub(super) struct Ends {
@@ -97,24 +106,27 @@ impl Ends {
         None
     }
 
-    /// Which turn a request with these keys was, from 1; the next one will be found by it.
-    pub(super) fn turn(&mut self, chain: &[Print], slots: u64) -> u8 {
+    /// Which turn a request with these keys was; the next one will be found by it.
+    pub(super) fn turn(&mut self, chain: &[Print], slots: u64) -> ChainEnd {
         self.fit(slots);
         let known = self.deepest_known(chain);
         let ended = known.map_or(0, |at| self.turn_at(chain[at]));
         let fresh = known.map_or(0, |at| at + 1);
-        if fresh == chain.len() {
-            // The same request once more, or the beginning of one.
-            return ended.max(1);
-        }
+        let shared = if ended > 0 { 0 } else { fresh };
         let turn = (ended + 1).min(TURNS_MAX);
+        if fresh == chain.len() {
+            // The same request once more, which is a turn of its own, or the beginning of one.
+            if let Some(key) = chain.last().filter(|_| ended > 0) {
+                self.mark(*key, turn);
+            }
+            return ChainEnd { turn, shared };
+        }
         // Where the turn before ended this far or further, its marks lie in this quarter.
         for batch in chain[fresh - fresh.div_ceil(PART)..fresh].chunks(BATCH) {
             self.load(batch);
             for print in batch {
                 if self.is_known(*print) {
-                    let mark = self.set(*print).iter_mut().find(|mark| mark.is_of(*print));
-                    *mark.expect("it is known") = Mark::new(*print, 0);
+                    self.mark(*print, 0);
                 }
             }
         }
@@ -125,7 +137,13 @@ impl Ends {
             set.copy_within(..WAYS - 1, 1);
             set[0] = Mark::new(*print, turn);
         }
-        turn
+        ChainEnd { turn, shared }
+    }
+
+    /// Says of a known key which turn ended there.
+    fn mark(&mut self, print: Print, turn: u8) {
+        let mark = self.set(print).iter_mut().find(|mark| mark.is_of(print));
+        *mark.expect("it is known") = Mark::new(print, turn);
     }
 
     fn turn_at(&mut self, print: Print) -> u8 {
@@ -148,20 +166,24 @@ mod tests {
     #[test]
     fn a_conversation_goes_on_from_about_where_it_ended() {
         let mut ends = Ends::default();
-        assert_eq!(ends.turn(&keys(0..100), SLOTS), 1);
+        assert_eq!(ends.turn(&keys(0..100), SLOTS).turn, 1);
         assert_eq!(
-            ends.turn(&[keys(0..90), keys(1000..1060)].concat(), SLOTS),
+            ends.turn(&[keys(0..90), keys(1000..1060)].concat(), SLOTS).turn,
             2,
             "its last blocks were written differently"
         );
-        assert_eq!(ends.turn(&[keys(0..90), keys(1000..1060)].concat(), SLOTS), 2, "asked once more");
-        assert_eq!(ends.turn(&[keys(0..90), keys(1000..1060), keys(2000..2004)].concat(), SLOTS), 3);
+        assert_eq!(ends.turn(&[keys(0..90), keys(1000..1060)].concat(), SLOTS).turn, 3, "asked once more");
+        assert_eq!(ends.turn(&[keys(0..90), keys(1000..1060), keys(2000..2004)].concat(), SLOTS).turn, 4);
         assert_eq!(
-            ends.turn(&[keys(0..90), keys(1000..1060), keys(3000..3004)].concat(), SLOTS),
+            ends.turn(&[keys(0..90), keys(1000..1060), keys(3000..3004)].concat(), SLOTS).turn,
             1,
             "a branch, where one went on before"
         );
-        assert_eq!(ends.turn(&[keys(0..40), keys(4000..4004)].concat(), SLOTS), 1, "a branch further up");
+        assert_eq!(
+            ends.turn(&[keys(0..40), keys(4000..4004)].concat(), SLOTS).turn,
+            1,
+            "a branch further up"
+        );
     }
 
     #[test]
@@ -171,7 +193,7 @@ mod tests {
         ends.turn(&[keys(0..100), keys(2000..2010)].concat(), SLOTS);
         for user in 3..20 {
             assert_eq!(
-                ends.turn(&[keys(0..100), keys(user * 1000..user * 1000 + 10)].concat(), SLOTS),
+                ends.turn(&[keys(0..100), keys(user * 1000..user * 1000 + 10)].concat(), SLOTS).turn,
                 1,
                 "user {user}"
             );
@@ -182,7 +204,7 @@ mod tests {
     fn turns_are_told_apart_up_to_a_limit() {
         let mut ends = Ends::default();
         for turn in 1..20 {
-            assert_eq!(ends.turn(&keys(0..turn * 20), SLOTS), (turn as u8).min(TURNS_MAX));
+            assert_eq!(ends.turn(&keys(0..turn * 20), SLOTS).turn, (turn as u8).min(TURNS_MAX));
         }
     }
 }

@@ -187,11 +187,11 @@ impl Queries {
 
     /// CLOSE: no more is asked of what the log found.
     ///
-    /// `newest_handover` gives the operation of the newest save for another engine, of those of this scheduler that have not ended.
+    /// `way`: in which the answer ended. `newest_handover` gives the operation of the newest save for another engine, of those of this scheduler that have not ended.
     pub(super) fn close(
         &mut self,
         session: SessionId,
-        log: u32,
+        (log, way): (u32, u32),
         newest_handover: impl FnOnce() -> Option<u64>,
         base: &mut Base,
     ) -> Result<(), Violation> {
@@ -202,8 +202,7 @@ impl Queries {
         let closed = self.logs(session).close(log).filter(|log| is_promised || !log.tail);
         if let (Some(log), Some(binding)) = (closed, base.engines[session].binding()) {
             let Binding { whose, namespace, .. } = binding;
-            // No engine says how an answer ended.
-            let ending = Ending::default();
+            let ending = Ending { way, last: false };
             base.cx.dram.end_chain(whose.holder, namespace, &log.keys, ending);
             if log.asked_last {
                 // A forecast plays leading runs.

@@ -2,9 +2,10 @@
 
     benches/run policy [--trace FILE] [--shared | --disk | --forecast]
 
-`--shared` replays a trace in rooms that two namespaces share, and in two pods; `--disk` in DRAM with a disk below it;
-`--forecast` says how far what is foretold of other rooms is from what they find. FILE has one JSON object a line with
-`hash_ids`, as those in `benches/traces/`, compressed by gzip or not; then nothing but it is replayed. The last line is JSON.
+`--shared` replays a trace in rooms shared by two namespaces, and in two pods; `--disk` in DRAM with a disk below it;
+`--forecast` says how far hit ratios foretold for other rooms are from those measured there. FILE has one JSON object a line
+with `hash_ids`, as those in `benches/traces/`, compressed by gzip or not; then nothing but it is replayed.
+The last line is JSON.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ HINTED = "_hinted"
 
 
 def requests(trace: Path, *, hinted: bool) -> Iterator[str]:
-    """The way in which each request ended, 1 where its session is known to end with it, and its block numbers."""
+    """A line for each request: the way it ended, 1 if it is known as its session's last and else 0, and its block numbers."""
     ways: dict[str, int] = {}
     with gzip.open(trace, "rt") if trace.suffix == ".gz" else trace.open() as lines:
         for line in lines:
             request = json.loads(line)
-            # What an end is called says nothing: a number stands for each.
+            # The bench needs no names of ends: each name gets a number, and 0 is for none.
             way = ways.setdefault(request["stop"], len(ways) + 1) if "stop" in request else 0
             last = int(hinted and request.get("last", False))
             yield " ".join(str(number) for number in (way, last, *request["hash_ids"]))

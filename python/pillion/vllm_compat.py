@@ -627,7 +627,7 @@ def answered(request: Any) -> bool:
 
 
 def answer_end(request: Any) -> tuple[int, list[int]]:
-    """vLLM's number for the reason of a request's end, and the last two tokens of an answer that the model ended."""
+    """vLLM's number for the reason of a request's end, and the answer's last two tokens if the model ended it."""
     stopped = request.status.name == "FINISHED_STOPPED"
     return int(request.status), list(request.output_token_ids[-2:]) if stopped else []
 

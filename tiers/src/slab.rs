@@ -61,7 +61,7 @@ pub(crate) struct Slab {
     /// Segments of a class.
     assigned: usize,
     slots: u64,
-    /// Children of entries that have more than these can count.
+    /// Counts of children too large for the entries' own field, by entry.
     many: HashMap<u32, u32>,
 }
 
@@ -295,7 +295,7 @@ impl Slab {
         self.enter(id, place, Spot::Head);
     }
 
-    /// Moves an entry from the list it is in to the one of its standing's sort. The entry that it is to be behind has that sort.
+    /// Moves an entry from the list it is in to the one of its standing's sort. The entry before its new place has that sort.
     pub(crate) fn keep(&mut self, id: u32, standing: Standing, spot: Spot) {
         self.leave(id);
         self.entries.get_mut(id).standing = standing;

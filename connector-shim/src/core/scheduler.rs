@@ -349,7 +349,7 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
         }
     }
 
-    /// Closes a log and what it holds. `way`: a number for the way in which the request's answer ended; 0: not told.
+    /// Closes a log: its lease and its pending query end. `way`: a number for the way the request's answer ended; 0: not told.
     pub fn close(&mut self, handle: i64, way: u32) {
         let Some(link) = &mut self.link else { return };
         if let Some((number, log)) = link.logs.close(handle) {

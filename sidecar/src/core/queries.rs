@@ -187,7 +187,8 @@ impl Queries {
 
     /// CLOSE: no more is asked of what the log found.
     ///
-    /// `way`: in which the answer ended. `newest_handover` gives the operation of the newest save for another engine, of those of this scheduler that have not ended.
+    /// `way`: a number for the way the answer ended; 0: not told. `newest_handover` gives the operation of this scheduler's newest
+    /// unfinished save for another engine.
     pub(super) fn close(
         &mut self,
         session: SessionId,

@@ -30,8 +30,8 @@ pub(crate) struct Report {
     cells: Vec<String>,
 }
 
-/// Requests of a file with a line for each: the way in which its answer ended, 1 where the session ended with it, and the numbers of
-/// its blocks.
+/// Requests of a file with a line for each: a number for the way its answer ended, 1 for the last request of a session and else 0,
+/// and the numbers of its blocks.
 pub(crate) fn read(path: &str) -> Vec<Request> {
     let text = fs::read_to_string(path).expect("a readable file");
     let hash = |number: &str| {

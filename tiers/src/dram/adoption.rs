@@ -7,8 +7,8 @@
 //! A block's bytes may have been changed between two lives: it is found by nobody, and keeps its slot, until the caller has
 //! verified it. Those asked for come first, the others in the order they lie in.
 //!
-//! Which blocks were asked for is not recorded. Adopted ones are of the sort of blocks that were used again, in the order they lie
-//! in: new blocks that nobody asks for go before them, and of them those that are asked for stay.
+//! Uses of blocks by the earlier life are not recorded. Adopted blocks have the sort of shared ones, in the order of their slots:
+//! new blocks without a use go before them, and adopted blocks with a use stay.
 
 use std::collections::VecDeque;
 
@@ -102,7 +102,7 @@ impl Dram {
 
     fn adopt_block(&mut self, id: u32, generation: u64, key: BlockKey, quota: Option<QuotaId>) {
         let print = Print::of(&key);
-        // Of no engine's group, or filled anew since this life began, or twice in a file that no sidecar wrote.
+        // The key has a group of no engine, or was filled again in this life, or is twice in a file not written by a sidecar.
         if key.group > Entry::GROUP_MAX
             || self.index.find(print, |id| self.slab.entries.get(id).key() == key).is_some()
         {

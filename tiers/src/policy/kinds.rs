@@ -1,8 +1,8 @@
-//! Kinds of ends: the commonest ways in which answers ended are told apart, and all others are one.
+//! Kinds of ends: each of the commonest ways of ending an answer is a kind, and all other ways together are kind 0.
 
 use crate::standing::KINDS;
 
-/// The ways that have a kind of their own, and how much oftener each came than those that have none (Misra and Gries).
+/// The ways with a kind of their own, each with its count above those of the other ways (the algorithm of Misra and Gries).
 #[derive(Debug, Default)]
 pub(super) struct Kinds([CommonEnd; KINDS - 1]);
 
@@ -15,7 +15,7 @@ struct CommonEnd {
 // === impl Kinds ===
 
 impl Kinds {
-    /// The kind of an end of this way, 0 for one that has none of its own.
+    /// Counts an end of this way and returns its kind: 0 if the way has none of its own, or nobody told the way.
     pub(super) fn kind(&mut self, number: u32) -> usize {
         if number == 0 {
             return 0;

@@ -1,10 +1,10 @@
-//! How soon blocks are used again, by sort and age: learned from a sample of all keys, kept or not.
+//! Rates of use by sort and age, learned from a sample of all keys, kept or not.
 //!
-//! For each sort and span of ages it counts the uses seen and the time that sampled keys spent there: their quotient is the rate at
-//! which such blocks are used. What a block is worth is the most uses for each tick of its stay that rates promise it from its
-//! age on, over every length of stay (Gittins' index). Where little was seen of a turn, a rate leans on that of its kind, and there
-//! on that of all blocks, at the same age, times what the two differ by at ages near it. Where nothing was, blocks of all sorts are
-//! worth less the older they are, and the tier is LRU.
+//! [`Odds`] counts, for each sort and span of ages, the uses seen and the ticks spent there by sampled keys. Their quotient is the
+//! rate of use of such blocks. A block's worth is the expected uses for each tick of its stay, at the best length of stay from its
+//! age on (Gittins' index). With few samples of a sort, its rate leans on the rate of its kind, and the rate of a kind on the rate
+//! of all blocks. Such a rate is of the same age, times the quotient of the two at ages near it. With no samples, blocks of all
+//! sorts are worth less the older they are, and the tier is LRU.
 
 use std::hint::black_box;
 
@@ -13,30 +13,30 @@ use crate::standing::{KINDS, SORTS, Sort, TURNS};
 
 use super::{TICKS_PER_ROOM, Turn};
 
-/// First ticks of the spans of ages, two to an octave, from a 64th of a room on. The last one is open, and worth nothing.
+/// First ticks of the spans of ages, two to an octave, from a 64th of a room on. The last span has no end, and blocks in it are worth nothing.
 const SPANS: [u32; 23] =
     [0, 1, 2, 3, 4, 6, 8, 11, 16, 23, 32, 45, 64, 91, 128, 181, 256, 362, 512, 724, 1024, 1448, 2048];
-/// The age from which on a block is worth nothing.
+/// The least age, in ticks, of a block worth nothing.
 pub(super) const AGE_MAX: u32 = SPANS[SPANS.len() - 1];
-/// One key in so many is sampled, unless that were fewer than [`SAMPLED_MIN`] slots' worth.
+/// The most keys for one sampled key. A tier of fewer slots than this times [`SAMPLED_MIN`] samples a larger part of its keys.
 const ONE_IN_MAX: u64 = 32;
 const SAMPLED_MIN: u64 = 2048;
 /// Samples of one set: two cache lines.
 const WAYS: usize = 8;
-/// Sets that are looked through for every sampled use: then all of them are within half a room.
+/// Sets looked through at every sampled use: enough to look through all sets within half a room.
 const LOOKS: usize = 2;
-/// Rates follow within this many ticks.
+/// Ticks between two updates of the rates.
 const LEARN_TICKS: u32 = TICKS_PER_ROOM as u32 / 8;
-/// What was seen fades: by half in some 40 rooms.
+/// The factor of all counts at each update of the rates: it halves them in some 40 rooms.
 const FADE: f64 = 0.998;
-/// What a guess weighs, in requests.
+/// The weight of a guessed rate, in requests.
 const GUESS: f64 = 24.0;
-/// How much less what was seen at the next span of ages says of one.
+/// The weight of counts at the next span of ages, relative to those at a span itself.
 const NEAR: f64 = 0.5;
-/// The keys that are sampled for so many rooms.
+/// Rooms of uses whose sampled keys have space in the sets.
 const ROOMS_SAMPLED: u64 = 8;
 
-/// A key, when it was last used, and up to which age its time was counted. A print of zero is none.
+/// A sampled key, the tick of its last use, and its age at the last count of its ticks. A print of zero is no key.
 #[repr(C)]
 #[derive(Copy, Clone, Debug, Default)]
 struct Sample {
@@ -44,20 +44,20 @@ struct Sample {
     stamp: u32,
     counted: u32,
     sort: Sort,
-    /// The span of ages in which `counted` lies.
+    /// The span of the age `counted`.
     span: u8,
 }
 
 const _: () = assert!(size_of::<Sample>() == 16);
 
-/// Uses seen, and ticks of all samples.
+/// Uses of samples, and ticks spent by them.
 #[derive(Copy, Clone, Debug, Default)]
 struct Count {
     uses: f64,
     ticks: f64,
 }
 
-/// What was seen, by span.
+/// Counts by span of ages.
 type Counts = [Count; SPANS.len()];
 
 /// Uses for each tick, by span.
@@ -67,15 +67,15 @@ struct Rates([f64; SPANS.len()]);
 #[derive(Debug, Default)]
 pub(super) struct Odds {
     sets: Box<[[Sample; WAYS]]>,
-    /// Slots that the sets were made for.
+    /// Slots of the tier when the sets were made.
     slots: u64,
     one_in: u64,
-    /// The set that is looked through next.
+    /// The set to look through next.
     look: usize,
     learned: u32,
-    /// Kept between calls, so that none allocates.
+    /// Empty between calls. Its memory is kept, so no call allocates.
     chosen: Vec<(usize, Print)>,
-    /// Requests, and uses of theirs that were sampled.
+    /// Requests, and their sampled uses in `sampled`.
     requests: f64,
     sampled: f64,
     counts: [Counts; SORTS],
@@ -86,7 +86,7 @@ fn span(age: u32) -> usize {
     SPANS.partition_point(|first| *first <= age) - 1
 }
 
-/// Ticks of a span; of the last one, which has no end, infinitely many.
+/// Ticks of a span; the last one has no end and infinitely many.
 fn width(span: usize) -> f64 {
     SPANS.get(span + 1).map_or(f64::INFINITY, |end| f64::from(end - SPANS[span]))
 }
@@ -94,7 +94,7 @@ fn width(span: usize) -> f64 {
 // === impl Sample ===
 
 impl Sample {
-    /// Counts the time from when it was last counted.
+    /// Counts the ticks since the last count.
     fn count(&mut self, tick: u32, counts: &mut [Counts; SORTS]) {
         let age = tick.wrapping_sub(self.stamp).min(AGE_MAX);
         while self.counted < age {
@@ -110,11 +110,11 @@ impl Sample {
 // === impl Rates ===
 
 impl Rates {
-    /// What rates are where this was seen, which lean on these with the weight of `guess` uses. They differ from these by `guess` uses
-    /// less than was seen.
+    /// The rates of the counts `seen`. They lean, with the weight of `guess` uses, on `self` times the quotient of seen and expected uses
+    /// at nearby ages. The quotient leans on 1, with the weight of `lean` uses.
     fn learned(&self, seen: &Counts, guess: f64, lean: f64) -> Self {
         let Self(rates) = self;
-        // Of each span with the ages before it, and with those behind it: what was seen, and what these rates say of it.
+        // For each span, with the ages around it: the uses seen, and in `ticks` the uses expected by `self`.
         let mut near = [Count { uses: lean, ticks: lean }; SPANS.len()];
         let mut add = |spans: &mut dyn Iterator<Item = usize>, with_itself: bool| {
             let mut sum = Count::default();
@@ -141,7 +141,7 @@ impl Rates {
 // === impl Odds ===
 
 impl Odds {
-    /// Makes room for samples of all that is used in [`AGE_MAX`] ticks of a tier of `slots` slots.
+    /// Makes the sets for a tier of `slots` slots: they hold the sampled keys of [`ROOMS_SAMPLED`] rooms.
     fn fit(&mut self, slots: u64) {
         if self.slots < slots / 2 || self.slots > slots.saturating_mul(2) || self.sets.is_empty() {
             let one_in = 1 << (slots / SAMPLED_MIN).clamp(1, ONE_IN_MAX).ilog2();
@@ -151,14 +151,14 @@ impl Odds {
         }
     }
 
-    /// A request has used these keys, the deepest of which comes last.
+    /// Counts a request's use of these keys, the deepest one last.
     pub(super) fn used(&mut self, prints: &[Print], turn: Turn, tick: u32, slots: u64) {
         self.fit(slots);
         self.requests += 1.0;
         let mut chosen = std::mem::take(&mut self.chosen);
         let is_chosen = |(_, print): &(usize, Print)| (print.bits() >> 32) & (self.one_in - 1) == 0;
         chosen.extend(prints.iter().copied().enumerate().rev().filter(is_chosen));
-        // Sets are far away: their cache misses overlap in a loop that does nothing else.
+        // The sets are seldom in the CPU's cache, and a loop with nothing else overlaps the misses.
         black_box(
             chosen.iter().fold(0, |sum, (_, print)| sum ^ self.sets[print.place(self.sets.len())][0].print),
         );
@@ -211,9 +211,9 @@ impl Odds {
     }
 
     fn learn(&mut self) {
-        // Uses of one request say the same, however many of them are sampled.
+        // All uses by one request are one observation, so a guess weighs more with more sampled uses a request.
         let guess = GUESS * (self.sampled / self.requests).max(1.0);
-        // Before anything was seen: the older, the less.
+        // The guess before any use was seen: the rate falls with age.
         let by_age = Rates(std::array::from_fn(|span| 1.0 / width(span)));
         let all = by_age.learned(&self.seen(0..SORTS), guess, 1.0);
         for sort in 0..SORTS {
@@ -233,7 +233,7 @@ impl Odds {
         counts.chain([&mut self.requests, &mut self.sampled]).for_each(|count| *count *= FADE);
     }
 
-    /// What was seen of some sorts together.
+    /// The sum of the counts of some sorts.
     fn seen(&self, sorts: impl IntoIterator<Item = usize>) -> Counts {
         sorts.into_iter().fold(Counts::default(), |mut seen, sort| {
             for (sum, count) in seen.iter_mut().zip(&self.counts[sort]) {
@@ -243,7 +243,7 @@ impl Odds {
         })
     }
 
-    /// What blocks of a sort are worth, never less than at a greater age.
+    /// Computes the worth of blocks of a sort; it never rises with age.
     fn value(&mut self, sort: usize, Rates(rates): &Rates) {
         let last = SPANS.len() - 1;
         let kept: [f64; SPANS.len() - 1] = std::array::from_fn(|span| (-rates[span] * width(span)).exp());
@@ -260,7 +260,7 @@ impl Odds {
         }
     }
 
-    /// What a block is worth.
+    /// The worth of a block, in expected uses for each tick of its stay.
     #[inline]
     pub(super) fn worth(&self, sort: Sort, age: u32) -> f32 {
         self.worth[sort.index()][span(age)]
@@ -283,7 +283,7 @@ mod tests {
         Turn { sort: Sort::of_turn(0, turn), shared: 0, last: false }
     }
 
-    /// Keys that are used once, beside such of a second turn that are used again after a room.
+    /// Odds after uses of two sorts of keys: first turns' keys used once, and second turns' keys used again after a room.
     fn taught() -> Odds {
         let mut odds = Odds::default();
         for tick in 0..8000_u32 {

@@ -1,4 +1,4 @@
-//! Which blocks go, one after the other, as far as nothing is used meanwhile.
+//! The order of the next evictions, true as long as no block is used in between.
 
 use std::collections::{HashMap, HashSet};
 
@@ -7,24 +7,24 @@ use crate::ledger::Group;
 use crate::list::NIL;
 use crate::slab::{Among, Slab};
 
-/// What goes next, without letting it go.
+/// Finds one block after another in the order of eviction, and evicts none.
 struct EvictionOrder<'a> {
     policy: &'a Policy,
     slab: &'a Slab,
     among: Among,
-    /// The next block of each list that may go.
+    /// The next unpinned block of each list.
     tails: Vec<Option<u32>>,
-    /// Blocks with children that were passed over, and those of them that have none any more.
+    /// Blocks passed over because of their children; `childless` has those without remaining children.
     passed: HashSet<u32>,
     childless: Vec<u32>,
-    /// Children that parents have left, where some went.
+    /// Remaining children of each parent with gone ones.
     left: HashMap<u32, u32>,
 }
 
 // === impl Policy ===
 
 impl Policy {
-    /// The blocks that [`Policy::next`] will name, one after the other, as far as nothing is used meanwhile.
+    /// The next blocks of [`Policy::next`], in its order, as long as no block is used in between.
     pub(crate) fn order<'a>(
         &'a self,
         slab: &'a Slab,
@@ -69,7 +69,7 @@ impl EvictionOrder<'_> {
 
     fn next(&mut self) -> Option<u32> {
         loop {
-            // What has taken its last child's place goes next.
+            // A passed parent takes the place of its last child, so it goes next.
             if let Some(first) = self.childless.pop() {
                 return Some(self.gone(first));
             }

@@ -1,7 +1,7 @@
-//! Which kept block is whose parent: a parent goes after its children.
+//! Parents and children among kept blocks: a parent goes after its children.
 //!
-//! An entry has the number of its parent's entry, and counts its children. A parent was filled before its children, so a slot that was
-//! filled again since is told apart by its generation: a child of a block that was removed has no parent any more.
+//! An entry has the number of its parent's entry, and counts its children. A parent is filled before its children. If the parent's
+//! slot is filled again, its generation is higher than the child's, and the child has no parent any more.
 
 use super::{Slab, State};
 use crate::entries::Entry;
@@ -10,7 +10,7 @@ use crate::list::NIL;
 // === impl Slab: kin ===
 
 impl Slab {
-    /// A block comes behind another, unless it has a parent or is the elder.
+    /// Makes a block the child of another, unless it has a parent or was filled before the other.
     pub(crate) fn adopt_child(&mut self, parent: u32, child: u32) {
         let before = self.entries.get(parent).generation;
         let entry = self.entries.get_mut(child);
@@ -30,7 +30,7 @@ impl Slab {
         }
     }
 
-    /// A block goes, whose parent it then has no more; the parent, if that was its last child.
+    /// Ends the ties of a leaving block to its parent and its children. Returns the parent if this was its last child.
     pub(crate) fn part(&mut self, child: u32) -> Option<u32> {
         let entry = self.entries.get_mut(child);
         if entry.children() == Entry::CHILDREN_MAX {
@@ -61,7 +61,7 @@ impl Slab {
         (left == 0).then_some(parent)
     }
 
-    /// The block before one in its chain, if it is kept.
+    /// The parent of a block, if it is kept.
     pub(crate) fn parent(&self, id: u32) -> Option<u32> {
         let entry = self.entries.get(id);
         let parent = self.entries.get_or_vacant(entry.parent);
@@ -69,7 +69,7 @@ impl Slab {
         is_there.then_some(entry.parent)
     }
 
-    /// Kept blocks behind one.
+    /// Count of a block's kept children.
     pub(crate) fn children(&self, id: u32) -> u32 {
         match self.entries.get(id).children() {
             Entry::CHILDREN_MAX => self.many[&id],

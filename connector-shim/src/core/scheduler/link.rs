@@ -42,7 +42,7 @@ pub(super) struct Question {
 pub(super) struct ClosedLog {
     pub(super) number: u32,
     pub(super) chunks: Vec<u32>,
-    /// The way in which its request's answer ended; 0: not told.
+    /// A number for the way its request's answer ended; 0: not told.
     pub(super) way: u32,
 }
 

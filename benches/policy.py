@@ -2,9 +2,10 @@
 
     benches/run policy [--trace FILE] [--shared | --disk | --forecast]
 
-`--shared` replays a trace in rooms that two namespaces share, and in two pods; `--disk` in DRAM with a disk below it;
-`--forecast` says how far what is foretold of other rooms is from what they find. FILE has one JSON object a line with
-`hash_ids`, as those in `benches/traces/`, compressed by gzip or not; then nothing but it is replayed. The last line is JSON.
+`--shared` replays a trace in rooms shared by two namespaces, and in two pods; `--disk` in DRAM with a disk below it;
+`--forecast` says how far hit ratios foretold for other rooms are from those measured there. FILE has one JSON object a line
+with `hash_ids`, as those in `benches/traces/`, compressed by gzip or not; then nothing but it is replayed.
+The last line is JSON.
 """
 
 from __future__ import annotations
@@ -22,21 +23,31 @@ TRACES = {
     "conversation": "mooncake-conversation.jsonl.gz",
     "synthetic": "mooncake-synthetic.jsonl.gz",
     "agents": "claude-code-agents.jsonl.gz",
+    "agents_hinted": "claude-code-agents.jsonl.gz",
 }
 BENCH = ("cargo", "bench", "--quiet", "--package", "tiers", "--bench", "policy", "--")
 
 
-def requests(trace: Path) -> Iterator[str]:
-    """The block numbers of each request."""
+HINTED = "_hinted"
+
+
+def requests(trace: Path, *, hinted: bool) -> Iterator[str]:
+    """A line for each request: the way it ended, 1 if it is known as its session's last and else 0, and its block numbers."""
+    ways: dict[str, int] = {}
     with gzip.open(trace, "rt") if trace.suffix == ".gz" else trace.open() as lines:
         for line in lines:
-            yield " ".join(str(number) for number in json.loads(line)["hash_ids"])
+            request = json.loads(line)
+            # The bench needs no names of ends: each name gets a number, and 0 is for none.
+            way = ways.setdefault(request["stop"], len(ways) + 1) if "stop" in request else 0
+            last = int(hinted and request.get("last", False))
+            yield " ".join(str(number) for number in (way, last, *request["hash_ids"]))
 
 
 def plain(directory: Path, name: str, trace: Path) -> tuple[str, str]:
     """Arguments of the bench: the kind of replay, and the file with a trace's requests."""
     file = directory / name
-    file.write_text("".join(f"{request}\n" for request in requests(trace)))
+    lines = requests(trace, hinted=name.endswith(HINTED))
+    file.write_text("".join(f"{line}\n" for line in lines))
     return name, str(file)
 
 
@@ -54,7 +65,7 @@ def main() -> None:
         if kinds:
             replayed = dict.fromkeys(kinds, options.trace or own / TRACES["conversation"])
         elif options.trace:
-            replayed = {"trace": options.trace}
+            replayed = {"trace": options.trace, "trace_hinted": options.trace}
         else:
             replayed = {name: own / file for name, file in TRACES.items()}
         arguments = [word for name, trace in replayed.items() for word in plain(Path(directory), name, trace)]

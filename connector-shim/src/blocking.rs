@@ -516,7 +516,7 @@ impl BlockingEngine {
     /// The request is over: its blocks are free, and its promise ends.
     pub fn end_request(&mut self, id: RequestId) {
         if let Some(sequence) = self.sequences.remove(&id) {
-            self.policy.end_request(id);
+            self.policy.end_request(id, 0);
             self.free.give_back(&sequence.blocks);
             self.follow_sidecar();
         }
@@ -540,7 +540,7 @@ impl BlockingEngine {
             self.wait_a_turn();
             hits = self.policy.session(0).query(log, 0, count);
         }
-        self.policy.session(0).close(log);
+        self.policy.session(0).close(log, 0);
         self.follow_sidecar();
         u32::try_from(hits).unwrap_or(0)
     }

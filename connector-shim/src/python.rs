@@ -298,7 +298,7 @@ impl SchedulerSession {
     }
 
     fn close(&self, log: i64) -> PyResult<()> {
-        self.0.with(|session| session.close(log))
+        self.0.with(|session| session.close(log, 0))
     }
 
     fn salt(&self) -> PyResult<bool> {

@@ -287,7 +287,7 @@ fn a_pod_that_is_killed_while_it_gives_blocks_costs_misses_alone() {
             std::thread::sleep(Duration::from_millis(round * 5));
         }
         first.kill();
-        other.scheduler.post(SchedulerRequest::Close { log: 0 });
+        other.scheduler.post(SchedulerRequest::Close { log: 0, way: 0 });
         let (served, wrong) = other.served(&keys);
         assert_eq!(wrong, 0, "round {round}");
         assert!(round < ROUNDS - 1 || !served.is_empty(), "{} served: {}", served.len(), b.log());
@@ -420,7 +420,7 @@ fn a_frozen_pod_is_not_waited_for_longer_than_it_may_take() {
     assert_eq!(second.metric("pillion_query_hit_blocks_total"), 0);
     second.wait_metric("pillion_mesh_fetching_blocks", |fetching| fetching == 0);
     let own = other.save(&mut 1_000_000);
-    other.scheduler.post(SchedulerRequest::Close { log: 0 });
+    other.scheduler.post(SchedulerRequest::Close { log: 0, way: 0 });
     assert_eq!(other.served(&own), (own.clone(), 0), "the engine goes on");
     first.freeze(false);
     // As soon as it is not left alone any more, or has joined again.
@@ -532,7 +532,7 @@ fn a_request_waits_for_the_pod_that_computes_its_prompt() {
         producer.save(&mut stamp);
         let known = |outcome: &Outcome| outcome.status != Status::Pending;
         let outcome = watch("an answer", || Some(engine.scheduler.outcome(op)).filter(known));
-        engine.scheduler.post(SchedulerRequest::Close { log: 0 });
+        engine.scheduler.post(SchedulerRequest::Close { log: 0, way: 0 });
         if outcome.value < SAVED.len() as u32 && began.elapsed() > SOON {
             // What is found ends the row of waits that were in vain.
             wait_known(&second, stamp as usize);
@@ -620,7 +620,7 @@ fn loaded_in_two_parts(dies: bool) -> Option<()> {
     assert!(dies || engine.loaded(101..121, &prompt[SAVED.len()..]));
     assert_eq!(second.metric("pillion_query_early_answers_total"), 1);
     second.wait_metric("pillion_mesh_fetching_blocks", |fetching| fetching == 0);
-    engine.scheduler.post(SchedulerRequest::Close { log: 0 });
+    engine.scheduler.post(SchedulerRequest::Close { log: 0, way: 0 });
     let kept = if dies { SAVED.len() } else { prompt.len() };
     assert_eq!(engine.served(&prompt[..kept]), (prompt[..kept].to_vec(), 0), "the engine goes on");
     second.terminate();

@@ -615,6 +615,12 @@ def answered(request: Any) -> bool:
     return request.status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 
 
+def answer_end(request: Any) -> tuple[int, list[int]]:
+    """vLLM's number for the reason of a request's end, and the answer's last two tokens if the model ended it."""
+    stopped = request.status.name == "FINISHED_STOPPED"
+    return int(request.status), list(request.output_token_ids[-2:]) if stopped else []
+
+
 def has_extra_keys(request: Any) -> bool:
     """Whether a block's hash may depend on more than its tokens."""
     return bool(request.mm_features or request.lora_request or request.cache_salt or request.prompt_embeds is not None)

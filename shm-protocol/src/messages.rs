@@ -97,6 +97,8 @@ macro_rules! messages {
                 scheduler {
                     /// The log.
                     log: u32 = LOG,
+                    /// A number for the way in which the request's answer ended, equal for equal ways; 0: not told.
+                    way: u32 = WAY,
                 }
             }
             /// Takes part in an engine's run.

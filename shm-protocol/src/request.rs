@@ -9,7 +9,7 @@ use thiserror::Error;
 
 use self::places::{
     APPENDED, ASKED, BLOCKS, BYTES16, FROM, KEYS, LEASE, LOAD_END, LOAD_FLAGS, LOG, NUMBER, OP, OPENED,
-    POSITION, STAGED_OK, STEP, TOKENS, TOUCHED, flag_bit,
+    POSITION, STAGED_OK, STEP, TOKENS, TOUCHED, WAY, flag_bit,
 };
 use crate::layout::CHUNK_KEYS;
 use crate::message::{

@@ -66,7 +66,7 @@ fn play(requests: &Receiver<Ended>, config: &dram::Config, foretold: &Foretold) 
              one was refused");
     }
     let mut forecast: Option<(u64, Forecast)> = None;
-    for Ended { namespace, block_bytes, keys, asked } in requests {
+    for Ended { namespace, block_bytes, keys, asked, ending } in requests {
         let (bytes, forecast) = forecast.get_or_insert_with(|| {
             let by_segment = slot_count(config.segment_bytes, block_bytes).unwrap_or(1);
             let slots = config.pool_bytes / config.segment_bytes * u64::from(by_segment);
@@ -74,7 +74,7 @@ fn play(requests: &Receiver<Ended>, config: &dram::Config, foretold: &Foretold) 
         });
         // A miniature has slots of one size.
         if *bytes == block_bytes {
-            forecast.request(namespace, &keys, asked);
+            forecast.request(namespace, &keys, asked, ending);
             foretold.show(forecast);
         }
     }
@@ -120,7 +120,15 @@ mod tests {
         let (sender, requests) = mpsc::channel();
         let keys: Vec<BlockHash> = (0..10).map(|number| BlockHash([number; 32])).collect();
         for (block_bytes, asked) in [(1 << 20, 0..8), (1 << 20, 2..8), (1 << 19, 0..8)] {
-            sender.send(Ended { namespace: 0, block_bytes, keys: keys.clone(), asked }).unwrap();
+            sender
+                .send(Ended {
+                    namespace: 0,
+                    block_bytes,
+                    keys: keys.clone(),
+                    asked,
+                    ending: dram::Ending::default(),
+                })
+                .unwrap();
         }
         drop(sender);
         play(&requests, &config, &foretold);

@@ -11,7 +11,7 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use shm_protocol::key::{BlockHash, BlockKey};
-use tiers::dram::{Config, Dram, HolderId, Whose};
+use tiers::dram::{Config, Dram, Ending, HolderId, Whose};
 
 use shm_protocol::random::Random;
 
@@ -151,8 +151,7 @@ fn touch_us(dram: &mut Dram, keys: u64, count: u64) -> [f64; 3] {
         for times in &mut times[..2] {
             times.push(timed(|| dram.use_run(NAMESPACE, &chain)).1);
         }
-        let opened_at = dram.generation();
-        times[2].push(timed(|| dram.end_chain(HolderId::NOBODY, NAMESPACE, &chain, opened_at)).1);
+        times[2].push(timed(|| dram.end_chain(HolderId::NOBODY, NAMESPACE, &chain, Ending::default())).1);
     }
     times.map(median)
 }

@@ -1,8 +1,8 @@
 //! Hit ratios of the tier's eviction policy beside LRU's. The tier is the real one, filled as the sidecar fills it; LRU lives
 //! here alone. No block memory exists. The last line is JSON.
 //!
-//! Arguments: `NAME FILE` replays a trace, a line of block numbers for each request (`benches/policy.py` makes it), in rooms of
-//! several sizes, also behind a GPU's cache (`NAME_gpu_`) and with prompts computed in steps (`NAME_chunked_`), beside a
+//! Arguments: `NAME FILE` replays a trace, a line for each request (`benches/policy.py` makes it), in rooms of several sizes,
+//! also behind a GPU's cache (`NAME_gpu_`) and with prompts computed in steps (`NAME_chunked_`), beside a
 //! clairvoyant. `generated` adds traces with several seeds, and says least, median and most:
 //!
 //! - `zipf`: single blocks out of 100,000, asked for with probability 1/rank^0.9; room for 1 % or 10 % of them.
@@ -33,7 +33,7 @@ use std::collections::BTreeMap;
 
 use shm_protocol::key::BlockHash;
 
-use crate::caches::{Chain, Lru, Tier};
+use crate::caches::{Chain, Lru, Request, Tier};
 use crate::replayed::{Report, read, share};
 use shm_protocol::random::Random;
 
@@ -77,15 +77,15 @@ fn blocks(random: &mut Random, count: u64) -> Chain {
     (0..count).map(|_| BlockHash::from_words(std::array::from_fn(|_| random.next()))).collect()
 }
 
-fn zipf(seed: u64) -> Vec<Chain> {
+fn zipf(seed: u64) -> Vec<Request> {
     let mut random = Random(seed);
     let blocks = blocks(&mut random, ZIPF_BLOCKS as u64);
     let ranks = Zipf::new(ZIPF_BLOCKS, ZIPF_EXPONENT);
-    (0..ZIPF_REQUESTS).map(|_| vec![blocks[ranks.draw(&mut random)]]).collect()
+    (0..ZIPF_REQUESTS).map(|_| vec![blocks[ranks.draw(&mut random)]].into()).collect()
 }
 
 /// Turns of conversations, every `scan`-th request a document instead; and the blocks that open conversations hold.
-fn turns(seed: u64, scan: Option<usize>) -> (Vec<Chain>, usize) {
+fn turns(seed: u64, scan: Option<usize>) -> (Vec<Request>, usize) {
     let mut random = Random(seed ^ 0x7475_726e);
     let prompts: Vec<Chain> = (0..PROMPTS)
         .map(|_| {
@@ -102,7 +102,7 @@ fn turns(seed: u64, scan: Option<usize>) -> (Vec<Chain>, usize) {
     let mut requests = Vec::with_capacity(TURNS);
     for number in 0..TURNS {
         if scan.is_some_and(|every| number % every == 0) {
-            requests.push(blocks(&mut random, SCAN_BLOCKS));
+            requests.push(blocks(&mut random, SCAN_BLOCKS).into());
             continue;
         }
         let at = (random.next() % OPEN as u64) as usize;
@@ -110,7 +110,7 @@ fn turns(seed: u64, scan: Option<usize>) -> (Vec<Chain>, usize) {
         let conversation = &mut open[at];
         conversation.chain.extend(blocks(&mut random, more));
         conversation.turns_left -= 1;
-        requests.push(conversation.chain.clone());
+        requests.push(conversation.chain.clone().into());
         if conversation.turns_left == 0 {
             *conversation = begin(&mut random);
         }
@@ -120,7 +120,7 @@ fn turns(seed: u64, scan: Option<usize>) -> (Vec<Chain>, usize) {
 }
 
 /// Ratios of every policy on one trace, with room for about `blocks`.
-fn compare(requests: &[Chain], blocks: usize) -> [(&'static str, f64); 2] {
+fn compare(requests: &[Request], blocks: usize) -> [(&'static str, f64); 2] {
     let blocks = blocks.next_multiple_of(5);
     [
         ("pillion", share(&mut Tier::new(blocks), requests, 0)),

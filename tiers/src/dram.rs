@@ -28,13 +28,14 @@ pub use self::holders::Whose;
 pub use self::quotas::QuotaStats;
 pub use self::walk::Walk;
 use crate::Error;
-use crate::entries::{Place, State};
+use crate::entries::{Entry, Place, State};
 pub use crate::error::{FillError, LeaseError};
 use crate::index::{Index, Print};
 use crate::lease::Leases;
 pub use crate::lease::{LeaseEnd, LeaseId, WORKERS_MAX};
 use crate::ledger::Ledger;
 pub use crate::ledger::{HolderId, Holdings};
+pub use crate::policy::Ending;
 use crate::policy::{Parent, Policy};
 pub use crate::quota::QuotaId;
 use crate::slab::Slab;
@@ -215,8 +216,8 @@ impl Dram {
     ) -> Result<SlotRef, FillError> {
         let print = Print::of(&key);
         black_box(self.far(print));
-        if let Some(id) = self.index.find(print, |id| self.slab.entries.get(id).key == key) {
-            let committed = self.slab.entries.get(id).state == State::Committed;
+        if let Some(id) = self.index.find(print, |id| self.slab.entries.get(id).key() == key) {
+            let committed = self.slab.entries.get(id).state() == State::Committed;
             return Err(if committed { FillError::Present } else { FillError::Filling });
         }
         let geometry =
@@ -224,7 +225,8 @@ impl Dram {
                 LayoutError::BlockBytes { block_bytes: 0, .. } => FillError::Empty,
                 _ => FillError::TooLarge { max: pool::block_bytes_max(self.config.segment_bytes) },
             })?;
-        let class = self.slab.class(geometry).ok_or(FillError::NoSpace)?;
+        let class = self.slab.class(geometry).filter(|_| key.group <= Entry::GROUP_MAX);
+        let class = class.ok_or(FillError::NoSpace)?;
         if self.room(whose.holder) < block_bytes {
             return Err(FillError::NoSpace);
         }
@@ -238,8 +240,9 @@ impl Dram {
 
     fn start(&mut self, id: u32, key: BlockKey, print: Print) -> SlotRef {
         let entry = self.slab.entries.get_mut(id);
-        (entry.key, entry.generation) = (key, self.generation);
-        entry.state = State::Filling;
+        entry.set_key(key);
+        entry.generation = self.generation;
+        entry.set_state(State::Filling);
         self.generation += 1;
         self.index.insert(print, id);
         let segment = &mut self.slab.segments[self.slab.entries.segment(id)];
@@ -274,22 +277,21 @@ impl Dram {
     }
 
     fn print(&self, id: u32) -> Print {
-        let key = &self.slab.entries.get(id).key;
-        Print::of(key)
+        Print::of(&self.slab.entries.get(id).key())
     }
 
     /// Frees the slot of a committed block that no lease holds.
     fn evict(&mut self, id: u32) {
         let entry = self.slab.entries.get(id);
         assert!(
-            entry.claims.pins() == 0 && entry.state == State::Committed,
+            entry.claims.pins() == 0 && entry.state() == State::Committed,
             "only an unleased, whole block is evicted"
         );
         // Most likely the entry ahead of it goes next.
         let next = self.slab.entries.get_or_vacant(entry.link.previous).generation;
         black_box(self.far(self.print(id)) ^ next);
-        self.watch.note(entry.key, false);
-        self.below.note(entry.key, entry.standing);
+        self.watch.note(entry.key(), false);
+        self.below.note(entry.key(), entry.standing);
         self.evicted.push(self.slab.slot_ref(id));
         let bytes = self.slab.block_bytes(id);
         self.stats.blocks -= 1;
@@ -313,8 +315,12 @@ impl Dram {
 
     /// Puts the slot of an entry that is not in the index into the free list.
     fn free(&mut self, id: u32, bytes: u64) {
-        self.slab.entries.get_mut(id).state = State::Free;
+        let standing = self.slab.entries.get(id).standing;
+        self.slab.entries.get_mut(id).set_state(State::Free);
         self.slab.move_to(id, Place::Free);
+        if let Some(parent) = self.slab.part(id) {
+            self.policy.lost_children(&mut self.slab, parent, standing);
+        }
         self.discharge(id, bytes);
         self.slab.segments[self.slab.entries.segment(id)].used -= 1;
         self.stats.bytes_used -= bytes;
@@ -341,8 +347,8 @@ impl Dram {
 
     fn parent(&self, key: &BlockKey) -> Parent {
         let entries = &self.slab.entries;
-        match self.index.find(Print::of(key), |id| entries.get(id).key == *key) {
-            Some(id) if entries.get(id).state == State::Committed => Parent::Kept(id),
+        match self.index.find(Print::of(key), |id| entries.get(id).key() == *key) {
+            Some(id) if entries.get(id).state() == State::Committed => Parent::Kept(id),
             Some(_) => Parent::None,
             None => Parent::Lost,
         }
@@ -356,8 +362,8 @@ impl Dram {
     fn commit_in(&mut self, slot: SlotRef, parent: Parent) -> bool {
         let Some(id) = self.end_fill(slot) else { return false };
         let entry = self.slab.entries.get_mut(id);
-        entry.state = State::Committed;
-        self.watch.note(entry.key, true);
+        entry.set_state(State::Committed);
+        self.watch.note(entry.key(), true);
         self.stats.blocks += 1;
         let print = self.print(id);
         self.policy.admit(&mut self.slab, id, print, parent);
@@ -373,7 +379,7 @@ impl Dram {
 
     fn end_fill(&mut self, slot: SlotRef) -> Option<u32> {
         let id = self.slab.find(slot)?;
-        if self.slab.entries.get(id).state != State::Filling {
+        if self.slab.entries.get(id).state() != State::Filling {
             return None;
         }
         self.slab.segments[self.slab.entries.segment(id)].held -= 1;

@@ -4,13 +4,15 @@
 //! one cache line: the key for the full comparison, the generation, the policy's links, the lease count and the holder.
 
 mod claims;
+mod phase;
 
 use shm_protocol::key::{BlockHash, BlockKey};
 
 pub(crate) use self::claims::Claims;
+use self::phase::EntryPhase;
 use crate::ledger::HolderId;
-use crate::list::{Link, Links, List};
-use crate::standing::{RANKS, Standing};
+use crate::list::{Link, Links, List, NIL};
+use crate::standing::{SORTS, Standing};
 
 /// The content of a slot.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -35,31 +37,34 @@ pub(crate) enum Place {
     Detached,
     /// The free list of its class.
     Free,
-    /// The policy's list of its rank.
+    /// The policy's list of its sort.
     Kept,
 }
 
 #[repr(C, align(64))]
 #[derive(Clone, Debug)]
 pub(crate) struct Entry {
-    pub(crate) key: BlockKey,
+    hash: BlockHash,
+    namespace: u32,
+    /// The entry of the block before it in its chain, or none: [`Slab`](crate::slab::Slab) keeps it.
+    pub(crate) parent: u32,
     pub(crate) generation: u64,
     pub(crate) link: Link,
     pub(crate) claims: Claims,
-    pub(crate) state: State,
-    pub(crate) place: Place,
-    /// Its rank and last use, for the policy.
+    /// Its sort and last use, for the policy.
     pub(crate) standing: Standing,
+    group: u8,
+    phase: EntryPhase,
 }
 
 const _: () = assert!(size_of::<Entry>() == 64);
 
-/// The policy's lists of one holder, by rank.
-pub(crate) type Ranks = [List; RANKS];
+/// The policy's lists of one holder, by sort.
+pub(crate) type Sorts = [List; SORTS];
 
 /// The policy's lists, by holder.
 #[derive(Debug, Default)]
-pub(crate) struct Queues(Vec<Ranks>);
+pub(crate) struct Queues(Vec<Sorts>);
 
 /// One `T` for every slot: a table for each segment, empty until the segment is assigned.
 #[derive(Clone, Debug)]
@@ -75,13 +80,15 @@ pub(crate) type Entries = Tables<Entry>;
 // === impl Entry ===
 
 const VACANT: Entry = Entry {
-    key: BlockKey { namespace: 0, group: 0, hash: BlockHash([0; 32]) },
+    hash: BlockHash([0; 32]),
+    namespace: 0,
+    parent: NIL,
     generation: 0,
-    link: Link { previous: crate::list::NIL, next: crate::list::NIL },
+    link: Link { previous: NIL, next: NIL },
     claims: Claims::NONE,
-    state: State::Free,
-    place: Place::Detached,
     standing: Standing::NONE,
+    group: 0,
+    phase: EntryPhase::NONE,
 };
 
 impl Entry {
@@ -90,15 +97,65 @@ impl Entry {
         &NONE
     };
 
+    /// The cache groups whose blocks fit an entry.
+    pub(crate) const GROUP_MAX: u32 = u8::MAX as u32;
+
+    pub(crate) fn key(&self) -> BlockKey {
+        BlockKey { namespace: self.namespace, group: self.group.into(), hash: self.hash }
+    }
+
+    pub(crate) fn set_key(&mut self, key: BlockKey) {
+        debug_assert!(key.group <= Self::GROUP_MAX, "checked where a block comes");
+        (self.namespace, self.group, self.hash) = (key.namespace, key.group as u8, key.hash);
+    }
+
+    pub(crate) fn state(&self) -> State {
+        self.phase.state()
+    }
+
+    pub(crate) fn set_state(&mut self, state: State) {
+        self.phase.set_state(state);
+    }
+
+    pub(crate) fn list_place(&self) -> Place {
+        self.phase.list_place()
+    }
+
+    pub(crate) fn set_place(&mut self, place: Place) {
+        self.phase.set_place(place);
+    }
+
+    /// Whether the block was evicted shortly before its present stay.
+    pub(crate) fn has_returned(&self) -> bool {
+        self.phase.has_returned()
+    }
+
+    pub(crate) fn set_returned(&mut self, returned: bool) {
+        self.phase.set_returned(returned);
+    }
+
+    /// Kept blocks that have it as their parent, up to [`Entry::CHILDREN_MAX`], which stands for as many or more.
+    pub(crate) fn children(&self) -> u8 {
+        self.phase.children()
+    }
+
+    pub(crate) const CHILDREN_MAX: u8 = EntryPhase::CHILDREN_MAX;
+
+    pub(crate) fn set_children(&mut self, children: u8) {
+        self.phase.set_children(children);
+    }
+
     pub(crate) fn is_committed(&self) -> bool {
-        self.state == State::Committed
+        self.state() == State::Committed
     }
 
     #[inline]
     pub(crate) fn is_committed_as(&self, namespace: u32, group: u32, hash: &BlockHash) -> bool {
         // A key made of these would be copied first.
-        let BlockKey { namespace: of, group: within, hash: this } = &self.key;
-        (self.state == State::Committed) & (*of == namespace) & (*within == group) & (this == hash)
+        self.is_committed()
+            & (self.namespace == namespace)
+            & (u32::from(self.group) == group)
+            & (self.hash == *hash)
     }
 }
 
@@ -183,17 +240,17 @@ impl Links for Entries {
 // === impl Queues ===
 
 impl Queues {
-    /// The list of an entry's place, holder and rank.
+    /// The list of an entry's place, holder and sort.
     pub(crate) fn list(&mut self, entry: &Entry) -> Option<&mut List> {
-        let kept = entry.place == Place::Kept;
-        kept.then(|| self.of_rank(entry.claims.holder(), entry.standing.rank()))
+        let kept = entry.list_place() == Place::Kept;
+        kept.then(|| self.of_sort(entry.claims.holder(), entry.standing.sort().index()))
     }
 
-    pub(crate) fn of_rank(&mut self, holder: HolderId, rank: usize) -> &mut List {
+    pub(crate) fn of_sort(&mut self, holder: HolderId, sort: usize) -> &mut List {
         if self.0.len() <= holder.index() {
-            self.0.resize_with(holder.index() + 1, Ranks::default);
+            self.0.resize_with(holder.index() + 1, Sorts::default);
         }
-        &mut self.0[holder.index()][rank]
+        &mut self.0[holder.index()][sort]
     }
 
     /// The holders of all blocks, present and past.
@@ -201,13 +258,8 @@ impl Queues {
         HolderId::first(self.0.len())
     }
 
-    /// The block at the tail of a holder's rank.
-    pub(crate) fn tail(&self, holder: HolderId, rank: usize) -> Option<u32> {
-        self.0.get(holder.index())?[rank].tail()
-    }
-
     /// The lists of one of these.
-    pub(crate) fn of(&self, holder: HolderId) -> &Ranks {
+    pub(crate) fn of(&self, holder: HolderId) -> &Sorts {
         &self.0[holder.index()]
     }
 }

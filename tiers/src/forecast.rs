@@ -10,7 +10,7 @@ use std::ops::Range;
 use shm_protocol::key::{BlockHash, BlockKey, GROUP};
 use shm_protocol::pool::{SlotRef, slot_count};
 
-use crate::dram::{Config, Dram, HolderId, Whose};
+use crate::dram::{Config, Dram, Ending, HolderId, Whose};
 use crate::index::Print;
 
 /// Halves of the real room that are tried.
@@ -69,7 +69,7 @@ impl Forecast {
     }
 
     /// A request with these keys of a namespace is over, which had asked for those in `asked`.
-    pub fn request(&mut self, namespace: u32, keys: &[BlockHash], asked: Range<usize>) {
+    pub fn request(&mut self, namespace: u32, keys: &[BlockHash], asked: Range<usize>, ending: Ending) {
         let Some((first, rest)) = keys.split_first() else { return };
         let Self { stride, rooms, endless, found, chain, .. } = self;
         let stride = *stride;
@@ -90,7 +90,7 @@ impl Forecast {
             found[room] += (twice.clamp(2 * start, 2 * end) - 2 * start) as u64;
         };
         for (at, room) in rooms.iter_mut().enumerate() {
-            note(at, room.request(namespace, chain, from));
+            note(at, room.request(namespace, chain, from, ending));
         }
         note(HALVES.len(), endless.request(namespace, chain, from));
         self.asked += (end - start) as u64;
@@ -118,9 +118,8 @@ impl Miniature {
     }
 
     /// Keeps a chain as the sidecar does; how far it was kept before, of which the first `from` are not asked for.
-    fn request(&mut self, namespace: u32, chain: &[BlockHash], from: usize) -> usize {
+    fn request(&mut self, namespace: u32, chain: &[BlockHash], from: usize, ending: Ending) -> usize {
         let key = |at: usize| BlockKey { namespace, group: GROUP, hash: chain[at] };
-        let opened_at = self.dram.generation();
         let from = from.min(chain.len());
         let run = from + self.dram.probe(namespace, &chain[from..]);
         for at in 0..chain.len() {
@@ -136,7 +135,7 @@ impl Miniature {
                 _ => self.dram.commit_behind(slot, &key(at - 1)),
             };
         }
-        self.dram.end_chain(HolderId::NOBODY, namespace, chain, opened_at);
+        self.dram.end_chain(HolderId::NOBODY, namespace, chain, ending);
         run
     }
 }

@@ -1,8 +1,9 @@
 //! The slots of a pool: segments, classes of block sizes, and the entries of each.
 
+mod kin;
 mod raise;
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 
 use shm_protocol::pool::{self, Geometry, SlotRef};
 
@@ -60,6 +61,8 @@ pub(crate) struct Slab {
     /// Segments of a class.
     assigned: usize,
     slots: u64,
+    /// Counts of children too large for the entries' own field, by entry.
+    many: HashMap<u32, u32>,
 }
 
 // === impl Class ===
@@ -71,7 +74,7 @@ impl Class {
 
     /// The list that an entry is in, or is to be in.
     fn list(&mut self, entry: &Entry) -> Option<&mut List> {
-        if entry.place == Place::Free { Some(&mut self.free) } else { self.queues.list(entry) }
+        if entry.list_place() == Place::Free { Some(&mut self.free) } else { self.queues.list(entry) }
     }
 }
 
@@ -96,6 +99,7 @@ impl Slab {
             fresh: VecDeque::new(),
             assigned: 0,
             slots: 0,
+            many: HashMap::new(),
         }
     }
 
@@ -274,13 +278,13 @@ impl Slab {
 
     /// Committed blocks of a segment.
     pub(crate) fn blocks(&self, segment: usize) -> Vec<u32> {
-        let committed = |id: &u32| self.entries.get(*id).state == State::Committed;
+        let committed = |id: &u32| self.entries.get(*id).state() == State::Committed;
         self.entries.of_segment(segment).filter(committed).collect()
     }
 
     /// Entries of a segment whose slots are not free.
     pub(crate) fn used(&self, segment: usize) -> impl Iterator<Item = u32> + '_ {
-        let used = |id: &u32| self.entries.get(*id).state != State::Free;
+        let used = |id: &u32| self.entries.get(*id).state() != State::Free;
         self.entries.of_segment(segment).filter(used)
     }
 
@@ -291,7 +295,7 @@ impl Slab {
         self.enter(id, place, Spot::Head);
     }
 
-    /// Moves an entry from the list it is in to the one of its standing's rank. The entry that it is to be behind has that rank.
+    /// Moves an entry from the list it is in to the one of its standing's sort. The entry before its new place has that sort.
     pub(crate) fn keep(&mut self, id: u32, standing: Standing, spot: Spot) {
         self.leave(id);
         self.entries.get_mut(id).standing = standing;
@@ -307,11 +311,11 @@ impl Slab {
         if let Some(list) = class.list(entry) {
             list.remove(&mut self.entries, id);
         }
-        self.entries.get_mut(id).place = Place::Detached;
+        self.entries.get_mut(id).set_place(Place::Detached);
     }
 
     fn enter(&mut self, id: u32, place: Place, spot: Spot) {
-        self.entries.get_mut(id).place = place;
+        self.entries.get_mut(id).set_place(place);
         let entry = self.entries.get(id);
         let group_of =
             |id| (self.segments[self.entries.segment(id)].class, self.entries.get(id).claims.holder());

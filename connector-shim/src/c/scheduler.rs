@@ -284,7 +284,7 @@ pub extern "C" fn pillion_scheduler_release(scheduler: Option<&Scheduler>, log: 
 /// Closes a log when its request is over. Loads and saves that were promised go on.
 #[unsafe(no_mangle)]
 pub extern "C" fn pillion_scheduler_close(scheduler: Option<&Scheduler>, log: i64) -> Status {
-    tell(scheduler, |session| session.close(log))
+    tell(scheduler, |session| session.close(log, 0))
 }
 
 /// Says that the weights may have changed for the `count`th time: unfinished saves are given up, and nothing is served until

@@ -48,7 +48,7 @@ pub use self::requests::{Adapter, Arrival, Media, Now, RequestId};
 pub use self::saving::Due;
 pub use self::types::{
     BegunRequest, Changes, EndedRequest, LostLoad, OfferedState, OpenedStep, PlannedStep, PolicyOptions,
-    PolicyWait, RequestLoad, ServedState, StepPart,
+    PolicyWait, RequestLoad, ServedState, StepPart, way_of_end,
 };
 
 /// A cache group and the session that serves it.
@@ -283,15 +283,15 @@ impl<H: SessionHost> EnginePolicy<H> {
         Some((place, chain.tail()?))
     }
 
-    /// The request is over; its saves go on, its blocks may be reused.
-    pub fn end_request(&mut self, id: RequestId) -> EndedRequest {
+    /// The request is over; its saves go on, its blocks may be reused. `way`: in which its answer ended ([`way_of_end`]); 0: not told.
+    pub fn end_request(&mut self, id: RequestId, way: u32) -> EndedRequest {
         self.pacing.forget_request(id);
         self.check.forsake(id);
         let lead = self.set.lead();
         let serves = self.options.saves && self.state() == ServedState::Serving;
         let Some(request) = self.requests.get_mut(id) else { return EndedRequest::default() };
         for (part, group) in request.parts.iter_mut().zip(&mut self.groups) {
-            part.close_log(&mut group.session);
+            part.close_log(&mut group.session, way);
         }
         let mut ended = EndedRequest::default();
         if request.arrival.hands_over {

@@ -19,7 +19,7 @@ use shm_protocol::request::{self, Keys, SchedulerRequest};
 
 use self::announced::Announced;
 pub use self::announced::Change;
-use self::link::Link;
+use self::link::{ClosedLog, Link};
 pub use self::query::{Asked, PENDING, UNBOUND_WAIT};
 use crate::core::endpoint::Endpoint;
 use crate::core::notices::{Cause, Notices};
@@ -349,14 +349,14 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
         }
     }
 
-    /// Closes a log and what it holds.
-    pub fn close(&mut self, handle: i64) {
+    /// Closes a log: its lease and its pending query end. `way`: a number for the way the request's answer ended; 0: not told.
+    pub fn close(&mut self, handle: i64, way: u32) {
         let Some(link) = &mut self.link else { return };
         if let Some((number, log)) = link.logs.close(handle) {
             if let Some(op) = log.pending {
                 link.questions.remove(&op);
             }
-            link.post_close(number, log.chunks);
+            link.post_close(ClosedLog { number, chunks: log.chunks, way });
         }
     }
 

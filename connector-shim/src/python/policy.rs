@@ -23,7 +23,7 @@ use crate::core::policy::kinds::{GroupForm, GroupKind, GroupSet, Points, ServedT
 use crate::core::policy::{
     Adapter, Arrival, BegunRequest, Changes, CheckRate, Due, EnginePolicy as Rules, EventChange, FoundTokens,
     LoadMode, Machine, Media, Now, OfferedState, PlannedStep, PolicyOptions, PolicyWait, RequestId,
-    ServedState,
+    ServedState, way_of_end,
 };
 use crate::core::records::{RecordOptions, Records, WaitPart};
 use crate::error::{ShimError as Failure, argument};
@@ -352,9 +352,15 @@ impl PyPolicy {
         })
     }
 
-    fn end_request(&self, id: RequestId, aborted: bool) -> PyResult<(Option<u32>, Vec<u32>)> {
+    fn end_request(
+        &self,
+        id: RequestId,
+        aborted: bool,
+        reason: u32,
+        tokens: Vec<u32>,
+    ) -> PyResult<(Option<u32>, Vec<u32>)> {
         self.recorded(|records| records.finished(id, aborted, clock::now()));
-        let ended = self.with(|rules| rules.end_request(id))?;
+        let ended = self.with(|rules| rules.end_request(id, way_of_end(reason, &tokens)))?;
         Ok((ended.handed_over, ended.hold))
     }
 

@@ -320,7 +320,7 @@ impl Engine {
     /// The request is over.
     pub(crate) fn finish(&mut self, id: RequestId) -> EndedRequest {
         self.running.retain(|running| *running != id);
-        let ended = self.policy.end_request(id);
+        let ended = self.policy.end_request(id, 0);
         self.serve();
         ended
     }

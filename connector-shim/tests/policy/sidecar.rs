@@ -348,7 +348,7 @@ impl Sidecar {
                 self.logs.push(Log::default());
             }
             SchedulerRequest::Append(append) => self.append(append),
-            SchedulerRequest::Close { log } => self.closed.push(self.numbers[&log]),
+            SchedulerRequest::Close { log, .. } => self.closed.push(self.numbers[&log]),
             SchedulerRequest::Query(Query { op, keys, awaits, last, .. }) => {
                 let Keys { from, count, .. } = keys;
                 let log = self.log(keys);

@@ -112,7 +112,7 @@ impl Engine {
         self.scheduler.open_log(self.log, &keys);
         let save = save_log(self.next_op(), self.log, 1);
         self.scheduler.with_blocks(save, &SAVED.collect::<Vec<_>>());
-        self.scheduler.post(SchedulerRequest::Close { log: self.log });
+        self.scheduler.post(SchedulerRequest::Close { log: self.log, way: 0 });
         keys
     }
 
@@ -200,7 +200,7 @@ impl Engine {
             // A query may be answered with less than there is.
             from = found.end + usize::from(hits.value == 0);
         }
-        self.scheduler.post(SchedulerRequest::Close { log: 0 });
+        self.scheduler.post(SchedulerRequest::Close { log: 0, way: 0 });
         (served, wrong)
     }
 

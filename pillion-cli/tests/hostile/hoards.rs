@@ -142,7 +142,7 @@ fn flood_of_saves() -> Option<()> {
     for number in 0..3 * TOO_MANY {
         scene.work();
         hoard(&mut scheduler, number);
-        scheduler.post(SchedulerRequest::Close { log: number as u32 });
+        scheduler.post(SchedulerRequest::Close { log: number as u32, way: 0 });
     }
     scene.assert_found(&sets)
 }

@@ -67,7 +67,7 @@ fn load(engine: &mut Engine, keys: &[BlockHash]) -> (u32, Option<Status>) {
     let wanted = &keys[..LOADED.len()];
     let (lease, found) = engine.ask_early(wanted);
     if found.value == 0 {
-        engine.scheduler.post(shm_protocol::request::SchedulerRequest::Close { log: 0 });
+        engine.scheduler.post(shm_protocol::request::SchedulerRequest::Close { log: 0, way: 0 });
         return (0, None);
     }
     let op = engine.next_op();
@@ -77,7 +77,7 @@ fn load(engine: &mut Engine, keys: &[BlockHash]) -> (u32, Option<Status>) {
     let ended = watch("the end of a load", || engine.load_ended(op));
     assert!(ended != Status::Ok || engine.loaded(blocks, wanted), "a load gave wrong bytes");
     engine.give_up(op, ended);
-    engine.scheduler.post(shm_protocol::request::SchedulerRequest::Close { log: 0 });
+    engine.scheduler.post(shm_protocol::request::SchedulerRequest::Close { log: 0, way: 0 });
     (found.value, Some(ended))
 }
 

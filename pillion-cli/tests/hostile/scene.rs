@@ -305,7 +305,7 @@ impl GoodEngine {
             good.scheduler.open_log(0, &[key(0)]);
             let op = good.next_op();
             let answer = good.scheduler.query(0, op, 1).status;
-            good.scheduler.post(SchedulerRequest::Close { log: 0 });
+            good.scheduler.post(SchedulerRequest::Close { log: 0, way: 0 });
             (answer == Status::Ok).then_some(())
         });
         good.save((0..HEIRLOOMS).collect());
@@ -341,7 +341,7 @@ impl GoodEngine {
                 "block {block} holds other bytes than those of key {number}"
             );
         }
-        self.scheduler.post(SchedulerRequest::Close { log: 0 });
+        self.scheduler.post(SchedulerRequest::Close { log: 0, way: 0 });
     }
 
     fn save(&mut self, numbers: Vec<u64>) {
@@ -354,7 +354,7 @@ impl GoodEngine {
         self.pass(step);
         let saved = self.scheduler.saved();
         assert_eq!((saved.op, saved.committed + saved.present), (op, keys.len() as u32), "{saved:?}");
-        self.scheduler.post(SchedulerRequest::Close { log: 0 });
+        self.scheduler.post(SchedulerRequest::Close { log: 0, way: 0 });
     }
 
     fn pass(&self, step: u64) {

@@ -21,6 +21,9 @@ pub(super) const LEASE: FieldPlace<u64> =
 /// A position in the circle of block ids.
 pub(super) const POSITION: FieldPlace<u32> =
     FieldPlace { take: |message| Ok(message.data[0]), put: |position, message| message.data[0] = position };
+/// A way in which an answer ended.
+pub(super) const WAY: FieldPlace<u32> =
+    FieldPlace { take: |message| Ok(message.data[0]), put: |way, message| message.data[0] = way };
 pub(super) const BYTES16: FieldPlace<[u8; 16]> = FieldPlace {
     take: |message| Ok(message.bytes16()),
     put: |bytes, message| *message = message.with_bytes16(bytes),

@@ -14,6 +14,7 @@ use shm_protocol::pool::SlotRef;
 use shm_protocol::request::{SchedulerRequest, WorkerRequest};
 use shm_protocol::session::Bound;
 use shm_protocol::source::Source;
+use tiers::dram::Ending;
 use tiers::opener::Opened;
 use tiers::ssd;
 
@@ -253,6 +254,7 @@ pub struct Ended {
     pub keys: Vec<BlockHash>,
     /// Those that it asked for first.
     pub asked: Range<usize>,
+    pub ending: Ending,
 }
 
 /// What the mesh tells the core.

@@ -332,8 +332,8 @@ impl Core {
             SchedulerRequest::Save(save) => transfers.save(session, &save, &blocks, queries, base)?,
             SchedulerRequest::Cancel(cancel) => transfers.cancel(session, cancel, base),
             SchedulerRequest::Release { log } => queries.release(session, log, &mut base.cx)?,
-            SchedulerRequest::Close { log } => {
-                queries.close(session, log, || transfers.newest_handover(session), base)?
+            SchedulerRequest::Close { log, way } => {
+                queries.close(session, (log, way), || transfers.newest_handover(session), base)?
             }
             SchedulerRequest::Salt { salt } => {
                 let ended = self.end_generation(session);

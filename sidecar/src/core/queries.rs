@@ -22,7 +22,7 @@ use shm_protocol::message::{Outcome, Status};
 use shm_protocol::pool::SlotRef;
 use shm_protocol::request::{self, Keys, Query};
 use tiers::LeaseError;
-use tiers::dram::{HolderId, LeaseId};
+use tiers::dram::{Ending, HolderId, LeaseId};
 
 use self::key_logs::{KeyLog, KeyLogs, QueryLease};
 use self::promises::Promises;
@@ -187,11 +187,12 @@ impl Queries {
 
     /// CLOSE: no more is asked of what the log found.
     ///
-    /// `newest_handover` gives the operation of the newest save for another engine, of those of this scheduler that have not ended.
+    /// `way`: a number for the way the answer ended; 0: not told. `newest_handover` gives the operation of this scheduler's newest
+    /// unfinished save for another engine.
     pub(super) fn close(
         &mut self,
         session: SessionId,
-        log: u32,
+        (log, way): (u32, u32),
         newest_handover: impl FnOnce() -> Option<u64>,
         base: &mut Base,
     ) -> Result<(), Violation> {
@@ -202,13 +203,14 @@ impl Queries {
         let closed = self.logs(session).close(log).filter(|log| is_promised || !log.tail);
         if let (Some(log), Some(binding)) = (closed, base.engines[session].binding()) {
             let Binding { whose, namespace, .. } = binding;
-            base.cx.dram.end_chain(whose.holder, namespace, &log.keys, log.opened_at);
+            let ending = Ending { way, last: false };
+            base.cx.dram.end_chain(whose.holder, namespace, &log.keys, ending);
             if log.asked_last {
                 // A forecast plays leading runs.
                 return Ok(());
             }
             let (block_bytes, asked) = (binding.block_bytes(), log.first_asked.unwrap_or_default());
-            base.cx.ended.push(Ended { namespace, block_bytes, keys: log.keys, asked });
+            base.cx.ended.push(Ended { namespace, block_bytes, keys: log.keys, asked, ending });
         }
         Ok(())
     }

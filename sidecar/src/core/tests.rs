@@ -429,7 +429,7 @@ fn a_load_by_the_engine_ends_when_every_rank_reported_once() {
     let mut engine = Harness::keeping(2, 4);
     assert_eq!(engine.query(0, 2, 1, 3).value, 3);
     engine.load(0, 3, 2, 2..4, LOAD_BY_ENGINE);
-    engine.ask(SchedulerRequest::Close { log: 0 });
+    engine.ask(SchedulerRequest::Close { log: 0, way: 0 });
     engine.loaded(RANKS[0], 3, true);
     engine.loaded(RANKS[0], 3, true);
     engine.now_ms = 100_000;
@@ -717,7 +717,7 @@ fn violations_close_the_session() {
         SchedulerRequest::Append(append),
         SchedulerRequest::Save(save),
         SchedulerRequest::Release { log: 5 },
-        SchedulerRequest::Close { log: 5 },
+        SchedulerRequest::Close { log: 5, way: 0 },
         SchedulerRequest::Hint { keys: Keys::new(5, 0..1) },
     ];
     for request in cases {

@@ -5,10 +5,17 @@ use std::ops::Range;
 
 use shm_protocol::key::{BlockHash, BlockKey};
 use shm_protocol::pool::{SlotRef, slot_count};
-use tiers::dram::{Config, Dram, HolderId, Whose};
+use tiers::dram::{Config, Dram, Ending, HolderId, Whose};
 
 /// A chain of blocks, as one request asks for it.
 pub(crate) type Chain = Vec<BlockHash>;
+
+/// A request, and how its answer ended.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Request {
+    pub(crate) chain: Chain,
+    pub(crate) ending: Ending,
+}
 
 const SEGMENT_BYTES: u64 = 2 << 20;
 /// Five to a segment, so that a pool has room for exactly as many as a multiple of five says.
@@ -19,7 +26,7 @@ pub(crate) const STEP_BLOCKS: usize = 16;
 pub(crate) trait Cache {
     /// A request of which `found` leading blocks lie in the GPU's own cache: computes on what is there of the others, and
     /// keeps what was missing. How many of its leading blocks were there or in the GPU's cache.
-    fn request(&mut self, chain: &[BlockHash], found: usize) -> usize;
+    fn request(&mut self, request: &Request, found: usize) -> usize;
 }
 
 /// Least recently used goes first; of one request the deepest block counts as used before the others.
@@ -49,6 +56,14 @@ pub(crate) struct Tier {
     step_blocks: usize,
     /// Slots being filled, with their places in the chain.
     slots: Vec<(usize, SlotRef)>,
+}
+
+// === impl Request ===
+
+impl From<Chain> for Request {
+    fn from(chain: Chain) -> Self {
+        Self { chain, ..Self::default() }
+    }
 }
 
 // === impl Lru ===
@@ -82,7 +97,7 @@ impl Lru {
 }
 
 impl Cache for Lru {
-    fn request(&mut self, chain: &[BlockHash], found: usize) -> usize {
+    fn request(&mut self, Request { chain, .. }: &Request, found: usize) -> usize {
         let hits = self.leading(&chain[found..]);
         self.use_all(chain);
         found + hits
@@ -92,17 +107,17 @@ impl Cache for Lru {
 // === impl Clairvoyant ===
 
 impl Clairvoyant {
-    pub(crate) fn new(capacity: usize, requests: &[Chain]) -> Self {
+    pub(crate) fn new(capacity: usize, requests: &[Request]) -> Self {
         let mut uses: HashMap<BlockHash, VecDeque<usize>> = HashMap::new();
-        for (at, chain) in requests.iter().enumerate() {
-            chain.iter().for_each(|hash| uses.entry(*hash).or_default().push_back(at));
+        for (at, request) in requests.iter().enumerate() {
+            request.chain.iter().for_each(|hash| uses.entry(*hash).or_default().push_back(at));
         }
         Self { capacity, now: 0, uses, kept: HashMap::new(), order: BTreeSet::new() }
     }
 }
 
 impl Cache for Clairvoyant {
-    fn request(&mut self, chain: &[BlockHash], found: usize) -> usize {
+    fn request(&mut self, Request { chain, .. }: &Request, found: usize) -> usize {
         let hits = chain[found..].iter().take_while(|hash| self.kept.contains_key(hash)).count();
         for (depth, hash) in chain.iter().enumerate() {
             let uses = self.uses.get_mut(hash).expect("a request of the trace");
@@ -160,10 +175,10 @@ impl Tier {
     }
 
     /// Of the kept blocks of these requests, how many have a parent that is not kept; and how many are kept.
-    pub(crate) fn unreachable(&mut self, requests: &[Chain]) -> (usize, usize) {
+    pub(crate) fn unreachable(&mut self, requests: &[Request]) -> (usize, usize) {
         let (mut seen, mut found) = (HashSet::new(), Vec::new());
         let (mut unreachable, mut kept) = (0, 0);
-        for chain in requests {
+        for Request { chain, .. } in requests {
             found.clear();
             self.dram.lookup(0, chain, &mut found);
             for (at, hash) in chain.iter().enumerate().filter(|(at, _)| found[*at]) {
@@ -178,8 +193,7 @@ impl Tier {
 }
 
 impl Cache for Tier {
-    fn request(&mut self, chain: &[BlockHash], found: usize) -> usize {
-        let opened_at = self.dram.generation();
+    fn request(&mut self, Request { chain, ending }: &Request, found: usize) -> usize {
         let found_here = self.dram.probe(0, &chain[found..]);
         let began_on = found + found_here;
         let in_steps = self.step_blocks < usize::MAX;
@@ -194,7 +208,7 @@ impl Cache for Tier {
             self.save(chain, next..end);
             next = end;
         }
-        self.dram.end_chain(HolderId::NOBODY, 0, chain, opened_at);
+        self.dram.end_chain(HolderId::NOBODY, 0, chain, *ending);
         began_on
     }
 }

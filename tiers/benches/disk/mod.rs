@@ -9,7 +9,7 @@ use shm_protocol::pool::SlotRef;
 use tiers::dram::{HolderId, Leaving};
 use tiers::ssd::{Config, Done, Ended, Geometry, Label, Log, Recovered, Refused, Work};
 
-use crate::caches::{BLOCK_BYTES, Cache, Chain, Clairvoyant, Lru, STEP_BLOCKS, Tier};
+use crate::caches::{BLOCK_BYTES, Cache, Clairvoyant, Lru, Request, STEP_BLOCKS, Tier};
 use crate::replayed::share;
 
 /// Rooms of DRAM in which a trace is replayed.
@@ -225,7 +225,7 @@ impl Disked {
 }
 
 impl Cache for Disked {
-    fn request(&mut self, chain: &[BlockHash], found: usize) -> usize {
+    fn request(&mut self, Request { chain, ending }: &Request, found: usize) -> usize {
         if self.requests == self.warm_up {
             self.written_before = self.written_bytes();
         }
@@ -234,7 +234,6 @@ impl Cache for Disked {
         }
         self.requests += 1;
         self.now_ms += 1;
-        let opened_at = self.tier.dram.generation();
         let mut began_on = found;
         loop {
             began_on += self.tier.dram.probe(0, &chain[began_on..]);
@@ -252,19 +251,19 @@ impl Cache for Disked {
             self.flow();
             next = end;
         }
-        self.tier.dram.end_chain(HolderId::NOBODY, 0, chain, opened_at);
+        self.tier.dram.end_chain(HolderId::NOBODY, 0, chain, *ending);
         began_on
     }
 }
 
 /// What is found of the eighth of the requests that follows the middle.
-fn after_end(room: usize, requests: &[Chain], end: Option<End>) -> f64 {
+fn after_end(room: usize, requests: &[Request], end: Option<End>) -> f64 {
     let mut disked = Disked::new(room, requests.len(), end);
     let (mut asked, mut found) = (0, 0);
-    for (at, chain) in requests[..requests.len() * 5 / 8].iter().enumerate() {
-        let hits = disked.request(chain, 0);
+    for (at, request) in requests[..requests.len() * 5 / 8].iter().enumerate() {
+        let hits = disked.request(request, 0);
         if at >= requests.len() / 2 {
-            asked += chain.len();
+            asked += request.chain.len();
             found += hits;
         }
     }
@@ -272,9 +271,9 @@ fn after_end(room: usize, requests: &[Chain], end: Option<End>) -> f64 {
 }
 
 /// Cells of JSON: shares of blocks found in DRAM and on the disk by blocks asked for, and bytes written by bytes asked for.
-pub(crate) fn of_trace(name: &str, rooms: &[usize], requests: &[Chain]) -> Vec<String> {
+pub(crate) fn of_trace(name: &str, rooms: &[usize], requests: &[Request]) -> Vec<String> {
     let mut cells = Vec::new();
-    let counted: usize = requests[requests.len() / 4..].iter().map(Vec::len).sum();
+    let counted: usize = requests[requests.len() / 4..].iter().map(|request| request.chain.len()).sum();
     for &room in rooms {
         let mut disked = Disked::new(room, requests.len(), None);
         let ours = share(&mut disked, requests, 0);

@@ -2,7 +2,7 @@
 
 use tiers::forecast::{Forecast, ROOMS};
 
-use crate::caches::{Chain, Tier};
+use crate::caches::{Request, Tier};
 use crate::replayed::share;
 
 /// What the rooms are as multiples of the one that foretells, as far as they have an end; in the order of [`ROOMS`].
@@ -13,7 +13,7 @@ pub(crate) const TURNS: usize = 10_000;
 const STRIDES: [usize; 3] = [1, 4, 8];
 
 /// Rooms of a trace, which is called `name`: what each is foretold to find, by each stride, and what it finds.
-pub(crate) fn of_trace(name: &str, rooms: &[usize], requests: &[Chain]) -> Vec<String> {
+pub(crate) fn of_trace(name: &str, rooms: &[usize], requests: &[Request]) -> Vec<String> {
     let mut cells = Vec::new();
     for &room in rooms {
         let real = MULTIPLES.map(|times| {
@@ -31,14 +31,14 @@ pub(crate) fn of_trace(name: &str, rooms: &[usize], requests: &[Chain]) -> Vec<S
 }
 
 /// What each of [`ROOMS`] is foretold to find, the first quarter of the requests not counted.
-fn foretell(room: usize, stride: usize, requests: &[Chain]) -> [f64; ROOMS.len()] {
+fn foretell(room: usize, stride: usize, requests: &[Request]) -> [f64; ROOMS.len()] {
     let mut forecast = Forecast::new(room as u64, room.div_ceil(stride) as u64);
     let mut before = (0, [0; ROOMS.len()]);
-    for (at, chain) in requests.iter().enumerate() {
+    for (at, Request { chain, ending }) in requests.iter().enumerate() {
         if at == requests.len() / 4 {
             before = (forecast.asked(), forecast.found());
         }
-        forecast.request(0, chain, 0..chain.len());
+        forecast.request(0, chain, 0..chain.len(), *ending);
     }
     let asked = (forecast.asked() - before.0) as f64;
     std::array::from_fn(|room| (forecast.found()[room] - before.1[room]) as f64 / asked)

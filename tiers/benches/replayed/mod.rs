@@ -4,7 +4,9 @@ use std::fs;
 
 use shm_protocol::key::BlockHash;
 
-use crate::caches::{Cache, Chain, Clairvoyant, Lru, Tier};
+use tiers::dram::Ending;
+
+use crate::caches::{Cache, Clairvoyant, Lru, Request, Tier};
 use shm_protocol::random::Random;
 
 /// Blocks for which there is room.
@@ -28,34 +30,41 @@ pub(crate) struct Report {
     cells: Vec<String>,
 }
 
-/// Requests of a file with a line for each, the numbers of its blocks.
-pub(crate) fn read(path: &str) -> Vec<Chain> {
+/// Requests of a file with a line for each: a number for the way its answer ended, 1 for the last request of a session and else 0,
+/// and the numbers of its blocks.
+pub(crate) fn read(path: &str) -> Vec<Request> {
     let text = fs::read_to_string(path).expect("a readable file");
     let hash = |number: &str| {
         let mut random = Random(number.parse().expect("a block's number"));
         BlockHash::from_words(std::array::from_fn(|_| random.next()))
     };
-    text.lines().map(|line| line.split(' ').map(hash).collect()).collect()
+    let request = |line: &str| {
+        let mut words = line.split(' ');
+        let mut number = || words.next().and_then(|word| word.parse().ok()).expect("a number");
+        let ending = Ending { way: number(), last: number() == 1 };
+        Request { chain: words.map(hash).collect(), ending }
+    };
+    text.lines().map(request).collect()
 }
 
 /// Blocks found by blocks asked for, the first quarter of the requests not counted.
-pub(crate) fn share(cache: &mut dyn Cache, requests: &[Chain], gpu_blocks: usize) -> f64 {
+pub(crate) fn share(cache: &mut dyn Cache, requests: &[Request], gpu_blocks: usize) -> f64 {
     replay(cache, requests, gpu_blocks, |_, _| {})
 }
 
 fn replay<C: Cache + ?Sized>(
     cache: &mut C,
-    requests: &[Chain],
+    requests: &[Request],
     gpu_blocks: usize,
-    mut stop: impl FnMut(&mut C, &[Chain]),
+    mut stop: impl FnMut(&mut C, &[Request]),
 ) -> f64 {
     let mut gpu = Lru::new(gpu_blocks);
     let (mut asked, mut found) = (0, 0);
-    for (at, chain) in requests.iter().enumerate() {
-        let in_gpu = if gpu_blocks > 0 { gpu.request(chain, 0) } else { 0 };
-        let hits = cache.request(chain, in_gpu);
+    for (at, request) in requests.iter().enumerate() {
+        let in_gpu = if gpu_blocks > 0 { gpu.request(request, 0) } else { 0 };
+        let hits = cache.request(request, in_gpu);
         if at >= requests.len() / 4 {
-            asked += chain.len();
+            asked += request.chain.len();
             found += hits;
         }
         if (at + 1) % (requests.len() / STOPS).max(1) == 0 {
@@ -65,7 +74,7 @@ fn replay<C: Cache + ?Sized>(
     found as f64 / asked as f64
 }
 
-fn replay_tier(mut tier: Tier, requests: &[Chain], gpu_blocks: usize) -> Replayed {
+fn replay_tier(mut tier: Tier, requests: &[Request], gpu_blocks: usize) -> Replayed {
     let mut worst: f64 = 0.0;
     let share = replay(&mut tier, requests, gpu_blocks, |tier, so_far| {
         let (unreachable, kept) = tier.unreachable(so_far);
@@ -78,7 +87,7 @@ fn replay_tier(mut tier: Tier, requests: &[Chain], gpu_blocks: usize) -> Replaye
 
 impl Report {
     /// All rooms of a trace, which is called `name`.
-    pub(crate) fn replay(&mut self, name: &str, requests: &[Chain]) {
+    pub(crate) fn replay(&mut self, name: &str, requests: &[Request]) {
         self.rooms(name, requests, |_| 0, Tier::new);
         self.rooms(&format!("{name}_gpu"), requests, |room| room / ROOM_BY_GPU, Tier::new);
         self.rooms(&format!("{name}_chunked"), requests, |_| 0, Tier::chunked);
@@ -87,7 +96,7 @@ impl Report {
     fn rooms(
         &mut self,
         prefix: &str,
-        requests: &[Chain],
+        requests: &[Request],
         gpu_blocks: impl Fn(usize) -> usize,
         tier: impl Fn(usize) -> Tier,
     ) {

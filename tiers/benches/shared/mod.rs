@@ -3,7 +3,7 @@
 use shm_protocol::key::{BlockHash, BlockKey};
 use tiers::dram::{HolderId, Whose};
 
-use crate::caches::{BLOCK_BYTES, Cache, Chain, Lru, Tier};
+use crate::caches::{BLOCK_BYTES, Cache, Chain, Lru, Request, Tier};
 use crate::replayed::{ROOM_OF_GAIN_MAX, ROOMS, share};
 use shm_protocol::random::Random;
 
@@ -53,34 +53,35 @@ fn half(chain: &[BlockHash]) -> usize {
 }
 
 /// The blocks of a namespace of its own.
-fn apart(chain: &[BlockHash], half: usize) -> Chain {
-    chain
+fn apart(Request { chain, ending }: &Request, half: usize) -> Request {
+    let chain = chain
         .iter()
         .map(|hash| {
             let [first, rest @ ..] = hash.words();
             let [a, b, c] = rest;
             BlockHash::from_words([first ^ half as u64, a, b, c])
         })
-        .collect()
+        .collect();
+    Request { chain, ending: *ending }
 }
 
 /// The tier, the second half of the conversations within a quota.
-fn quota_of_tier(room: usize, requests: &[Chain]) -> Halves {
+fn quota_of_tier(room: usize, requests: &[Request]) -> Halves {
     let mut tier = Tier::new(room);
     let quota = tier.dram.add_quota((room / QUOTA_PART) as u64 * BLOCK_BYTES);
-    halves(requests, |half, chain| {
+    halves(requests, |half, request| {
         tier.whose.quota = (half == 1).then_some(quota);
-        tier.request(chain, 0)
+        tier.request(request, 0)
     })
 }
 
 /// LRU of each namespace, the oldest of both goes where the room is full.
-fn quota_of_lru(room: usize, requests: &[Chain]) -> Halves {
+fn quota_of_lru(room: usize, requests: &[Request]) -> Halves {
     let mut parts = [Lru::new(room), Lru::new(room / QUOTA_PART)];
     let mut clock = 0;
-    halves(requests, |half, chain| {
+    halves(requests, |half, request| {
         parts[half].clock = clock;
-        let found = parts[half].request(chain, 0);
+        let found = parts[half].request(request, 0);
         clock = parts[half].clock;
         while parts.iter().map(|part| part.used.len()).sum::<usize>() > room {
             let oldest = |part: &Lru| part.order.first_key_value().map_or(u64::MAX, |(used, _)| *used);
@@ -91,28 +92,28 @@ fn quota_of_lru(room: usize, requests: &[Chain]) -> Halves {
     })
 }
 
-fn halves(requests: &[Chain], mut request: impl FnMut(usize, &[BlockHash]) -> usize) -> Halves {
+fn halves(requests: &[Request], mut request: impl FnMut(usize, &Request) -> usize) -> Halves {
     let mut counted = Halves::default();
-    for (at, chain) in requests.iter().enumerate() {
-        let half = half(chain);
-        let found = request(half, &apart(chain, half));
+    for (at, asked) in requests.iter().enumerate() {
+        let half = half(&asked.chain);
+        let found = request(half, &apart(asked, half));
         if at >= requests.len() / 4 {
-            counted.count(half, found, chain.len());
+            counted.count(half, found, asked.chain.len());
         }
     }
     counted
 }
 
 /// Calls `request` with the pod that serves each chain, one in ten not that of its conversation.
-fn routed(requests: &[Chain], mut request: impl FnMut(usize, &[BlockHash]) -> usize) -> Halves {
+fn routed(requests: &[Request], mut request: impl FnMut(usize, &Request) -> usize) -> Halves {
     let mut random = Random(1);
     let mut counted = Halves::default();
-    for (at, chain) in requests.iter().enumerate() {
-        let home = half(chain);
+    for (at, asked) in requests.iter().enumerate() {
+        let home = half(&asked.chain);
         let pod = if random.next().is_multiple_of(STRAYS_ONE_IN) { 1 - home } else { home };
-        let found = request(pod, chain);
+        let found = request(pod, asked);
         if at >= requests.len() / 4 {
-            counted.count(home, found, chain.len());
+            counted.count(home, found, asked.chain.len());
         }
     }
     counted
@@ -123,11 +124,9 @@ fn key(hash: BlockHash) -> BlockKey {
 }
 
 /// Two tiers that read from each other.
-fn pods_of_tiers(room: usize, requests: &[Chain], counts: OwnerCounts, keeps: bool) -> Halves {
+fn pods_of_tiers(room: usize, requests: &[Request], counts: OwnerCounts, keeps: bool) -> Halves {
     let mut pods = [Tier::new(room / 2), Tier::new(room / 2)];
-    routed(requests, |pod, chain| {
-        let opened_at = pods[pod].dram.generation();
-        let owner_opened_at = pods[1 - pod].dram.generation();
+    routed(requests, |pod, Request { chain, ending }| {
         let mut held = Vec::new();
         let (mut found, mut read) = (0, Vec::new());
         for hash in chain {
@@ -156,13 +155,13 @@ fn pods_of_tiers(room: usize, requests: &[Chain], counts: OwnerCounts, keeps: bo
         if keeps || read.is_empty() {
             pods[pod].save(chain, found..chain.len());
         }
-        pods[pod].dram.end_chain(HolderId::NOBODY, 0, chain, opened_at);
+        pods[pod].dram.end_chain(HolderId::NOBODY, 0, chain, *ending);
         if !read.is_empty() {
             let owner = &mut pods[1 - pod].dram;
             match counts {
                 OwnerCounts::Nothing => {}
                 OwnerCounts::Touch => owner.use_run(0, &chain[..found]),
-                OwnerCounts::Use => owner.end_chain(HolderId::NOBODY, 0, &chain[..found], owner_opened_at),
+                OwnerCounts::Use => owner.end_chain(HolderId::NOBODY, 0, &chain[..found], *ending),
             }
         }
         found
@@ -170,9 +169,9 @@ fn pods_of_tiers(room: usize, requests: &[Chain], counts: OwnerCounts, keeps: bo
 }
 
 /// Two LRUs that read from each other, and keep what they read.
-fn pods_of_lru(room: usize, requests: &[Chain], counts: bool) -> Halves {
+fn pods_of_lru(room: usize, requests: &[Request], counts: bool) -> Halves {
     let mut pods = [Lru::new(room / 2), Lru::new(room / 2)];
-    routed(requests, |pod, chain| {
+    routed(requests, |pod, Request { chain, .. }| {
         let there = |pod: usize, hash| pods[pod].used.contains_key(hash);
         let found = chain.iter().take_while(|hash| there(0, hash) || there(1, hash)).count();
         let read: Chain = chain[..found].iter().filter(|hash| !there(pod, hash)).copied().collect();
@@ -185,7 +184,7 @@ fn pods_of_lru(room: usize, requests: &[Chain], counts: bool) -> Halves {
 }
 
 /// Cells of JSON for a trace.
-pub(crate) fn of_trace(requests: &[Chain]) -> Vec<String> {
+pub(crate) fn of_trace(requests: &[Request]) -> Vec<String> {
     let mut cells = Vec::new();
     let mut say = |key: String, value: f64| {
         println!("{key:32} {value:.4}");

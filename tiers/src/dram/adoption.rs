@@ -7,8 +7,8 @@
 //! A block's bytes may have been changed between two lives: it is found by nobody, and keeps its slot, until the caller has
 //! verified it. Those asked for come first, the others in the order they lie in.
 //!
-//! Which blocks were asked for is not recorded. Adopted ones get the rank of blocks that were used again, in the order they lie
-//! in: new blocks that nobody asks for go before them, and of them those that are asked for stay.
+//! Uses of blocks by the earlier life are not recorded. Adopted blocks have the sort of shared ones, in the order of their slots:
+//! new blocks without a use go before them, and adopted blocks with a use stay.
 
 use std::collections::VecDeque;
 
@@ -16,7 +16,7 @@ use shm_protocol::key::BlockKey;
 use shm_protocol::pool::{Geometry, Remains, SlotRef};
 
 use super::{Dram, QuotaId, Whose};
-use crate::entries::{Place, State};
+use crate::entries::{Entry, Place, State};
 use crate::index::Print;
 
 /// How long slots that an earlier life had in use keep their bytes: as long as an engine keeps an earlier pool mapped,
@@ -102,12 +102,16 @@ impl Dram {
 
     fn adopt_block(&mut self, id: u32, generation: u64, key: BlockKey, quota: Option<QuotaId>) {
         let print = Print::of(&key);
-        // Filled anew since this life began, or twice in a file that no sidecar wrote.
-        if self.index.find(print, |id| self.slab.entries.get(id).key == key).is_some() {
+        // The key has a group of no engine, or was filled again in this life, or is twice in a file not written by a sidecar.
+        if key.group > Entry::GROUP_MAX
+            || self.index.find(print, |id| self.slab.entries.get(id).key() == key).is_some()
+        {
             return self.adopt_debris(id, generation);
         }
         let entry = self.slab.entries.get_mut(id);
-        (entry.key, entry.generation, entry.state) = (key, generation, State::Adopted);
+        entry.set_key(key);
+        entry.generation = generation;
+        entry.set_state(State::Adopted);
         self.charge(id, Whose { quota, ..Whose::default() });
         self.index.insert(print, id);
         let segment = &mut self.slab.segments[self.slab.entries.segment(id)];
@@ -137,7 +141,7 @@ impl Dram {
     /// Such a block is verified from now on: [`Dram::end_verification`] follows.
     pub fn begin_verification(&mut self, key: &BlockKey) -> Option<SlotRef> {
         let id = self.find_adopted(key)?;
-        self.slab.entries.get_mut(id).state = State::Verifying;
+        self.slab.entries.get_mut(id).set_state(State::Verifying);
         Some(self.slab.slot_ref(id))
     }
 
@@ -146,8 +150,8 @@ impl Dram {
         while let Some(id) = self.hold.unverified.pop_front() {
             // A slot whose block was discarded may be in a segment of another size by now.
             let entry = self.slab.entries.get_or_vacant(id);
-            if entry.state == State::Adopted {
-                let key = entry.key;
+            if entry.state() == State::Adopted {
+                let key = entry.key();
                 return Some((key, self.begin_verification(&key).expect("an adopted block is in the index")));
             }
         }
@@ -158,12 +162,12 @@ impl Dram {
     pub fn end_verification(&mut self, slot: SlotRef, whole: bool) {
         let id = self.slab.find(slot).expect("a block that is verified stays in its slot");
         let entry = self.slab.entries.get_mut(id);
-        assert!(entry.state == State::Verifying, "a block is verified once");
+        assert!(entry.state() == State::Verifying, "a block is verified once");
         if !whole {
             return self.discard(id);
         }
-        entry.state = State::Committed;
-        self.watch.note(entry.key, true);
+        entry.set_state(State::Committed);
+        self.watch.note(entry.key(), true);
         self.leave_unverified(id);
         self.stats.blocks += 1;
         self.stats.adopted_blocks_total += 1;
@@ -175,7 +179,7 @@ impl Dram {
         let entries = &self.slab.entries;
         let meant = |id: &u32| {
             let entry = entries.get_or_vacant(*id);
-            entry.state == State::Adopted && entry.key.namespace == namespace
+            entry.state() == State::Adopted && entry.key().namespace == namespace
         };
         let ids: Vec<u32> = self.hold.unverified.iter().copied().filter(meant).collect();
         ids.into_iter().for_each(|id| self.discard(id));
@@ -186,8 +190,8 @@ impl Dram {
             return None;
         }
         let print = Print::of(key);
-        let id = self.index.find(print, |id| self.slab.entries.get(id).key == *key)?;
-        (self.slab.entries.get(id).state == State::Adopted).then_some(id)
+        let id = self.index.find(print, |id| self.slab.entries.get(id).key() == *key)?;
+        (self.slab.entries.get(id).state() == State::Adopted).then_some(id)
     }
 
     fn leave_unverified(&mut self, id: u32) {

@@ -1,12 +1,14 @@
 //! What a tier below is told: which blocks go next, and which have gone, with what is known of them.
 
+use std::collections::HashSet;
+
 use shm_protocol::key::BlockKey;
 
 use super::Dram;
 use crate::ledger::Group;
 use crate::policy::Policy;
 use crate::slab::Among;
-use crate::standing::RANKS;
+use crate::standing::SORTS;
 pub use crate::standing::Standing;
 
 /// A tier below, as far as DRAM knows it.
@@ -94,12 +96,16 @@ impl Dram {
 
     /// All blocks, those that are likeliest to be used again first, and none before its parent.
     pub fn best(&self, out: &mut Vec<Leaving>) {
-        for rank in (0..RANKS).rev() {
+        let mut seen = HashSet::new();
+        for sort in (0..SORTS).rev() {
             for class in &self.slab.classes {
                 for holder in class.queues.holders() {
-                    let first = class.queues.of(holder)[rank].head();
-                    let ids = std::iter::successors(first, |id| self.slab.behind(*id));
-                    out.extend(ids.map(|id| self.leaving(id)));
+                    let first = class.queues.of(holder)[sort].head();
+                    for id in std::iter::successors(first, |id| self.slab.behind(*id)) {
+                        let above = std::iter::successors(Some(id), |id| self.slab.parent(*id));
+                        let line: Vec<u32> = above.take_while(|id| seen.insert(*id)).collect();
+                        out.extend(line.into_iter().rev().map(|id| self.leaving(id)));
+                    }
                 }
             }
         }
@@ -119,6 +125,6 @@ impl Dram {
 
     fn leaving(&self, id: u32) -> Leaving {
         let entry = self.slab.entries.get(id);
-        Leaving { key: entry.key, bytes: self.slab.block_bytes(id), standing: entry.standing }
+        Leaving { key: entry.key(), bytes: self.slab.block_bytes(id), standing: entry.standing }
     }
 }

@@ -131,7 +131,7 @@ impl Dram {
         for id in segments.flat_map(|segment| self.slab.used(segment)) {
             let entry = self.slab.entries.get(id);
             let holdings = &mut counted[entry.claims.holder().index()];
-            match entry.state {
+            match entry.state() {
                 State::Filling => holdings.filling += self.slab.block_bytes(id),
                 _ => holdings.kept += self.slab.block_bytes(id),
             }

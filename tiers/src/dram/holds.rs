@@ -35,6 +35,6 @@ impl Dram {
 
     /// Of a block that was just committed: whether it was evicted not long ago, and came back.
     pub fn has_returned(&self, slot: SlotRef) -> bool {
-        self.slab.find(slot).is_some_and(|id| self.slab.entries.get(id).standing.returned())
+        self.slab.find(slot).is_some_and(|id| self.slab.entries.get(id).has_returned())
     }
 }

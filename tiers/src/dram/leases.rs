@@ -110,7 +110,7 @@ impl Dram {
         slots: &[SlotRef],
         now_ms: u64,
     ) -> Option<LeaseId> {
-        let is_whole = |id: &u32| self.slab.entries.get(*id).state == State::Committed;
+        let is_whole = |id: &u32| self.slab.entries.get(*id).state() == State::Committed;
         let entries: Option<_> = slots.iter().map(|slot| self.slab.find(*slot).filter(is_whole)).collect();
         let entries = entries?;
         let lease = self.leases.grant(owner, holder, workers, now_ms)?;

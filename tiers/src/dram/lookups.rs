@@ -5,7 +5,7 @@ use std::hint::black_box;
 use shm_protocol::key::{BlockHash, BlockKey, GROUP};
 use shm_protocol::pool::SlotRef;
 
-use super::{Dram, HolderId};
+use super::{Dram, Ending, HolderId};
 use crate::entries::{Entry, State};
 use crate::index::{Bucket, NO_ENTRY, Print};
 
@@ -50,26 +50,28 @@ impl Dram {
         self.policy.touch(&mut self.slab, &self.chain);
     }
 
-    /// The request with these keys is over, which came when [`Dram::generation`] was `opened_at`: what is kept of them is
-    /// ranked by it. Blocks that are younger are its own, which using them says nothing of. Those whose holder is gone are
+    /// The request with these keys is over: what is kept of them is sorted by how it ended. Blocks whose holder is gone are
     /// `holder`'s from now on.
-    pub fn end_chain(&mut self, holder: HolderId, namespace: u32, hashes: &[BlockHash], opened_at: u64) {
+    pub fn end_chain(&mut self, holder: HolderId, namespace: u32, hashes: &[BlockHash], ending: Ending) {
         if hashes.is_empty() || self.slab.assigned() == 0 {
             return;
         }
         let prints = hashes.iter().map(|hash| Print::new(namespace, GROUP, hash));
         let room = self.below.room(self.slots_in_service(), self.config.pool_bytes);
-        let turn = self.policy.turn(prints, room);
+        let turn = self.policy.turn(prints, room, ending);
         self.chain.clear();
+        let (mut depth, mut own) = (hashes.len(), 0);
         self.deepest_first(namespace, hashes, |dram, id| {
+            depth -= 1;
             let Some(id) = id else { return };
+            own += usize::from(depth >= turn.shared);
             let before = dram.slab.entries.get(id).claims.holder();
             if before != holder && !dram.ledger.is_here(before) {
                 dram.hand_over(id, holder);
             }
             dram.chain.push(id);
         });
-        self.policy.used(&mut self.slab, &self.chain, turn, opened_at);
+        self.policy.used(&mut self.slab, &self.chain, turn, own);
     }
 
     /// Calls `take` for every block of a chain, with its entry if it is committed, the deepest first: of what is then put at a list's
@@ -170,8 +172,8 @@ impl Dram {
     /// The slot of a block that is being filled.
     pub fn filling(&self, key: &BlockKey) -> Option<SlotRef> {
         let entries = &self.slab.entries;
-        let id = self.index.find(Print::of(key), |id| entries.get(id).key == *key)?;
-        (entries.get(id).state == State::Filling).then(|| self.slab.slot_ref(id))
+        let id = self.index.find(Print::of(key), |id| entries.get(id).key() == *key)?;
+        (entries.get(id).state() == State::Filling).then(|| self.slab.slot_ref(id))
     }
 
     #[cold]

@@ -22,7 +22,7 @@ impl Dram {
     /// The same for every block of a namespace; how many. Looks at every slot: 10 ms for each 64 MB of entries, and 0.2 us
     /// for each block that it removes.
     pub fn remove_namespace(&mut self, namespace: u32) -> usize {
-        let here = |id: &u32| self.slab.entries.get(*id).key.namespace == namespace;
+        let here = |id: &u32| self.slab.entries.get(*id).key().namespace == namespace;
         let segments = 0..self.slab.segments.len();
         let ids: Vec<u32> = segments.flat_map(|segment| self.slab.blocks(segment)).filter(here).collect();
         ids.iter().for_each(|id| self.remove_entry(*id));
@@ -31,16 +31,16 @@ impl Dram {
     }
 
     fn remove_entry(&mut self, id: u32) {
-        self.watch.note(self.slab.entries.get(id).key, false);
+        self.watch.note(self.slab.entries.get(id).key(), false);
         self.unindexed(id);
         self.stats.blocks -= 1;
         self.stats.removed_blocks_total += 1;
-        self.slab.entries.get_mut(id).state = State::Removed;
+        self.slab.entries.get_mut(id).set_state(State::Removed);
         self.slab.move_to(id, Place::Detached);
         if self.slab.entries.get(id).claims.pins() == 0 {
             self.free_removed(id);
         }
-        if self.slab.entries.get(id).state == State::Removed {
+        if self.slab.entries.get(id).state() == State::Removed {
             self.disowned.push(self.slab.slot_ref(id));
         }
     }
@@ -53,14 +53,14 @@ impl Dram {
     /// Ends every lease under which a removed block could still be loaded. Loads that were posted go on.
     pub fn end_removal(&mut self) {
         let entries = &self.slab.entries;
-        for (lease, owner) in self.leases.timed_with(|id| entries.get(id).state == State::Removed) {
+        for (lease, owner) in self.leases.timed_with(|id| entries.get(id).state() == State::Removed) {
             self.release(lease, owner).expect("found above");
         }
     }
 
     /// Frees the slot of a block that was removed and that nothing pins; whether it was removed.
     pub(super) fn free_removed(&mut self, id: u32) -> bool {
-        if self.slab.entries.get(id).state != State::Removed {
+        if self.slab.entries.get(id).state() != State::Removed {
             return false;
         }
         if self.hold_removed(id) {

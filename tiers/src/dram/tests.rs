@@ -729,18 +729,20 @@ fn a_held_block_is_not_evicted_and_the_hold_is_no_access() {
 }
 
 #[test]
-fn a_held_block_comes_back_to_the_tail_where_many_lie_there_that_were_filled_later() {
-    for (later, goes_next) in [(50, false), (200, true)] {
-        let mut dram = tier(1);
-        let bytes = SEGMENT / (later + 2) - 512;
-        let slots = u64::from(pool::slot_count(SEGMENT, bytes).expect("fits"));
-        fill_all(&mut dram, 0..slots, bytes);
-        let held = dram.hold(&key(0), NOBODY).expect("kept");
-        fill(&mut dram, 1000, bytes);
-        assert_eq!(dram.probe(7, &hashes(1..2)), 0, "the next one went");
-        dram.unhold(held, NOBODY);
-        fill(&mut dram, 1001, bytes);
-        assert_eq!(dram.probe(7, &hashes(0..1)), usize::from(!goes_next), "{slots} slots");
+fn a_held_parent_comes_back_to_the_tail_and_goes_after_its_child() {
+    let mut dram = tier(1);
+    let slots = u64::from(pool::slot_count(SEGMENT, 600_000).expect("fits"));
+    fill(&mut dram, 0, 600_000);
+    let held = dram.hold(&key(0), NOBODY).expect("kept");
+    let child = dram.begin_fill(key(1), 600_000, Whose::default()).expect("room");
+    assert!(dram.commit_behind(child, &key(0)));
+    let child = dram.hold(&key(1), NOBODY).expect("kept");
+    fill_all(&mut dram, 100..100 + 2 * slots, 600_000);
+    dram.unhold(child, NOBODY);
+    dram.unhold(held, NOBODY);
+    for there in [[true, false], [false, false]] {
+        fill(&mut dram, if there[0] { 200 } else { 201 }, 600_000);
+        assert_eq!([0, 1].map(|number| dram.find(7, 0, &hash(number)).is_some()), there);
     }
 }
 

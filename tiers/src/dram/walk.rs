@@ -25,7 +25,7 @@ impl Dram {
         while segment < self.slab.segments.len() {
             let rest = self.slab.entries.of(segment).get(slot..).unwrap_or_default();
             let looked = rest.len().min(left);
-            rest[..looked].iter().filter(|entry| entry.is_committed()).for_each(|entry| see(&entry.key));
+            rest[..looked].iter().filter(|entry| entry.is_committed()).for_each(|entry| see(&entry.key()));
             if looked < rest.len() {
                 return Some(Walk { segment, slot: slot + looked });
             }

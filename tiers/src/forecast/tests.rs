@@ -29,7 +29,7 @@ fn conversations() -> Vec<Vec<BlockHash>> {
 /// What a tier of so many slots finds of all that is asked for.
 fn share(requests: &[Vec<BlockHash>], slots: u64) -> f64 {
     let mut tier = Miniature::new(slots);
-    let found: usize = requests.iter().map(|chain| tier.request(0, chain, 0)).sum();
+    let found: usize = requests.iter().map(|chain| tier.request(0, chain, 0, Ending::default())).sum();
     found as f64 / requests.iter().map(Vec::len).sum::<usize>() as f64
 }
 
@@ -40,7 +40,7 @@ fn a_room_finds_what_was_foretold_of_it() {
     assert!(real[2] - real[0] > 0.1, "the room makes no difference: {real:?}");
     for slots_max in [slots, slots / 4] {
         let mut forecast = Forecast::new(slots, slots_max);
-        requests.iter().for_each(|chain| forecast.request(0, chain, 0..chain.len()));
+        requests.iter().for_each(|chain| forecast.request(0, chain, 0..chain.len(), Ending::default()));
         let foretold = forecast.found().map(|found| found as f64 / forecast.asked() as f64);
         for (real, foretold) in real.iter().zip(foretold) {
             assert!((real - foretold).abs() < 0.03, "{slots} by {slots_max}: {real} and {foretold}");
@@ -52,14 +52,14 @@ fn a_room_finds_what_was_foretold_of_it() {
 fn what_lies_on_the_device_is_not_asked_for() {
     let chain = blocks(&mut Random(2), 10);
     let mut forecast = Forecast::new(100, 100);
-    forecast.request(0, &chain, 0..8);
+    forecast.request(0, &chain, 0..8, Ending::default());
     assert_eq!((forecast.asked(), forecast.found()), (8, [0; 5]));
-    forecast.request(0, &chain, 4..8);
+    forecast.request(0, &chain, 4..8, Ending::default());
     assert_eq!((forecast.asked(), forecast.found()), (12, [4; 5]));
-    forecast.request(1, &chain, 0..8);
+    forecast.request(1, &chain, 0..8, Ending::default());
     assert_eq!((forecast.asked(), forecast.found()), (20, [4; 5]), "another namespace");
     // Asked for beyond what it has, or for nothing.
-    forecast.request(0, &chain[..2], 1..20);
-    forecast.request(0, &chain, 10..10);
+    forecast.request(0, &chain[..2], 1..20, Ending::default());
+    forecast.request(0, &chain, 10..10, Ending::default());
     assert_eq!((forecast.asked(), forecast.found()), (21, [5; 5]));
 }

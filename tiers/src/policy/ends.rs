@@ -1,27 +1,27 @@
-//! Where chains ended: which turn of its conversation a request is.
+//! Ends of chains, by which a request's turn of its conversation is found.
 //!
-//! Of a chain some keys of its last quarter are marked with its turn: a next turn begins with most of it, but seldom with its
-//! last blocks, since what an engine answered may be written differently in the next prompt. A request whose deepest known key
-//! is marked goes on from there. Keys that a request has gone on from stay known, without a turn: who branches off there, as
-//! at the end of a system prompt, begins a conversation of its own.
+//! Some keys of a chain's last quarter are marked with its turn. A next turn begins with most of the chain, but seldom with its
+//! last blocks, since an answer may be written differently in the next prompt. A request goes on from its deepest known key if
+//! the mark there has a turn. Once a request has gone on from a key, the key's mark stays without a turn: a later request that
+//! branches off there, as at the end of a system prompt, begins a conversation of its own.
 
 use std::hint::black_box;
 
 use crate::index::Print;
 
-/// The last turn that is told apart.
-pub(super) const TURNS_MAX: u8 = super::RANKS as u8;
-/// A chain's last part in which keys are marked: a quarter, and so many keys of it at most.
+/// The last turn with a number of its own; later turns have it, too.
+pub(super) const TURNS_MAX: u8 = 8;
+/// Keys are marked in the last quarter of a chain, and at most [`MARKS_MAX`] of them.
 const PART: usize = 4;
 const MARKS_MAX: usize = 8;
-/// One mark for so many slots, in sets that each forget their oldest; at least so many.
+/// Slots of the tier for each mark, but at least [`MARKS_MIN`] marks. Each set forgets its oldest mark.
 const SLOTS_PER_MARK: u64 = 8;
-const MARKS_MIN: u64 = 4096;
+const MARKS_MIN: u64 = 1 << 16;
 const WAYS: usize = 16;
-/// Keys that are looked for side by side.
+/// Keys looked up side by side.
 const BATCH: usize = 64;
 
-/// A mark: 28 bits of a key, never all zero, and above 0 the turn that ended there.
+/// A mark: 28 bits of a key, never all zero, and the turn ended there, or 0 once a request has gone on from it.
 #[derive(Copy, Clone, Debug, Default)]
 struct Mark(u32);
 
@@ -29,10 +29,19 @@ struct Mark(u32);
 #[derive(Copy, Clone, Debug, Default)]
 struct Set([Mark; WAYS]);
 
+/// A request's place in its conversation, found at its end.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(super) struct ChainEnd {
+    /// The number of its turn, from 1 to [`TURNS_MAX`].
+    pub(super) turn: u8,
+    /// Count of its first keys shared with other conversations; 0 if it goes on from an earlier turn.
+    pub(super) shared: usize,
+}
+
 #[derive(Debug, Default)]
 pub(super) struct Ends {
     sets: Box<[Set]>,
-    /// Slots that the sets were made for.
+    /// Slots of the tier when the sets were made.
     slots: u64,
 }
 
@@ -74,16 +83,16 @@ impl Ends {
     }
 
     fn is_known(&self, print: Print) -> bool {
-        // All of them, without a branch for each.
+        // All marks are compared, without a branch for each.
         self.sets[print.place(self.sets.len())].0.iter().fold(false, |known, mark| known | mark.is_of(print))
     }
 
-    /// Loads the sets of some keys. They are far away: their cache misses overlap in a loop that does nothing else.
+    /// Loads the sets of some keys. The sets are seldom in the CPU's cache, and a loop with nothing else overlaps the misses.
     fn load(&self, batch: &[Print]) {
         black_box(batch.iter().fold(0, |sum, print| sum ^ self.sets[print.place(self.sets.len())].0[0].0));
     }
 
-    /// The place of the deepest key of a chain that is known.
+    /// The place of a chain's deepest known key.
     fn deepest_known(&self, chain: &[Print]) -> Option<usize> {
         let mut rest = chain;
         while !rest.is_empty() {
@@ -97,24 +106,27 @@ impl Ends {
         None
     }
 
-    /// Which turn a request with these keys was, from 1; the next one will be found by it.
-    pub(super) fn turn(&mut self, chain: &[Print], slots: u64) -> u8 {
+    /// The turn of a request with these keys. Marks them, so that the next turn is found.
+    pub(super) fn turn(&mut self, chain: &[Print], slots: u64) -> ChainEnd {
         self.fit(slots);
         let known = self.deepest_known(chain);
         let ended = known.map_or(0, |at| self.turn_at(chain[at]));
         let fresh = known.map_or(0, |at| at + 1);
-        if fresh == chain.len() {
-            // The same request once more, or the beginning of one.
-            return ended.max(1);
-        }
+        let shared = if ended > 0 { 0 } else { fresh };
         let turn = (ended + 1).min(TURNS_MAX);
-        // Where the turn before ended this far or further, its marks lie in this quarter.
+        if fresh == chain.len() {
+            // The same request again is the next turn, or the beginning of a conversation.
+            if let Some(key) = chain.last().filter(|_| ended > 0) {
+                self.mark(*key, turn);
+            }
+            return ChainEnd { turn, shared };
+        }
+        // The marks of the turn before lie in this quarter if it ended this far or further.
         for batch in chain[fresh - fresh.div_ceil(PART)..fresh].chunks(BATCH) {
             self.load(batch);
             for print in batch {
                 if self.is_known(*print) {
-                    let mark = self.set(*print).iter_mut().find(|mark| mark.is_of(*print));
-                    *mark.expect("it is known") = Mark::new(*print, 0);
+                    self.mark(*print, 0);
                 }
             }
         }
@@ -125,7 +137,13 @@ impl Ends {
             set.copy_within(..WAYS - 1, 1);
             set[0] = Mark::new(*print, turn);
         }
-        turn
+        ChainEnd { turn, shared }
+    }
+
+    /// Writes into a known key's mark the turn ended there.
+    fn mark(&mut self, print: Print, turn: u8) {
+        let mark = self.set(print).iter_mut().find(|mark| mark.is_of(print));
+        *mark.expect("it is known") = Mark::new(print, turn);
     }
 
     fn turn_at(&mut self, print: Print) -> u8 {
@@ -148,20 +166,24 @@ mod tests {
     #[test]
     fn a_conversation_goes_on_from_about_where_it_ended() {
         let mut ends = Ends::default();
-        assert_eq!(ends.turn(&keys(0..100), SLOTS), 1);
+        assert_eq!(ends.turn(&keys(0..100), SLOTS).turn, 1);
         assert_eq!(
-            ends.turn(&[keys(0..90), keys(1000..1060)].concat(), SLOTS),
+            ends.turn(&[keys(0..90), keys(1000..1060)].concat(), SLOTS).turn,
             2,
             "its last blocks were written differently"
         );
-        assert_eq!(ends.turn(&[keys(0..90), keys(1000..1060)].concat(), SLOTS), 2, "asked once more");
-        assert_eq!(ends.turn(&[keys(0..90), keys(1000..1060), keys(2000..2004)].concat(), SLOTS), 3);
+        assert_eq!(ends.turn(&[keys(0..90), keys(1000..1060)].concat(), SLOTS).turn, 3, "asked once more");
+        assert_eq!(ends.turn(&[keys(0..90), keys(1000..1060), keys(2000..2004)].concat(), SLOTS).turn, 4);
         assert_eq!(
-            ends.turn(&[keys(0..90), keys(1000..1060), keys(3000..3004)].concat(), SLOTS),
+            ends.turn(&[keys(0..90), keys(1000..1060), keys(3000..3004)].concat(), SLOTS).turn,
             1,
             "a branch, where one went on before"
         );
-        assert_eq!(ends.turn(&[keys(0..40), keys(4000..4004)].concat(), SLOTS), 1, "a branch further up");
+        assert_eq!(
+            ends.turn(&[keys(0..40), keys(4000..4004)].concat(), SLOTS).turn,
+            1,
+            "a branch further up"
+        );
     }
 
     #[test]
@@ -171,7 +193,7 @@ mod tests {
         ends.turn(&[keys(0..100), keys(2000..2010)].concat(), SLOTS);
         for user in 3..20 {
             assert_eq!(
-                ends.turn(&[keys(0..100), keys(user * 1000..user * 1000 + 10)].concat(), SLOTS),
+                ends.turn(&[keys(0..100), keys(user * 1000..user * 1000 + 10)].concat(), SLOTS).turn,
                 1,
                 "user {user}"
             );
@@ -182,7 +204,7 @@ mod tests {
     fn turns_are_told_apart_up_to_a_limit() {
         let mut ends = Ends::default();
         for turn in 1..20 {
-            assert_eq!(ends.turn(&keys(0..turn * 20), SLOTS), (turn as u8).min(TURNS_MAX));
+            assert_eq!(ends.turn(&keys(0..turn * 20), SLOTS).turn, (turn as u8).min(TURNS_MAX));
         }
     }
 }

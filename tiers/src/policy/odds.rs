@@ -1,75 +1,92 @@
-//! How soon blocks are used again, by rank and age: learned from a sample of all keys, kept or not.
+//! Rates of use by sort and age, learned from a sample of all keys, kept or not.
 //!
-//! For each rank and span of ages it counts the uses seen and the time that sampled keys spent there: their quotient is the rate at
-//! which such blocks are used. What a block is worth is the most uses for each tick of its stay that rates promise it from its
-//! age on, over every length of stay (Gittins' index). Where little was seen, a rate leans on that of the rank below at the same
-//! age, times what the two ranks differ by in all; where nothing was, blocks of all ranks are worth less the older they are, and
-//! the tier is LRU.
+//! [`Odds`] counts, for each sort and span of ages, the uses seen and the ticks spent there by sampled keys. Their quotient is the
+//! rate of use of such blocks. A block's worth is the expected uses for each tick of its stay, at the best length of stay from its
+//! age on (Gittins' index). With few samples of a sort, its rate leans on the rate of its kind, and the rate of a kind on the rate
+//! of all blocks. Such a rate is of the same age, times the quotient of the two at ages near it. With no samples, blocks of all
+//! sorts are worth less the older they are, and the tier is LRU.
 
 use std::hint::black_box;
 
 use crate::index::Print;
+use crate::standing::{KINDS, SORTS, Sort, TURNS};
 
-use super::{RANKS, TICKS_PER_ROOM};
+use super::{TICKS_PER_ROOM, Turn};
 
-/// First ticks of the spans of ages, two to an octave, from a 64th of a room on. The last one is open, and worth nothing.
-const SPANS: [u32; 20] =
-    [0, 4, 6, 8, 11, 16, 23, 32, 45, 64, 91, 128, 181, 256, 362, 512, 724, 1024, 1448, 2048];
-/// The age from which on a block is worth nothing.
+/// First ticks of the spans of ages, two to an octave, from a 64th of a room on. The last span has no end, and blocks in it are worth nothing.
+const SPANS: [u32; 23] =
+    [0, 1, 2, 3, 4, 6, 8, 11, 16, 23, 32, 45, 64, 91, 128, 181, 256, 362, 512, 724, 1024, 1448, 2048];
+/// The least age, in ticks, of a block worth nothing.
 pub(super) const AGE_MAX: u32 = SPANS[SPANS.len() - 1];
-/// One key in so many is sampled, unless that were fewer than [`SAMPLED_MIN`] slots' worth.
+/// The most keys for one sampled key. A tier of fewer slots than this times [`SAMPLED_MIN`] samples a larger part of its keys.
 const ONE_IN_MAX: u64 = 32;
-const SAMPLED_MIN: u64 = 256;
+const SAMPLED_MIN: u64 = 2048;
 /// Samples of one set: two cache lines.
 const WAYS: usize = 8;
-/// Sets that are looked through for every sampled use: then all of them are within half a room.
+/// Sets looked through at every sampled use: enough to look through all sets within half a room.
 const LOOKS: usize = 2;
-/// Rates follow within this many ticks.
+/// Ticks between two updates of the rates.
 const LEARN_TICKS: u32 = TICKS_PER_ROOM as u32 / 8;
-/// What was seen fades: by half in some 40 rooms.
+/// The factor of all counts at each update of the rates: it halves them in some 40 rooms.
 const FADE: f64 = 0.998;
-/// What a guess weighs, in requests.
+/// The weight of a guessed rate, in requests.
 const GUESS: f64 = 24.0;
+/// The weight of counts at the next span of ages, relative to those at a span itself.
+const NEAR: f64 = 0.5;
+/// Rooms of uses whose sampled keys have space in the sets.
+const ROOMS_SAMPLED: u64 = 8;
 
-/// A key, when it was last used, and up to which age its time was counted. A print of zero is none.
+/// A sampled key, the tick of its last use, and its age at the last count of its ticks. A print of zero is no key.
 #[repr(C)]
 #[derive(Copy, Clone, Debug, Default)]
 struct Sample {
     print: u32,
     stamp: u32,
     counted: u32,
-    rank: u8,
-    /// The span of ages in which `counted` lies.
+    sort: Sort,
+    /// The span of the age `counted`.
     span: u8,
 }
 
 const _: () = assert!(size_of::<Sample>() == 16);
 
+/// Uses of samples, and ticks spent by them.
+#[derive(Copy, Clone, Debug, Default)]
+struct Count {
+    uses: f64,
+    ticks: f64,
+}
+
+/// Counts by span of ages.
+type Counts = [Count; SPANS.len()];
+
+/// Uses for each tick, by span.
+#[derive(Copy, Clone, Debug)]
+struct Rates([f64; SPANS.len()]);
+
 #[derive(Debug, Default)]
 pub(super) struct Odds {
     sets: Box<[[Sample; WAYS]]>,
-    /// Slots that the sets were made for.
+    /// Slots of the tier when the sets were made.
     slots: u64,
     one_in: u64,
-    /// The set that is looked through next.
+    /// The set to look through next.
     look: usize,
     learned: u32,
-    /// Kept between calls, so that none allocates.
-    chosen: Vec<Print>,
-    /// Requests, and uses of theirs that were sampled.
+    /// Empty between calls. Its memory is kept, so no call allocates.
+    chosen: Vec<(usize, Print)>,
+    /// Requests, and their sampled uses in `sampled`.
     requests: f64,
     sampled: f64,
-    /// By rank and span: uses, and ticks of all samples.
-    uses: [[f64; SPANS.len()]; RANKS],
-    ticks: [[f64; SPANS.len()]; RANKS],
-    worth: [[f32; SPANS.len()]; RANKS],
+    counts: [Counts; SORTS],
+    worth: [[f32; SPANS.len()]; SORTS],
 }
 
 fn span(age: u32) -> usize {
     SPANS.partition_point(|first| *first <= age) - 1
 }
 
-/// Ticks of a span; of the last one, which has no end, infinitely many.
+/// Ticks of a span; the last one has no end and infinitely many.
 fn width(span: usize) -> f64 {
     SPANS.get(span + 1).map_or(f64::INFINITY, |end| f64::from(end - SPANS[span]))
 }
@@ -77,69 +94,103 @@ fn width(span: usize) -> f64 {
 // === impl Sample ===
 
 impl Sample {
-    /// Counts the time from when it was last counted.
-    fn count(&mut self, tick: u32, ticks: &mut [[f64; SPANS.len()]; RANKS]) {
+    /// Counts the ticks since the last count.
+    fn count(&mut self, tick: u32, counts: &mut [Counts; SORTS]) {
         let age = tick.wrapping_sub(self.stamp).min(AGE_MAX);
         while self.counted < age {
             let (span, end) = (usize::from(self.span), SPANS[usize::from(self.span) + 1]);
             let until = age.min(end);
-            ticks[usize::from(self.rank)][span] += f64::from(until - self.counted);
+            counts[self.sort.index()][span].ticks += f64::from(until - self.counted);
             self.counted = until;
             self.span += u8::from(until == end);
         }
     }
 }
 
+// === impl Rates ===
+
+impl Rates {
+    /// The rates of the counts `seen`. They lean, with the weight of `guess` uses, on `self` times the quotient of seen and expected uses
+    /// at nearby ages. The quotient leans on 1, with the weight of `lean` uses.
+    fn learned(&self, seen: &Counts, guess: f64, lean: f64) -> Self {
+        let Self(rates) = self;
+        // For each span, with the ages around it: the uses seen, and in `ticks` the uses expected by `self`.
+        let mut near = [Count { uses: lean, ticks: lean }; SPANS.len()];
+        let mut add = |spans: &mut dyn Iterator<Item = usize>, with_itself: bool| {
+            let mut sum = Count::default();
+            for span in spans {
+                let Count { uses, ticks } = seen[span];
+                let own = Count { uses, ticks: if ticks > 0.0 { ticks * rates[span] } else { 0.0 } };
+                let (before, after) =
+                    (sum, Count { uses: sum.uses + own.uses, ticks: sum.ticks + own.ticks });
+                let told = if with_itself { after } else { before };
+                near[span].uses += told.uses;
+                near[span].ticks += told.ticks;
+                sum = Count { uses: after.uses * NEAR, ticks: after.ticks * NEAR };
+            }
+        };
+        add(&mut (0..SPANS.len() - 1), true);
+        add(&mut (0..SPANS.len() - 1).rev(), false);
+        Self(std::array::from_fn(|span| {
+            let guessed = rates[span] * near[span].uses / near[span].ticks;
+            (seen[span].uses + guess) / (seen[span].ticks + guess / guessed)
+        }))
+    }
+}
+
 // === impl Odds ===
 
 impl Odds {
-    /// Makes room for samples of all that is used in [`AGE_MAX`] ticks of a tier of `slots` slots.
+    /// Makes the sets for a tier of `slots` slots: they hold the sampled keys of [`ROOMS_SAMPLED`] rooms.
     fn fit(&mut self, slots: u64) {
         if self.slots < slots / 2 || self.slots > slots.saturating_mul(2) || self.sets.is_empty() {
             let one_in = 1 << (slots / SAMPLED_MIN).clamp(1, ONE_IN_MAX).ilog2();
-            let rooms = u64::from(AGE_MAX) / TICKS_PER_ROOM;
-            let sets = (slots * rooms / one_in).div_ceil(WAYS as u64).max(1);
+            let sets = (slots * ROOMS_SAMPLED / one_in).div_ceil(WAYS as u64).max(1);
             let sets = vec![[Sample::default(); WAYS]; sets as usize].into_boxed_slice();
             *self = Self { sets, slots, one_in, ..Self::default() };
         }
     }
 
-    /// A request of rank `rank` has used these keys, the deepest of which comes last.
-    pub(super) fn used(&mut self, prints: &[Print], rank: u8, tick: u32, slots: u64) {
+    /// Counts a request's use of these keys, the deepest one last.
+    pub(super) fn used(&mut self, prints: &[Print], turn: Turn, tick: u32, slots: u64) {
         self.fit(slots);
         self.requests += 1.0;
         let mut chosen = std::mem::take(&mut self.chosen);
-        chosen.extend(prints.iter().rev().filter(|print| (print.bits() >> 32) & (self.one_in - 1) == 0));
-        // Sets are far away: their cache misses overlap in a loop that does nothing else.
-        black_box(chosen.iter().fold(0, |sum, print| sum ^ self.sets[print.place(self.sets.len())][0].print));
-        for print in chosen.drain(..) {
-            self.sample(print, rank, tick);
+        let is_chosen = |(_, print): &(usize, Print)| (print.bits() >> 32) & (self.one_in - 1) == 0;
+        chosen.extend(prints.iter().copied().enumerate().rev().filter(is_chosen));
+        // The sets are seldom in the CPU's cache, and a loop with nothing else overlaps the misses.
+        black_box(
+            chosen.iter().fold(0, |sum, (_, print)| sum ^ self.sets[print.place(self.sets.len())][0].print),
+        );
+        for (at, print) in chosen.drain(..) {
+            self.sample(print, turn.sort, at < turn.shared, tick);
         }
         self.chosen = chosen;
     }
 
-    fn sample(&mut self, print: Print, rank: u8, tick: u32) {
+    fn sample(&mut self, print: Print, turn: Sort, shares: bool, tick: u32) {
         self.sampled += 1.0;
         let key = (print.bits() >> 24) as u32 | 1;
         let place = print.place(self.sets.len());
         let set = &mut self.sets[place];
-        let rank = match set.iter().position(|sample| sample.print == key) {
+        let before = match set.iter().position(|sample| sample.print == key) {
             Some(way) => {
                 let mut known = set[way];
-                known.count(tick, &mut self.ticks);
-                self.uses[usize::from(known.rank)][usize::from(known.span)] += 1.0;
+                known.count(tick, &mut self.counts);
+                self.counts[known.sort.index()][usize::from(known.span)].uses += 1.0;
                 set.copy_within(..way, 1);
-                super::risen(known.rank).max(rank)
+                known.sort
             }
             None => {
                 if set[WAYS - 1].print != 0 {
-                    set[WAYS - 1].count(tick, &mut self.ticks);
+                    set[WAYS - 1].count(tick, &mut self.counts);
                 }
                 set.copy_within(..WAYS - 1, 1);
-                rank
+                Sort::OPEN
             }
         };
-        set[0] = Sample { print: key, stamp: tick, counted: 0, rank, span: 0 };
+        let sort = before.after_end(turn, shares);
+        set[0] = Sample { print: key, stamp: tick, counted: 0, sort, span: 0 };
         self.look_through(tick);
         if tick.wrapping_sub(self.learned) >= LEARN_TICKS {
             self.learned = tick;
@@ -150,7 +201,7 @@ impl Odds {
     fn look_through(&mut self, tick: u32) {
         for _ in 0..LOOKS.min(self.sets.len()) {
             for sample in self.sets[self.look].iter_mut().filter(|sample| sample.print != 0) {
-                sample.count(tick, &mut self.ticks);
+                sample.count(tick, &mut self.counts);
                 if sample.counted == AGE_MAX {
                     *sample = Sample::default();
                 }
@@ -160,27 +211,40 @@ impl Odds {
     }
 
     fn learn(&mut self) {
-        // Uses of one request say the same, however many of them are sampled.
+        // All uses by one request are one observation, so a guess weighs more with more sampled uses a request.
         let guess = GUESS * (self.sampled / self.requests).max(1.0);
-        // Before anything was seen: the older, the less.
-        let mut rates: [f64; SPANS.len()] = std::array::from_fn(|span| 1.0 / width(span));
-        for rank in 0..RANKS {
-            let (uses, ticks) = (&self.uses[rank], &self.ticks[rank]);
-            let expected: f64 = ticks.iter().zip(&rates).map(|(ticks, rate)| ticks * rate).sum();
-            // The lowest rank has none below it to lean on.
-            let lean = if rank == 0 { 1.0 } else { guess };
-            let scale = (uses.iter().sum::<f64>() + lean) / (expected + lean);
-            for (span, rate) in rates.iter_mut().enumerate() {
-                *rate = (uses[span] + guess) / (ticks[span] + guess / (*rate * scale));
-            }
-            self.value(rank, &rates);
+        // The guess before any use was seen: the rate falls with age.
+        let by_age = Rates(std::array::from_fn(|span| 1.0 / width(span)));
+        let all = by_age.learned(&self.seen(0..SORTS), guess, 1.0);
+        for sort in 0..SORTS {
+            self.value(sort, &all);
         }
-        let counts = self.uses.iter_mut().chain(&mut self.ticks).flatten();
+        for kind in 0..KINDS {
+            let turns = || (1..=TURNS as u8).map(|turn| Sort::of_turn(kind, turn).index());
+            let of_kind = all.learned(&self.seen(turns()), guess, guess);
+            for sort in turns() {
+                self.value(sort, &of_kind.learned(&self.seen([sort]), guess, guess));
+            }
+        }
+        for sort in (0..SORTS).filter(|sort| Sort::at(*sort).is_shared()) {
+            self.value(sort, &all.learned(&self.seen([sort]), guess, guess));
+        }
+        let counts = self.counts.iter_mut().flatten().flat_map(|Count { uses, ticks }| [uses, ticks]);
         counts.chain([&mut self.requests, &mut self.sampled]).for_each(|count| *count *= FADE);
     }
 
-    /// What blocks of a rank are worth, never less than at a greater age or in the rank below.
-    fn value(&mut self, rank: usize, rates: &[f64; SPANS.len()]) {
+    /// The sum of the counts of some sorts.
+    fn seen(&self, sorts: impl IntoIterator<Item = usize>) -> Counts {
+        sorts.into_iter().fold(Counts::default(), |mut seen, sort| {
+            for (sum, count) in seen.iter_mut().zip(&self.counts[sort]) {
+                (sum.uses, sum.ticks) = (sum.uses + count.uses, sum.ticks + count.ticks);
+            }
+            seen
+        })
+    }
+
+    /// Computes the worth of blocks of a sort; it never rises with age.
+    fn value(&mut self, sort: usize, Rates(rates): &Rates) {
         let last = SPANS.len() - 1;
         let kept: [f64; SPANS.len() - 1] = std::array::from_fn(|span| (-rates[span] * width(span)).exp());
         for span in (0..last).rev() {
@@ -192,15 +256,14 @@ impl Odds {
                 left *= kept[stay];
                 best = best.max(uses / ticks);
             }
-            let below = if rank > 0 { self.worth[rank - 1][span] } else { 0.0 };
-            self.worth[rank][span] = (best as f32).max(self.worth[rank][span + 1]).max(below);
+            self.worth[sort][span] = (best as f32).max(self.worth[sort][span + 1]);
         }
     }
 
-    /// What a block is worth.
+    /// The worth of a block, in expected uses for each tick of its stay.
     #[inline]
-    pub(super) fn worth(&self, rank: usize, age: u32) -> f32 {
-        self.worth[rank][span(age)]
+    pub(super) fn worth(&self, sort: Sort, age: u32) -> f32 {
+        self.worth[sort.index()][span(age)]
     }
 }
 
@@ -216,28 +279,31 @@ mod tests {
         Print::new(0, 0, &BlockHash::from_words([number, 0, 0, 0]))
     }
 
-    /// Keys that are used once, beside such of rank 3 that are used again after a room.
+    fn turn(turn: u8) -> Turn {
+        Turn { sort: Sort::of_turn(0, turn), shared: 0, last: false }
+    }
+
+    /// Odds after uses of two sorts of keys: first turns' keys used once, and second turns' keys used again after a room.
     fn taught() -> Odds {
         let mut odds = Odds::default();
         for tick in 0..8000_u32 {
-            odds.used(&[print(u64::from(tick))], 0, tick, SLOTS);
-            odds.used(&[print(1 << 40 | u64::from(tick % 256))], 3, tick, SLOTS);
+            odds.used(&[print(u64::from(tick))], turn(1), tick, SLOTS);
+            odds.used(&[print(1 << 40 | u64::from(tick % 64))], turn(2), tick, SLOTS);
         }
         odds
+    }
+
+    fn worths(odds: &Odds, age: u32) -> impl Iterator<Item = f32> {
+        (0..SORTS).map(move |sort| odds.worth(Sort::at(sort), age))
     }
 
     #[test]
     fn what_is_used_again_is_worth_more_and_what_is_older_never_more() {
         let odds = taught();
-        assert!(odds.worth(7, 128) > 4.0 * odds.worth(0, 128), "{:?}", odds.worth);
-        for rank in 0..RANKS {
-            for age in 1..2 * AGE_MAX {
-                assert!(odds.worth(rank, age) <= odds.worth(rank, age - 1));
-                assert!(
-                    rank == 0 || odds.worth(rank, age) >= odds.worth(rank - 1, age),
-                    "a parent's rank is higher"
-                );
-            }
+        let [once, again] = [1, 2].map(|turn| odds.worth(Sort::of_turn(0, turn), 32));
+        assert!(again > 4.0 * once, "{:?}", odds.worth);
+        for age in 1..2 * AGE_MAX {
+            assert!(worths(&odds, age).zip(worths(&odds, age - 1)).all(|(older, younger)| older <= younger));
         }
     }
 
@@ -245,18 +311,18 @@ mod tests {
     fn before_anything_was_used_twice_all_are_worth_the_same() {
         let mut odds = Odds::default();
         for tick in 0..4000_u32 {
-            odds.used(&[print(u64::from(tick))], (tick % 8) as u8, tick, SLOTS);
+            odds.used(&[print(u64::from(tick))], turn(1 + (tick % 2) as u8), tick, SLOTS);
         }
         for age in 0..AGE_MAX {
-            let least = odds.worth(0, age);
-            assert!((0..RANKS).all(|rank| odds.worth(rank, age) <= least * 1.5), "{:?}", odds.worth);
+            let least = worths(&odds, age).fold(f32::INFINITY, f32::min);
+            assert!(worths(&odds, age).all(|worth| worth <= least * 1.5), "{:?}", odds.worth);
         }
     }
 
     #[test]
-    fn a_pool_that_grows_much_begins_anew() {
+    fn a_pool_that_grows_much_begins_again() {
         let mut odds = taught();
-        odds.used(&[print(1)], 0, 9000, 10 * SLOTS);
-        assert_eq!(odds.worth(7, 0), odds.worth(0, 0));
+        odds.used(&[print(1)], turn(1), 9000, 10 * SLOTS);
+        assert!(worths(&odds, 0).all(|worth| worth == odds.worth(Sort::OPEN, 0)));
     }
 }

@@ -4,7 +4,7 @@ use super::{Class, Entry, Place, Slab, Standing};
 use crate::ledger::HolderId;
 use crate::list::{List, Run, Spot};
 
-/// One of the policy's lists: of which class, in 16 bits, whose, in 8, and of which rank, in 8. Compared as one word.
+/// One of the policy's lists: of which class, in 16 bits, whose, in 8, and of which sort, in 8. Compared as one word.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 struct Shelf(u32);
 
@@ -23,32 +23,33 @@ impl Shelf {
     #[inline]
     fn of(entry: &Entry, class: u16) -> Self {
         let holder = entry.claims.holder().byte();
-        Self(u32::from(class) << 16 | u32::from(holder) << 8 | entry.standing.rank() as u32)
+        Self(u32::from(class) << 16 | u32::from(holder) << 8 | entry.standing.sort().index() as u32)
     }
 
     fn list(self, classes: &mut [Class]) -> &mut List {
-        let [rank, holder, ..] = self.0.to_le_bytes();
+        let [sort, holder, ..] = self.0.to_le_bytes();
         let queues = &mut classes[(self.0 >> 16) as usize].queues;
-        queues.of_rank(HolderId::from_byte(holder), rank.into())
+        queues.of_sort(HolderId::from_byte(holder), sort.into())
     }
 }
 
 // === impl Slab: raising ===
 
 impl Slab {
-    /// Moves entries that are in no free list to the heads of the lists of their ranks, one after the other. `standing` says what
+    /// Moves entries that are in no free list to the heads of the lists of their sorts, one after the other. `standing` says what
     /// each one's is from now on. Most are a chain that was moved so before: neighbours move together, and are not linked anew.
     pub(crate) fn raise(&mut self, ids: &[u32], mut standing: impl FnMut(&Entry) -> Standing) {
         let mut moving: Option<Move> = None;
         for id in ids {
             let class = self.segments[self.entries.segment(*id)].class;
             let entry = self.entries.get_mut(*id);
-            debug_assert!(entry.place != Place::Free, "a free slot has no rank");
-            let from = (entry.place == Place::Kept).then(|| Shelf::of(entry, class));
+            debug_assert!(entry.list_place() != Place::Free, "a free slot has no sort");
+            let from = (entry.list_place() == Place::Kept).then(|| Shelf::of(entry, class));
             if let Some(quotas) = &mut self.quotas {
                 quotas.left(*id, entry);
             }
-            (entry.standing, entry.place) = (standing(entry), Place::Kept);
+            entry.standing = standing(entry);
+            entry.set_place(Place::Kept);
             if let Some(quotas) = &mut self.quotas {
                 quotas.entered(*id, entry, Spot::Head);
             }
@@ -83,6 +84,7 @@ mod tests {
     use crate::entries::Queues;
     use crate::list::{Links, NIL};
     use crate::quota::QuotaId;
+    use crate::standing::Sort;
 
     const SEGMENT_BYTES: u64 = 4 << 20;
     const BLOCK_BYTES: u64 = 64 << 10;
@@ -135,16 +137,20 @@ mod tests {
         ) {
             let (mut together, mut singly) = (slab(), slab());
             let mut chains: Vec<Vec<u32>> = vec![];
-            for (ids, rank, leave) in steps {
+            for (ids, turn, leave) in steps {
                 if leave {
                     together.0.move_to(ids[0], Place::Detached);
                     singly.0.move_to(ids[0], Place::Detached);
                     continue;
                 }
                 // What was moved before is moved again, with what comes now.
-                let again = chains.get(rank as usize).cloned().unwrap_or_default();
+                let again = chains.get(turn as usize).cloned().unwrap_or_default();
                 let chain = [again, ids].concat();
-                let standing = |entry: &Entry| Standing::new((entry.standing.rank() as u8).max(rank), false, 0);
+                let sort = Sort::of_turn(0, 1 + turn);
+                let standing = |entry: &Entry| {
+                    let before = entry.standing.sort();
+                    Standing::new(if before.index() > sort.index() { before } else { sort }, 0)
+                };
                 together.0.raise(&chain, standing);
                 for id in &chain {
                     let standing = standing(singly.0.entries.get(*id));

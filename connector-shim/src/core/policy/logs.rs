@@ -55,14 +55,14 @@ impl<H: SessionHost> EnginePolicy<H> {
         let part = &mut request.parts[group];
         let mut kept = 0;
         if fold.is_some() && fold != part.fold {
-            part.close_log(session);
+            part.close_log(session, 0);
             part.fold = fold;
         }
         if ended {
             // A log with a tail at its end takes no key: the next one goes on where it ended.
             kept = part.go_on(session);
         } else if stale {
-            part.close_log(session);
+            part.close_log(session, 0);
         } else if preempted {
             kept = part.go_on(session);
         }
@@ -90,7 +90,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         let Some(request) = self.requests.get_mut(id) else { return };
         for (part, group) in request.parts.iter_mut().zip(&mut self.groups) {
             if part.promised {
-                part.close_log(&mut group.session);
+                part.close_log(&mut group.session, 0);
             }
         }
     }
@@ -146,10 +146,11 @@ impl FollowedRequest {
 // === impl Part: ends of logs ===
 
 impl RequestPart {
-    pub(super) fn close_log<H: SessionHost>(&mut self, session: &mut H) {
+    /// Ends the log. `way`: in which the request's answer ended; 0: it goes on.
+    pub(super) fn close_log<H: SessionHost>(&mut self, session: &mut H, way: u32) {
         self.promised = false;
         if self.log >= 0 && self.generation == Some(session.generation()) {
-            session.close(self.log);
+            session.close(self.log, way);
         }
         self.generation = None;
     }
@@ -157,7 +158,7 @@ impl RequestPart {
     /// Ends a log to be followed by another one of the same keys. Returns the number of its saved blocks.
     fn go_on<H: SessionHost>(&mut self, session: &mut H) -> usize {
         let kept = if self.generation == Some(session.generation()) { self.saved } else { 0 };
-        self.close_log(session);
+        self.close_log(session, 0);
         kept
     }
 }

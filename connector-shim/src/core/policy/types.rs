@@ -8,6 +8,10 @@ use super::checks::CheckRate;
 use super::requests::RequestId;
 use crate::core::plan::Plan;
 
+/// Basis and prime of FNV-1a, 32 bits.
+const FNV_BASIS: u32 = 0x811c_9dc5;
+const FNV_PRIME: u32 = 0x0100_0193;
+
 /// An engine's settings for its cache.
 #[derive(Copy, Clone, Debug, Default)]
 pub struct PolicyOptions {
@@ -195,4 +199,12 @@ impl PlannedStep {
     pub(super) fn clone_for_next(&self) -> Self {
         Self { step: self.step + 1, parts: vec![StepPart::default(); self.parts.len()], ..Self::default() }
     }
+}
+
+/// A number for a way in which answers end, never 0, from the engine's number of the reason and the last two tokens of an answer that the
+/// model ended: a call of a tool ends otherwise than a sentence. The sidecar learns which ways come back soon.
+pub fn way_of_end(reason: u32, tokens: &[u32]) -> u32 {
+    let words = [reason].into_iter().chain(tokens.iter().copied());
+    let digest = words.fold(FNV_BASIS, |digest, word| (digest ^ word).wrapping_mul(FNV_PRIME));
+    digest.max(1)
 }

@@ -37,6 +37,15 @@ pub(super) struct Question {
     pub(super) heartbeat: (u64, Instant),
 }
 
+/// A closed log.
+#[derive(Debug)]
+pub(super) struct ClosedLog {
+    pub(super) number: u32,
+    pub(super) chunks: Vec<u32>,
+    /// A number for the way its request's answer ended; 0: not told.
+    pub(super) way: u32,
+}
+
 /// All that lives and dies with one connection.
 #[derive(Debug)]
 pub(super) struct Link<C> {
@@ -56,7 +65,7 @@ pub(super) struct Link<C> {
     /// Since when every answer was that the ranks have not joined.
     pub(super) unbound_since: Option<Instant>,
     /// Closed logs whose CLOSE found no room.
-    pub(super) unclosed: Vec<(u32, Vec<u32>)>,
+    pub(super) unclosed: Vec<ClosedLog>,
 }
 
 // === impl Link ===
@@ -147,17 +156,15 @@ impl<C: Deref<Target: Endpoint>> Link<C> {
         }
     }
 
-    pub(super) fn post_close(&mut self, number: u32, chunks: Vec<u32>) {
-        match self.submission.post(SchedulerRequest::Close { log: number }) {
-            Some(sequence) => self.chunks.retire(sequence, chunks),
-            None => self.unclosed.push((number, chunks)),
+    pub(super) fn post_close(&mut self, closed: ClosedLog) {
+        match self.submission.post(SchedulerRequest::Close { log: closed.number, way: closed.way }) {
+            Some(sequence) => self.chunks.retire(sequence, closed.chunks),
+            None => self.unclosed.push(closed),
         }
     }
 
     pub(super) fn retry_closes(&mut self) {
-        for (number, chunks) in std::mem::take(&mut self.unclosed) {
-            self.post_close(number, chunks);
-        }
+        std::mem::take(&mut self.unclosed).into_iter().for_each(|closed| self.post_close(closed));
     }
 
     /// Voids every save so far by the one word that always has room.

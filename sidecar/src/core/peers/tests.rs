@@ -132,7 +132,7 @@ impl Scene {
         self.take_actions();
         self.engine.copied();
         self.take_actions();
-        self.ask(SchedulerRequest::Close { log: 9 });
+        self.ask(SchedulerRequest::Close { log: 9, way: 0 });
         self.engine.out.clear();
     }
 
@@ -187,7 +187,7 @@ impl Scene {
     }
 
     fn assert_quiet_once_closed(&mut self) {
-        self.ask(SchedulerRequest::Close { log: 1 });
+        self.ask(SchedulerRequest::Close { log: 1, way: 0 });
         assert!(self.is_quiet());
     }
 
@@ -227,7 +227,7 @@ fn a_query_waits_for_what_a_peer_has_and_its_checksums_go_into_the_headers() {
     assert!(scene.answers().is_empty());
     scene.end(&fetch, 0..1, Ok(78));
     assert_eq!(scene.answers(), [(op, Status::Ok, 4)]);
-    scene.ask(SchedulerRequest::Close { log: 1 });
+    scene.ask(SchedulerRequest::Close { log: 1, way: 0 });
     let stats = scene.stats();
     assert_eq!((stats.fetched_blocks, stats.fetched_bytes), (2, 2 * BLOCK_BYTES));
     assert!(scene.is_quiet());
@@ -356,7 +356,7 @@ fn a_false_positive_is_a_miss() {
     scene.end(&fetch, 0..2, Ok(1));
     scene.end(&fetch, 2..4, Err(Fault::Absent));
     assert_eq!(scene.answers(), [(op, Status::Ok, 2)]);
-    scene.ask(SchedulerRequest::Close { log: 1 });
+    scene.ask(SchedulerRequest::Close { log: 1, way: 0 });
     assert_eq!((scene.stats().faults[0], scene.is_quiet()), (2, true));
 }
 
@@ -397,7 +397,7 @@ fn give(scene: &mut Scene, keys: Range<u32>) {
     for fetch in scene.fetches.split_off(before) {
         scene.end_all(&fetch, Ok(1));
     }
-    scene.ask(SchedulerRequest::Close { log: 99 });
+    scene.ask(SchedulerRequest::Close { log: 99, way: 0 });
 }
 
 /// Three fetches from peer A, each late, with what comes before and meanwhile, which may be blocks from the key that it is told on; how

@@ -29,8 +29,6 @@ pub(crate) struct KeyLogs {
 #[derive(Debug, Default)]
 pub(super) struct KeyLog {
     pub(super) keys: Vec<BlockHash>,
-    /// The generation that the next filled slot had when the request came.
-    pub(super) opened_at: u64,
     /// How many blocks had been kept for engines that await them by then.
     pub(super) kept_before: u64,
     pub(super) chunks: Vec<u32>,
@@ -64,8 +62,7 @@ pub(super) struct QueryLease {
 impl KeyLogs {
     /// A log is opened.
     pub(crate) fn open(&mut self, number: u32, cx: &Context) -> Result<(), Violation> {
-        let (opened_at, kept_before) = (cx.dram.generation(), cx.kept.count());
-        let opened = KeyLog { opened_at, kept_before, ..KeyLog::default() };
+        let opened = KeyLog { kept_before: cx.kept.count(), ..KeyLog::default() };
         if self.open.insert(number, opened).is_some() {
             return Err(format!("log {number} was opened twice"));
         }

@@ -105,7 +105,7 @@ impl Scene {
         self.engine.save_done(op, keys);
         self.take_jobs();
         self.engine.copied();
-        self.ask(SchedulerRequest::Close { log: 9 });
+        self.ask(SchedulerRequest::Close { log: 9, way: 0 });
     }
 
     /// The same, and the writes that follow are done.
@@ -296,7 +296,7 @@ fn a_query_waits_for_what_a_device_keeps_and_is_answered_once() {
     assert_eq!((scene.refs.len(), scene.leases()), (4, 1));
     assert_eq!(scene.held_bytes(), 4 * BLOCK_BYTES, "by the lease alone");
     scene.engine.load(1, 90, op, 0..4, LOAD_BY_ENGINE);
-    scene.ask(SchedulerRequest::Close { log: 1 });
+    scene.ask(SchedulerRequest::Close { log: 1, way: 0 });
     assert_eq!(scene.leases(), 1, "the load's");
     let stats = scene.engine.core.stats();
     assert_eq!((scene.stats().promoted_blocks, stats.waits, stats.waits_timed_out), (2, 1, 0));
@@ -344,7 +344,7 @@ fn two_queries_share_a_read() {
 #[test]
 fn whoever_stops_waiting_leaves_the_blocks_in_dram_and_nothing_held() {
     let release = |scene: &mut Scene| scene.ask(SchedulerRequest::Release { log: 1 });
-    let close = |scene: &mut Scene| scene.ask(SchedulerRequest::Close { log: 1 });
+    let close = |scene: &mut Scene| scene.ask(SchedulerRequest::Close { log: 1, way: 0 });
     let salt = |scene: &mut Scene| scene.ask(SchedulerRequest::Salt { salt: [9; 16] });
     let hang_up = |scene: &mut Scene| scene.event(Event::Disconnected { session: SCHEDULER });
     let ways: [&dyn Fn(&mut Scene); 4] = [&release, &close, &salt, &hang_up];

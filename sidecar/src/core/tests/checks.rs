@@ -104,7 +104,7 @@ impl Harness {
         self.open(51, 500..502);
         assert_eq!(self.check(engine, 51, op, 0..2, 2).differing, 2);
         assert_eq!(self.core.stats().removed_blocks - removed, 2);
-        self.ask(SchedulerRequest::Close { log: 51 });
+        self.ask(SchedulerRequest::Close { log: 51, way: 0 });
         self.out.clear();
     }
 
@@ -226,7 +226,7 @@ fn a_comparison_keeps_its_blocks_in_place_and_no_engine_has_many() {
     assert!(engine.core.stats().evicted_blocks > 0);
     engine.event(Event::Inspected { save: comparison.save, findings: Findings::Compared(found(0)) });
     assert_eq!(engine.saved().unwrap().checked, 64);
-    engine.ask(SchedulerRequest::Close { log: 0 });
+    engine.ask(SchedulerRequest::Close { log: 0, way: 0 });
     assert!(!engine.core.busy());
 }
 
@@ -452,7 +452,7 @@ fn a_block_that_was_removed_does_not_come_back_from_a_peer_that_had_fetched_it()
     engine.post_save(1, 6, 0..1, false);
     engine.copy_all(0, 6);
     assert_eq!(engine.status(1, 7, 6), (Status::Ok, 1));
-    engine.ask(SchedulerRequest::Close { log: 1 });
+    engine.ask(SchedulerRequest::Close { log: 1, way: 0 });
     let namespace = engine.core.base.engines[SCHEDULER].binding().unwrap().namespace;
     engine.core.base.cx.dram.remove(&BlockKey { namespace, group: GROUP, hash: hash(100) });
     engine.open(1, 100..101);

@@ -71,7 +71,7 @@ impl Harness {
         self.post(SchedulerRequest::Save(save), Vec::new(), (1..count + 1).collect());
         self.fences(RANKS[0], op, op);
         self.copied();
-        self.ask(SchedulerRequest::Close { log });
+        self.ask(SchedulerRequest::Close { log, way: 0 });
         self.out.clear();
     }
 
@@ -81,7 +81,7 @@ impl Harness {
         let count = keys.len() as u32;
         self.open(log, keys);
         let hits = self.query(log, op, 0, count).value;
-        self.ask(SchedulerRequest::Close { log });
+        self.ask(SchedulerRequest::Close { log, way: 0 });
         self.speaker = SCHEDULER;
         self.out.clear();
         hits
@@ -172,7 +172,7 @@ fn a_tail_that_is_not_promised_is_not_waited_for() {
     engines.open_as(0, 0..3, true, true);
     engines.await_tail(1);
     engines.step(1, 0..2);
-    engines.ask(SchedulerRequest::Close { log: 0 });
+    engines.ask(SchedulerRequest::Close { log: 0, way: 0 });
     assert_eq!(engines.answers()[&1], (Status::Ok, 2), "the promise has ended");
 }
 
@@ -449,7 +449,7 @@ fn a_promise_that_ends_with_nothing_to_come_ends_the_wait() {
             let save = request::Save { op: 1, keys, position: 0, step: 1, checked: false, handover: true };
             engines.post(SchedulerRequest::Save(save), Vec::new(), (1..5).collect());
         }
-        engines.ask(SchedulerRequest::Close { log: 0 });
+        engines.ask(SchedulerRequest::Close { log: 0, way: 0 });
         if saves {
             assert_eq!(engines.answers()[&1].0, Status::Pending, "its step runs");
             engines.ask(SchedulerRequest::Cancel(Cancel { op: 1, from: 0, count: 4 }));
@@ -472,7 +472,7 @@ fn nobody_waits_for_what_was_computed_and_lost() {
     engines.ask(SchedulerRequest::Cancel(Cancel { op: 1, from: 1, count: 3 }));
     engines.fences(RANKS[0], 1, 1);
     engines.copied();
-    engines.ask(SchedulerRequest::Close { log: 0 });
+    engines.ask(SchedulerRequest::Close { log: 0, way: 0 });
     engines.await_keys(1, 2, 100..104, false);
     engines.await_keys(2, 3, 0..4, false);
     let answers = engines.answers();
@@ -489,7 +489,7 @@ fn nobody_waits_for_what_was_computed_and_lost() {
     engines.promise(1, 0..4);
     engines.await_keys(3, 4, 0..4, false);
     assert_eq!(engines.answers()[&4].0, Status::Pending, "it is computed once more");
-    engines.ask(SchedulerRequest::Close { log: 1 });
+    engines.ask(SchedulerRequest::Close { log: 1, way: 0 });
     assert_eq!(engines.answers()[&4], (Status::Ok, 1));
     engines.tick(29_999);
     // Its engine works: D waits for it again.
@@ -597,7 +597,7 @@ fn a_promise_ends_with_its_log_its_engine_or_that_one_s_work() {
         ticks(&mut engines, 3);
         assert_eq!(engines.answers()[&1].0, Status::Pending, "{end}");
         match end {
-            "log" => engines.ask(SchedulerRequest::Close { log: 0 }),
+            "log" => engines.ask(SchedulerRequest::Close { log: 0, way: 0 }),
             "session" => engines.disconnect([RANKS[0], SCHEDULER]),
             "rank" => engines.disconnect([RANKS[0]]),
             "namespace" => engines.ask(SchedulerRequest::Salt { salt: [7; 16] }),
@@ -626,7 +626,7 @@ fn an_engine_that_broke_three_promises_is_not_waited_for_though_it_saves() {
             engines.fences(RANKS[0], op, op);
             engines.tick(engines.now_ms + 1000);
         }
-        engines.ask(SchedulerRequest::Close { log: round });
+        engines.ask(SchedulerRequest::Close { log: round, way: 0 });
         engines.out.clear();
         waits
     };
@@ -652,7 +652,7 @@ fn a_hoarder_of_promises_takes_no_room_from_the_promises_of_others() {
         (Status::Pending, Status::Ok),
         "the 64th, and what was refused"
     );
-    engines.ask(SchedulerRequest::Close { log: 0 });
+    engines.ask(SchedulerRequest::Close { log: 0, way: 0 });
     engines.promise(200, 200..201);
     assert_eq!(engines.core.stats().handover_promises, 65, "one has ended");
 }

@@ -21,7 +21,7 @@ fn two_engines() -> Harness {
 fn other_speaks(engine: &mut Harness) {
     engine.speaker = OTHER;
     engine.open(0, 0..0);
-    engine.ask(SchedulerRequest::Close { log: 0 });
+    engine.ask(SchedulerRequest::Close { log: 0, way: 0 });
     engine.speaker = SCHEDULER;
     engine.out.clear();
 }

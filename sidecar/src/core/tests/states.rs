@@ -87,7 +87,7 @@ fn a_log_of_states_is_in_no_forecast() {
         let mut engine = keeping(&[2]);
         let keys = Keys::new(0, 0..10);
         engine.ask(SchedulerRequest::Query(Query { op: 20, keys, arriving: false, awaits: false, last }));
-        engine.ask(SchedulerRequest::Close { log: 0 });
+        engine.ask(SchedulerRequest::Close { log: 0, way: 0 });
         assert_eq!(engine.core.drain_ended().count(), usize::from(!last));
     }
 }

@@ -83,13 +83,13 @@ fn a_request_that_is_over_is_told_of_with_what_it_asked_for_first() {
     engine.query(1, 2, 1, 3);
     engine.query(1, 3, 0, 5);
     assert_eq!(engine.core.drain_ended().count(), 0);
-    engine.ask(SchedulerRequest::Close { log: 1 });
+    engine.ask(SchedulerRequest::Close { log: 1, way: 0 });
     let ended: Vec<Ended> = engine.core.drain_ended().collect();
     let [Ended { block_bytes, keys, asked, .. }] = ended.as_slice() else { panic!("{ended:?}") };
     assert_eq!((*block_bytes, asked.clone()), (SHARD_BYTES, 1..4));
     assert_eq!(*keys, (0..5).map(hash).collect::<Vec<_>>());
     engine.open(2, 0..5);
-    engine.ask(SchedulerRequest::Close { log: 2 });
+    engine.ask(SchedulerRequest::Close { log: 2, way: 0 });
     engine.event(Event::Tick);
     assert_eq!(engine.core.drain_ended().count(), 0, "who does not ask leaves it");
 }

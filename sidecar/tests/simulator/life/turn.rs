@@ -191,7 +191,7 @@ impl super::Peer {
             SchedulerRequest::Append(append) => self.logs.entry(append.keys.log).or_default().extend(keys),
             SchedulerRequest::Query(Query { op, keys, .. }) => _ = self.asked.insert(op, keys.log),
             SchedulerRequest::Salt { salt } => self.salt = Some(salt),
-            SchedulerRequest::Close { log } => drop(self.logs.remove(&log)),
+            SchedulerRequest::Close { log, .. } => drop(self.logs.remove(&log)),
             _ => {}
         }
     }

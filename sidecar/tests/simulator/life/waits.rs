@@ -27,7 +27,7 @@ impl Waits {
                     // Another question of the log has what is left of the time.
                     self.0.entry((*session, keys.log)).or_insert((*op, now)).0 = *op;
                 }
-                SchedulerRequest::Release { log } | SchedulerRequest::Close { log } => {
+                SchedulerRequest::Release { log } | SchedulerRequest::Close { log, .. } => {
                     self.0.remove(&(*session, *log));
                 }
                 SchedulerRequest::Salt { .. } | SchedulerRequest::Weights { .. } => self.end(*session),

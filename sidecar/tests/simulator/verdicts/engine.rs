@@ -142,7 +142,7 @@ impl Engine {
     pub(super) fn abort(&mut self, pod: &mut Pod) {
         if let Some(asked) = self.requests.pop() {
             self.check.give_up(asked.id);
-            self.ask(pod, SchedulerRequest::Close { log: asked.log }, &[], &[]);
+            self.ask(pod, SchedulerRequest::Close { log: asked.log, way: 0 }, &[], &[]);
         }
     }
 
@@ -185,7 +185,7 @@ impl Engine {
             requests.iter_mut().for_each(|asked| asked.disowned = true);
         }
         for asked in requests.extract_if(.., |asked| asked.known == asked.keys.len()) {
-            self.ask(pod, SchedulerRequest::Close { log: asked.log }, &[], &[]);
+            self.ask(pod, SchedulerRequest::Close { log: asked.log, way: 0 }, &[], &[]);
         }
         self.requests = requests;
     }

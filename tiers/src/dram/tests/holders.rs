@@ -75,9 +75,8 @@ fn whoever_is_alone_at_work_has_everything() {
     dram.work(busy, WORK_MS);
     let mut compute = |holder, numbers: std::ops::Range<u64>| {
         for number in numbers {
-            let opened_at = dram.generation();
             save(&mut dram, holder, number, BLOCK).expect("room");
-            dram.end_chain(holder, 7, &hashes(number..number + 1), opened_at);
+            dram.end_chain(holder, 7, &hashes(number..number + 1), Ending::default());
         }
     };
     compute(idle, 0..30);
@@ -160,10 +159,10 @@ fn a_lease_from_before_others_came_is_cut_when_it_is_asked_for_again() {
 fn a_block_whose_holder_is_gone_is_its_next_users() {
     let (mut dram, [gone, user]) = shared();
     save_all(&mut dram, gone, 0..10, BLOCK);
-    dram.end_chain(user, 7, &hashes(0..2), dram.generation());
+    dram.end_chain(user, 7, &hashes(0..2), Ending::default());
     assert_eq!(dram.holdings(user).kept, 0, "it is another's");
     dram.leave(gone);
-    dram.end_chain(user, 7, &hashes(0..4), dram.generation());
+    dram.end_chain(user, 7, &hashes(0..4), Ending::default());
     assert_eq!((dram.holdings(user).kept, dram.holdings(gone).kept), (4 * BLOCK, 6 * BLOCK));
 }
 
@@ -219,7 +218,7 @@ proptest! {
                     dram.unhold(slot, holder);
                 }
                 _ if who < 3 => {
-                    dram.end_chain(holder, 7, &hashes(number..number + 5), dram.generation());
+                    dram.end_chain(holder, 7, &hashes(number..number + 5), Ending::default());
                     dram.leave(holder);
                     holders[who] = dram.enter();
                 }

@@ -43,16 +43,15 @@ fn a_quota_that_is_used_up_evicts_its_own_blocks_alone() {
 fn what_was_asked_for_outlives_what_was_not() {
     let (mut dram, quota, _) = at_its_quota();
     for round in 0..40 {
-        let opened_at = dram.generation();
-        dram.end_chain(NOBODY, 7, &hashes(0..40), opened_at);
+        dram.end_chain(NOBODY, 7, &hashes(0..40), Ending::default());
         for number in 100 + round * 20..120 + round * 20 {
-            let opened_at = dram.generation();
             try_fill(&mut dram, number, BLOCK, Some(quota)).expect("its own make room");
-            dram.end_chain(NOBODY, 7, &hashes(number..number + 1), opened_at);
+            dram.end_chain(NOBODY, 7, &hashes(number..number + 1), Ending::default());
         }
     }
     for number in 10_000..10_100 {
         try_fill(&mut dram, number, BLOCK, Some(quota)).expect("its own make room");
+        dram.end_chain(NOBODY, 7, &hashes(number..number + 1), Ending::default());
     }
     assert_eq!((keeps(&dram, 0..40), keeps(&dram, 40..900)), (40, 0));
 }

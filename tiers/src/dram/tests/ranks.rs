@@ -1,15 +1,19 @@
 //! What goes first, and what a request's end does to its blocks.
 
 use super::*;
+use crate::standing::Sort;
 
-fn rank(dram: &Dram, number: u64) -> usize {
+fn sort(dram: &Dram, number: u64) -> Sort {
     let id = dram.index.find(Print::new(7, 0, &hash(number)), |_| true).expect("there");
-    dram.slab.entries.get(id).standing.rank()
+    dram.slab.entries.get(id).standing.sort()
 }
 
 /// A request for a chain: what is missing is filled; then it is over.
 fn request(dram: &mut Dram, chain: &[u64]) {
-    let opened_at = dram.generation();
+    request_ending(dram, chain, Ending::default());
+}
+
+fn request_ending(dram: &mut Dram, chain: &[u64], ending: Ending) {
     let hashes: Vec<BlockHash> = chain.iter().map(|number| hash(*number)).collect();
     let mut leased = Vec::new();
     let lease = dram.grant(1, NOBODY, 1, 7, &hashes, 0, &mut leased);
@@ -25,7 +29,7 @@ fn request(dram: &mut Dram, chain: &[u64]) {
         });
     }
     lease.into_iter().for_each(|lease| dram.release(lease, 1).expect("live"));
-    dram.end_chain(NOBODY, 7, &hashes, opened_at);
+    dram.end_chain(NOBODY, 7, &hashes, ending);
 }
 
 #[test]
@@ -41,40 +45,74 @@ fn blocks_in_use_outlive_a_scan_and_a_returning_block_is_known() {
         });
         scanned
     };
-    for _ in 0..40 {
+    for _ in 0..200 {
         request(&mut dram, &hot);
         scan(&mut dram, slots / 4);
     }
-    let last = scan(&mut dram, 2 * slots);
+    let last = scan(&mut dram, slots * 3 / 2);
     let kept = |dram: &Dram, number: u64| dram.find(7, 0, &hash(number)).is_some();
     let survivors = hot.iter().filter(|number| kept(&dram, **number)).count();
     assert_eq!(survivors, hot.len(), "of the hot blocks");
     let evicted = (1000..last).rev().find(|number| !kept(&dram, *number)).expect("the scan was evicted");
     let again = fill(&mut dram, evicted, 600_000);
     assert!(dram.has_returned(again), "the ghost remembered it");
-    assert_eq!(rank(&dram, evicted), 1);
 }
 
 #[test]
-fn a_request_uses_what_was_there_before_it_and_nothing_of_its_own() {
+fn a_request_that_goes_on_sorts_nothing_and_its_end_sorts_all() {
     let mut dram = tier(1);
-    let ranks = |dram: &Dram| [1, 2].map(|number| rank(dram, number));
+    let sorts = |dram: &Dram| [1, 2].map(|number| sort(dram, number));
     fill(&mut dram, 1, 600_000);
-    let came = dram.generation();
     let own = dram.begin_fill(key(2), 600_000, Whose::default()).expect("room");
     for (number, there) in [(1, FillError::Present), (2, FillError::Filling)] {
         assert_eq!(dram.begin_fill(key(number), 600_000, Whose::default()), Err(there));
     }
     dram.use_run(7, &hashes(1..3));
-    assert_eq!(ranks(&dram), [0, 0], "a request that goes on has not used it more than once");
-    dram.end_chain(NOBODY, 7, &hashes(1..3), came);
-    assert_eq!(ranks(&dram), [1, 0], "one that is being filled is nobody's");
-    assert!(dram.commit(own));
-    dram.end_chain(NOBODY, 7, &hashes(1..3), came);
-    assert_eq!(ranks(&dram), [2, 0]);
-    let generation = dram.generation();
-    dram.end_chain(NOBODY, 7, &hashes(1..3), generation);
-    assert_eq!(ranks(&dram), [3, 1], "a request that came later");
+    assert_eq!(sorts(&dram), [Sort::OPEN; 2], "it goes on");
+    dram.end_chain(NOBODY, 7, &hashes(1..2), Ending::default());
+    assert_eq!(sorts(&dram), [Sort::of_turn(0, 1), Sort::OPEN], "one that is being filled is nobody's");
+    assert!(dram.commit_behind(own, &key(1)));
+    dram.end_chain(NOBODY, 7, &hashes(1..3), Ending::default());
+    let again = Sort::of_turn(0, 2);
+    assert_eq!(sorts(&dram), [again; 2], "a request that goes on from the first");
+    dram.end_chain(NOBODY, 7, &hashes(1..3), Ending::default());
+    assert_eq!(sorts(&dram), [again; 2], "the same once more");
+    dram.use_run(7, &hashes(1..3));
+    assert_eq!(sorts(&dram), [Sort::OPEN; 2], "it is used again");
+}
+
+#[test]
+fn a_chain_is_sorted_by_how_its_last_answer_ended() {
+    let mut dram = tier(20);
+    let chain: Vec<u64> = (0..40).collect();
+    let mut turn = |end: usize, way| {
+        request_ending(&mut dram, &chain[..end], Ending { way, last: false });
+        [0, end as u64 - 1].map(|number| sort(&dram, number))
+    };
+    let [tool, person] = [1, 2];
+    assert_eq!(turn(10, 77), [Sort::of_turn(tool, 1); 2]);
+    assert_eq!(turn(20, 88), [Sort::of_turn(person, 2); 2], "all of it, whatever it was before");
+    assert_eq!(turn(30, 77), [Sort::of_turn(tool, 3); 2]);
+}
+
+#[test]
+fn what_nobody_goes_on_from_goes_next_and_what_others_share_stays() {
+    let mut dram = tier(4);
+    let chain = |user: u64| (0..2).chain(user * 100..user * 100 + 3).collect::<Vec<u64>>();
+    request(&mut dram, &[0, 1]);
+    for user in 1..3 {
+        request_ending(&mut dram, &chain(user), Ending { way: 1, last: user == 2 });
+    }
+    let evicted = dram.stats().evicted_blocks_total;
+    for number in 1000.. {
+        if dram.stats().evicted_blocks_total - evicted == 3 {
+            break;
+        }
+        request(&mut dram, &[number]);
+    }
+    let kept = |number: &u64| dram.find(7, 0, &hash(*number)).is_some();
+    assert_eq!(chain(2).iter().filter(|number| kept(number)).count(), 2);
+    assert!(chain(1).iter().all(kept), "the other's, and what both use");
 }
 
 #[test]
@@ -89,14 +127,19 @@ fn a_kept_block_whose_parent_is_not_is_counted_when_its_chain_is_saved_anew() {
 }
 
 #[test]
-fn a_conversation_s_new_blocks_have_the_rank_of_their_turn() {
+fn a_conversation_s_blocks_have_the_sort_of_its_turn_and_what_others_begin_with_is_shared() {
     let mut dram = tier(20);
     let chain: Vec<u64> = (0..40).collect();
-    for (turn, end) in [(0, 10), (1, 20), (2, 30)] {
+    for (turn, end) in [(1, 10), (2, 20), (3, 30)] {
         request(&mut dram, &chain[..end]);
-        assert_eq!(rank(&dram, end as u64 - 1), turn);
-        assert!(rank(&dram, 0) >= turn);
+        assert_eq!([0, end as u64 - 1].map(|number| sort(&dram, number)), [Sort::of_turn(0, turn); 2]);
     }
+    let other: Vec<u64> = (0..20).chain(100..110).collect();
+    request(&mut dram, &other);
+    assert!([0, 19].iter().all(|number| sort(&dram, *number).is_shared()));
+    assert_eq!([29, 109].map(|number| sort(&dram, number)), [Sort::of_turn(0, 3), Sort::of_turn(0, 1)]);
+    request(&mut dram, &chain[..40]);
+    assert!(sort(&dram, 0).is_shared(), "whoever goes on");
 }
 
 #[test]
@@ -123,8 +166,6 @@ fn the_first_steps_of_a_prompt_outlive_what_is_older() {
         (0..slots / 4).for_each(|number| request(&mut dram, &[1000 + round * slots + number]));
     }
     (0..5).for_each(|_| request(&mut dram, &other));
-    let asked_for_once = dram.slab.classes[0].queues.of(NOBODY)[0].len();
-    assert!(asked_for_once <= 3, "it is worth nothing here: {asked_for_once} are left");
     request(&mut dram, &one);
     for depth in 0..3 {
         let slot = dram.begin_fill(key(9000 + depth), 600_000, Whose::default()).expect("room");

@@ -1,12 +1,12 @@
 //! In which order kept blocks go, and how many may be kept.
 //!
 //! A block that DRAM keeps, too, is a copy. A block that DRAM gave up has the standing that it had there, and lies in a list of
-//! its rank: blocks come in the order in which DRAM gives them up, so that a parent goes after its children here as there.
+//! its sort: blocks come in the order in which DRAM gives them up, so that in a list a parent goes after its children.
 
 use super::table::Table;
 use crate::dram::Judge;
 use crate::list::{List, Spot};
-use crate::standing::{RANKS, Standing};
+use crate::standing::{SORTS, Standing};
 
 /// Blocks of the namespaces that count to one quota, or to none.
 #[derive(Debug, Default)]
@@ -15,7 +15,7 @@ struct Group {
     units_max: Option<u64>,
     units: u64,
     copies: List,
-    ranks: [List; RANKS],
+    sorts: [List; SORTS],
 }
 
 #[derive(Debug)]
@@ -45,7 +45,11 @@ impl Order {
 
     fn list(&mut self, group: usize, standing: Standing) -> &mut List {
         let group = &mut self.groups[group];
-        if standing == Standing::ABOVE { &mut group.copies } else { &mut group.ranks[standing.rank()] }
+        if standing == Standing::ABOVE {
+            &mut group.copies
+        } else {
+            &mut group.sorts[standing.sort().index()]
+        }
     }
 
     /// A block that is in no list.
@@ -93,8 +97,8 @@ impl Order {
         {
             return Some(copy);
         }
-        let ranks = (0..RANKS).rev();
-        let tails = ranks.flat_map(|rank| groups().filter_map(move |(_, group)| group.ranks[rank].tail()));
+        let sorts = (0..SORTS).rev();
+        let tails = sorts.flat_map(|sort| groups().filter_map(move |(_, group)| group.sorts[sort].tail()));
         judge.least(tails.map(|id| (id, table.get(id).standing))).or_else(copy)
     }
 }

@@ -8,6 +8,7 @@ use shm_protocol::random::Random;
 use super::*;
 use crate::dram::{self, Dram, Judge, QuotaId};
 use crate::ssd::{Done, Ended, Fault, Recovered, format};
+use crate::standing::Sort;
 
 const UNIT: u64 = 4096;
 const SEGMENT: u64 = 16 * UNIT;
@@ -383,9 +384,9 @@ fn every_block_is_taken_in_the_end_and_seven_units_move_for_one_at_most() {
                 world.slots.insert(slot.offset, key(number));
                 let taken = |world: &mut World| world.log.write(key(number), digest(0), bytes, slot).is_ok();
                 assert!(world.steps_until(taken), "blocks of {sizes:?} move round and round");
-                let rank = world.random.below(4) as u8;
+                let turn = 1 + world.random.below(4) as u8;
                 assert!(world.steps_until(|world| world.jobs.is_empty()), "moves of {sizes:?} do not end");
-                world.log.left(&key(number), Standing::new(rank, false, 0));
+                world.log.left(&key(number), Standing::new(Sort::of_turn(0, turn), 0));
             }
             let device = &world.log.stats().devices[0];
             let moved = device.moved_bytes_total / UNIT + device.moved_blocks_total;
@@ -408,13 +409,13 @@ fn below(world: &mut World) -> (Dram, QuotaId) {
 }
 
 #[test]
-fn what_dram_gave_up_first_goes_first_and_higher_ranks_stay() {
+fn what_dram_gave_up_first_goes_first_and_other_sorts_stay() {
     let mut world = World::new(1, 1);
     let (dram, _) = below(&mut world);
     for number in 0..40 {
         world.write_with_room(number * 6, dram.judge());
-        let rank = if number % 10 == 0 { 3 } else { 0 };
-        world.log.left(&key(number * 6), Standing::new(rank, false, 0));
+        let sort = if number % 10 == 0 { Sort::of_turn(0, 3) } else { Sort::OPEN };
+        world.log.left(&key(number * 6), Standing::new(sort, 0));
     }
     let kept = world.kept(0..40);
     let low: Vec<u64> = kept.iter().copied().filter(|number| number % 10 != 0).collect();
@@ -454,11 +455,11 @@ fn blocks_of_a_quota_make_room_for_its_next_ones() {
     let other = |number: u64| number * 6 + 1;
     for number in 0..4 {
         world.write_with_room(other(number), dram.judge());
-        world.log.left(&key(other(number)), Standing::new(0, false, 0));
+        world.log.left(&key(other(number)), Standing::new(Sort::OPEN, 0));
     }
     for number in 0..20 {
         world.write_with_room(number * 6, dram.judge());
-        world.log.left(&key(number * 6), Standing::new(7, false, 0));
+        world.log.left(&key(number * 6), Standing::new(Sort::of_turn(0, 3), 0));
     }
     let kept = world.kept(0..20);
     assert!((1..=6).contains(&kept.len()) && kept.contains(&19), "{kept:?}");

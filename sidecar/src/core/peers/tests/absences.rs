@@ -22,7 +22,7 @@ impl Scene {
             liars_asked += u64::from(result.is_err());
             self.end_all(&fetch, result);
         }
-        self.ask(SchedulerRequest::Close { log: keys.start });
+        self.ask(SchedulerRequest::Close { log: keys.start, way: 0 });
         let answer = self.answers().into_iter().rfind(|answer| answer.0 == op);
         (answer == Some((op, Status::Ok, keys.len() as u32)), liars_asked)
     }

@@ -83,7 +83,7 @@ fn a_query_is_answered_with_its_first_block_and_loaded_in_parts() {
     assert_eq!(scene.loads().0, [parts[0]], "the owner still has the rest");
     scene.end(&fetch, 8..KEYS as usize, Ok(1));
     assert_eq!(scene.loads().0, [parts[2]]);
-    scene.ask(SchedulerRequest::Close { log: 1 });
+    scene.ask(SchedulerRequest::Close { log: 1, way: 0 });
     assert!(scene.is_quiet() && scene.engine.core.stats().leases == 0);
 }
 
@@ -133,7 +133,7 @@ fn nobody_is_answered_early_who_did_not_ask_for_it_or_gains_nothing() {
     scene.end(&fetch, KEYS as usize - 1..KEYS as usize, Ok(1));
     let last: Vec<_> = scene.answers().into_iter().map(|answer| (answer.1, answer.2)).collect();
     assert_eq!(last, [(Status::Ok, KEYS); 2]);
-    (1..4).for_each(|log| scene.ask(SchedulerRequest::Close { log }));
+    (1..4).for_each(|log| scene.ask(SchedulerRequest::Close { log, way: 0 }));
     assert!(scene.is_quiet());
 }
 
@@ -170,7 +170,7 @@ fn a_parked_load_is_a_wish_and_another_peer_is_asked() {
     let (mut scene, fetch, op) = answered();
     scene.join(B, 0..KEYS);
     let part = scene.load(1, op, 0..KEYS);
-    scene.ask(SchedulerRequest::Close { log: 1 });
+    scene.ask(SchedulerRequest::Close { log: 1, way: 0 });
     scene.end(&fetch, 0..3, Err(Fault::Corrupt));
     let again = scene.fetch();
     assert_eq!((again.peer, keys_of(&again)), (B, vec![label(0), label(1), label(2)]));
@@ -211,7 +211,7 @@ fn whoever_goes_leaves_nothing_held() {
         leave(&mut scene);
         scene.end_rest(&fetch, Err(Fault::Stopped));
         if scene.engine.core.base.engines.has_scheduler(SCHEDULER) {
-            scene.ask(SchedulerRequest::Close { log: 1 });
+            scene.ask(SchedulerRequest::Close { log: 1, way: 0 });
         }
         scene.loads();
         assert!(scene.is_quiet() && !scene.engine.core.transfers.any_load(), "{what}");

@@ -26,7 +26,7 @@ impl Scene {
         assert!(!fetches.is_empty(), "the request waits");
         self.engine.now_ms += 2000;
         fetches.iter().for_each(|fetch| self.end_all(fetch, result));
-        self.ask(SchedulerRequest::Close { log });
+        self.ask(SchedulerRequest::Close { log, way: 0 });
     }
 
     /// Lines for the log since the last look.

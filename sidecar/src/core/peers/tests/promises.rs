@@ -78,8 +78,8 @@ fn of_each_promise_the_last_two_keys_are_told_until_its_log_is_closed() {
     assert_eq!(scene.told_promises(), [told(&[4, 5, 10])]);
     scene.pass(1000);
     assert!(scene.told_promises().is_empty(), "no news");
-    scene.ask(SchedulerRequest::Close { log: 1 });
-    scene.ask(SchedulerRequest::Close { log: 2 });
+    scene.ask(SchedulerRequest::Close { log: 1, way: 0 });
+    scene.ask(SchedulerRequest::Close { log: 2, way: 0 });
     assert_eq!(scene.told_promises(), [vec![digest(10)], vec![]]);
 }
 
@@ -94,7 +94,7 @@ fn a_promise_is_told_until_its_blocks_are_kept_and_behind_that() {
         scene.take_actions();
         scene.told_promises();
         // As soon as P has answered, before its step was seen to be done.
-        scene.ask(SchedulerRequest::Close { log: 9 });
+        scene.ask(SchedulerRequest::Close { log: 9, way: 0 });
         scene.pass(500);
         assert!(scene.told_promises().is_empty(), "nothing was copied");
         // Another prompt's.
@@ -160,7 +160,7 @@ fn of_promises_that_have_ended_before_their_saves_the_newest_are_told() {
     scene.engine.hand_over(1, Keys::new(1000, 0..1));
     for log in 0..100 {
         scene.promise(log, 2 * log..2 * log + 2);
-        scene.ask(SchedulerRequest::Close { log });
+        scene.ask(SchedulerRequest::Close { log, way: 0 });
     }
     let newest: Vec<u32> = (72..200).chain([9000]).collect();
     assert_eq!(scene.told_promises().last(), Some(&told(&newest)));

@@ -62,7 +62,7 @@ fn a_window_lasts_as_long_as_blocks_keep_coming() {
     let stats = scene.stats();
     assert_eq!((stats.miss_waits, stats.miss_waits_exhausted), (1, 0));
     assert_eq!(scene.engine.core.stats().wait_ms, scene.engine.now_ms);
-    scene.ask(SchedulerRequest::Close { log: 1 });
+    scene.ask(SchedulerRequest::Close { log: 1, way: 0 });
     scene.tick(20);
     assert!(scene.is_quiet() && scene.engine.core.next_look_ms().is_none());
 }

@@ -45,7 +45,7 @@ fn nobody_waits_for_what_was_refused() {
     engines.speaker = D;
     engines.load(0, 2, 1, 0..2, shm_protocol::message::LOAD_ARRIVING);
     engines.speaker = SCHEDULER;
-    engines.ask(SchedulerRequest::Close { log: 0 });
+    engines.ask(SchedulerRequest::Close { log: 0, way: 0 });
     engines.out.clear();
     engines.accept_step(2);
     engines.drained_below(0);

@@ -262,7 +262,7 @@ class LayerWaits:
     def waiting(self) -> bool:
         """Whether this step's forward still has waits to enqueue."""
     def reach_layer(self, layer: str) -> list[int] | None:
-        """The waits to enqueue before a layer, if there are any."""
+        """The waits to enqueue before a layer; None: no further hook of the step has an effect."""
     def end_step(self, loading: int) -> tuple[list[int], list[int]] | None:
         """A forward that did not wait for all of its loads: waits to enqueue now, and blocks that it may have read too early.
         `loading`: loads without an enqueued wait."""

@@ -38,6 +38,8 @@ class Worker:
         self._loads = _shim.RankLoads(self._whole)
         # The exception being handled at this step's beginning: another one at its end comes from its own forward.
         self._handled: BaseException | None = None
+        # Whether the next hook of the step's forward may have an effect.
+        self._hooked = False
 
     @property
     def copies(self) -> bool:
@@ -81,7 +83,7 @@ class Worker:
     def begin_step(self, metadata: PillionMetadata) -> None:
         """The engine's blocks are as the scheduler meant them: loads of this step may be written."""
         self._loads.begin_step(metadata.step, metadata.passed)
-        self._handled = sys.exc_info()[1]
+        self._handled, self._hooked = sys.exc_info()[1], True
         for part, its in zip(self._parts, [metadata, *metadata.others], strict=True):
             late = _missed_loads(part.metadata, its)
             part.metadata = its
@@ -134,8 +136,10 @@ class Worker:
     def reach_layer(self, layer: str) -> None:
         """The forward is about to launch a layer."""
         part = self._parts[0]
-        if part.waits and part.session and (cuts := part.waits.reach_layer(layer)):
-            self._wait(part, cuts)
+        if self._hooked and part.waits and part.session:
+            cuts = part.waits.reach_layer(layer)
+            self._hooked = cuts is not None
+            self._wait(part, cuts or ())
 
     def end_step(self) -> None:
         """This rank has written the step's KV, unless its forward raised: vLLM calls this then, too."""

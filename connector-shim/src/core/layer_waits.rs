@@ -79,9 +79,14 @@ impl LayerWaits {
         self.waited < self.cuts
     }
 
+    /// Whether a further hook of this step's forward has an effect.
+    pub fn minds_hooks(&self) -> bool {
+        self.next.is_some() || self.is_waiting()
+    }
+
     /// Returns the waits to enqueue before a layer, and whether [`LayerWaits::set_mode`] is to follow.
     pub fn reach_layer(&mut self, layer: &str) -> (Range<usize>, bool) {
-        if self.next.is_none() && !self.is_waiting() {
+        if !self.minds_hooks() {
             return (0..0, false);
         }
         let Some(&place) = self.places.get(layer) else { return (0..0, false) };
@@ -197,6 +202,19 @@ mod tests {
     }
 
     #[test]
+    fn hooks_have_no_effect_behind_the_first_of_a_proven_kind_without_loads() {
+        let mut rank = proven();
+        rank.begin_step();
+        assert!(rank.waits.minds_hooks());
+        rank.reach_layer("0");
+        assert!(!rank.waits.minds_hooks());
+        rank.begin_step();
+        rank.expect_load();
+        rank.reach_layer("0");
+        assert!(rank.waits.minds_hooks());
+    }
+
+    #[test]
     fn a_wait_is_enqueued_at_the_first_layer_of_each_cut() {
         let mut rank = proven();
         rank.begin_step();
@@ -286,6 +304,7 @@ mod tests {
     #[test]
     fn a_load_that_no_forward_was_to_wait_for_is_waited_for_at_the_end() {
         let mut rank = Rank::new(true);
+        assert!(!rank.waits.minds_hooks());
         rank.loading = 1;
         assert_eq!(rank.step(&LAYERS, false), Some(Vec::new()));
         assert_eq!(rank.waited, [0, 1, 2]);

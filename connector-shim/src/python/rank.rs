@@ -115,14 +115,15 @@ impl PyLayerWaits {
         self.waits.with(|waits| waits.is_waiting())
     }
 
-    /// A layer without waits, nearly every one, makes no list.
+    /// None: no further hook of the step has an effect, so none is to call again.
     fn reach_layer(&self, py: Python<'_>, layer: &str) -> PyResult<Option<Vec<usize>>> {
         let (due, asks) = self.waits.with(|waits| waits.reach_layer(layer))?;
         if asks {
             let mode = self.running_mode.call0(py)?.extract(py)?;
             self.waits.with(|waits| waits.set_mode(mode))?;
         }
-        Ok((!due.is_empty()).then(|| due.collect()))
+        let minds = !due.is_empty() || self.waits.with(|waits| waits.minds_hooks())?;
+        Ok(minds.then(|| due.collect()))
     }
 
     fn end_step(&self, loading: usize) -> PyResult<Option<(Vec<usize>, Vec<u32>)>> {

@@ -11,10 +11,6 @@ if TYPE_CHECKING:
     import torch
 
 
-class ModelGone(LookupError):
-    """A model that was loaded is there no longer."""
-
-
 class Models:
     """The outermost modules that some layers are parts of, each once: the model, and one that drafts for it.
 
@@ -26,10 +22,10 @@ class Models:
 
     @property
     def loaded(self) -> list[torch.nn.Module]:
-        """The modules, in the order of their first layers; raises `ModelGone`."""
+        """The modules, in the order of their first layers; raises LookupError."""
         loaded = [model for reference in self._references if (model := reference()) is not None]
         if len(loaded) < len(self._references):
-            raise ModelGone("the model that was loaded at the start no longer exists")
+            raise LookupError("the model that was loaded at the start no longer exists")
         return loaded
 
 

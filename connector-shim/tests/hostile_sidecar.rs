@@ -650,7 +650,7 @@ fn noise_in_the_session_memory_is_a_miss() {
                 scheduler.salt();
                 scheduler.end_step();
             }
-            scheduler.close(log);
+            scheduler.close(log, 0);
             scheduler.disconnect();
         });
     }

@@ -173,7 +173,7 @@ fn requests_one_after_the_other_have_the_same_chunks() {
     let (_peer, mut scheduler, mut served, log) = with_log(300);
     let chunks = |served: &mut Served| served.drain_kind(Kind::Append)[0].data;
     let first = chunks(&mut served);
-    scheduler.close(log);
+    scheduler.close(log, 0);
     scheduler.end_step();
     served.drain();
     log_with(&mut scheduler, 300);
@@ -189,7 +189,7 @@ fn a_full_ring_is_a_miss_and_never_a_wait() {
     assert_eq!(scheduler.query(log, 0, 4), 0);
     assert!(!scheduler.save(log, 0, vec![1], 1, false));
     assert_eq!(append(&mut scheduler, log, 1), 4);
-    scheduler.close(log);
+    scheduler.close(log, 0);
     scheduler.end_step();
     assert_eq!(served.drain_kind(Kind::Close).len(), 1, "giving back has room of its own");
     assert!(scheduler.open(None) >= 0);
@@ -215,7 +215,7 @@ fn a_close_without_any_room_is_posted_later() {
     let (mut scheduler, mut served) = connected(&peer, BLOCK_BYTES);
     let logs = open_all(&mut scheduler);
     for log in &logs {
-        scheduler.close(*log);
+        scheduler.close(*log, 0);
     }
     scheduler.end_step();
     assert_eq!(served.drain_kind(Kind::Close).len(), SUBMISSION_RESERVED);
@@ -572,7 +572,7 @@ fn an_acceptance_without_room_is_told_with_the_next() {
     let (_peer, mut scheduler, mut served, log) = with_log(8);
     assert!(scheduler.save(log, 0, vec![1], 1, false));
     let logs = open_all(&mut scheduler);
-    logs.iter().take(SUBMISSION_RESERVED).for_each(|log| scheduler.close(*log));
+    logs.iter().take(SUBMISSION_RESERVED).for_each(|log| scheduler.close(*log, 0));
     scheduler.accept(1);
     assert!(accepted(&mut served).is_empty());
     scheduler.accept(2);
@@ -643,7 +643,7 @@ fn without_room_for_a_cancel_every_save_is_void() {
     assert!(scheduler.save(log, 0, vec![10, 11], 1, false));
     assert!(scheduler.save(log, 2, vec![12, 13], 1, false));
     let logs = open_all(&mut scheduler);
-    logs.iter().take(SUBMISSION_RESERVED).for_each(|log| scheduler.close(*log));
+    logs.iter().take(SUBMISSION_RESERVED).for_each(|log| scheduler.close(*log, 0));
     assert_eq!(served.word(header::VOID_SAVES_BELOW), 0);
     assert_eq!(scheduler.overwrite([12].into_iter()), 4, "all of them");
     assert_eq!(served.word(header::VOID_SAVES_BELOW), 3, "operations 1 and 2 are void");

@@ -22,7 +22,14 @@ use rig::crew::{Crew, Plan, added, address, digest, patient};
 use rig::{LONG, now};
 use shm_protocol::namespace::{self, Facts};
 use tokio_stream::{Stream, StreamExt};
+use tonic::transport::{Channel, Endpoint};
 use tonic::{Request, Response, Status};
+
+/// A client of a member's inventory.
+async fn connect(uri: String) -> InventoryClient<Channel> {
+    let endpoint = Endpoint::from_shared(uri).expect("it is an address");
+    InventoryClient::new(endpoint.connect().await.expect("it serves"))
+}
 
 /// A server that says what it is told to, whoever asks, and then nothing more.
 #[derive(Clone)]
@@ -285,7 +292,7 @@ fn who_asks_for_namespaces_and_is_of_another_mesh_is_refused() {
     let at = one.control().address();
     let request = NamespacesRequest { version: VERSION, mesh: "test".into(), node: "tester".into(), boot: 1 };
     let ask = async |asked: NamespacesRequest| {
-        let mut client = InventoryClient::connect(format!("http://{at}")).await.expect("it serves");
+        let mut client = connect(format!("http://{at}")).await;
         client.namespaces(asked).await
     };
     runtime().block_on(async {
@@ -312,8 +319,7 @@ fn a_follower_that_is_frozen_is_hung_up_on() {
     let one = Plan { limits, ..Plan::listing("one", address(), &[]) }.start();
     let runtime = runtime();
     let mut replies = runtime.block_on(async {
-        let mut client =
-            InventoryClient::connect(format!("http://{}", one.control().address())).await.unwrap();
+        let mut client = connect(format!("http://{}", one.control().address())).await;
         client.follow(request()).await.unwrap().into_inner()
     });
     // What nobody drives is frozen.
@@ -333,7 +339,7 @@ fn a_follower_of_an_older_release_is_told_of_no_promises() {
     let at = one.control().address();
     for hears_promises in [false, true] {
         runtime().block_on(async {
-            let mut client = InventoryClient::connect(format!("http://{at}")).await.expect("it serves");
+            let mut client = connect(format!("http://{at}")).await;
             let asked = FollowRequest { hears_promises, ..request() };
             let mut replies = client.follow(asked).await.expect("an answer").into_inner();
             let (mut told, mut beats) = (Vec::new(), 0);
@@ -358,7 +364,7 @@ fn a_follower_that_is_wrong_is_refused_with_the_reason() {
     let at = one.control().address();
     let good = request();
     let follow = async |asked: FollowRequest| -> Result<FollowReply, Status> {
-        let mut client = InventoryClient::connect(format!("http://{at}")).await.expect("it serves");
+        let mut client = connect(format!("http://{at}")).await;
         let mut replies = client.follow(asked).await?.into_inner();
         Ok(replies.message().await?.expect("a first message"))
     };
@@ -376,7 +382,7 @@ fn a_follower_that_is_wrong_is_refused_with_the_reason() {
             follow(FollowRequest { known_boot: 1, known_sequence: u64::MAX, ..good.clone() }).await.unwrap();
         assert!(matches!(first.said, Some(Said::Hello(Hello { boot: 1, .. }))));
         // A connection carries one stream.
-        let mut client = InventoryClient::connect(format!("http://{at}")).await.unwrap();
+        let mut client = connect(format!("http://{at}")).await;
         let _replies = client.follow(good.clone()).await.unwrap();
         let second =
             tokio::time::timeout(Duration::from_millis(300), client.clone().follow(good.clone())).await;

@@ -161,7 +161,7 @@ fn chunks_return_when_the_head_has_passed_the_close() {
     let full = log_with(&mut scheduler, LOG_KEYS as u32);
     let next = log_with(&mut scheduler, 0);
     assert_eq!(append(&mut scheduler, next, 1), 0, "the arena is full");
-    scheduler.close(full);
+    scheduler.close(full, 0);
     scheduler.end_step();
     assert_eq!(append(&mut scheduler, next, 1), 0, "the sidecar may still read the chunks");
     served.drain();

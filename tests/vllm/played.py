@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from specs import full_attention, kv_cache_config
+from vllm.v1.request import RequestStatus
 
 from pillion import _shim, vllm_compat
 from pillion.scheduler import Scheduler
@@ -127,5 +128,5 @@ def step(role: Scheduler, *begun: Any, computes: dict[str, int] | None = None) -
 
 def finish(role: Scheduler, request: Any, status: str = "FINISHED_LENGTH_CAPPED") -> Any:
     """The request is over; the answer to its router."""
-    request.status = SimpleNamespace(name=status)
+    request.status = RequestStatus[status]
     return role.finished(request)

@@ -10,6 +10,7 @@ import pytest
 from played import BLOCK_TOKENS
 from specs import full_attention, kv_cache_config
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.request import RequestStatus
 
 from pillion import vllm_compat
 from pillion.connector import PillionConnector, RankState, this_host
@@ -36,6 +37,18 @@ def test_of_which_drafters_vllm_drops_a_block() -> None:
     assert drops(use_eagle=lambda: True) and drops(use_eagle_block_drop=lambda: True)
     assert not drops(use_eagle=lambda: True, use_eagle_block_drop=lambda: False)
     assert not drops(use_eagle=lambda: False) and not drops()
+
+
+# --- ends ---
+
+
+@pytest.mark.parametrize(
+    ("status", "tokens"), [("FINISHED_STOPPED", [8, 2]), ("FINISHED_LENGTH_CAPPED", []), ("FINISHED_ABORTED", [])]
+)
+def test_how_an_answer_ended(status: str, tokens: list[int]) -> None:
+    """By vLLM's reason, and by the last two tokens where the model ended its answer: any other token may be the last elsewhere."""
+    request: Any = SimpleNamespace(status=RequestStatus[status], output_token_ids=[4, 8, 2])
+    assert vllm_compat.answer_end(request) == (int(RequestStatus[status]), tokens)
 
 
 # --- loads ---

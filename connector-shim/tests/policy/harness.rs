@@ -317,10 +317,15 @@ impl Engine {
         }
     }
 
-    /// The request is over.
+    /// The request is over, in a way that is not told.
     pub(crate) fn finish(&mut self, id: RequestId) -> EndedRequest {
+        self.finish_in(id, 0)
+    }
+
+    /// The request is over, and its answer ended in this way.
+    pub(crate) fn finish_in(&mut self, id: RequestId, way: u32) -> EndedRequest {
         self.running.retain(|running| *running != id);
-        let ended = self.policy.end_request(id, 0);
+        let ended = self.policy.end_request(id, way);
         self.serve();
         ended
     }

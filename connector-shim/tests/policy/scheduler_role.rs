@@ -1,6 +1,6 @@
 //! Found and saved blocks of requests, and writes over them.
 
-use connector_shim::core::policy::{BegunRequest, FoundTokens, LoadMode};
+use connector_shim::core::policy::{BegunRequest, FoundTokens, LoadMode, way_of_end};
 
 use crate::harness::{BLOCK_TOKENS, Begin, Engine, Setup, key};
 
@@ -84,6 +84,22 @@ fn a_session_goes_on_in_a_block_of_its_own() {
         engine.step(vec![resumed], &[(request, 2 * BLOCK_TOKENS - 9)]);
         assert_eq!(engine.take_saved(), if own { vec![1, 2] } else { vec![] });
     }
+}
+
+// --- ends of answers ---
+
+/// Equal ends have one number, which the log's CLOSE carries; the end of a log alone, as for other weights, has none.
+#[test]
+fn the_way_in_which_an_answer_ended_is_told_with_its_log() {
+    let [tool, sentence] = [[7, 2], [9, 2]].map(|tokens| way_of_end(1, &tokens));
+    assert!(tool != 0 && tool != sentence && tool == way_of_end(1, &[7, 2]) && way_of_end(3, &[]) != 0);
+    let mut engine = Engine::new();
+    for way in [tool, sentence, 0] {
+        let request = engine.arrive(2 * BLOCK_TOKENS + 1);
+        engine.compute(request);
+        engine.finish_in(request, way);
+    }
+    assert_eq!(engine.sidecar().ways, [tool, sentence, 0]);
 }
 
 // --- drafters ---

@@ -89,6 +89,8 @@ pub(crate) struct Sidecar {
     numbers: HashMap<u32, usize>,
     pub(crate) logs: Vec<Log>,
     pub(crate) closed: Vec<usize>,
+    /// Of each of these, the way in which its request's answer ended.
+    pub(crate) ways: Vec<u32>,
     pub(crate) questions: Vec<Question>,
     /// Steps with a wait for a log's blocks: the log, and the longest permitted wait.
     pub(crate) lingered: Vec<(usize, Duration)>,
@@ -259,6 +261,7 @@ impl Sidecar {
             numbers: HashMap::new(),
             logs: Vec::new(),
             closed: Vec::new(),
+            ways: Vec::new(),
             questions: Vec::new(),
             lingered: Vec::new(),
             hints: Vec::new(),
@@ -348,7 +351,10 @@ impl Sidecar {
                 self.logs.push(Log::default());
             }
             SchedulerRequest::Append(append) => self.append(append),
-            SchedulerRequest::Close { log, .. } => self.closed.push(self.numbers[&log]),
+            SchedulerRequest::Close { log, way } => {
+                self.closed.push(self.numbers[&log]);
+                self.ways.push(way);
+            }
             SchedulerRequest::Query(Query { op, keys, awaits, last, .. }) => {
                 let Keys { from, count, .. } = keys;
                 let log = self.log(keys);

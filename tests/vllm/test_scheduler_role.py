@@ -46,7 +46,7 @@ def test_of_which_drafters_vllm_drops_a_block() -> None:
     ("status", "tokens"), [("FINISHED_STOPPED", [8, 2]), ("FINISHED_LENGTH_CAPPED", []), ("FINISHED_ABORTED", [])]
 )
 def test_how_an_answer_ended(status: str, tokens: list[int]) -> None:
-    """By vLLM's reason, and by the last two tokens where the model ended its answer: any other token may be the last elsewhere."""
+    """By vLLM's reason, and by the last two tokens where the model ended its answer."""
     request: Any = SimpleNamespace(status=RequestStatus[status], output_token_ids=[4, 8, 2])
     assert vllm_compat.answer_end(request) == (int(RequestStatus[status]), tokens)
 

@@ -89,7 +89,7 @@ pub(crate) struct Sidecar {
     numbers: HashMap<u32, usize>,
     pub(crate) logs: Vec<Log>,
     pub(crate) closed: Vec<usize>,
-    /// Of each of these, the way in which its request's answer ended.
+    /// The way an answer ended, for each of them.
     pub(crate) ways: Vec<u32>,
     pub(crate) questions: Vec<Question>,
     /// Steps with a wait for a log's blocks: the log, and the longest permitted wait.

@@ -5,7 +5,6 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, VecDeque};
 
 use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
-use shm_protocol::pool::SlotRef;
 use tiers::dram::{HolderId, Leaving};
 use tiers::ssd::{Config, Done, Ended, Geometry, Label, Log, Recovered, Refused, Work};
 
@@ -186,8 +185,11 @@ impl Disked {
         let run = chain.iter().take(STEP_BLOCKS).take_while(kept).count();
         let run = &chain[..run];
         for (at, hash) in run.iter().enumerate() {
-            let slot: SlotRef =
-                self.tier.dram.begin_fill(key(hash), BLOCK_BYTES, self.tier.whose).expect("nothing is held");
+            // Its parent went to the disk, and this block stayed.
+            let Ok(slot) = self.tier.dram.begin_fill(key(hash), BLOCK_BYTES, self.tier.whose) else {
+                self.end_jobs();
+                return at;
+            };
             if self.log.read(0, &key(hash), slot, 1).is_none() {
                 self.tier.dram.abandon(slot);
                 self.end_jobs();

@@ -222,10 +222,7 @@ def _unserved_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
         reason = _unserved_set(vllm_config, kv_cache_config, kinds, remedy)
         return reason and f"the model has {len(groups)} KV cache groups{reason}"
     if kinds == {WINDOW_SPEC} and not hasattr(KVConnectorBase_V1, "get_transfer_results"):
-        return (
-            "all layers have windows, and this vLLM would compute with freed blocks after a load that fails: install vLLM "
-            "0.30 or later"
-        )
+        return "all layers have windows, and this vLLM would read freed blocks after a failed load: install vLLM 0.30 or later"
     if not kinds <= {*SERVED_SPECS, WINDOW_SPEC}:
         return f"its KV cache is of kind {named}, and only {', '.join((*SERVED_SPECS, WINDOW_SPEC))} are served: {LEAVE_OUT}"
     return None

@@ -159,6 +159,29 @@ fn what_began_upon_blocks_that_left_its_window_is_void_too() {
     assert!(!keeps_another_block(&mut engine, other));
 }
 
+/// It has slid past the passed step's blocks when it ends, and its last ones are of later steps. These alone are in another's window.
+#[test]
+fn what_an_ended_request_computed_upon_a_passed_step_is_not_kept() {
+    let mut setup = Setup::default();
+    setup.options.tokens_per_step = BLOCK_TOKENS;
+    setup.forms[0].window = BLOCK_TOKENS + 1;
+    let mut engine = setup.engine();
+    let request = engine.arrive(PROMPT);
+    engine.begin(request, Begin { most: Some(2 * BLOCK_TOKENS), ..Begin::default() });
+    let step = engine.step(Vec::new(), &[(request, 3 * BLOCK_TOKENS)]);
+    let last = engine.go_on(request);
+    let mut blocks = engine[request].blocks[0].clone();
+    engine.finish(request);
+    engine.take(&step);
+    assert_eq!(engine.voided(), 1);
+    engine.take(&last);
+    blocks[..7].fill(0);
+    blocks.extend(engine.free_blocks(1));
+    let other = engine.arrive(PROMPT + BLOCK_TOKENS);
+    engine.begin(other, Begin { found: PROMPT, listed: true, blocks, most: None });
+    assert!(!keeps_another_block(&mut engine, other));
+}
+
 /// Such as a block of a request preempted in the same schedule() as its blocks were listed.
 #[test]
 fn a_block_that_no_step_filled_is_not_kept() {

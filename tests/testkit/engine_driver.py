@@ -52,7 +52,7 @@ class Driver:
         self._llm = LLM(
             skip_tokenizer_init=True,
             enforce_eager=arguments.pop("enforce_eager", True),
-            enable_prefix_caching=True,
+            enable_prefix_caching=arguments.pop("enable_prefix_caching", True),
             prefix_caching_hash_algo=arguments.pop("prefix_caching_hash_algo", "xxhash_cbor"),
             disable_log_stats=False,
             **arguments,

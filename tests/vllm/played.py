@@ -103,6 +103,7 @@ def request(name: str, tokens: int = 4 * BLOCK_TOKENS + 1, **more: Any) -> Any:
         "kv_transfer_params": None,
         "block_hashes": [bytes([block] * 32) for block in range(tokens // BLOCK_TOKENS)],
         "all_token_ids": list(range(tokens)),
+        "output_token_ids": [],
         "mm_features": [],
         "lora_request": None,
         "cache_salt": None,

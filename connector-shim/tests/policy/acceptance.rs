@@ -15,6 +15,14 @@ fn engine() -> Engine {
     setup.engine()
 }
 
+/// An engine that frees all blocks but the last two.
+fn engine_with_window() -> Engine {
+    let mut setup = Setup::default();
+    setup.options.tokens_per_step = BLOCK_TOKENS;
+    setup.forms[0].window = BLOCK_TOKENS + 1;
+    setup.engine()
+}
+
 /// Whether a block filled by a step behind all of the request's blocks is kept.
 fn keeps_another_block(engine: &mut Engine, request: RequestId) -> bool {
     let block = engine.free_blocks(1);
@@ -146,10 +154,7 @@ fn what_began_upon_a_step_in_flight_is_void_with_it() {
 /// A request with a window begins on blocks of a step in flight, and slides past them. The engine then passes over the step.
 #[test]
 fn what_began_upon_blocks_that_left_its_window_is_void_too() {
-    let mut setup = Setup::default();
-    setup.options.tokens_per_step = BLOCK_TOKENS;
-    setup.forms[0].window = BLOCK_TOKENS + 1;
-    let mut engine = setup.engine();
+    let mut engine = engine_with_window();
     let request = engine.arrive(PROMPT);
     engine.compute(request);
     let (other, step) = list_again(&mut engine, request, 4, Some(2 * BLOCK_TOKENS));
@@ -159,13 +164,10 @@ fn what_began_upon_blocks_that_left_its_window_is_void_too() {
     assert!(!keeps_another_block(&mut engine, other));
 }
 
-/// It has slid past the passed step's blocks when it ends, and its last ones are of later steps. These alone are in another's window.
+/// The request has slid past the passed step's blocks when it ends. Its last blocks are of later steps, and fill another request's window.
 #[test]
 fn what_an_ended_request_computed_upon_a_passed_step_is_not_kept() {
-    let mut setup = Setup::default();
-    setup.options.tokens_per_step = BLOCK_TOKENS;
-    setup.forms[0].window = BLOCK_TOKENS + 1;
-    let mut engine = setup.engine();
+    let mut engine = engine_with_window();
     let request = engine.arrive(PROMPT);
     engine.begin(request, Begin { most: Some(2 * BLOCK_TOKENS), ..Begin::default() });
     let step = engine.step(Vec::new(), &[(request, 3 * BLOCK_TOKENS)]);

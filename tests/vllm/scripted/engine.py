@@ -82,7 +82,6 @@ class ScriptedEngine:
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.engine import core
         from vllm.v1.engine.core import EngineCore
-        from vllm.v1.outputs import DraftTokenIds
         from vllm.v1.structured_output import StructuredOutputManager
 
         from scripted.worker import ScriptedWorker
@@ -109,7 +108,6 @@ class ScriptedEngine:
         # For calls of vLLM from outside; of its parts only the workers are there.
         self._core = EngineCore.__new__(EngineCore)
         self._core.model_executor = Executor(self.worker)
-        self._drafted = DraftTokenIds
         # vLLM's numbers of the groups that Pillion keeps.
         self._kept = [group.number for group, _ in groups.parts(cache_config)]
         self._depth = config.max_concurrent_batches
@@ -447,8 +445,10 @@ class ScriptedEngine:
             self._finish_step(*self._in_flight.popleft())
             if self._depth == 1 and self.scheduler.num_spec_tokens:
                 # As EngineCore.post_step does it; an asynchronous scheduler leaves drafts to the worker.
+                from vllm.v1.outputs import DraftTokenIds
+
                 drafts = self.worker.drafts
-                self.scheduler.update_draft_token_ids(self._drafted(list(drafts), list(drafts.values())))
+                self.scheduler.update_draft_token_ids(DraftTokenIds(list(drafts), list(drafts.values())))
         self.steps += 1
 
     def fail_step(self, fault: str) -> None:

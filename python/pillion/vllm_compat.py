@@ -241,11 +241,8 @@ def _unserved_set(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kinds
     whole = hashed and all(group.kv_cache_spec.block_size % hashed == 0 for group in served)
     if not whole:
         return f", and this vLLM divides or hashes their blocks in ways that are not served: {remedy}"
-    speculates, has_states = getattr(vllm_config, "speculative_config", None), "state" in map(kind_of_group, served)
-    if drafts_with_kv(vllm_config) or (speculates and has_states):
-        # A step with drafts leaves a state for each of them, and copies the right one later.
-        named = "with speculation" if has_states else "with a drafter's KV"
-        return f", which are not served {named}: start vLLM without --speculative-config"
+    if drafts_with_kv(vllm_config):
+        return ", which are not served with a drafter's KV: start vLLM without --speculative-config"
     if not recomputes_failed_loads(vllm_config):
         return ", and a load that fails would end its request: set kv_load_failure_policy to recompute"
     return None

@@ -25,29 +25,16 @@ def test_states_beside_full_attention(options: engine.Options, model: Path, tmp_
     with sidecar.serving(tmp_path) as keeper:
         connected = dataclasses.replace(options, model=model, socket=keeper.socket)
         with engine.running(connected, tmp_path / "first.log") as first:
-            cold, local = states.ask(first), states.ask(first)
-            hits = states.all_of(local, "cached_tokens")
-            assert hits[0] == 0 < hits[1] < hits[2] and first.metrics()["external_hits"] == 0
-            windows.wait_until_quiet(keeper)
+            answers = states.compute(first, keeper)
             first.kill()
         with engine.running(connected, tmp_path / "second.log") as second:
-            warm = states.ask(second)
-            assert states.all_of(warm, "cached_tokens") == hits
-            assert second.metrics()["external_hits"] == sum(hits)
-            assert states.all_of(warm, "tokens") == states.all_of(cold, "tokens")
-            assert states.all_of(warm, "logprobs") == states.all_of(local, "logprobs")
-            windows.forget(second, keeper)
-            with states.exchanged(keeper, layer_bytes=4096) as kept:
-                assert kept > 1
-                exchanged = states.ask(second)
-            assert states.all_of(exchanged, "cached_tokens") == hits
-            assert exchanged[2]["logprobs"] != local[2]["logprobs"]
+            states.load(second, keeper, answers, layer_bytes=4096)
             second.exit()
         without = dataclasses.replace(connected, connector="testkit.stateless_connector")
         with engine.running(without, tmp_path / "third.log") as third:
             stateless = states.ask(third)
-            assert states.all_of(stateless, "cached_tokens") == hits
-            assert stateless[2]["tokens"] != local[2]["tokens"]
+            assert states.all_of(stateless, "cached_tokens") == answers.hits
+            assert stateless[-1]["tokens"] != answers.local[-1]["tokens"]
             third.kill()
 
 

@@ -81,6 +81,18 @@ QWEN3_NEXT = {
     "shared_expert_intermediate_size": 128,
     "tie_word_embeddings": False,
 }
+# Two layers of Mamba2 and one with full attention, between them dense ones. Its kernels need a GPU.
+NEMOTRON_H = {
+    "model_type": "nemotron_h",
+    **{name: _TINY[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")},
+    **{name: _TINY[name] for name in ("vocab_size", "max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id")},
+    "intermediate_size": 256,
+    "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp"],
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 64,
+    "ssm_state_size": 64,
+    "n_groups": 2,
+}
 # How much larger than usual the normals are: sharp attention, whose output counts.
 GAIN = 3.0
 # Logarithm of the decay of gated delta rules: a state lasts for some hundred tokens.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from testkit import engine, pool_file, prompts, sidecar
+from testkit import engine, pool_file, prompts, sidecar, windows
 
 # Less than a block, without any hit, and some blocks.
 PROMPTS = [prompts.prompt(tokens, seed=tokens) for tokens in (300, 700, 1300)]
@@ -23,6 +24,40 @@ def ask(running: engine.Engine, asked: list[list[int]] = PROMPTS) -> list[dict[s
 def all_of(answers: list[dict[str, Any]], name: str) -> list[Any]:
     """One field of each answer."""
     return [answer[name] for answer in answers]
+
+
+@dataclasses.dataclass
+class Answers:
+    """Of an engine that has computed the prompts, and of one that found its own states of them, `hits` tokens of each."""
+
+    cold: list[dict[str, Any]]
+    local: list[dict[str, Any]]
+    hits: list[int]
+
+
+def compute(running: engine.Engine, keeper: sidecar.Sidecar) -> Answers:
+    """Has the engine compute the prompts, and waits until what it offers of them is kept."""
+    cold, local = ask(running), ask(running)
+    hits = all_of(local, "cached_tokens")
+    assert hits[0] == 0 < hits[1] < hits[2] and running.metrics()["external_hits"] == 0
+    windows.wait_until_quiet(keeper)
+    return Answers(cold, local, hits)
+
+
+def load(running: engine.Engine, keeper: sidecar.Sidecar, answers: Answers, layer_bytes: int) -> None:
+    """The engine finds all of it, right to the bit; and the negative control: with a layer of another state, `layer_bytes` of
+    it, the answer differs."""
+    warm = ask(running)
+    assert all_of(warm, "cached_tokens") == answers.hits
+    assert running.metrics()["external_hits"] == sum(answers.hits)
+    assert all_of(warm, "tokens") == all_of(answers.cold, "tokens")
+    assert all_of(warm, "logprobs") == all_of(answers.local, "logprobs")
+    windows.forget(running, keeper)
+    with exchanged(keeper, layer_bytes) as kept:
+        assert kept > 1
+        damaged = ask(running)
+    assert all_of(damaged, "cached_tokens") == answers.hits
+    assert damaged[-1]["logprobs"] != answers.local[-1]["logprobs"]
 
 
 def namespaces(keeper: sidecar.Sidecar) -> list[str]:

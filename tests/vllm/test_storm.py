@@ -41,7 +41,7 @@ PATHS += [("sync", "engine", "window"), ("auto", "sidecar", "window-drafts")]
 # Windows beside full attention, in groups that have their blocks of one pool.
 PATHS += [("auto", "engine", "set-drafts"), ("auto", "sidecar", "set"), ("auto", "engine", "set-of-sizes")]
 # States, windows and scratch beside full attention.
-PATHS += [("auto", "engine", "mixed"), ("auto", "sidecar", "mixed")]
+PATHS += [("auto", "engine", "mixed"), ("auto", "sidecar", "mixed"), ("auto", "engine", "mixed-drafts")]
 # Blocks of the engine are few enough that it preempts.
 KINDS: dict[str, dict[str, Any]] = {
     "full": {"kind": "full", "blocks": 24},
@@ -51,7 +51,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "mixed": {"kind": "mixed", "window": 50, "blocks": 40},
 }
 # A step computes drafts, too. The KV of rejected ones lies in the blocks until the next step.
-KINDS |= {f"{kind}-drafts": KINDS[kind] | {"drafts": 3} for kind in ("full", "window", "set")}
+KINDS |= {f"{kind}-drafts": KINDS[kind] | {"drafts": 3} for kind in ("full", "window", "set", "mixed")}
 SETS = ("set", "mixed")
 SET_TESTS = sum(KINDS[kind]["kind"] in SETS for _, _, kind in PATHS) * len(RELEASES) * len(SCHEDULERS)
 ALONE = "PILLION_SEED" in os.environ

@@ -79,6 +79,9 @@ pub struct EnginePolicy<H> {
     begun: Vec<RequestId>,
     /// States made by it.
     offered: Vec<OfferedState>,
+    /// States of the step before, of requests with drafts: the engine moves each into its block once it knows the accepted drafts, and that
+    /// may be behind the step's fence. The next step's fence is behind it.
+    moving: Vec<OfferedState>,
     /// The blocks written by its loads.
     overwritten: Vec<u32>,
     /// Steps with loads, and with an output not yet taken by the engine.
@@ -136,6 +139,7 @@ impl<H: SessionHost> EnginePolicy<H> {
             next,
             begun: Vec::new(),
             offered: Vec::new(),
+            moving: Vec::new(),
             overwritten: Vec::new(),
             open_loads: Vec::new(),
             passed: BTreeMap::new(),
@@ -351,7 +355,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         let mut due = Vec::new();
         if self.options.saves {
             self.follow_proof(changes, &filled, &written);
-            for state in &self.offered {
+            for state in self.offered.iter().chain(&self.moving) {
                 self.requests.due_in(state.request, self.next.step);
             }
             due = self.requests.take_due(self.next.step, &self.begun);

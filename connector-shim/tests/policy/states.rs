@@ -155,6 +155,52 @@ fn an_offer_is_taken_in_any_step() {
     }
 }
 
+/// Steps of an engine with drafts: one that computes a prompt, and one that computes a token and three drafts of its answer.
+fn drafting() -> (Engine, RequestId) {
+    let mut setup = setup();
+    setup.options.tokens_per_step = 4;
+    let mut engine = setup.engine();
+    let request = engine.arrive(PROMPT);
+    let step = begin(&mut engine, request, 0, vec![offer(request, 900, 4 * BLOCK_TOKENS)]);
+    assert_eq!(saved_states(&mut engine), [(3, vec![900])], "no draft is in the prompt");
+    engine.take(&step);
+    let offered = vec![offer(request, 901, BLOCKS * BLOCK_TOKENS)];
+    engine.step_with(Changes { offered, ..Changes::default() }, &[(request, 4)]);
+    assert_eq!(saved_states(&mut engine), []);
+    (engine, request)
+}
+
+/// The engine moves it there once it has accepted the step's drafts.
+#[test]
+fn a_state_made_with_drafts_is_saved_by_the_next_step() {
+    let (mut engine, request) = drafting();
+    engine.step(Vec::new(), &[(request, 4)]);
+    assert_eq!(saved_states(&mut engine), [(BLOCKS - 1, vec![901])]);
+    engine.step(Vec::new(), &[(request, 4)]);
+    assert_eq!(saved_states(&mut engine), [], "once");
+}
+
+/// By then its block may be written again, its step may have failed, or its request may be over or not computed.
+#[test]
+fn a_state_made_with_drafts_is_not_saved_when_it_is_lost_before() {
+    let (mut engine, request) = drafting();
+    let next = engine.arrive(PROMPT);
+    let begun = BegunRequest { request: Some(next), blocks: vec![vec![], vec![901]], computed: 0 };
+    engine.step_with(Changes { begun: vec![begun], ..Changes::default() }, &[(next, 1), (request, 4)]);
+    assert_eq!(saved_states(&mut engine), []);
+
+    let (mut engine, request) = drafting();
+    let later = engine.idle();
+    engine.take(&later);
+    engine.step(Vec::new(), &[(request, 4)]);
+    assert_eq!(saved_states(&mut engine), []);
+
+    let (mut engine, request) = drafting();
+    engine.finish(request);
+    engine.idle();
+    assert_eq!(saved_states(&mut engine), []);
+}
+
 /// Any group may get the block next.
 #[test]
 fn a_state_is_given_up_before_its_block_is_written_again() {

@@ -116,6 +116,8 @@ def layer_specs(scenario: dict[str, Any], config: Any) -> dict[str, Any]:
             dtypes=(torch.bfloat16, torch.bfloat16),
             page_size_padded=page,
             mamba_cache_mode="align",
+            # A step leaves a state for each draft.
+            num_speculative_blocks=scenario.get("drafts", 0),
         )
         if kind == "states":
             return {f"{name}.attn": state for name in names[:-1]} | {f"{names[-1]}.attn": FullAttentionSpec(**plain)}

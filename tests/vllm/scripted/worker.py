@@ -29,8 +29,7 @@ CONTENT_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 TELLS_OF_SLEEP = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
 Places = tuple[int, np.ndarray, np.ndarray]
 # vLLM's names of specs without KV of each token.
-RING = "CircularBufferSpec"
-LASTING = ("MambaSpec", RING)
+RING, STATE = "CircularBufferSpec", "MambaSpec"
 
 
 class StepFailed(Exception):
@@ -170,11 +169,15 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
         self._kinds = [type(group.kv_cache_spec).__name__ for group in groups]
         # The end of the last step in a request's ring.
         self._rings: dict[str, int] = {}
+        # The block of a request's state in its table, and the drafts that were accepted: the state with n of them lies n blocks on.
+        self._states: dict[str, tuple[int, int]] = {}
         self.kv = allocate(kv_cache_config)
         self._prefixes: dict[str, Prefix] = {}
         # Drafts of a request in a step, and the last step's drafts.
         self._draft_tokens = vllm_config.num_speculative_tokens
         self.drafts: dict[str, list[int]] = {}
+        # How many of the current step's tokens are drafts.
+        self._drafted: dict[str, int] = {}
         self._prompt_tokens: dict[str, int] = {}
         # Of each group.
         self._blocks: dict[str, list[list[int]]] = {}
@@ -256,6 +259,7 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
             self.maybe_get_kv_connector_output(step) as connector_output,
         ):
             sampled = self._forward(step, starts, fault)
+        self._move_states({name: starts[name] + count for name, count in step.num_scheduled_tokens.items()}, sampled)
         ids = list(step.num_scheduled_tokens)
         return ModelRunnerOutput(
             req_ids=ids,
@@ -268,6 +272,7 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
         """Follow the scheduler's view of the requests; returns the first position that each computes."""
         for name in [*step.finished_req_ids, *(new.req_id for new in step.scheduled_new_reqs)]:
             self._rings.pop(name, None)
+            self._states.pop(name, None)
         for name in step.finished_req_ids:
             self._prefixes.pop(name, None)
             self._blocks.pop(name, None)
@@ -288,6 +293,7 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
             self._count(blocks or ())
             if name in cached.resumed_req_ids:
                 self._rings.pop(name, None)
+                self._states.pop(name, None)
                 self._blocks[name] = [list(ids) for ids in blocks]
             elif blocks is not None:
                 for known, ids in zip(self._blocks[name], blocks, strict=True):
@@ -320,6 +326,7 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
 
     def _forward(self, step: Any, starts: dict[str, int], fault: str = "") -> dict[str, list[int]]:
         ends = {name: starts[name] + count for name, count in step.num_scheduled_tokens.items()}
+        self._drafted = {name: len(tokens) for name, tokens in step.scheduled_spec_decode_tokens.items()}
         marks = self._add_drafts(step)
         contents = {name: self._prefixes[name].content(self._channels, end) for name, end in ends.items()}
         bad: dict[str, set[int]] = {name: set() for name in ends}
@@ -328,9 +335,10 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
             if number and fault.startswith("raise"):
                 raise StepFailed
             group, its = self._groups[layer], self._of_layers[layer]
-            if self._kinds[group] in LASTING:
+            if self._kinds[group] in (RING, STATE):
                 its_contents = {name: contents[name][:, its] for name in ends}
-                self._step_states(group, pages, (starts, ends), its_contents, bad, fault)
+                advance = self._step_ring if self._kinds[group] == RING else self._step_states
+                advance(group, pages, (starts, ends), its_contents, bad, fault)
                 continue
             # vLLM's attention writes the step's new KV, then lets the connector wait, then reads.
             for name, end in ends.items():
@@ -371,6 +379,25 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
             prefix.extend(drafts)
         return marks
 
+    def _step_ring(
+        self,
+        group: int,
+        pages: np.ndarray,
+        steps: tuple[dict[str, int], dict[str, int]],
+        right: dict[str, np.ndarray],
+        bad: dict[str, set[int]],
+        fault: str,
+    ) -> None:
+        """Reads a layer's bytes of each request's last position, and writes those of its new one, in the request's only block."""
+        starts, ends = steps
+        for name, end in ends.items():
+            (block, *_), start = self._blocks[name][group], starts[name]
+            if start and self._rings.get(name) == start:
+                self._read_state((name, group, 0, block), pages, right[name][start - 1], start, bad)
+        for name, end in ends.items():
+            self._write_state(self._blocks[name][group][0], pages, right[name][end - 1], wrong=bool(bad[name] or fault))
+            self._rings[name] = end
+
     def _step_states(
         self,
         group: int,
@@ -380,25 +407,52 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
         bad: dict[str, set[int]],
         fault: str,
     ) -> None:
-        """Reads a layer's bytes of each request's last position, and writes those of its new one: a state in the block of the
-        position, the ring in the request's only block."""
-        ring, tokens = self._kinds[group] == RING, self.block_tokens[group]
-        starts, ends = steps
-        for name in ends:
-            blocks, start = self._blocks[name][group], starts[name]
-            if start and (not ring or self._rings.get(name) == start):
-                place = 0 if ring else (start - 1) // tokens
-                assert blocks[place], "vLLM's null block holds no state"
-                read = pages[blocks[place]].reshape(-1)[: right[name].shape[1]]
-                if (read != right[name][start - 1]).any():
-                    bad[name].add(start - 1)
-                    self.wrong_loaded += self._is_loaded(name, group, place, blocks[place])
+        """Reads each request's state of a layer, and writes the new one into the block of the step's last position, and a state with
+        each draft into the blocks behind it."""
+        tokens, (starts, ends) = self.block_tokens[group], steps
         for name, end in ends.items():
-            block = self._blocks[name][group][0 if ring else (end - 1) // tokens]
-            content = right[name][end - 1]
-            pages[block].reshape(-1)[: len(content)] = ~content if bad[name] or fault else content
-            self._loaded.pop(block, None)
-            self._rings[name] = end
+            blocks, start = self._blocks[name][group], starts[name]
+            if start:
+                place, accepted = self._states.get(name, ((start - 1) // tokens, 0))
+                block = blocks[place + accepted]
+                assert block, "vLLM's null block holds no state"
+                self._read_state((name, group, place, block), pages, right[name][start - 1], start, bad)
+        for name, end in ends.items():
+            place, first = (end - 1) // tokens, end - self._drafted.get(name, 0)
+            for drafts in range(end - first + 1):
+                block = self._blocks[name][group][place + drafts]
+                self._write_state(block, pages, right[name][first - 1 + drafts], wrong=bool(bad[name] or fault))
+
+    def _move_states(self, ends: dict[str, int], sampled: dict[str, list[int]]) -> None:
+        """As vLLM's runners do it behind the connector's hooks: the state at the end of a block goes there, once it is known which drafts
+        are accepted."""
+        groups = [group for group, kind in enumerate(self._kinds) if kind == STATE]
+        for name, end in ends.items():
+            first, accepted = end - self._drafted.get(name, 0), max(0, len(sampled[name]) - 1)
+            for group in groups:
+                tokens, blocks = self.block_tokens[group], self._blocks[name][group]
+                place, boundary = (end - 1) // tokens, (first + accepted) // tokens * tokens
+                if boundary >= first:
+                    source, target = blocks[place + boundary - first], blocks[boundary // tokens - 1]
+                    for layer, pages in self._pages.items():
+                        if self._groups[layer] == group:
+                            pages[target] = pages[source]
+                    self._loaded.pop(target, None)
+                    if boundary // tokens - 1 == place:
+                        accepted = 0
+                self._states[name] = (place, accepted)
+
+    def _read_state(
+        self, place: tuple[str, int, int, int], pages: np.ndarray, right: np.ndarray, start: int, bad: dict[str, set[int]]
+    ) -> None:
+        name, _, _, block = place
+        if (pages[block].reshape(-1)[: len(right)] != right).any():
+            bad[name].add(start - 1)
+            self.wrong_loaded += self._is_loaded(*place)
+
+    def _write_state(self, block: int, pages: np.ndarray, right: np.ndarray, *, wrong: bool) -> None:
+        pages[block].reshape(-1)[: len(right)] = ~right if wrong else right
+        self._loaded.pop(block, None)
 
     def _places(self, name: str, group: int, start: int, end: int) -> Places:
         """The first position that the layers of a group read, and the blocks and rows in them of all from there to `end`."""

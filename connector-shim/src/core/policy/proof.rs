@@ -257,6 +257,17 @@ impl BlockProof {
         }
     }
 
+    /// Whether the engine's block still has that state of the request, of a step not passed over.
+    pub(super) fn has_state(
+        &self,
+        request: &FollowedRequest,
+        group: usize,
+        (block, place): (u32, u32),
+    ) -> bool {
+        let key = request.key(&self.forms[group], place as usize);
+        key.is_some() && self.keys[group].get(block) == key
+    }
+
     fn fill_group(
         &mut self,
         id: RequestId,

@@ -31,7 +31,7 @@ impl<H: SessionHost> EnginePolicy<H> {
     pub(super) fn save(&mut self, due: &[Due], step: u64) -> Vec<bool> {
         let mut posted = vec![false; self.groups.len()];
         let computes = !self.proof.stalled && !self.updating;
-        let offered = std::mem::take(&mut self.offered);
+        let (moved, offered) = (std::mem::take(&mut self.moving), std::mem::take(&mut self.offered));
         if self.proof.stalled {
             self.fall_back(true);
         }
@@ -48,7 +48,9 @@ impl<H: SessionHost> EnginePolicy<H> {
                 }
                 for (group, posted) in posted.iter_mut().enumerate() {
                     *posted |= match self.set.forms[group].kind {
-                        GroupKind::State => self.save_states(*id, group, &offered, step),
+                        GroupKind::State => {
+                            self.save_states(*id, group, (&moved, &offered), computed, step)
+                        }
                         _ => self.save_group(*id, group, computed, step),
                     };
                 }
@@ -122,10 +124,25 @@ impl<H: SessionHost> EnginePolicy<H> {
     }
 
     /// Saves the states of a group that the step makes for the request. Their places in its block table say nothing of them.
-    fn save_states(&mut self, id: RequestId, group: usize, offered: &[OfferedState], step: u64) -> bool {
+    fn save_states(
+        &mut self,
+        id: RequestId,
+        group: usize,
+        (moved, offered): (&[OfferedState], &[OfferedState]),
+        computed: u32,
+        step: u64,
+    ) -> bool {
         let form = self.set.forms[group];
+        let is_own = |state: &&OfferedState| (state.request, state.group) == (id, group);
         let mut posted = false;
-        for state in offered.iter().filter(|state| (state.request, state.group) == (id, group)) {
+        for state in moved.iter().filter(is_own) {
+            let request = self.requests.get(id).expect("it was looked up");
+            let place = state.boundary / form.block_tokens - 1;
+            if request.doubt.is_none() && self.proof.has_state(request, group, (state.block, place)) {
+                posted |= self.save_state(state, place, step);
+            }
+        }
+        for state in offered.iter().filter(is_own) {
             let request = self.requests.get(id).expect("it was looked up");
             // A part of a block is no boundary of full attention.
             let whole = state.boundary > 0 && state.boundary.is_multiple_of(form.block_tokens);
@@ -134,13 +151,20 @@ impl<H: SessionHost> EnginePolicy<H> {
             }
             let place = state.boundary / form.block_tokens - 1;
             self.proof.fill_state(id, request, group, (state.block, place));
-            let has_key = self.append(id, group) && self.is_home(group);
-            let part = &self.requests.get(id).expect("it was looked up").parts[group];
-            if has_key && place < part.appended {
-                posted |= self.post_save(id, group, place, vec![state.block], step);
+            if self.options.tokens_per_step > 1 && computed > request.now.tokens {
+                self.moving.push(*state);
+            } else {
+                posted |= self.save_state(state, place, step);
             }
         }
         posted
+    }
+
+    fn save_state(&mut self, state: &OfferedState, place: u32, step: u64) -> bool {
+        let OfferedState { request, group, block, .. } = *state;
+        let has_key = self.append(request, group) && self.is_home(group);
+        let part = &self.requests.get(request).expect("it was looked up").parts[group];
+        has_key && place < part.appended && self.post_save(request, group, place, vec![block], step)
     }
 
     fn save_checked(&mut self, id: RequestId, group: usize, blocks: Range<u32>, step: u64) -> bool {

@@ -17,6 +17,8 @@ FAMILY_TOKENS = (40, 200)
 TAIL_TOKENS = (1, 60)
 OUTPUT_TOKENS = (1, 30)
 LIVE_MAX = 6
+# A prompt goes on from an earlier answer in one of so many arrivals, if it is short enough.
+TURN_OF, TURN_TOKENS_MAX = 4, 200
 # Weights of all seeds: now and then those of before come back.
 WEIGHTS = 4
 # Once all is quiet: prompts asked again, and tokens of each answer.
@@ -41,6 +43,10 @@ class Asked:
     # Of new weights while it ran, or found in vLLM's cache what it could not reset: its answer is vLLM's affair.
     void: bool
     aborted: bool = False
+
+    def turn(self) -> list[int]:
+        """The prompt and its answer: what the next turn begins with."""
+        return self.prompt + right_answer(self.prompt, self.output_tokens, self.weights)
 
 
 class Storm:
@@ -81,7 +87,11 @@ class Storm:
         if len(self._live()) >= LIVE_MAX:
             return
         family = self._random.choice(self._families)
-        prompt = family[: self._random.randint(len(family) // 2, len(family))] + self._tokens(*TAIL_TOKENS)
+        turns = [turn for asked in self._asked if len(turn := asked.turn()) <= TURN_TOKENS_MAX]
+        if turns and self._random.randrange(TURN_OF) == 0:
+            prompt = self._random.choice(turns) + self._tokens(*TAIL_TOKENS)
+        else:
+            prompt = family[: self._random.randint(len(family) // 2, len(family))] + self._tokens(*TAIL_TOKENS)
         output_tokens = self._random.randint(*OUTPUT_TOKENS)
         name = self._engine.add(prompt, output_tokens, priority=self._random.randrange(PRIORITIES))
         self._asked.append(Asked(name, prompt, output_tokens, self._engine.worker.weights, self._stale))
@@ -144,7 +154,7 @@ class Storm:
         """Everything that is kept now is right: asked again, with vLLM's own cache empty."""
         assert self._engine.reset(), "vLLM's cache is not free although nothing runs"
         self._engine.settle()
-        prompts = [asked.prompt for asked in self._asked]
+        prompts = [turn for asked in self._asked for turn in (asked.prompt, asked.turn())]
         self._random.shuffle(prompts)
         prompts = prompts[:ASKED_AGAIN]
         before = self._engine.worker.wrong.total()

@@ -169,7 +169,7 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
         self._kinds = [type(group.kv_cache_spec).__name__ for group in groups]
         # The end of the last step in a request's ring.
         self._rings: dict[str, int] = {}
-        # The block of a request's state in its table, and the drafts that were accepted: the state with n of them lies n blocks on.
+        # The place of a request's state in its table, and the accepted drafts: the state with n of them lies n blocks on.
         self._states: dict[str, tuple[int, int]] = {}
         self.kv = allocate(kv_cache_config)
         self._prefixes: dict[str, Prefix] = {}
@@ -388,9 +388,9 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
         bad: dict[str, set[int]],
         fault: str,
     ) -> None:
-        """Reads a layer's bytes of each request's last position, and writes those of its new one, in the request's only block."""
+        """Reads a layer's bytes of each request's last position, and writes those of its new one, in its only block."""
         starts, ends = steps
-        for name, end in ends.items():
+        for name in ends:
             (block, *_), start = self._blocks[name][group], starts[name]
             if start and self._rings.get(name) == start:
                 self._read_state((name, group, 0, block), pages, right[name][start - 1], start, bad)
@@ -407,10 +407,10 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
         bad: dict[str, set[int]],
         fault: str,
     ) -> None:
-        """Reads each request's state of a layer, and writes the new one into the block of the step's last position, and a state with
-        each draft into the blocks behind it."""
+        """Reads each request's state of a layer, and writes the new one into the block of the step's last position, and a
+        state with each draft into the blocks behind it."""
         tokens, (starts, ends) = self.block_tokens[group], steps
-        for name, end in ends.items():
+        for name in ends:
             blocks, start = self._blocks[name][group], starts[name]
             if start:
                 place, accepted = self._states.get(name, ((start - 1) // tokens, 0))
@@ -424,8 +424,8 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
                 self._write_state(block, pages, right[name][first - 1 + drafts], wrong=bool(bad[name] or fault))
 
     def _move_states(self, ends: dict[str, int], sampled: dict[str, list[int]]) -> None:
-        """As vLLM's runners do it behind the connector's hooks: the state at the end of a block goes there, once it is known which drafts
-        are accepted."""
+        """As vLLM's runners do it behind the connector's hooks: the state at the end of a block goes there, once it is known
+        which drafts are accepted."""
         groups = [group for group, kind in enumerate(self._kinds) if kind == STATE]
         for name, end in ends.items():
             first, accepted = end - self._drafted.get(name, 0), max(0, len(sampled[name]) - 1)

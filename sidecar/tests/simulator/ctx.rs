@@ -14,8 +14,11 @@ use crate::rng::{Rng, mix};
 
 pub(crate) type Micros = u64;
 
-/// Ranks of an engine at most.
+/// Ranks of an engine at most, and its cache groups.
 pub(crate) const RANKS: usize = 2;
+pub(crate) const GROUPS: usize = 2;
+/// Workers of an engine at most: one for each rank and group.
+pub(crate) const WORKERS: usize = RANKS * GROUPS;
 pub(crate) const ENGINES: usize = 2;
 /// Threads that copy for the sidecar.
 pub(crate) const COPIERS: usize = 2;

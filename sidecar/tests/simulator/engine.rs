@@ -47,7 +47,10 @@ pub(crate) struct Model {
     pub(crate) index: usize,
     pub(crate) name: String,
     pub(crate) form: Form,
-    facts: BTreeMap<String, String>,
+    /// By cache group.
+    facts: Vec<BTreeMap<String, String>>,
+    /// Blocks before a token that the layers of its second group read; none: there is one group.
+    pub(crate) window: Option<usize>,
     pub(crate) world: usize,
     pub(crate) by_engine: bool,
     /// Its weights are not those that its facts name.
@@ -75,13 +78,14 @@ pub(crate) struct Model {
 /// What one engine's processes hand each other.
 #[derive(Debug)]
 pub(crate) struct Shared {
-    /// Steps that each rank has not begun.
+    /// Steps that each worker has not begun.
     pub(crate) queues: Vec<VecDeque<Rc<Step>>>,
-    /// Ends of steps that the scheduler has not taken, by rank.
+    /// Ends of steps that the scheduler has not taken, by worker.
     pub(crate) results: Vec<VecDeque<Results>>,
-    /// The step whose forward each rank has reached: ranks compute together.
+    /// The step whose forward each worker has reached: they compute together.
     pub(crate) reached: Vec<u64>,
     pub(crate) judge: Judge,
+    /// By rank.
     pub(crate) kvs: Vec<Rc<Kv>>,
 }
 
@@ -90,6 +94,7 @@ pub(crate) struct Engine {
     pub(crate) model: Rc<Model>,
     pub(crate) shared: Shared,
     pub(crate) scheduler: Option<Scheduler>,
+    /// Of each rank, then of each rank in the second group: a rank's groups have the same memory and sessions of their own.
     pub(crate) workers: Vec<Option<Worker>>,
     /// Requests that no life of this engine has finished.
     pub(crate) pending: VecDeque<Spec>,
@@ -119,21 +124,27 @@ pub(crate) enum Change {
 // === impl Model ===
 
 impl Model {
-    /// A random engine; `twin`: one that shares its blocks with this one.
-    pub(crate) fn random(index: usize, twin: Option<&Self>, rng: &mut Rng) -> Self {
+    /// A random engine; `twin`: one that shares its blocks with this one. `window`: see the field.
+    pub(crate) fn random(index: usize, twin: Option<&Self>, window: Option<usize>, rng: &mut Rng) -> Self {
         let world = rng.within(1, 2) as usize;
         let shards = if rng.one_in(2) { world as u32 } else { 1 };
         let shard_bytes = rng.pick(&[40 << 10, 100 << 10, 200 << 10]) + index as u64 * 512;
         let (mut world, mut form) = (world, Form { shards, shard_bytes });
         let mut name = format!("model-{index}");
         if let Some(twin) = twin {
-            (world, form, name) = (twin.world, twin.form, twin.facts["model"].clone());
+            (world, form, name) = (twin.world, twin.form, twin.facts[0]["model"].clone());
         }
         let numbers = form.shard_bytes / 4;
         let page = format!(
             "layers=1 tokens={numbers} kv_heads=1 keys=1 values=0 dtype=float32 order=tokens packing=none"
         );
         let facts = BTreeMap::from([("model".to_owned(), name), ("page_form".to_owned(), page)]);
+        let mut facts = vec![facts; 1 + usize::from(window.is_some())];
+        if let Some(blocks) = window {
+            for (facts, kind) in facts.iter_mut().zip(["full".to_owned(), format!("window {blocks}")]) {
+                facts.insert("group_kind".to_owned(), kind);
+            }
+        }
         let caches = rng.one_in(2);
         let machine = Self::machine(caches, rng);
         Self {
@@ -141,11 +152,12 @@ impl Model {
             name: format!("e{index}"),
             form,
             facts,
+            window,
             world,
             other_weights: rng.one_in(3),
             by_engine: machine.by_engine,
             early: rng.one_in(2),
-            blocks: rng.pick(&[9, 12, 16, 24]),
+            blocks: rng.pick(&[9, 12, 16, 24]) * if window.is_some() { 2 } else { 1 },
             depth: rng.within(1, 2) as usize,
             caches,
             machine,
@@ -176,32 +188,49 @@ impl Model {
         rank as u32 / (self.world as u32 / self.form.shards)
     }
 
-    /// The namespace of an engine that holds these weights, before any salt.
-    pub(crate) fn base(&self, weights: u8) -> NamespaceDigest {
+    pub(crate) fn groups(&self) -> usize {
+        self.facts.len()
+    }
+
+    /// Workers of its ranks in all groups.
+    pub(crate) fn members(&self) -> usize {
+        self.world * self.groups()
+    }
+
+    /// The first block read by a token behind so many words, in a group.
+    pub(crate) fn first_read(&self, group: usize, words: usize) -> usize {
+        let reads = self.window.filter(|_| group > 0).map_or(usize::MAX, |blocks| blocks);
+        (words / WORDS).saturating_sub(reads)
+    }
+
+    /// The namespace of a group of an engine that holds these weights, before any salt.
+    pub(crate) fn base(&self, group: usize, weights: u8) -> NamespaceDigest {
         let live = namespace::weights_live((0..self.world).map(|_| Some(live(weights))));
-        namespace::digest(&namespace::complete(&self.facts, live))
+        namespace::digest(&namespace::complete(&self.facts[group], live))
     }
 
-    fn hello(&self, role: Role) -> Hello {
-        Hello::new(self.name.clone(), self.world as u32, role)
+    fn hello(&self, group: usize, role: Role) -> Hello {
+        let name = if self.groups() > 1 { format!("{} group {group}", self.name) } else { self.name.clone() };
+        Hello::new(name, self.world as u32, role)
     }
 
-    fn worker_hello(&self, rank: usize) -> Hello {
+    fn worker_hello(&self, group: usize, rank: usize) -> Hello {
         let bytes = self.form.shard_bytes;
-        self.hello(Role::Worker(WorkerHello {
+        let role = Role::Worker(WorkerHello {
             rank: rank as u32,
             shard: self.shard(rank),
             shards: self.form.shards,
             blocks: self.blocks,
             regions: vec![BlockRegion { fd: 0, offset: 0, stride: bytes, bytes }],
             copy: if self.by_engine { Copier::Engine } else { Copier::Sidecar },
-            facts: self.facts.clone(),
+            facts: self.facts[group].clone(),
             expects: None,
             live_weights: Some(Digest(live(0))),
             proves: false,
             cuda: None,
             staging: None,
-        }))
+        });
+        self.hello(group, role)
     }
 }
 
@@ -216,7 +245,7 @@ impl Engine {
             judge: Judge::default(),
             kvs: Vec::new(),
         };
-        let workers = (0..model.world).map(|_| None).collect();
+        let workers = (0..model.members()).map(|_| None).collect();
         Self { model: Rc::new(model), shared, scheduler: None, workers, pending, dies_at: None }
     }
 
@@ -224,32 +253,41 @@ impl Engine {
     pub(crate) fn start(&mut self, ctx: &mut Ctx) {
         let (model, world) = (&self.model, self.model.world);
         self.shared = Shared {
-            queues: vec![VecDeque::new(); world],
-            results: (0..world).map(|_| VecDeque::new()).collect(),
-            reached: vec![0; world],
+            queues: vec![VecDeque::new(); model.members()],
+            results: (0..model.members()).map(|_| VecDeque::new()).collect(),
+            reached: vec![0; model.members()],
             judge: Judge::default(),
             kvs: (0..world).map(|_| Rc::new(Kv::new(model.blocks))).collect(),
         };
-        let run = ctx.rng.bytes16();
-        for rank in 0..world {
+        let runs: Vec<[u8; 16]> = (0..model.groups()).map(|_| ctx.rng.bytes16()).collect();
+        for number in 0..model.members() {
+            let (group, rank) = (number / world, number % world);
             let kv = &self.shared.kvs[rank];
             let late = if ctx.rng.one_in(4) { ctx.rng.below(10_000) } else { 0 };
             if late > 1_000 {
                 ctx.hit("fault worker joins late");
             }
-            let port = Port::new(model.worker_hello(rank), Some(Rc::clone(kv)), ctx.now + late);
-            self.workers[rank] = Some(Worker::new(rank, Rc::clone(model), port));
-            ctx.wakes.push((Actor::Worker(model.index, rank), ctx.now + 1));
+            let port = Port::new(model.worker_hello(group, rank), Some(Rc::clone(kv)), ctx.now + late);
+            self.workers[number] = Some(Worker::new(number, Rc::clone(model), port));
+            ctx.wakes.push((Actor::Worker(model.index, number), ctx.now + 1));
         }
         // Some wait for a producer: half as long as a query does, so that either may give up first.
         let miss_wait_ms = model.by_engine.then_some(1);
         let (promise_wait_ms, handover_wait_ms) = (Some(PROMISE_WAIT_MS), Some(HANDOVER_WAIT_MS));
-        let role = Role::Scheduler { run };
-        let hello = Hello { miss_wait_ms, promise_wait_ms, handover_wait_ms, ..model.hello(role) };
-        let port = Port::new(hello, None, ctx.now);
-        self.scheduler = Some(Scheduler::new(Rc::clone(model), run, port, ctx));
+        let ports = (0..model.groups()).map(|group| {
+            let hello = model.hello(group, Role::Scheduler { run: runs[group] });
+            let hello = Hello { miss_wait_ms, promise_wait_ms, handover_wait_ms, ..hello };
+            Port::new(hello, None, ctx.now)
+        });
+        let ports = ports.collect();
+        self.scheduler = Some(Scheduler::new(Rc::clone(model), runs, ports, ctx));
         ctx.wakes.push((Actor::Scheduler(model.index), ctx.now + 10));
         self.dies_at = None;
+    }
+
+    /// A rank ends; the others go on for a while.
+    pub(crate) fn crash_rank(&mut self, rank: usize) {
+        self.workers.iter_mut().skip(rank).step_by(self.model.world).for_each(|worker| *worker = None);
     }
 
     /// Every process of it ends at once; its requests are asked again of the next life.

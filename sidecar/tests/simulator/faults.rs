@@ -180,7 +180,7 @@ impl Faults {
                 // vLLM ends the engine when a rank died; until then the others go on.
                 let engine = &mut world.engines[index];
                 if engine.alive() {
-                    engine.workers[rank] = None;
+                    engine.crash_rank(rank);
                     engine.dies_at = Some(world.ctx.now + world.ctx.rng.below(5_000));
                     world.ctx.hit("fault rank dies first");
                 }

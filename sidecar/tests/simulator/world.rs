@@ -10,12 +10,13 @@ use std::rc::Rc;
 use shm_protocol::pool::{self, PoolView, slot};
 use tempfile::TempDir;
 
-use crate::ctx::{Actor, COPIERS, Ctx, ENGINES, Micros, RANKS};
+use crate::ctx::{Actor, COPIERS, Ctx, ENGINES, Micros, WORKERS};
 use crate::engine::{Engine, Model, Spec, keys};
 use crate::faults::{Faults, back_after};
 use crate::ledger::Form;
 use crate::life::{Life, Medium};
 use crate::origin::WORDS;
+use crate::rng::mix;
 
 /// More moves than any seed needs: beyond, somebody waits for ever.
 const MOVES_MAX: u64 = 2_000_000;
@@ -23,7 +24,9 @@ const MOVES_MAX: u64 = 2_000_000;
 const TIME_MAX: Micros = 60_000_000;
 /// After the last request everything must come to rest within this: a disk is told again a second after it failed to write.
 const REST_MAX: Micros = 8_000_000;
-const ACTORS: usize = 2 + COPIERS + ENGINES * (1 + 2 * RANKS);
+/// Mixed into a seed, to decide which worlds have engines with windows.
+const WINDOWS: u64 = 0x7769_6e64;
+const ACTORS: usize = 2 + COPIERS + ENGINES * (1 + 2 * WORKERS);
 
 /// When an actor moves next; older entries of the queue are void.
 #[derive(Copy, Clone, Debug, Default)]
@@ -51,14 +54,14 @@ pub(crate) struct World {
 }
 
 fn number(actor: Actor) -> usize {
-    let engine = |engine: usize| 2 + COPIERS + engine * (1 + 2 * RANKS);
+    let engine = |engine: usize| 2 + COPIERS + engine * (1 + 2 * WORKERS);
     match actor {
         Actor::Data => 0,
         Actor::Fate => 1,
         Actor::Copier(thread) => 2 + thread,
         Actor::Scheduler(index) => engine(index),
         Actor::Worker(index, rank) => engine(index) + 1 + rank,
-        Actor::Rescuer(index, rank) => engine(index) + 1 + RANKS + rank,
+        Actor::Rescuer(index, rank) => engine(index) + 1 + WORKERS + rank,
     }
 }
 
@@ -69,11 +72,11 @@ fn actor(number: usize) -> Actor {
         thread if thread < 2 + COPIERS => Actor::Copier(thread - 2),
         other => {
             let (engine, part) =
-                ((other - 2 - COPIERS) / (1 + 2 * RANKS), (other - 2 - COPIERS) % (1 + 2 * RANKS));
+                ((other - 2 - COPIERS) / (1 + 2 * WORKERS), (other - 2 - COPIERS) % (1 + 2 * WORKERS));
             match part {
                 0 => Actor::Scheduler(engine),
-                rank if rank <= RANKS => Actor::Worker(engine, rank - 1),
-                rank => Actor::Rescuer(engine, rank - 1 - RANKS),
+                rank if rank <= WORKERS => Actor::Worker(engine, rank - 1),
+                rank => Actor::Rescuer(engine, rank - 1 - WORKERS),
             }
         }
     }
@@ -84,10 +87,12 @@ fn actor(number: usize) -> Actor {
 impl World {
     pub(crate) fn new(seed: u64, without_rescue: bool, events: usize) -> Self {
         let mut ctx = Ctx::new(seed, without_rescue, events);
-        let mut models = vec![Model::random(0, None, &mut ctx.rng)];
+        // The seed alone decides: the other worlds stay as they are without windows.
+        let window = mix(seed ^ WINDOWS).is_multiple_of(4).then_some((mix(seed) >> 40) as usize % 2 + 1);
+        let mut models = vec![Model::random(0, None, window, &mut ctx.rng)];
         if ctx.rng.one_in(2) {
             let twin = ctx.rng.one_in(2).then(|| models[0].clone());
-            models.push(Model::random(1, twin.as_ref(), &mut ctx.rng));
+            models.push(Model::random(1, twin.as_ref(), window, &mut ctx.rng));
         }
         let forms = models.iter().map(|model| model.form).collect();
         let engines = models.into_iter().map(|model| {

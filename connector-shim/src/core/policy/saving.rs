@@ -48,9 +48,7 @@ impl<H: SessionHost> EnginePolicy<H> {
                 }
                 for (group, posted) in posted.iter_mut().enumerate() {
                     *posted |= match self.set.forms[group].kind {
-                        GroupKind::State => {
-                            self.save_states(*id, group, (&moved, &offered), computed, step)
-                        }
+                        GroupKind::State => self.save_states(*id, group, (&moved, &offered), computed, step),
                         _ => self.save_group(*id, group, computed, step),
                     };
                 }

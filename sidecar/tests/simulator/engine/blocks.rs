@@ -4,13 +4,16 @@ use shm_protocol::key::BlockHash;
 
 use crate::ctx::Ctx;
 
-/// Every block but 0, the null block.
+/// Stands in a block table for a block before a window.
+pub(super) const NULL_BLOCK: u32 = 0;
+
+/// Every block but the null block.
 #[derive(Debug)]
 pub(super) struct Blocks {
     /// Users of each block.
     users: Vec<u32>,
-    /// The listed hash of each block.
-    listed: Vec<Option<BlockHash>>,
+    /// The listed hash of each block, and its cache group.
+    listed: Vec<Option<(usize, BlockHash)>>,
     free: Vec<u32>,
 }
 
@@ -27,8 +30,9 @@ impl Blocks {
     }
 
     /// Returns whether `count` blocks can be taken once the `own` ones are in use.
-    pub(super) fn has_room(&self, count: usize, own: &[u32]) -> bool {
-        let unused = own.iter().filter(|block| self.users[**block as usize] == 0).count();
+    pub(super) fn has_room(&self, count: usize, own: &[Vec<u32>]) -> bool {
+        let is_unused = |block: &&u32| **block != NULL_BLOCK && self.users[**block as usize] == 0;
+        let unused = own.iter().flatten().filter(is_unused).count();
         self.free.len() >= count + unused
     }
 
@@ -37,14 +41,22 @@ impl Blocks {
         self.free.len() + 1 == self.users.len()
     }
 
-    /// Returns the blocks listed under the leading hashes.
-    pub(super) fn find(&self, keys: &[BlockHash]) -> Vec<u32> {
-        let find = |key: &BlockHash| self.listed.iter().position(|listed| listed.as_ref() == Some(key));
-        keys.iter().map_while(|key| find(key).map(|block| block as u32)).collect()
+    /// Returns the blocks listed under the leading hashes in a group.
+    pub(super) fn find(&self, group: usize, keys: &[BlockHash]) -> Vec<u32> {
+        keys.iter().map_while(|key| self.find_one(group, key)).collect()
     }
 
-    /// One more user of a block.
+    /// Returns the block listed under a hash in a group.
+    pub(super) fn find_one(&self, group: usize, key: &BlockHash) -> Option<u32> {
+        let place = self.listed.iter().position(|listed| *listed == Some((group, *key)));
+        place.map(|block| block as u32)
+    }
+
+    /// One more user of a block; not of the null block.
     pub(super) fn share(&mut self, block: u32) {
+        if block == NULL_BLOCK {
+            return;
+        }
         self.users[block as usize] += 1;
         self.free.retain(|free| *free != block);
     }
@@ -59,9 +71,9 @@ impl Blocks {
         block
     }
 
-    /// One user less of each of these.
+    /// One user less of each of these. The null block has none.
     pub(super) fn release(&mut self, blocks: &[u32]) {
-        for block in blocks {
+        for block in blocks.iter().filter(|block| **block != NULL_BLOCK) {
             let users = &mut self.users[*block as usize];
             *users -= 1;
             if *users == 0 {
@@ -77,8 +89,8 @@ impl Blocks {
         holds
     }
 
-    pub(super) fn list(&mut self, block: u32, key: BlockHash) {
-        self.listed[block as usize] = Some(key);
+    pub(super) fn list(&mut self, group: usize, block: u32, key: BlockHash) {
+        self.listed[block as usize] = Some((group, key));
     }
 
     pub(super) fn lists(&self, block: u32) -> bool {

@@ -5,9 +5,11 @@ use std::time::Instant;
 use connector_shim::core::endpoint::Endpoint;
 use connector_shim::core::policy::{FoundTokens, PlannedStep, PolicyWait, Remark};
 use connector_shim::core::scheduler::{Asked, PENDING};
+use shm_protocol::key::BlockHash;
 use shm_protocol::message::Status;
 
 use super::BLOCK_TOKENS;
+use super::blocks::NULL_BLOCK;
 use super::request::State;
 use super::scheduler::{Call, Phase, Scheduler};
 use crate::ctx::Ctx;
@@ -34,14 +36,35 @@ impl Scheduler {
         self.phase = Phase::Schedule;
         let Some(&id) = self.waiting.front().filter(|_| admit > 0 && !self.blocks.is_empty()) else { return };
         let request = &self.requests[&id];
-        let mut own = Vec::new();
+        let mut own = vec![Vec::new(); self.model.groups()];
         if self.model.caches {
             // One token is left to compute.
-            own = self.blocks.find(&request.known_keys()[..(request.known - 1) / WORDS]);
-            ctx.cover.add("engine hit of its own cache", u64::from(!own.is_empty()));
+            own = self.own_blocks(&request.known_keys()[..(request.known - 1) / WORDS]);
+            ctx.cover.add("engine hit of its own cache", u64::from(!own[0].is_empty()));
         }
         self.tell(id);
         self.call(Call::Match(own), admit, ctx);
+    }
+
+    /// The blocks in the prefix cache of the longest run of leading keys that has all blocks to be read, by group.
+    fn own_blocks(&self, keys: &[BlockHash]) -> Vec<Vec<u32>> {
+        let mut first = self.blocks.find(0, keys);
+        let mut own = vec![Vec::new(); self.model.groups()];
+        for group in 1..own.len() {
+            let blocks = |end: usize| {
+                let read = self.model.first_read(group, end * WORDS);
+                let rest = keys[read..end].iter().map(|key| self.blocks.find_one(group, key));
+                (0..read).map(|_| Some(NULL_BLOCK)).chain(rest).collect::<Option<Vec<u32>>>()
+            };
+            let (end, blocks) = (0..=first.len())
+                .rev()
+                .find_map(|end| Some((end, blocks(end)?)))
+                .expect("no block is always there");
+            first.truncate(end);
+            own[group] = blocks;
+        }
+        own[0] = first;
+        own
     }
 
     /// Calls the policy for the request at the head of the queue.
@@ -51,12 +74,10 @@ impl Scheduler {
         let wait = match &call {
             Call::Match(own) => {
                 let (computed, alone) =
-                    (own.len() as u32 * BLOCK_TOKENS, self.last.iter().all(|last| *last == id));
+                    (own[0].len() as u32 * BLOCK_TOKENS, self.last.iter().all(|last| *last == id));
                 self.policy.matched(number, computed, alone, now).map(Some)
             }
-            Call::Load(blocks, _) => {
-                self.policy.load_blocks(number, std::slice::from_ref(blocks), now).map(|()| None)
-            }
+            Call::Load(blocks, _) => self.policy.load_blocks(number, blocks, now).map(|()| None),
         };
         match (wait, call) {
             (Err(wait), call) => {
@@ -70,7 +91,7 @@ impl Scheduler {
         }
     }
 
-    fn found(&mut self, id: u64, own: Vec<u32>, found: FoundTokens, admit: usize, ctx: &mut Ctx) {
+    fn found(&mut self, id: u64, own: Vec<Vec<u32>>, found: FoundTokens, admit: usize, ctx: &mut Ctx) {
         let number = self.requests[&id].number;
         match found {
             FoundTokens::Later => {
@@ -99,8 +120,8 @@ impl Scheduler {
         let request = &self.requests[&id];
         match self.policy.allocated(request.number, external) {
             Some(ranges) => {
-                let blocks = request.blocks[ranges[0].clone()].to_vec();
-                self.call(Call::Load(blocks, beside), admit, ctx);
+                let blocks = request.blocks.iter().zip(ranges).map(|(blocks, range)| blocks[range].to_vec());
+                self.call(Call::Load(blocks.collect(), beside), admit, ctx);
             }
             None => {
                 assert_eq!(external, 0, "request {id} was promised {external} tokens");
@@ -121,8 +142,8 @@ impl Scheduler {
     }
 
     /// What the sidecar's word on a query is, where that is not told by the answer alone.
-    fn note_outcome(&self, op: u64, ctx: &mut Ctx) {
-        let connection = self.policy.view(0).connection();
+    fn note_outcome(&self, group: usize, op: u64, ctx: &mut Ctx) {
+        let connection = self.policy.view(group).connection();
         match connection.and_then(|connection| connection.memory().load_outcome(op)).map(|o| o.status) {
             Some(Status::NotReady) => ctx.hit("engine query not ready"),
             Some(Status::Barred) => ctx.hit("engine query barred"),
@@ -142,21 +163,21 @@ impl Scheduler {
         let now = ctx.instant();
         let mut next = wait;
         let hits = match wait {
-            PolicyWait::Answer { op, .. } => {
-                let hits = self.policy.session(0).look(op, began, now);
+            PolicyWait::Answer { group, op } => {
+                let hits = self.policy.session(group).look(op, began, now);
                 if hits.is_some() {
-                    self.note_outcome(op, ctx);
+                    self.note_outcome(group, op, ctx);
                 }
                 hits
             }
-            PolicyWait::Linger { log, first, count, within, .. } => {
+            PolicyWait::Linger { group, log, first, count, within } => {
                 ctx.hit("policy lingers");
-                let session = self.policy.session(0);
+                let session = self.policy.session(group);
                 match session.ask(log, first, count, now) {
                     Asked::Answered(PENDING) => (now - began >= within).then_some(PENDING),
                     Asked::Answered(hits) => Some(hits),
                     Asked::Posted(op) => {
-                        next = PolicyWait::Answer { group: 0, op };
+                        next = PolicyWait::Answer { group, op };
                         None
                     }
                 }

@@ -19,7 +19,7 @@ impl Worker {
         shared: &mut Shared,
         ctx: &mut Ctx,
     ) -> Micros {
-        shared.reached[self.rank] = step.number;
+        shared.reached[self.number] = step.number;
         if shared.reached.iter().any(|reached| *reached < step.number) {
             self.phase = Phase::Forward(step, at);
             return ctx.pause(60);
@@ -30,7 +30,7 @@ impl Worker {
             return ctx.pause(100);
         };
         if shared.judge.is_sound(&step, at) {
-            for target in &work.reads {
+            for target in work.reads.iter().filter(|target| target.group == self.group) {
                 let (digest, hash, shard) = (target.digest, target.hash, self.model.shard(self.rank));
                 let place = || {
                     let (request, number) = (work.request, step.number);
@@ -59,6 +59,10 @@ impl Worker {
             self.phase = Phase::Forward(step, at + 1);
             return;
         };
+        if target.group != self.group {
+            self.phase = Phase::Write(step, at, block + 1, 0);
+            return;
+        }
         if step.fate == Fate::Raised(self.rank) && ctx.rng.one_in(3) {
             self.phase = Phase::Done(step);
             return;

@@ -2,12 +2,14 @@
 
 use std::collections::BTreeSet;
 use std::ops::Range;
+use std::rc::Rc;
 
 use connector_shim::core::plan::Plan;
 use connector_shim::core::policy::{Now, RequestId};
 use shm_protocol::key::{BlockHash, NamespaceDigest};
 
 use super::WORD_TOKENS;
+use super::blocks::NULL_BLOCK;
 use crate::origin::WORDS;
 
 /// What a client asks for.
@@ -45,7 +47,8 @@ pub(super) struct Request {
     /// Goes up whenever the work of steps in flight becomes void.
     pub(super) attempt: u32,
     pub(super) preemptions: u32,
-    pub(super) blocks: Vec<u32>,
+    /// By group. All have as many; before a window there are null blocks.
+    pub(super) blocks: Vec<Vec<u32>>,
     /// Blocks known to the policy; none: the request begins in its next step.
     pub(super) told: Option<usize>,
     /// Computed or loaded, steps in flight included.
@@ -63,9 +66,10 @@ pub(super) struct Request {
     pub(super) aside: bool,
 }
 
-/// Words of a block, and the key of their KV.
+/// Words of a block of a group, and the key of their KV.
 #[derive(Clone, Debug)]
 pub(crate) struct Target {
+    pub(crate) group: usize,
     pub(crate) block: u32,
     pub(crate) words: Range<usize>,
     pub(crate) hash: BlockHash,
@@ -88,6 +92,7 @@ pub(super) struct Work {
 #[derive(Clone, Debug)]
 pub(super) struct Order {
     pub(super) request: u64,
+    pub(super) group: usize,
     pub(super) sync: bool,
     /// What it brings, block by block of the plan.
     pub(super) targets: Vec<Target>,
@@ -110,7 +115,8 @@ pub(super) enum Fate {
 pub(crate) struct Step {
     pub(super) number: u64,
     pub(super) fate: Fate,
-    pub(super) run: [u8; 16],
+    /// By group.
+    pub(super) runs: Rc<[[u8; 16]]>,
     /// How often the weights changed, and which the engine holds now.
     pub(super) weights: (u64, u8),
     pub(super) resolved: u64,
@@ -145,13 +151,13 @@ impl Order {
 // === impl Request ===
 
 impl Request {
-    pub(super) fn new(spec: Spec, number: RequestId) -> Self {
+    pub(super) fn new(spec: Spec, number: RequestId, groups: usize) -> Self {
         Self {
             number,
             state: State::Waiting,
             attempt: 0,
             preemptions: 0,
-            blocks: Vec::new(),
+            blocks: vec![Vec::new(); groups],
             told: None,
             computed: 0,
             settled: 0,
@@ -164,15 +170,26 @@ impl Request {
         }
     }
 
-    /// Returns the places and keys of the words `range` in namespace `digest`.
-    pub(super) fn targets(&self, range: Range<usize>, digest: NamespaceDigest) -> Vec<Target> {
+    /// Returns the places and keys of the words `range` in a group with namespace `digest`, but for those in null blocks.
+    pub(super) fn targets(&self, group: usize, range: Range<usize>, digest: NamespaceDigest) -> Vec<Target> {
         let blocks = range.start / WORDS..range.end.div_ceil(WORDS);
         let target = |at: usize| {
             let first = at * WORDS;
             let words = range.start.max(first) - first..range.end.min(first + WORDS) - first;
-            Target { block: self.blocks[at], words, hash: self.spec.keys[at], digest }
+            Target { group, block: self.blocks[group][at], words, hash: self.spec.keys[at], digest }
         };
-        blocks.map(target).collect()
+        blocks.map(target).filter(|target| target.block != NULL_BLOCK).collect()
+    }
+
+    /// Takes its blocks of all groups.
+    pub(super) fn take_blocks(&mut self) -> Vec<u32> {
+        self.blocks.iter_mut().flat_map(std::mem::take).collect()
+    }
+
+    /// The place of its first block among these, in any group.
+    pub(super) fn first_of(&self, blocks: &BTreeSet<u32>) -> Option<usize> {
+        let first = |of: &Vec<u32>| of.iter().position(|block| blocks.contains(block));
+        self.blocks.iter().filter_map(first).min()
     }
 
     /// Returns the keys of the blocks with known tokens.

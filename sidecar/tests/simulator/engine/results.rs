@@ -94,7 +94,7 @@ impl Scheduler {
             ctx.note(|| format!("{}: blocks {failed:?} were not loaded", self.model.name));
         }
         for request in self.requests.values_mut() {
-            let first = request.blocks.iter().position(|block| failed.contains(block));
+            let first = request.first_of(failed);
             match request.state {
                 State::Running if first.is_some_and(|first| first * WORDS < request.computed) => {
                     request.fall_back(first.unwrap_or(0) * WORDS);
@@ -115,7 +115,7 @@ impl Scheduler {
 
     /// One rank has ended the load of a request; its number if that was the last one.
     fn load_ended(&mut self, id: u64, shared: &mut Shared, ctx: &mut Ctx) -> Option<RequestId> {
-        let digest = self.digest();
+        let digests = self.digests();
         let request =
             self.requests.get_mut(&id).unwrap_or_else(|| panic!("request {id} ended a load unasked"));
         assert!(request.loading > 0, "a rank ended the load of request {id} twice");
@@ -129,7 +129,7 @@ impl Scheduler {
                 let place = || format!("request {id} on rank {rank} after its load");
                 kv.check(target.block, target.words.clone(), &Origin { digest, hash, shard }, place);
             }
-            shared.judge.loaded(target.block, target.digest == digest);
+            shared.judge.loaded(target.block, target.digest == digests[target.group]);
         }
         let number = request.number;
         if request.state == State::Leaving {
@@ -137,7 +137,13 @@ impl Scheduler {
             return None;
         }
         assert_eq!(request.state, State::Loading, "request {id} ended a load that it did not wait for");
-        let first_failed = request.blocks.iter().position(|block| request.failed.contains(block));
+        let first_failed = request.first_of(&request.failed);
+        // A load of several groups fails as a whole.
+        let several = self.model.groups() > 1;
+        let point =
+            if first_failed.is_none() { "engine loaded a set" } else { "engine load of a set failed" };
+        ctx.cover.add(point, several.into());
+        let first_failed = first_failed.map(|first| if several { 0 } else { first });
         let computed = first_failed.map_or(request.computed, |first| request.computed.min(first * WORDS));
         (request.computed, request.settled) = (computed, computed);
         if computed > 0 {
@@ -147,7 +153,7 @@ impl Scheduler {
         } else {
             ctx.hit("engine asks again after a failed load");
             request.state = State::Waiting;
-            let blocks = std::mem::take(&mut request.blocks);
+            let blocks = request.take_blocks();
             self.blocks.release(&blocks);
             self.waiting.push_front(id);
         }

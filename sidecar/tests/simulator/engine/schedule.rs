@@ -6,7 +6,8 @@ use connector_shim::core::policy::{
     BegunRequest, Changes, Due, FoundTokens, LostLoad, PlannedStep, RequestId, RequestLoad, StepPart,
 };
 
-use super::request::{Fate, Order, State, Step, Target, Work};
+use super::blocks::NULL_BLOCK;
+use super::request::{Fate, Order, Request, State, Step, Target, Work};
 use super::scheduler::{InFlight, Phase, Scheduler};
 use super::{Shared, WORD_TOKENS, request};
 use crate::ctx::Ctx;
@@ -38,37 +39,55 @@ impl Scheduler {
     }
 
     /// Gives blocks to the request at the head of the queue, beside its `own` ones in the prefix cache.
-    pub(super) fn admit(&mut self, own: Vec<u32>, found: FoundTokens, admit: usize, ctx: &mut Ctx) {
+    pub(super) fn admit(&mut self, own: Vec<Vec<u32>>, found: FoundTokens, admit: usize, ctx: &mut Ctx) {
         self.phase = Phase::Schedule;
         let id = *self.waiting.front().expect("it was asked about");
         let FoundTokens::Tokens(tokens, beside) = found else { unreachable!("the caller looked") };
         let mut external = (tokens / WORD_TOKENS) as usize;
         if external > 1 && ctx.rng.one_in(8) {
-            // vLLM may want less than was found.
-            external -= ctx.rng.within(1, external as u64 - 1) as usize;
-            ctx.hit("engine load of a part");
+            // vLLM may want less than was found; of several groups whole blocks.
+            let less = ctx.rng.within(1, external as u64 - 1) as usize;
+            let less = if self.model.groups() > 1 { less / WORDS * WORDS } else { less };
+            external -= less;
+            ctx.cover.add("engine load of a part", u64::from(less > 0));
         }
         let request = self.requests.get_mut(&id).expect("waiting requests exist");
-        let computed = own.len() * WORDS + external;
+        let had = own[0].len();
+        let computed = had * WORDS + external;
         assert!(computed < request.known, "request {id} has no token left to compute");
         (request.computed, request.settled) = (computed, computed);
         let beside = beside && external > 0;
         let end = if beside { computed } else { request.next_end(self.model.chunk) };
-        let fresh = end.div_ceil(WORDS) - own.len();
+        let mut own = own;
+        let mut fresh = 0;
+        for (group, own) in own.iter_mut().enumerate() {
+            // Blocks before the window are not allocated.
+            let read = self.model.first_read(group, computed);
+            let before = read.min(had);
+            own[..before].fill(NULL_BLOCK);
+            own.resize(own.len().max(read), NULL_BLOCK);
+            fresh += end.div_ceil(WORDS) - own.len();
+        }
         let is_full = external > 0 && ctx.rng.one_in(ctx.knobs.full_steps);
         if is_full || !self.blocks.has_room(fresh, &own) {
             // It stays at the head, under its lease, until the next step.
             (request.computed, request.settled) = (0, 0);
             return;
         }
-        own.iter().for_each(|block| self.blocks.share(*block));
+        own.iter().flatten().for_each(|block| self.blocks.share(*block));
         request.told = None;
         request.blocks = own;
-        request.blocks.extend((0..fresh).map(|_| self.blocks.take(ctx)));
-        let digest = self.digest();
+        for blocks in &mut request.blocks {
+            let fresh = end.div_ceil(WORDS) - blocks.len();
+            blocks.extend((0..fresh).map(|_| self.blocks.take(ctx)));
+        }
+        let digests = self.digests();
         let request = self.requests.get_mut(&id).expect("waiting requests exist");
         let first = computed - external;
-        request.promised = request.targets(first..computed.next_multiple_of(WORDS), digest);
+        let promised = digests.into_iter().enumerate().flat_map(|(group, digest)| {
+            request.targets(group, first..computed.next_multiple_of(WORDS), digest)
+        });
+        request.promised = promised.collect();
         request.failed.clear();
         // vLLM counts no token of the request as computed until the allocation is over.
         (request.computed, request.settled) = (0, 0);
@@ -95,8 +114,11 @@ impl Scheduler {
         if start == end {
             return true;
         }
-        let mut alone = true;
-        while self.requests[&id].blocks.len() < end.div_ceil(WORDS) {
+        self.free_passed(id, ctx);
+        let (mut alone, groups) = (true, self.model.groups());
+        let lacks =
+            |request: &Request| (0..groups).find(|group| request.blocks[*group].len() < end.div_ceil(WORDS));
+        while let Some(group) = lacks(&self.requests[&id]) {
             if self.blocks.is_empty() {
                 alone = false;
                 let last = self.running.len() - 1;
@@ -109,28 +131,44 @@ impl Scheduler {
                 continue;
             }
             let block = self.blocks.take(ctx);
-            self.requests.get_mut(&id).expect("looked up above").blocks.push(block);
+            self.requests.get_mut(&id).expect("looked up above").blocks[group].push(block);
         }
         self.list(id, end);
-        let digest = self.digest();
-        let request = &self.requests[&id];
-        self.work.push(Work {
-            request: id,
-            attempt: request.attempt,
-            reads: request.targets(0..start, digest),
-            writes: request.targets(start..end, digest),
-            end,
-        });
+        let (digests, request) = (self.digests(), &self.requests[&id]);
+        let (mut reads, mut writes) = (Vec::new(), Vec::new());
+        for (group, digest) in digests.into_iter().enumerate() {
+            let first = self.model.first_read(group, start) * WORDS;
+            reads.extend(request.targets(group, first..start, digest));
+            writes.extend(request.targets(group, start..end, digest));
+        }
+        self.work.push(Work { request: id, attempt: request.attempt, reads, writes, end });
         self.scheduled.push(id);
         alone
+    }
+
+    /// Frees a request's blocks before the window of its next token.
+    fn free_passed(&mut self, id: u64, ctx: &mut Ctx) {
+        let request = self.requests.get_mut(&id).expect("looked up by the caller");
+        for group in 1..request.blocks.len() {
+            let read = self.model.first_read(group, request.settled);
+            let passed = &mut request.blocks[group][..read];
+            ctx.cover.add(
+                "engine freed a block before a window",
+                u64::from(passed.iter().any(|block| *block != NULL_BLOCK)),
+            );
+            self.blocks.release(passed);
+            passed.fill(NULL_BLOCK);
+        }
     }
 
     /// Lists the blocks filled by the first `words` words of a request, as far as their keys are known.
     pub(super) fn list(&mut self, id: u64, words: usize) {
         let request = &self.requests[&id];
-        let full = request.blocks.iter().zip(request.known_keys()).take(words / WORDS);
-        for (block, key) in full.filter(|_| self.model.caches) {
-            self.blocks.list(*block, *key);
+        for (group, blocks) in request.blocks.iter().enumerate().filter(|_| self.model.caches) {
+            let full = blocks.iter().zip(request.known_keys()).take(words / WORDS);
+            for (block, key) in full.filter(|(block, _)| **block != NULL_BLOCK) {
+                self.blocks.list(group, *block, *key);
+            }
         }
     }
 
@@ -142,7 +180,7 @@ impl Scheduler {
         request.state = State::Waiting;
         request.fall_back(0);
         request.preemptions += 1;
-        let blocks = std::mem::take(&mut request.blocks);
+        let blocks = request.take_blocks();
         self.blocks.release(&blocks);
         self.running.retain(|other| *other != id);
         self.waiting.push_front(id);
@@ -204,17 +242,14 @@ impl Scheduler {
             }
             let request = self.requests.get_mut(&id).expect("scheduled requests exist");
             let (number, blocks) = (Some(request.number), &request.blocks);
-            match request.told.replace(blocks.len()) {
+            match request.told.replace(blocks[0].len()) {
                 None => {
                     let computed = request.computed as u32 * WORD_TOKENS;
-                    changes.begun.push(BegunRequest {
-                        request: number,
-                        blocks: vec![blocks.clone()],
-                        computed,
-                    });
+                    changes.begun.push(BegunRequest { request: number, blocks: blocks.clone(), computed });
                 }
-                Some(told) if told < blocks.len() => {
-                    changes.grown.push((number, vec![blocks[told..].to_vec()]))
+                Some(told) if told < blocks[0].len() => {
+                    let grown = blocks.iter().map(|blocks| blocks[told..].to_vec()).collect();
+                    changes.grown.push((number, grown));
                 }
                 Some(_) => {}
             }
@@ -222,8 +257,8 @@ impl Scheduler {
         changes
     }
 
-    /// Returns the loads of the ranks in a step.
-    fn orders(&mut self, part: StepPart, ctx: &mut Ctx) -> Vec<Order> {
+    /// Returns the loads of a group's ranks in a step.
+    fn orders(&mut self, group: usize, part: StepPart, ctx: &mut Ctx) -> Vec<Order> {
         let mut orders = Vec::new();
         for RequestLoad { request, plan, sync } in part.loads {
             for (holds, point) in [
@@ -237,12 +272,12 @@ impl Scheduler {
                 ctx.cover.add(point, u64::from(holds));
             }
             let (request, targets) = self.targets_of(request, &plan.block_ids());
-            orders.push(Order { request, sync, targets, plan: Some(plan) });
+            orders.push(Order { request, group, sync, targets, plan: Some(plan) });
         }
         for LostLoad { request, blocks, sync } in part.lost {
             ctx.hit("engine load without lease");
             let (request, targets) = self.targets_of(request, &blocks);
-            orders.push(Order { request, sync, targets, plan: None });
+            orders.push(Order { request, group, sync, targets, plan: None });
         }
         for order in orders.iter().filter(|order| !order.sync) {
             let request = self.requests.get_mut(&order.request).expect("it waits for its load");
@@ -263,9 +298,11 @@ impl Scheduler {
 
     fn hand_over(&mut self, step: PlannedStep, shared: &mut Shared, ctx: &mut Ctx) {
         self.step = step.step;
-        let part = step.parts.into_iter().next().expect("one group");
-        let urgent = part.urgent;
-        let orders = self.orders(part, ctx);
+        let urgent = step.parts.iter().any(|part| part.urgent);
+        let mut orders = Vec::new();
+        for (group, part) in step.parts.into_iter().enumerate() {
+            orders.extend(self.orders(group, part, ctx));
+        }
         self.promised = false;
         let work = std::mem::take(&mut self.work);
         for work in &work {
@@ -279,7 +316,7 @@ impl Scheduler {
         let step = request::Step {
             number: self.step,
             fate,
-            run: self.run,
+            runs: Rc::clone(&self.runs),
             weights: self.weights,
             resolved,
             urgent,

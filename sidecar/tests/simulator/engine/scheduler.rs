@@ -40,7 +40,7 @@ pub(super) enum Phase {
     Match(usize),
     /// Finds blocks for the request at the head of the queue, beside its own ones in the prefix cache.
     Admit {
-        own: Vec<u32>,
+        own: Vec<Vec<u32>>,
         found: FoundTokens,
         admit: usize,
     },
@@ -57,10 +57,10 @@ pub(super) enum Phase {
 /// A call of the policy with a wait.
 #[derive(Debug)]
 pub(super) enum Call {
-    /// A question for a request with these blocks in the prefix cache.
-    Match(Vec<u32>),
-    /// A load into these blocks, beside the steps or within one.
-    Load(Vec<u32>, bool),
+    /// A question for a request with these blocks in the prefix cache, by group.
+    Match(Vec<Vec<u32>>),
+    /// A load into these blocks, by group, beside the steps or within one.
+    Load(Vec<Vec<u32>>, bool),
 }
 
 /// A step that no rank, or not every rank, has ended.
@@ -75,7 +75,8 @@ pub(super) struct InFlight {
 #[derive(Debug)]
 pub(crate) struct Scheduler {
     pub(super) model: Rc<Model>,
-    pub(super) run: [u8; 16],
+    /// By group.
+    pub(super) runs: Rc<[[u8; 16]]>,
     pub(super) policy: EnginePolicy<Line>,
     /// What the session counted until the last step.
     pub(super) counted: [u64; COUNTS],
@@ -116,7 +117,7 @@ pub(crate) struct Scheduler {
 // === impl Scheduler ===
 
 impl Scheduler {
-    pub(super) fn new(model: Rc<Model>, run: [u8; 16], port: Port, ctx: &Ctx) -> Self {
+    pub(super) fn new(model: Rc<Model>, runs: Vec<[u8; 16]>, ports: Vec<Port>, ctx: &Ctx) -> Self {
         let config = Config {
             budget: Duration::from_micros(BUDGET),
             by_engine: model.by_engine,
@@ -132,11 +133,15 @@ impl Scheduler {
             tokens_per_step: WORD_TOKENS,
             ..PolicyOptions::default()
         };
-        let form = GroupForm { kind: GroupKind::Full, block_tokens: BLOCK_TOKENS, hashes_each: 1, window: 0 };
-        let sessions = vec![Line::new(config, port)];
-        let set = GroupSet::new(vec![form], 0);
+        let full = GroupForm { kind: GroupKind::Full, block_tokens: BLOCK_TOKENS, hashes_each: 1, window: 0 };
+        let windows = model.window.map(|blocks| {
+            let reads = blocks as u32;
+            GroupForm { kind: GroupKind::Window { reads }, window: reads * BLOCK_TOKENS + 1, ..full }
+        });
+        let sessions = ports.into_iter().map(|port| Line::new(config.clone(), port)).collect();
+        let set = GroupSet::new([full].into_iter().chain(windows).collect(), 0);
         Self {
-            run,
+            runs: runs.into(),
             policy: EnginePolicy::new(options, model.machine, set, sessions, ctx.instant()),
             counted: [0; COUNTS],
             weights: (0, 0),
@@ -176,8 +181,8 @@ impl Scheduler {
 
     /// Whether every log is closed, every save has ended, and no block is held for one.
     pub(super) fn settled(&self) -> bool {
-        let session = self.policy.view(0);
-        session.logs() == 0 && session.saving() == 0 && self.blocks.are_unused()
+        let mut sessions = (0..self.policy.groups()).map(|group| self.policy.view(group));
+        sessions.all(|session| session.logs() == 0 && session.saving() == 0) && self.blocks.are_unused()
     }
 
     /// Every block came back.
@@ -187,7 +192,8 @@ impl Scheduler {
 
     pub(super) fn unrest(&self) -> String {
         let session = self.policy.view(0);
-        let requests: Vec<_> = self.requests.values().map(|r| (r.spec.id, r.state, r.blocks.len())).collect();
+        let requests: Vec<_> =
+            self.requests.values().map(|r| (r.spec.id, r.state, r.blocks[0].len())).collect();
         let (steps, logs, saving) = (self.in_flight.len(), session.logs(), session.saving());
         format!(
             "requests {requests:?}, {steps} steps, {logs} logs, {saving} blocks being saved, {:?}",
@@ -222,10 +228,10 @@ impl Scheduler {
         self.flood = true;
     }
 
-    /// The namespace of what it computes now.
-    pub(super) fn digest(&self) -> NamespaceDigest {
-        let base = self.model.base(self.weights.1);
-        self.salt.map_or(base, |salt| namespace::salted(base, salt))
+    /// The namespaces of what it computes now, by group.
+    pub(super) fn digests(&self) -> Vec<NamespaceDigest> {
+        let bases = (0..self.model.groups()).map(|group| self.model.base(group, self.weights.1));
+        bases.map(|base| self.salt.map_or(base, |salt| namespace::salted(base, salt))).collect()
     }
 
     /// One move; the time until the next.
@@ -282,7 +288,7 @@ impl Scheduler {
         ctx.cover.add("engine awaits another", spec.awaits.into());
         ctx.cover.add("engine hands over", spec.hands_over.into());
         let (id, number) = (spec.id, self.policy.follow_request(arrival));
-        self.requests.insert(id, Request::new(spec, number));
+        self.requests.insert(id, Request::new(spec, number, self.model.groups()));
         self.waiting.push_back(id);
         if ctx.rng.one_in(2) {
             if self.policy.look_for_verdict() {
@@ -315,9 +321,11 @@ impl Scheduler {
 
     /// Picks up a new connection, or notices the end of one.
     pub(super) fn refresh(&mut self, ctx: &mut Ctx) {
-        let line = self.policy.session(0);
-        line.refresh();
-        line.dial(ctx);
+        for group in 0..self.policy.groups() {
+            let line = self.policy.session(group);
+            line.refresh();
+            line.dial(ctx);
+        }
     }
 
     /// Begins a generation of the namespace, or changes the weights, perhaps to those of before. The prefix cache is emptied only while no
@@ -334,7 +342,7 @@ impl Scheduler {
         }
         if ctx.rng.one_in(3) {
             self.policy.disown();
-            self.policy.session(0).salt(salt);
+            (0..self.policy.groups()).for_each(|group| self.policy.session(group).salt(salt));
             self.salt = Some(salt);
         } else {
             self.policy.weights_may_have_changed();
@@ -404,16 +412,16 @@ impl Scheduler {
     /// The request's blocks may be used again at once.
     pub(super) fn leave(&mut self, id: u64) {
         let request = self.requests.remove(&id).expect("the caller's request");
-        self.blocks.release(&request.blocks);
+        request.blocks.iter().for_each(|blocks| self.blocks.release(blocks));
         self.waiting.retain(|other| *other != id);
         self.running.retain(|other| *other != id);
         self.last.remove(&id);
     }
 
-    /// Tells a rank's thread to look.
+    /// Tells the ranks' threads to look.
     pub(super) fn wake_ranks(&self, ctx: &mut Ctx) {
-        for rank in 0..self.model.world {
-            ctx.wakes.push((Actor::Worker(self.model.index, rank), ctx.now + 5 + ctx.rng.below(50)));
+        for number in 0..self.model.members() {
+            ctx.wakes.push((Actor::Worker(self.model.index, number), ctx.now + 5 + ctx.rng.below(50)));
         }
     }
 }

@@ -39,6 +39,9 @@ pub(super) enum Phase {
 
 #[derive(Debug)]
 pub(crate) struct Worker {
+    /// Its place among the workers of all ranks and groups.
+    pub(super) number: usize,
+    pub(super) group: usize,
     pub(super) rank: usize,
     pub(super) model: Rc<Model>,
     port: Port,
@@ -60,11 +63,13 @@ pub(crate) struct Worker {
 // === impl Worker ===
 
 impl Worker {
-    pub(super) fn new(rank: usize, model: Rc<Model>, port: Port) -> Self {
+    pub(super) fn new(number: usize, model: Rc<Model>, port: Port) -> Self {
         let session =
             worker::Session::new(model.by_engine, model.form.shard_bytes, Arc::new(Notices::default()));
         Self {
-            rank,
+            number,
+            group: number / model.world,
+            rank: number % model.world,
             model,
             port,
             session,
@@ -118,7 +123,7 @@ impl Worker {
     }
 
     fn begin(&mut self, shared: &mut Shared, ctx: &mut Ctx) -> Micros {
-        let Some(step) = shared.queues[self.rank].pop_front() else {
+        let Some(step) = shared.queues[self.number].pop_front() else {
             self.refresh(ctx);
             return ctx.pause(150);
         };
@@ -135,9 +140,9 @@ impl Worker {
             self.weights = step.weights.0;
             self.session.set_weights(step.weights.0, super::live(step.weights.1));
         }
-        self.session.join(step.run);
+        self.session.join(step.runs[self.group]);
         if step.fate == Fate::Skipped(self.rank) {
-            shared.reached[self.rank] = step.number;
+            shared.reached[self.number] = step.number;
             self.report(&step, shared, ctx);
             return ctx.pause(10);
         }
@@ -177,6 +182,9 @@ impl Worker {
         };
         let (request, sync) = (order.request, order.sync);
         self.phase = Phase::Loads(Rc::clone(&step), at + 1);
+        if order.group != self.group {
+            return;
+        }
         let Some(plan) = order.plan else {
             self.failed.extend(order.blocks());
             match sync {
@@ -237,7 +245,7 @@ impl Worker {
                     None => {
                         self.copies.push_back(copying);
                         let at = ctx.now + 1 + ctx.rng.below(30);
-                        ctx.wakes.push((Actor::Rescuer(self.model.index, self.rank), at));
+                        ctx.wakes.push((Actor::Rescuer(self.model.index, self.number), at));
                     }
                 }
             }
@@ -305,7 +313,7 @@ impl Worker {
             self.go_on(next, None, shared, ctx);
         }
         let (ended, failed) = (std::mem::take(&mut self.ended), std::mem::take(&mut self.failed));
-        shared.results[self.rank].push_back(Results { step: step.number, ended, failed });
+        shared.results[self.number].push_back(Results { step: step.number, ended, failed });
         ctx.wakes.push((Actor::Scheduler(self.model.index), ctx.now + 5 + ctx.rng.below(60)));
     }
 

@@ -129,7 +129,7 @@ impl Life {
         act(&mut peer.session);
         peer.session.flush();
         // Whoever sleeps on the futex is woken; the others look anyway.
-        let engine = usize::from(peer.engine != "e0");
+        let engine = usize::from(!peer.engine.starts_with("e0"));
         let actor = match &peer.rank {
             None => Actor::Scheduler(engine),
             Some(_) => return,

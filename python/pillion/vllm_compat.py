@@ -264,9 +264,10 @@ def kind_of_group(group: KVCacheGroupSpec) -> str:
     return kinds.pop() if len(kinds) == 1 else "other"
 
 
-def has_states(kv_cache_config: KVCacheConfig) -> bool:
-    """Whether the layers of the only group keep states."""
-    return kind_of_group(kv_cache_config.kv_cache_groups[0]) == "state"
+def state_tokens(kv_cache_config: KVCacheConfig) -> int:
+    """The least tokens between states of the only group, a block's or those of `--prefix-match-unit`; 0: it keeps none."""
+    size, keeps = block_tokens(kv_cache_config), kind_of_group(kv_cache_config.kv_cache_groups[0]) == "state"
+    return min(size, getattr(kv_cache_config, "cache_hit_alignment_tokens", None) or size) if keeps else 0
 
 
 def offered_states(output: Any) -> Mapping[str, list[tuple[int, int, int]]]:
@@ -657,7 +658,7 @@ class BlockEvents:
         spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
         self._events: Any = kv_events
         self._utils: Any = kv_cache_utils
-        self._block_tokens = spec.block_size
+        self._block_tokens = state_tokens(kv_cache_config) or spec.block_size
         self._group: dict[str, Any] = {"group_idx": group}
         if hasattr(interface, "get_kv_cache_spec_kind"):
             self._group["kv_cache_spec_kind"] = interface.get_kv_cache_spec_kind(spec).value

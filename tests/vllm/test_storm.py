@@ -42,6 +42,8 @@ PATHS += [("sync", "engine", "window"), ("auto", "sidecar", "window-drafts")]
 PATHS += [("auto", "engine", "set-drafts"), ("auto", "sidecar", "set"), ("auto", "engine", "set-of-sizes")]
 # States, windows and scratch beside full attention.
 PATHS += [("auto", "engine", "mixed"), ("auto", "sidecar", "mixed")]
+# The same, with hits within blocks.
+PATHS += [("auto", "engine", "mixed-within"), ("auto", "sidecar", "mixed-within")]
 # Blocks of the engine are few enough that it preempts.
 KINDS: dict[str, dict[str, Any]] = {
     "full": {"kind": "full", "blocks": 24},
@@ -49,6 +51,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "set": {"kind": "set", "window": 50, "blocks": 48},
     "set-of-sizes": {"kind": "set", "window": 50, "larger": 2, "blocks": 34},
     "mixed": {"kind": "mixed", "window": 50, "blocks": 40},
+    "mixed-within": {"kind": "mixed", "window": 50, "blocks": 100, "match_tokens": 8},
 }
 # A step computes drafts, too. The KV of rejected ones lies in the blocks until the next step.
 KINDS |= {f"{kind}-drafts": KINDS[kind] | {"drafts": 3} for kind in ("full", "window", "set")}

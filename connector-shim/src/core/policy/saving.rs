@@ -52,6 +52,14 @@ impl<H: SessionHost> EnginePolicy<H> {
                         _ => self.save_group(*id, group, computed, step),
                     };
                 }
+                let mut ends: Vec<u32> =
+                    offered.iter().filter(|state| state.request == *id).map(|state| state.boundary).collect();
+                ends.dedup();
+                for end in ends.into_iter().filter(|end| *end <= computed) {
+                    for (group, posted) in posted.iter_mut().enumerate() {
+                        *posted |= self.save_tail(*id, group, end, step);
+                    }
+                }
                 wait = self.until_full(*id, computed);
             }
             self.requests.due_in(*id, step + wait);
@@ -127,13 +135,13 @@ impl<H: SessionHost> EnginePolicy<H> {
         let mut posted = false;
         for state in offered.iter().filter(|state| (state.request, state.group) == (id, group)) {
             let request = self.requests.get(id).expect("it was looked up");
-            // A part of a block is no boundary of full attention.
-            let whole = state.boundary > 0 && state.boundary.is_multiple_of(form.block_tokens);
-            if !whole || state.block == NULL_BLOCK || request.doubt.is_some() {
+            // No hit ends anywhere else.
+            let is_end = state.boundary > 0 && state.boundary.is_multiple_of(form.key_tokens);
+            if !is_end || state.block == NULL_BLOCK || request.doubt.is_some() {
                 continue;
             }
-            let place = state.boundary / form.block_tokens - 1;
-            self.proof.fill_state(id, request, group, (state.block, place));
+            let place = state.boundary / form.key_tokens - 1;
+            self.proof.fill_part(id, request, group, (state.block, state.boundary));
             let has_key = self.append(id, group) && self.is_home(group);
             let part = &self.requests.get(id).expect("it was looked up").parts[group];
             if has_key && place < part.appended {
@@ -141,6 +149,19 @@ impl<H: SessionHost> EnginePolicy<H> {
             }
         }
         posted
+    }
+
+    /// Saves the request's block of full attention filled up to `end`, the end of a state, under the key of these tokens. The request's next
+    /// tokens may lie behind them: the reader of the block reads none of those, and writes over them.
+    fn save_tail(&mut self, id: RequestId, group: usize, end: u32, step: u64) -> bool {
+        let form = self.set.forms[group];
+        let request = self.requests.get(id).expect("it was looked up");
+        let block = request.parts[group].blocks.get((end / form.block_tokens) as usize).copied();
+        let has_tail = self.set.has_tails() && form.has_tail(end) && end.is_multiple_of(self.set.unit);
+        let Some(block) = block.filter(|_| has_tail && request.doubt.is_none()) else { return false };
+        self.proof.fill_part(id, request, group, (block, end));
+        let Some((log, place)) = self.tail_log(id, group, end) else { return false };
+        self.is_home(group) && self.groups[group].session.save(log, place, vec![block], step, false)
     }
 
     fn save_checked(&mut self, id: RequestId, group: usize, blocks: Range<u32>, step: u64) -> bool {
@@ -167,7 +188,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         let places = first as usize..first as usize + blocks.len();
         let posted = self.groups[group].session.save(part.log, first, blocks, step, false);
         if let Some(events) = &mut self.groups[group].events {
-            let keys = request.keys_of(&self.set.forms[group], places).copied().collect();
+            let keys = request.log_keys(&self.set.forms[group], places).copied().collect();
             events.offered(id, part.fold, first as usize, keys, self.time);
         }
         posted

@@ -132,7 +132,13 @@ impl Scheduler {
             tokens_per_step: WORD_TOKENS,
             ..PolicyOptions::default()
         };
-        let form = GroupForm { kind: GroupKind::Full, block_tokens: BLOCK_TOKENS, hashes_each: 1, window: 0 };
+        let form = GroupForm {
+            kind: GroupKind::Full,
+            block_tokens: BLOCK_TOKENS,
+            hashes_each: 1,
+            key_tokens: BLOCK_TOKENS,
+            window: 0,
+        };
         let sessions = vec![Line::new(config, port)];
         let set = GroupSet::new(vec![form], 0);
         Self {

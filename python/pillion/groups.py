@@ -98,11 +98,8 @@ def policy(
 
 
 def _form(group: Group, kv_cache_config: KVCacheConfig) -> tuple[int, int, int, int, int]:
-    """Tokens of a block, hashes of a key, tokens of its window, blocks read by the token behind a boundary, 0: all, and the
-    least tokens between two of its states, 0: it keeps none.
-
-    An only group is asked for all blocks, and saves all.
-    """
+    """Tokens of a block, hashes of a key, tokens of its window, blocks read by the token behind a boundary, 0: all, as in an
+    only group, and the least tokens between two of its states, 0: it keeps none."""
     window, size = vllm_compat.window(kv_cache_config), vllm_compat.block_tokens(kv_cache_config)
     reads = max(1, -(-(window - 1) // size)) if window and group.several else 0
     return size, group.hashes, window, reads, vllm_compat.state_tokens(kv_cache_config)

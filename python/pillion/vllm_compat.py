@@ -115,8 +115,10 @@ def drafts_from_hidden_states(vllm_config: VllmConfig) -> bool:
     return bool(uses and uses())
 
 
-# Methods of speculation without a drafter's KV: the target's is the same with and without them.
+# Methods of speculation without a drafter's KV: the target's is the same with and without them. And those served beside
+# windows, where vLLM itself answers wrong with a draft model.
 DRAFTS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
+DRAFTS_BESIDE_WINDOWS = (*DRAFTS_WITHOUT_KV, "eagle", "eagle3", "mtp")
 
 
 def drafts_with_kv(vllm_config: VllmConfig) -> bool:
@@ -241,11 +243,11 @@ def _unserved_set(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kinds
     whole = hashed and all(group.kv_cache_spec.block_size % hashed == 0 for group in served)
     if not whole:
         return f", and this vLLM divides or hashes their blocks in ways that are not served: {remedy}"
-    speculates, has_states = getattr(vllm_config, "speculative_config", None), "state" in map(kind_of_group, served)
-    if drafts_with_kv(vllm_config) or (speculates and has_states):
+    speculative, has_states = getattr(vllm_config, "speculative_config", None), "state" in map(kind_of_group, served)
+    drafters = {kind_of_group(group) for group in groups if getattr(group, "is_eagle_group", False)}
+    if speculative and (has_states or speculative.method not in DRAFTS_BESIDE_WINDOWS or drafters - {"full"}):
         # A step with drafts leaves a state for each of them, and copies the right one later.
-        named = "with speculation" if has_states else "with a drafter's KV"
-        return f", which are not served {named}: start vLLM without --speculative-config"
+        return f", which are not served with speculation by {speculative.method}: start vLLM without --speculative-config"
     if not recomputes_failed_loads(vllm_config):
         return ", and a load that fails would end its request: set kv_load_failure_policy to recompute"
     return None

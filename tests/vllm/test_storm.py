@@ -40,6 +40,8 @@ PATHS = [
 PATHS += [("sync", "engine", "window"), ("auto", "sidecar", "window-drafts")]
 # Windows beside full attention, in groups that have their blocks of one pool.
 PATHS += [("auto", "engine", "set-drafts"), ("auto", "sidecar", "set"), ("auto", "engine", "set-of-sizes")]
+# A drafter's KV beside windows: vLLM drops a block of its own hits.
+PATHS += [("auto", "engine", "set-eagle")]
 # States, windows and scratch beside full attention.
 PATHS += [("auto", "engine", "mixed"), ("auto", "sidecar", "mixed")]
 # The same, with hits within blocks.
@@ -55,6 +57,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 # A step computes drafts, too. The KV of rejected ones lies in the blocks until the next step.
 KINDS |= {f"{kind}-drafts": KINDS[kind] | {"drafts": 3} for kind in ("full", "window", "set")}
+KINDS["set-eagle"] = KINDS["set-drafts"] | {"drafter": "eagle"}
 SETS = ("set", "mixed")
 SET_TESTS = sum(KINDS[kind]["kind"] in SETS for _, _, kind in PATHS) * len(RELEASES) * len(SCHEDULERS)
 ALONE = "PILLION_SEED" in os.environ

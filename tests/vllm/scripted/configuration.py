@@ -29,6 +29,9 @@ def build_config(scenario: dict[str, Any]) -> Any:
     # The scripted worker drafts by itself; an asynchronous scheduler takes drafters on the device alone.
     method = "ngram_gpu" if scenario["async_scheduling"] else "ngram"
     speculative = SpeculativeConfig(method=method, num_speculative_tokens=drafts, **target) if drafts else None
+    if speculative and "drafter" in scenario:
+        # Its layers and its answers are the scripted ones; vLLM's schedulers do what they do for its method.
+        speculative.method = scenario["drafter"]
     return VllmConfig(
         model_config=model,
         device_config=DeviceConfig("cpu"),

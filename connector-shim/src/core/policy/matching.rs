@@ -259,12 +259,8 @@ impl<H: SessionHost> EnginePolicy<H> {
         }
         let size = self.set.forms[0].block_tokens;
         let awaited = self.requests.get(id).expect("the caller has it").parts[0].awaited;
-        let dropped = self.options.drops_last_block
-            && !self.set.several()
-            && !awaited
-            && end > first
-            && (end - first).div_ceil(size) == 1;
-        // Most likely the engine has dropped this block of its own hit: each request would load it again.
+        let dropped = self.options.drops_last_block && !awaited && end <= first + self.set.boundary;
+        // Most likely the engine has dropped these last blocks of its own hit: each request would load them again.
         if end <= first || dropped {
             self.release_leases(id);
             return MISS;

@@ -214,7 +214,13 @@ impl EngineSetup {
 
     /// A request begins on its loaded blocks once they are there, so a failed load is a shorter hit.
     fn policy(&self, session: Scheduler, block_tokens: u32) -> EnginePolicy<Scheduler> {
-        let form = GroupForm { kind: GroupKind::Full, block_tokens, hashes_each: 1, window: 0 };
+        let form = GroupForm {
+            kind: GroupKind::Full,
+            block_tokens,
+            hashes_each: 1,
+            key_tokens: block_tokens,
+            window: 0,
+        };
         let machine = Machine {
             load: LoadMode::Async,
             by_engine: true,

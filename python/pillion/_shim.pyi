@@ -99,7 +99,7 @@ class Policy:
         early: list[bool],
         tables: list[bytes],
         algorithm: str,
-        groups: list[tuple[int, int, int, int, bool]],
+        groups: list[tuple[int, int, int, int, int]],
         waits: bool,
         on_gpu: bool,
         by_engine: bool,
@@ -173,11 +173,13 @@ class Policy:
         filled: list[int],
         encoded: list[str],
         offered: list[tuple[int, int, int, int]] = ...,
+        copied: list[tuple[int, int]] = ...,
     ) -> tuple[list[int], list[int], bool]:
         """A step has been scheduled. `begun`: requests with a new block table: number (-1: not followed), blocks by group,
         groups without a session last, their tokens. `grown`: further blocks. `filled`: other blocks the step writes.
-        `offered`: states made by the step: request, group, block, and tokens of the state. Returns the requests due in
-        `end_step`, released blocks, and whether blocks of before may be wrong."""
+        `offered`: states made by the step: request, group, block, and tokens of the state. `copied`: blocks copied before it
+        computes, from and to. Returns the requests due in `end_step`, released blocks, and whether blocks of before may be
+        wrong."""
     def end_step(self, due: list[tuple[int, int | None, Numbers]], computes: int) -> PolicyStep:
         """Posts the step's saves. `due`: each such request and its tokens computed by the step. `computes`: the number of all
         requests computed by the step."""
@@ -569,6 +571,6 @@ def lay_out_block(
     and bytes of one, lengths and strides of all axes, the axis of blocks, the dtype, and of a head the elements of a key and
     of a value, 0 where they are not known, and the packing."""
 
-def served_tokens(groups: list[tuple[int, int, int, int, bool]], limit: int, kept: list[list[bool]]) -> int:
+def served_tokens(groups: list[tuple[int, int, int, int, int]], limit: int, kept: list[list[bool]]) -> int:
     """The end of the tokens served of a prompt with `limit` of them, by cache groups with these blocks; each group as in
     `Policy`."""

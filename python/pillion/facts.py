@@ -100,7 +100,7 @@ class Facts:
         model, cache = self._vllm_config.model_config, self._vllm_config.cache_config
         spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
         settings = {fact: self._settings(fact) for fact in SETTINGS}
-        has_states = vllm_compat.has_states(self._kv_cache_config)
+        has_states = vllm_compat.state_tokens(self._kv_cache_config) > 0
         stated = {
             "block_tokens": spec.block_size,
             "page_bytes": spec.page_size_bytes,

@@ -23,7 +23,7 @@ class Group(NamedTuple):
     number: int
     # The block tokens of all of vLLM's groups, where there are others; 0: the group is scratch, and has no session.
     sizes: tuple[int, ...] = ()
-    # Hashes of a request for each of this group's blocks: the last of them is the block's key.
+    # Hashes of a request for each of this group's keys, of blocks or of states: the last of them is the key.
     hashes: int = 1
     # Its place among the groups with a session.
     place: int = 0
@@ -51,7 +51,8 @@ def parts(kv_cache_config: KVCacheConfig) -> list[tuple[Group, KVCacheConfig]]:
     views = [dataclasses.replace(kv_cache_config, kv_cache_groups=[group]) for group in groups]
     sizes = tuple(vllm_compat.block_tokens(view) if keeps else 0 for view, keeps in zip(views, kept, strict=True))
     numbers = [number for number, size in enumerate(sizes) if size]
-    return [(Group(number, sizes, sizes[number] // hashed, place), views[number]) for place, number in enumerate(numbers)]
+    keyed = [vllm_compat.state_tokens(view) or size for view, size in zip(views, sizes, strict=True)]
+    return [(Group(number, sizes, keyed[number] // hashed, place), views[number]) for place, number in enumerate(numbers)]
 
 
 def order_groups(group: Group) -> list[int] | None:
@@ -96,12 +97,9 @@ def policy(
     )
 
 
-def _form(group: Group, kv_cache_config: KVCacheConfig) -> tuple[int, int, int, int, bool]:
-    """Tokens of a block, hashes of it, tokens of its window, blocks read by the token behind a boundary, 0: all, and whether
-    the group keeps states.
-
-    An only group is asked for all blocks, and saves all.
-    """
+def _form(group: Group, kv_cache_config: KVCacheConfig) -> tuple[int, int, int, int, int]:
+    """Tokens of a block, hashes of a key, tokens of its window, blocks read by the token behind a boundary, 0: all, as in an
+    only group, and the least tokens between two of its states, 0: it keeps none."""
     window, size = vllm_compat.window(kv_cache_config), vllm_compat.block_tokens(kv_cache_config)
     reads = max(1, -(-(window - 1) // size)) if window and group.several else 0
-    return size, group.hashes, window, reads, vllm_compat.has_states(kv_cache_config)
+    return size, group.hashes, window, reads, vllm_compat.state_tokens(kv_cache_config)

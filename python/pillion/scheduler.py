@@ -54,7 +54,7 @@ class Scheduler:
         self._order = groups.order_groups(parts[0][0])
         self._windows = any(vllm_compat.window(view) for _, view in parts)
         # The groups with states, by vLLM's number: their places in the policy.
-        self._states = {group.number: group.place for group, view in parts if vllm_compat.has_states(view)}
+        self._states = {group.number: group.place for group, view in parts if vllm_compat.state_tokens(view)}
         self._events: list[Events] = []
         if vllm_compat.kv_events_are_on(vllm_config):
             self._events = [Events(group, view) for group, view in parts]
@@ -204,10 +204,9 @@ class Scheduler:
         """Posts this step's saves and possible overwrites. Called once, at the end of every schedule()."""
         scheduled = output.num_scheduled_tokens
         begun, grown = self._tables(output)
-        filled = [copy.dst_block_id for copy in getattr(output, "kv_cache_block_copies", None) or ()]
-        filled += output.new_block_ids_to_zero or ()
+        copied, filled = list(getattr(output, "kv_cache_block_copies", None) or ()), output.new_block_ids_to_zero or []
         offered = self._offered(output) if self._states else []
-        due, released, contradicted = self._policy.begin_step(begun, grown, filled, self._encoded(output), offered)
+        due, released, contradicted = self._policy.begin_step(begun, grown, filled, self._encoded(output), offered, copied)
         self._give_back(released)
         if contradicted:
             self._forget_cached()

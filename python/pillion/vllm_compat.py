@@ -115,8 +115,10 @@ def drafts_from_hidden_states(vllm_config: VllmConfig) -> bool:
     return bool(uses and uses())
 
 
-# Methods of speculation without a drafter's KV: the target's is the same with and without them.
+# Methods of speculation without a drafter's KV: the target's is the same with and without them. And those served with several
+# groups, where vLLM itself answers wrong with a draft model.
 DRAFTS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
+DRAFTS_BESIDE_GROUPS = (*DRAFTS_WITHOUT_KV, "eagle", "eagle3", "mtp")
 
 
 def drafts_with_kv(vllm_config: VllmConfig) -> bool:
@@ -241,8 +243,10 @@ def _unserved_set(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kinds
     whole = hashed and all(group.kv_cache_spec.block_size % hashed == 0 for group in served)
     if not whole:
         return f", and this vLLM divides or hashes their blocks in ways that are not served: {remedy}"
-    if drafts_with_kv(vllm_config):
-        return ", which are not served with a drafter's KV: start vLLM without --speculative-config"
+    speculative = getattr(vllm_config, "speculative_config", None)
+    drafters = {kind_of_group(group) for group in groups if getattr(group, "is_eagle_group", False)}
+    if speculative and (speculative.method not in DRAFTS_BESIDE_GROUPS or drafters - {"full"}):
+        return f", which are not served with speculation by {speculative.method}: start vLLM without --speculative-config"
     if not recomputes_failed_loads(vllm_config):
         return ", and a load that fails would end its request: set kv_load_failure_policy to recompute"
     return None
@@ -261,9 +265,10 @@ def kind_of_group(group: KVCacheGroupSpec) -> str:
     return kinds.pop() if len(kinds) == 1 else "other"
 
 
-def has_states(kv_cache_config: KVCacheConfig) -> bool:
-    """Whether the layers of the only group keep states."""
-    return kind_of_group(kv_cache_config.kv_cache_groups[0]) == "state"
+def state_tokens(kv_cache_config: KVCacheConfig) -> int:
+    """The least tokens between states of the only group, a block's or those of `--prefix-match-unit`; 0: it keeps none."""
+    size, keeps = block_tokens(kv_cache_config), kind_of_group(kv_cache_config.kv_cache_groups[0]) == "state"
+    return min(size, getattr(kv_cache_config, "cache_hit_alignment_tokens", None) or size) if keeps else 0
 
 
 def offered_states(output: Any) -> Mapping[str, list[tuple[int, int, int]]]:
@@ -654,7 +659,7 @@ class BlockEvents:
         spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
         self._events: Any = kv_events
         self._utils: Any = kv_cache_utils
-        self._block_tokens = spec.block_size
+        self._block_tokens = state_tokens(kv_cache_config) or spec.block_size
         self._group: dict[str, Any] = {"group_idx": group}
         if hasattr(interface, "get_kv_cache_spec_kind"):
             self._group["kv_cache_spec_kind"] = interface.get_kv_cache_spec_kind(spec).value

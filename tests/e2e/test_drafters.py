@@ -54,6 +54,35 @@ def test_a_drafter_s_kv_outlives_the_engine(method: str, tmp_path: Path) -> None
         assert "STAYS OUT" not in (tmp_path / log).read_text()
 
 
+@pytest.mark.supports("eagle")
+def test_eagle_beside_windows(tmp_path: Path) -> None:
+    """The target has windows in a group of their own. The negative control: wrong keys in every block show."""
+    speculative = drafter.write(tmp_path / "drafter", "eagle")
+    shape = model.write(tmp_path / "model", model.TINY_WINDOWS)
+    plain = engine.Options(shape, dtype="float32", batched_tokens=256)
+    with engine.running(plain, tmp_path / "plain.log") as without:
+        (right,) = without.generate([PROMPT], max_tokens=OUTPUT_TOKENS)
+        without.exit()
+    with sidecar.serving(tmp_path) as keeper:
+        options = dataclasses.replace(plain, socket=keeper.socket, arguments={"speculative_config": speculative})
+        with engine.running(options, tmp_path / "first.log") as first:
+            (cold, _), (local, loaded) = ask(first), ask(first)
+            assert cold["tokens"] == local["tokens"] == right["tokens"]
+            assert (local["cached_tokens"], loaded) == (LOCAL["eagle"], 0)
+            windows.wait_until_quiet(keeper)
+            first.kill()
+        with engine.running(options, tmp_path / "second.log") as second:
+            warm, loaded = ask(second)
+            assert (warm["tokens"], loaded) == (right["tokens"], WHOLE)
+            windows.forget(second, keeper)
+            with pool_file.damaged(keeper.pool) as blocks:
+                assert blocks > 0
+                damaged, loaded = ask(second)
+            assert loaded == WHOLE and damaged["logprobs"] != warm["logprobs"]
+            second.exit()
+        assert keeper.metrics()["pillion_load_failures_total"] == 0
+
+
 # A token has come before in each prompt, so every step has drafts. Few of them are right.
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 # An answer of several blocks, and ends of second turns.

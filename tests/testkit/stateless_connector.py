@@ -17,7 +17,7 @@ LOAD = worker.Worker.load
 def loading(self: Any, *arguments: Any) -> None:
     """Before the loads begin."""
     for part in self._parts:
-        if part.metadata is not None and vllm_compat.has_states(part.kv_cache_config):
+        if part.metadata is not None and vllm_compat.state_tokens(part.kv_cache_config):
             for request, _, _ in part.metadata.loads:
                 self._loads.lose_load(request, [])
             part.metadata.loads = []

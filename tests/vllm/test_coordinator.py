@@ -97,7 +97,7 @@ def test_a_set_is_served_as_by_vllm() -> None:
         boundary, lacks = coordinator.scheduler_block_size, chance.choice([0.02, 0.1, 0.3])
         tokens = boundary * chance.randint(1, BOUNDARIES_MAX) + chance.randrange(boundary)
         hashes = [chance.randbytes(32) for _ in range(tokens // HASHED)]
-        rare = {group.number: vllm_compat.has_states(view) and chance.random() < 0.7 for group, view in parts}
+        rare = {group.number: bool(vllm_compat.state_tokens(view)) and chance.random() < 0.7 for group, view in parts}
         kept = {
             group.number: [
                 chance.random() < (0.3 if rare[group.number] else 1 - lacks)

@@ -173,14 +173,29 @@ def test_several_groups_are_refused_where_a_failed_load_ends_its_request(remedy:
     assert remedy in reason and fits_metrics(reason)
 
 
-NGRAMS, EAGLE = SimpleNamespace(method="ngram"), SimpleNamespace(method="eagle")
+NGRAMS, EAGLE, DRAFTER = (SimpleNamespace(method=method) for method in ("ngram", "eagle", "draft_model"))
 
 
-@pytest.mark.parametrize("more", [{"speculative_config": NGRAMS}, {"lora_config": SimpleNamespace()}])
+@pytest.mark.parametrize(
+    "more", [{"speculative_config": NGRAMS}, {"speculative_config": EAGLE}, {"lora_config": SimpleNamespace()}]
+)
 def test_windows_in_groups_of_their_own_are_served_beside(more: dict[str, Any]) -> None:
-    """Drafts without KV, and adapters."""
+    """Drafts without KV, EAGLE with full attention, and adapters."""
     engine: Any = SimpleNamespace(**vars(PLAIN), kv_transfer_config=RECOMPUTE, **more)
-    assert vllm_compat.unsupported(engine, full_and_window()) is None
+    both = full_and_window()
+    assert vllm_compat.unsupported(engine, both) is None
+    both.kv_cache_groups[0] = dataclasses.replace(both.kv_cache_groups[0], is_eagle_group=True)
+    assert vllm_compat.unsupported(engine, both) is None
+
+
+@refuses("set-drafts", "start vLLM without --speculative-config")
+def test_a_drafter_with_windows_is_refused(remedy: str) -> None:
+    """Its layers have a window in a group of their own, as vLLM says by a flag."""
+    both = full_and_window()
+    both.kv_cache_groups[1] = dataclasses.replace(both.kv_cache_groups[1], is_eagle_group=True)
+    engine: Any = SimpleNamespace(**vars(PLAIN), kv_transfer_config=RECOMPUTE, speculative_config=EAGLE)
+    reason = vllm_compat.unsupported(engine, both) or ""
+    assert remedy in reason and "eagle" in reason and fits_metrics(reason)
 
 
 STATE = MambaSpec(block_size=16, shapes=((2, 64),), dtypes=(torch.bfloat16,), mamba_cache_mode="align")
@@ -191,13 +206,14 @@ SCRATCH = spec("CircularBufferSpec", block_size=8)
     ("group", "drafts"),
     [
         pytest.param(STATE, NGRAMS, marks=refuses("state-drafts", "start vLLM without --speculative-config")),
+        pytest.param(STATE, EAGLE, marks=refuses("state-drafts", "start vLLM without --speculative-config")),
         pytest.param(
-            spec("SlidingWindowSpec", **WINDOW), EAGLE, marks=refuses("set-drafts", "start vLLM without --speculative-config")
+            spec("SlidingWindowSpec", **WINDOW), DRAFTER, marks=refuses("set-drafts", "start vLLM without --speculative-config")
         ),
     ],
 )
 def test_several_groups_are_refused_beside_drafts(group: Any, drafts: Any, remedy: str) -> None:
-    """Of any kind beside states, and of a drafter with KV beside windows."""
+    """Of any kind beside states, and of a draft model beside windows."""
     both = full_and_window()
     both.kv_cache_groups = [dataclasses.replace(both.kv_cache_groups[0], kv_cache_spec=it) for it in (full_attention(), group)]
     engine: Any = SimpleNamespace(**vars(PLAIN), kv_transfer_config=RECOMPUTE, speculative_config=drafts)

@@ -40,8 +40,12 @@ PATHS = [
 PATHS += [("sync", "engine", "window"), ("auto", "sidecar", "window-drafts")]
 # Windows beside full attention, in groups that have their blocks of one pool.
 PATHS += [("auto", "engine", "set-drafts"), ("auto", "sidecar", "set"), ("auto", "engine", "set-of-sizes")]
+# A drafter's KV beside windows: vLLM drops a block of its own hits.
+PATHS += [("auto", "engine", "set-eagle")]
 # States, windows and scratch beside full attention.
 PATHS += [("auto", "engine", "mixed"), ("auto", "sidecar", "mixed"), ("auto", "engine", "mixed-drafts")]
+# The same, with hits within blocks.
+PATHS += [("auto", "engine", "mixed-within"), ("auto", "sidecar", "mixed-within")]
 # Blocks of the engine are few enough that it preempts.
 KINDS: dict[str, dict[str, Any]] = {
     "full": {"kind": "full", "blocks": 24},
@@ -49,9 +53,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "set": {"kind": "set", "window": 50, "blocks": 48},
     "set-of-sizes": {"kind": "set", "window": 50, "larger": 2, "blocks": 34},
     "mixed": {"kind": "mixed", "window": 50, "blocks": 40},
+    "mixed-within": {"kind": "mixed", "window": 50, "blocks": 100, "match_tokens": 8},
 }
 # A step computes drafts, too. The KV of rejected ones lies in the blocks until the next step.
 KINDS |= {f"{kind}-drafts": KINDS[kind] | {"drafts": 3} for kind in ("full", "window", "set", "mixed")}
+KINDS["set-eagle"] = KINDS["set-drafts"] | {"drafter": "eagle"}
 SETS = ("set", "mixed")
 SET_TESTS = sum(KINDS[kind]["kind"] in SETS for _, _, kind in PATHS) * len(RELEASES) * len(SCHEDULERS)
 ALONE = "PILLION_SEED" in os.environ

@@ -98,10 +98,10 @@ pub struct EnginePolicy<H> {
     said_unproven: bool,
     /// When the engine began to schedule the step.
     time: Instant,
-    /// Answers the host has waited for in the current call, the last one, and the group with the lease it was to renew.
+    /// Answers the host has waited for in the current call, the last one, and the group and the log with the lease it was to renew.
     known: Vec<KnownAnswer>,
     waited: i64,
-    renewing: Option<usize>,
+    renewing: Option<(usize, i64)>,
 }
 
 // === impl Policy ===
@@ -347,6 +347,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         let written = self.take_blocks(&changes);
         let mut filled = std::mem::take(&mut self.overwritten);
         filled.extend(&changes.filled);
+        filled.extend(changes.copied.iter().map(|(_, to)| to));
         for group in &mut self.groups {
             if group.session.saving() > 0 && !(written.is_empty() && filled.is_empty()) {
                 group.session.overwrite(written.iter().chain(&filled).copied());
@@ -395,7 +396,14 @@ impl<H: SessionHost> EnginePolicy<H> {
     fn begin_table(&mut self, id: RequestId, begun: &BegunRequest) -> bool {
         let step = self.next.step;
         let Some(request) = self.requests.get_mut(id) else { return false };
-        let same = request.now.preemptions == request.began_after;
+        // The engine moves blocks of states. A block of full attention says whether the request goes on in its own.
+        let lead = self.set.lead();
+        let at = (begun.computed / self.set.forms[lead].block_tokens) as usize;
+        let same = request.now.preemptions == request.began_after
+            && begun
+                .blocks
+                .get(lead)
+                .is_some_and(|blocks| blocks.get(at) == request.parts[lead].blocks.get(at));
         request.began_after = request.now.preemptions;
         for ((part, blocks), form) in request.parts.iter_mut().zip(&begun.blocks).zip(&self.set.forms) {
             let found = (begun.computed / form.block_tokens) as usize;
@@ -414,6 +422,7 @@ impl<H: SessionHost> EnginePolicy<H> {
     /// computes tokens into the `written` blocks.
     fn follow_proof(&mut self, changes: Changes, filled: &[u32], written: &[u32]) {
         self.proof.overwrite(filled);
+        self.proof.copy(&changes.copied);
         for load in self.next.parts.iter().flat_map(|part| &part.loads).filter(|load| load.sync) {
             if let Some(request) = self.requests.get_mut(load.request) {
                 self.proof.fill_by_load(request);
@@ -427,13 +436,20 @@ impl<H: SessionHost> EnginePolicy<H> {
             let Some(request) = self.requests.get_mut(id) else { continue };
             let mut unproven = 0;
             for group in 0..self.set.forms.len() {
-                unproven += self.proof.begin_request(id, request, group, begun.computed);
+                unproven += self.proof.begin_request(id, request, group, begun.computed, &changes.copied);
             }
             if unproven > 0 && !std::mem::replace(&mut self.said_unproven, true) {
                 self.remarks.push(Remark::Unproven { blocks: unproven, request: id });
             }
         }
         self.proof.overwrite(written);
+        for begun in &changes.begun {
+            if let Some(id) = begun.request
+                && let Some(request) = self.requests.get(id).filter(|request| request.doubt.is_none())
+            {
+                self.proof.keep_beginning(id, request, begun.computed);
+            }
+        }
     }
 
     /// Posts the step's saves, of requests with numbers and keys handed in by the engine. `computes`: the number of requests computed by

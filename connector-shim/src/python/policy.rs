@@ -19,7 +19,7 @@ use super::{Guarded, SchedulerSession, SessionOwner, UNDIGESTED, bytes16, some16
 use crate::clock;
 use crate::core::aside::Aside;
 use crate::core::options::EngineSettings;
-use crate::core::policy::kinds::{GroupForm, GroupKind, GroupSet, Points, ServedTokens};
+use crate::core::policy::kinds::{AskedKeys, GroupForm, GroupKind, GroupSet, Points, ServedTokens};
 use crate::core::policy::{
     Adapter, Arrival, BegunRequest, Changes, CheckRate, Due, EnginePolicy as Rules, EventChange, FoundTokens,
     LoadMode, Machine, Media, Now, OfferedState, PlannedStep, PolicyOptions, PolicyWait, RequestId,
@@ -125,7 +125,7 @@ impl PyPolicy {
         early: Vec<bool>,
         tables: Vec<PyBackedBytes>,
         algorithm: &str,
-        groups: Vec<(u32, u32, u32, u32, bool)>,
+        groups: Vec<(u32, u32, u32, u32, u32)>,
         waits: bool,
         on_gpu: bool,
         by_engine: bool,
@@ -377,7 +377,7 @@ impl PyPolicy {
 
     // --- one step ---
 
-    #[pyo3(signature = (begun, grown, filled, encoded, offered = Vec::new()))]
+    #[pyo3(signature = (begun, grown, filled, encoded, offered = Vec::new(), copied = Vec::new()))]
     fn begin_step(
         &self,
         begun: Vec<BegunNumbers<'_>>,
@@ -385,12 +385,13 @@ impl PyPolicy {
         filled: Vec<u32>,
         encoded: Vec<String>,
         offered: Vec<(RequestId, usize, u32, u32)>,
+        copied: Vec<(u32, u32)>,
     ) -> PyResult<(Vec<RequestId>, Vec<u32>, bool)> {
         let ids = || begun.iter().filter_map(|(number, ..)| followed(*number));
         self.recorded(|records| records.begins(ids()));
         let out = |aside: &mut Aside| (Vec::new(), aside.release_held(), false);
         let opened = self.enter_or(out, |rules| {
-            let mut changes = Changes { filled, encoded, ..Changes::default() };
+            let mut changes = Changes { filled, copied, encoded, ..Changes::default() };
             for (number, blocks, computed, numbers) in begun {
                 let request = followed(number);
                 if let (Some(id), Some(numbers)) = (request, &numbers) {
@@ -656,22 +657,20 @@ pub(super) fn needed_blocks(
     prompt: u32,
     own: [u32; 2],
 ) -> Vec<(u32, u32)> {
-    let GroupForm { kind, .. } = form((1, 1, 0, reads, false));
+    let GroupForm { kind, .. } = form((1, 1, 0, reads, 0));
     let needed = Points { every, boundary: 1 }.needed(kind, (first, end), prompt, own);
     needed.into_iter().map(|range| (range.start, range.end)).collect()
 }
 
 /// The end of the tokens served of a prompt with `limit` of them, by groups with these blocks; each group as a policy takes it.
 #[pyfunction]
-pub(super) fn served_tokens(
-    groups: Vec<(u32, u32, u32, u32, bool)>,
-    limit: u32,
-    kept: Vec<Vec<bool>>,
-) -> u32 {
+pub(super) fn served_tokens(groups: Vec<(u32, u32, u32, u32, u32)>, limit: u32, kept: Vec<Vec<bool>>) -> u32 {
     let set = GroupSet::new(groups.into_iter().map(form).collect(), 0);
-    let present = |group: usize, blocks: std::ops::Range<u32>| {
+    let present = |group: usize, keys: AskedKeys| {
+        // Groups here have whole blocks alone.
+        let AskedKeys::Of(blocks) = keys else { return Ok::<_, Infallible>(Some(0)) };
         let (first, is_kept) = (blocks.start, |block: &u32| kept[group][*block as usize]);
-        Ok::<_, Infallible>(Some(match set.forms[group].kind {
+        Ok(Some(match set.forms[group].kind {
             GroupKind::State => blocks.rev().find(is_kept).map_or(0, |last| last + 1 - first),
             _ => blocks.take_while(is_kept).count() as u32,
         }))
@@ -682,13 +681,15 @@ pub(super) fn served_tokens(
     }
 }
 
-fn form((block_tokens, hashes_each, window, reads, state): (u32, u32, u32, u32, bool)) -> GroupForm {
+/// `states`: tokens between two states at least; 0: the group keeps none. `hashes`: of each key.
+fn form((block_tokens, hashes, window, reads, states): (u32, u32, u32, u32, u32)) -> GroupForm {
     let kind = match reads {
-        _ if state => GroupKind::State,
+        _ if states > 0 => GroupKind::State,
         0 => GroupKind::Full,
         reads => GroupKind::Window { reads },
     };
-    GroupForm { kind, block_tokens, hashes_each, window }
+    let key_tokens = if states > 0 { states } else { block_tokens };
+    GroupForm { kind, block_tokens, hashes_each: hashes * block_tokens / key_tokens, key_tokens, window }
 }
 
 fn followed(number: i64) -> Option<RequestId> {

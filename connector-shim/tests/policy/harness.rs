@@ -77,7 +77,13 @@ pub(crate) fn key(block: usize) -> BlockHash {
 }
 
 pub(crate) fn full() -> GroupForm {
-    GroupForm { kind: GroupKind::Full, block_tokens: BLOCK_TOKENS, hashes_each: 1, window: 0 }
+    GroupForm {
+        kind: GroupKind::Full,
+        block_tokens: BLOCK_TOKENS,
+        hashes_each: 1,
+        key_tokens: BLOCK_TOKENS,
+        window: 0,
+    }
 }
 
 // === impl Setup ===

@@ -13,4 +13,5 @@ mod scheduler_role;
 mod sets;
 mod sidecar;
 mod states;
+mod tails;
 mod weights;

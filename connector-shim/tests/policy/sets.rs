@@ -54,6 +54,27 @@ fn a_set_is_served_up_to_a_boundary_of_all_groups() {
     assert_eq!(engine.matched(third, 0), FoundTokens::Tokens(BLOCK_TOKENS, true));
 }
 
+/// The engine ends its own hits a common boundary earlier, for a drafter. Blocks of several sizes have it further apart.
+#[test]
+fn the_blocks_dropped_for_a_drafter_are_not_loaded() {
+    for (times, left) in [(1, 1), (2, 2)] {
+        let block_tokens = times * BLOCK_TOKENS;
+        let reads = GroupKind::Window { reads: READS };
+        let window =
+            GroupForm { kind: reads, block_tokens, key_tokens: block_tokens, hashes_each: times, window: 40 };
+        let mut setup = Setup { forms: vec![full(), window], ..Setup::default() };
+        setup.options.drops_last_block = true;
+        let mut engine = setup.engine();
+        (0..2).for_each(|group| engine.policy.session(group).sidecar.hits = Some(u32::MAX));
+        let request = engine.arrive(8 * BLOCK_TOKENS + 1);
+        let own = (8 - left) * BLOCK_TOKENS;
+        assert_eq!(engine.matched(request, own), FoundTokens::Tokens(0, false), "{times}");
+        assert!(!engine.policy.session(0).sidecar.released.is_empty(), "nothing stays leased");
+        let own = own - left * BLOCK_TOKENS;
+        assert_eq!(engine.matched(request, own), FoundTokens::Tokens(2 * left * BLOCK_TOKENS, true));
+    }
+}
+
 /// The engine asks again.
 #[test]
 fn a_set_waits_for_its_last_group() {

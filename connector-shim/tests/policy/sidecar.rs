@@ -83,6 +83,8 @@ pub(crate) struct Sidecar {
     pub(crate) hits: Option<u32>,
     /// The kept states, by the place of their key: questions are for the last one of them.
     pub(crate) states: BTreeSet<u32>,
+    /// No tail is kept.
+    pub(crate) lacks_tails: bool,
     /// Blocks of every answer are still on their way.
     pub(crate) arriving: bool,
     pending: Vec<(u64, u32, u32, bool)>,
@@ -256,6 +258,7 @@ impl Sidecar {
             weights: 0,
             hits: Some(0),
             states: BTreeSet::new(),
+            lacks_tails: false,
             arriving: false,
             pending: Vec::new(),
             numbers: HashMap::new(),
@@ -359,6 +362,9 @@ impl Sidecar {
                 let Keys { from, count, .. } = keys;
                 let log = self.log(keys);
                 self.questions.push(Question { log, first: from, count, awaits });
+                let logged = &self.logs[log];
+                let is_tail = logged.tail.is_some() && from as usize == logged.keys.len();
+                let count = if is_tail && self.lacks_tails { 0 } else { count };
                 self.pending.push((op, from, count, last));
             }
             SchedulerRequest::Hint { keys } => self.hints.push((self.log(keys), keys.from, keys.count)),

@@ -29,6 +29,9 @@ def build_config(scenario: dict[str, Any]) -> Any:
     # The scripted worker drafts by itself; an asynchronous scheduler takes drafters on the device alone.
     method = "ngram_gpu" if scenario["async_scheduling"] else "ngram"
     speculative = SpeculativeConfig(method=method, num_speculative_tokens=drafts, **target) if drafts else None
+    if speculative and "drafter" in scenario:
+        # Its layers and its answers are the scripted ones; vLLM's schedulers do what they do for its method.
+        speculative.method = scenario["drafter"]
     return VllmConfig(
         model_config=model,
         device_config=DeviceConfig("cpu"),
@@ -57,18 +60,22 @@ def build_config(scenario: dict[str, Any]) -> Any:
 def build_cache_config(scenario: dict[str, Any], config: Any) -> Any:
     """One group of the scenario's kind, each layer's pages by themselves; of kind `set` a group for each layer, and all of them
     have their blocks in the same pages, as vLLM has it."""
+    from vllm.v1.core.kv_cache_utils import resolve_cache_hit_alignment_tokens
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, UniformTypeKVCacheSpecs
 
     specs, blocks = layer_specs(scenario, config), scenario["blocks"]
     if scenario.get("kind") in SETS:
         (page,) = {spec.page_size_bytes for spec in specs.values()}
         config.cache_config.num_gpu_blocks = blocks
-        return KVCacheConfig(
+        found = KVCacheConfig(
             num_blocks=blocks,
             kv_cache_tensors=[KVCacheTensor(blocks * page, list(specs), blocks * page, page, 0)],
             kv_cache_groups=[KVCacheGroupSpec([name], spec) for name, spec in specs.items()],
-            hash_block_size=scenario["block_tokens"],
+            hash_block_size=scenario.get("match_tokens", scenario["block_tokens"]),
         )
+        whole = scenario["block_tokens"] * scenario.get("larger", 1)
+        found.cache_hit_alignment_tokens = resolve_cache_hit_alignment_tokens(found, config, whole, found.hash_block_size)
+        return found
     sizes = {name: blocks * spec.page_size_bytes for name, spec in specs.items()}
     total, offset, tensors = sum(sizes.values()), 0, []
     for name, size in sizes.items():
@@ -121,7 +128,10 @@ def layer_specs(scenario: dict[str, Any], config: Any) -> dict[str, Any]:
         )
         if kind == "states":
             return {f"{name}.attn": state for name in names[:-1]} | {f"{names[-1]}.attn": FullAttentionSpec(**plain)}
-        window = SlidingWindowSpec(**plain, sliding_window=scenario["window"])
+        # vLLM finds hits within blocks of states where those of windows are as small as a hash.
+        matched = scenario.get("match_tokens", tokens)
+        small = {"block_size": matched, "head_size": size * (tokens // matched)}
+        window = SlidingWindowSpec(**plain | small, sliding_window=scenario["window"])
         mixed = {"ring": CircularBufferSpec(**plain), "state": state, "window": window, "attn": FullAttentionSpec(**plain)}
         return {f"model.layers.{number}.{name}": spec for number, (name, spec) in enumerate(mixed.items())}
     latent = MLAAttentionSpec(block_size=tokens, num_kv_heads=1, max_tp_shards=1, head_size=576, dtype=torch.bfloat16)

@@ -100,11 +100,11 @@ class ScriptedEngine:
             kv_cache_config=generate_scheduler_kv_cache_config([cache_config]),
             structured_output_manager=StructuredOutputManager(config),
             block_size=scenario["block_tokens"] * scenario.get("larger", 1),
-            hash_block_size=scenario["block_tokens"],
+            hash_block_size=cache_config.hash_block_size or scenario["block_tokens"],
             log_stats=True,
         )
         # Behind its scheduler, as in vLLM: the connector may have put another in its place.
-        self._hasher = core.get_request_block_hasher(scenario["block_tokens"], hash_function)
+        self._hasher = core.get_request_block_hasher(self.scheduler.hash_block_size, hash_function)
         # For calls of vLLM from outside; of its parts only the workers are there.
         self._core = EngineCore.__new__(EngineCore)
         self._core.model_executor = Executor(self.worker)

@@ -245,6 +245,9 @@ class ScriptedWorker(KVConnectorModelRunnerMixin):
         for block in step.new_block_ids_to_zero or ():
             for pages in self._pages.values():
                 pages[block] = 0
+        for source, target in step.kv_cache_block_copies or ():
+            for pages in self._pages.values():
+                pages[target] = pages[source]
         if not step.total_num_scheduled_tokens:
             return self.kv_connector_no_forward(step, self._config)
         if fault == "skip":

@@ -21,6 +21,15 @@ pub enum GroupKind {
     State,
 }
 
+/// The keys that a question to a group names.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub enum AskedKeys {
+    /// These of the group's log.
+    Of(Range<u32>),
+    /// That of a block of full attention filled up to this token, as far as a hit reads it.
+    Tail(u32),
+}
+
 /// A cache group.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct GroupForm {
@@ -30,6 +39,8 @@ pub struct GroupForm {
     pub block_tokens: u32,
     /// Hashes of a request for each block; the last of them is the block's key.
     pub hashes_each: u32,
+    /// Tokens from one key of a request's log to the next: those of a block or, where states are made within blocks, of a hash.
+    pub key_tokens: u32,
     /// Tokens read by the layers, if the engine frees the blocks before them; 0: it keeps all.
     pub window: u32,
 }
@@ -41,6 +52,8 @@ pub struct GroupSet {
     pub forms: Vec<GroupForm>,
     /// Tokens from one boundary of all groups' blocks to the next.
     pub boundary: u32,
+    /// Tokens from one possible end of a hit to the next: the boundary or, where states are made within blocks, less.
+    pub unit: u32,
     /// Tokens from one checkpoint to the next, a multiple of the boundary; 0: there are none.
     pub checkpoint: u32,
 }
@@ -77,12 +90,14 @@ impl GroupForm {
         first.max(end.saturating_sub(reads))..end.max(first)
     }
 
-    /// The blocks named by a question for a hit from `first` up to `end`: all of a group with states, to learn the last kept one.
-    pub fn asked(&self, first: u32, end: u32) -> Range<u32> {
-        match self.kind {
-            GroupKind::State => first / self.block_tokens..end.max(first).div_ceil(self.block_tokens),
-            _ => self.loaded(first, end),
-        }
+    /// Whether a hit up to `end` reads the beginning of a block of full attention.
+    pub fn has_tail(&self, end: u32) -> bool {
+        self.kind == GroupKind::Full && !end.is_multiple_of(self.block_tokens)
+    }
+
+    /// Hashes of a request for each key.
+    pub(super) fn hashes_of_key(&self) -> u32 {
+        self.key_tokens * self.hashes_each / self.block_tokens
     }
 }
 
@@ -93,7 +108,14 @@ impl GroupSet {
     pub fn new(forms: Vec<GroupForm>, checkpoint_tokens: u32) -> Self {
         let boundary = forms.iter().fold(1, |all, form| lcm(all, form.block_tokens));
         let checkpoint = checkpoint_tokens.div_ceil(boundary) * boundary;
-        Self { forms, boundary, checkpoint }
+        let within = forms.iter().filter(|form| form.key_tokens < form.block_tokens);
+        let unit = within.map(|form| form.key_tokens).min().unwrap_or(boundary);
+        Self { forms, boundary, unit, checkpoint }
+    }
+
+    /// Whether hits may end within blocks of full attention, under a key of their own.
+    pub fn has_tails(&self) -> bool {
+        self.unit < self.boundary
     }
 
     /// Whether there are several groups.
@@ -116,57 +138,94 @@ impl GroupSet {
         self.groups_of(false).next().unwrap_or(0)
     }
 
-    /// The highest boundary before so many tokens.
+    /// The highest possible end of a hit before so many tokens.
     pub fn floor(&self, tokens: u32) -> u32 {
-        tokens - tokens % self.boundary
+        tokens - tokens % self.unit
     }
 
-    /// The highest boundary reached by so many blocks of a group; `limit` counts as one.
-    fn below(&self, group: usize, blocks: u32, limit: u32) -> u32 {
-        let tokens = blocks * self.forms[group].block_tokens;
-        if tokens >= limit { limit } else { self.floor(tokens) }
+    /// The highest possible end reached with the first missing key of a group at this place; `limit` counts as one.
+    fn below(&self, group: usize, missing: u32, limit: u32) -> u32 {
+        limit.min(self.floor((missing + 1) * self.forms[group].key_tokens - 1))
     }
 
-    /// How far all groups have the blocks a request reads, of `first..limit`, in tokens. `present` returns the number of a group's blocks
-    /// before the first missing one, of states the number up to the last kept one; none: it will know later. `parted` is told how far full groups have all blocks. `tried`: the boundary
-    /// of the last pending answer.
+    /// The keys named by a question for a hit from `first` up to `end`: all of a group with states, to learn the last kept one.
+    pub fn asked(&self, group: usize, first: u32, end: u32) -> Range<u32> {
+        let form = &self.forms[group];
+        match form.kind {
+            GroupKind::State => first / form.key_tokens..end.max(first) / form.key_tokens,
+            GroupKind::Full if self.has_tails() => form.loaded(first, end - end % form.block_tokens),
+            _ => form.loaded(first, end),
+        }
+    }
+
+    /// The keys of the blocks loaded for a hit from `first` up to `end`, but for a tail.
+    pub fn loaded_keys(&self, group: usize, first: u32, end: u32) -> Range<u32> {
+        let asked = self.asked(group, first, end);
+        match self.forms[group].kind {
+            GroupKind::State => asked.start.max(asked.end.saturating_sub(1))..asked.end,
+            _ => asked,
+        }
+    }
+
+    /// How far all groups have the blocks a request reads, of `first..limit`, in tokens. `present` returns the number of asked keys before
+    /// the first missing one, of states the number up to the last kept one; none: it will know later. `parted` is told how far full groups
+    /// have all blocks. `tried`: the end of the last pending answer.
     pub fn serve_request<W>(
         &self,
         (first, limit): (u32, u32),
         tried: Option<u32>,
-        mut present: impl FnMut(usize, Range<u32>) -> Result<Option<u32>, W>,
+        mut present: impl FnMut(usize, AskedKeys) -> Result<Option<u32>, W>,
         mut parted: impl FnMut(u32),
     ) -> Result<ServedTokens, W> {
-        let mut hits = |group: usize, blocks: &Range<u32>| {
-            if blocks.is_empty() { Ok(Some(0)) } else { present(group, blocks.clone()) }
-        };
         let mut end = limit;
         for group in self.groups_of(false) {
-            let blocks = self.forms[group].loaded(first, limit);
-            let Some(found) = hits(group, &blocks)? else { return Ok(ServedTokens::Pending(tried)) };
-            end = end.min(self.below(group, blocks.start + found, limit));
+            let keys = self.asked(group, first, limit);
+            let found = if keys.is_empty() { Some(0) } else { present(group, AskedKeys::Of(keys.clone()))? };
+            let Some(found) = found else { return Ok(ServedTokens::Pending(tried)) };
+            end = end.min(self.below(group, keys.start + found, limit));
         }
-        parted(end);
+        // No end of a hit within a block is a junction: what follows may still be in the block.
+        parted(if self.has_tails() { end - end % self.boundary } else { end });
         end = end.min(tried.unwrap_or(end));
         for count in 0..TRIES_MAX {
             if count >= TRIES_IN_TURN && self.checkpoint > 0 {
                 end -= end % self.checkpoint;
             }
+            if end <= first {
+                // A checkpoint may lie before the engine's own tokens.
+                return Ok(ServedTokens::To(first));
+            }
             let asked = end;
             for group in self.groups_of(true) {
-                let blocks = self.forms[group].asked(first, end);
-                let Some(found) = hits(group, &blocks)? else {
+                let keys = self.asked(group, first, end);
+                if keys.is_empty() {
+                    continue;
+                }
+                let Some(found) = present(group, AskedKeys::Of(keys.clone()))? else {
                     return Ok(ServedTokens::Pending(Some(asked)));
                 };
-                if found < blocks.len() as u32 {
+                if found < keys.len() as u32 {
                     // A boundary beyond a missing block reads it, as far as this one does. States are kept at some boundaries.
-                    end = self.below(group, blocks.start + found, limit);
+                    end = self.below(group, keys.start + found, limit);
+                    break;
+                }
+            }
+            if end < asked {
+                continue;
+            }
+            let tails =
+                self.groups_of(false).filter(|group| self.has_tails() && self.forms[*group].has_tail(end));
+            for group in tails {
+                let Some(found) = present(group, AskedKeys::Tail(end))? else {
+                    return Ok(ServedTokens::Pending(Some(asked)));
+                };
+                if found == 0 {
+                    end -= self.unit;
                     break;
                 }
             }
             if end == asked {
-                // A checkpoint may lie before the engine's own tokens.
-                return Ok(ServedTokens::To(end.max(first)));
+                return Ok(ServedTokens::To(end));
             }
         }
         Ok(ServedTokens::To(first))
@@ -186,7 +245,7 @@ fn lcm(a: u32, b: u32) -> u32 {
 impl Points {
     pub(super) fn new(set: &GroupSet, group: usize) -> Self {
         let size = set.forms[group].block_tokens;
-        Self { every: set.checkpoint / size, boundary: set.boundary / size }
+        Self { every: set.checkpoint / size, boundary: (set.unit / size).max(1) }
     }
 
     /// The parts of the blocks `first..end` of a group without states to save, of a request with `prompt` whole blocks before its prompt's last token, and with its
@@ -236,8 +295,10 @@ mod tests {
     #[derive(Debug)]
     struct Case {
         set: GroupSet,
-        /// By group and block.
+        /// By group and key.
         present: Vec<Vec<bool>>,
+        /// Beginnings of blocks, by group and end in units.
+        tails: Vec<Vec<bool>>,
         first: u32,
         limit: u32,
         tried: Option<u32>,
@@ -247,10 +308,12 @@ mod tests {
         (random.next() % end) as u32
     }
 
-    /// A question over `boundaries` boundaries of a set at most.
+    /// A question over `boundaries` possible ends of a hit at most.
     fn case(seed: u64, boundaries: u64) -> Case {
         let random = &mut Random(seed);
         let groups = 1 + random.next() % GROUPS_MAX;
+        // Blocks of windows are no larger than a unit then.
+        let unit = if groups > 1 && random.next().is_multiple_of(3) { 2 } else { 0 };
         let forms: Vec<GroupForm> = (0..groups)
             .map(|_| {
                 let kind = match below(random, 7) {
@@ -258,25 +321,33 @@ mod tests {
                     6 if groups > 1 => GroupKind::State,
                     reads => GroupKind::Window { reads },
                 };
-                let block_tokens = [1, 2, 3, 4, 8][below(random, 5) as usize];
-                GroupForm { kind, block_tokens, hashes_each: 1, window: 0 }
+                let block_tokens = match kind {
+                    GroupKind::Window { .. } if unit > 0 => unit,
+                    _ if unit > 0 => unit * (1 + below(random, 4)),
+                    _ => [1, 2, 3, 4, 8][below(random, 5) as usize],
+                };
+                let key_tokens = if kind == GroupKind::State && unit > 0 { unit } else { block_tokens };
+                GroupForm { kind, block_tokens, hashes_each: 1, key_tokens, window: 0 }
             })
             .collect();
         let checkpoint = below(random, 40);
         let set = GroupSet::new(forms, checkpoint);
         let first = set.boundary * below(random, 3);
-        let limit = first + set.boundary * (1 + below(random, boundaries));
+        let limit = first + set.unit * (1 + below(random, boundaries));
         // A hit of a single group may end within a block.
         let limit = if set.several() { limit } else { limit - below(random, u64::from(set.boundary)) };
         // Much of it, or all but little.
         let lacks = [3, 10, 50, 1000][below(random, 4) as usize];
         let kept = |form: &GroupForm, random: &mut Random| {
-            (0..limit.div_ceil(form.block_tokens)).map(|_| !random.next().is_multiple_of(lacks)).collect()
+            (0..limit.div_ceil(form.key_tokens)).map(|_| !random.next().is_multiple_of(lacks)).collect()
+        };
+        let of_ends = |random: &mut Random| {
+            (0..=limit / set.unit).map(|_| !random.next().is_multiple_of(lacks)).collect()
         };
         let present = set.forms.iter().map(|form| kept(form, random)).collect();
-        let tried =
-            random.next().is_multiple_of(4).then(|| first + set.boundary * below(random, boundaries + 1));
-        Case { set, present, first, limit, tried: tried.map(|tried| tried.min(limit)) }
+        let tails = set.forms.iter().map(|_| of_ends(random)).collect();
+        let tried = random.next().is_multiple_of(4).then(|| first + set.unit * below(random, boundaries + 1));
+        Case { set, present, tails, first, limit, tried: tried.map(|tried| tried.min(limit)) }
     }
 
     impl Case {
@@ -284,22 +355,25 @@ mod tests {
         fn has(&self, end: u32, windows: &[bool]) -> bool {
             let mut groups = windows.iter().flat_map(|windows| self.set.groups_of(*windows));
             groups.all(|group| {
-                let GroupForm { kind, block_tokens, .. } = self.set.forms[group];
-                let last = end.div_ceil(block_tokens);
+                let GroupForm { kind, key_tokens, .. } = self.set.forms[group];
+                let in_units = self.set.has_tails();
+                let last = if in_units { end / key_tokens } else { end.div_ceil(key_tokens) };
                 let is_read = |block: &u32| match kind {
                     GroupKind::Full => true,
                     GroupKind::Window { reads } => block + reads >= last,
                     GroupKind::State => block + 1 == last,
                 };
-                let mut read = (self.first / block_tokens..last).filter(is_read);
+                let mut read = (self.first / key_tokens..last).filter(is_read);
+                let has_tail = in_units && end > self.first && self.set.forms[group].has_tail(end);
                 read.all(|block| self.present[group][block as usize])
+                    && (!has_tail || self.tails[group][(end / self.set.unit) as usize])
             })
         }
 
         /// The highest end up to `most` with all its blocks in those groups.
         fn highest(&self, most: u32, windows: &[bool]) -> u32 {
             let ends = (self.first..=most).rev();
-            let mut ends = ends.filter(|end| *end == self.limit || end.is_multiple_of(self.set.boundary));
+            let mut ends = ends.filter(|end| *end == self.limit || end.is_multiple_of(self.set.unit));
             ends.find(|end| self.has(*end, windows)).unwrap_or(self.first)
         }
 
@@ -309,8 +383,15 @@ mod tests {
             let served = self.set.serve_request(
                 (self.first, self.limit),
                 self.tried,
-                |group, blocks| {
+                |group, keys| {
                     questions += 1;
+                    let blocks = match keys {
+                        AskedKeys::Of(keys) => keys,
+                        AskedKeys::Tail(end) => {
+                            let known = self.tails[group][(end / self.set.unit) as usize];
+                            return Ok((Some(group) != late).then_some(u32::from(known)));
+                        }
+                    };
                     assert!(!blocks.is_empty(), "nothing is no question");
                     let present = |block: &u32| self.present[group][*block as usize];
                     let first = blocks.start;
@@ -337,7 +418,11 @@ mod tests {
             let right = case.highest(most, &[true, false]);
             let (served, parted, _) = case.serve(None);
             assert_eq!(served, ServedTokens::To(right), "{seed}: {case:?}");
-            assert_eq!(parted, Some(case.highest(case.limit, &[false])), "{seed}: {case:?}");
+            let parts = case.highest(case.limit, &[false]);
+            if !case.set.has_tails() {
+                assert_eq!(parted, Some(parts), "{seed}: {case:?}");
+            }
+            assert!(parted.is_some_and(|end| end <= case.limit), "{seed}: {case:?}");
             ends[usize::from(right > case.first) + usize::from(right == most)] += 1;
         }
         assert!(ends.iter().all(|count| *count > CASES / 20), "one-sided cases: {ends:?}");
@@ -352,7 +437,7 @@ mod tests {
             let (served, _, questions) = case.serve(None);
             let ServedTokens::To(end) = served else { panic!("{seed}: all groups know") };
             assert!(case.has(end, &[true, false]), "{seed}: {case:?}");
-            assert!(end == case.limit || end.is_multiple_of(case.set.boundary), "{seed}: {case:?}");
+            assert!(end == case.limit || end.is_multiple_of(case.set.unit), "{seed}: {case:?}");
             let right = case.highest(case.tried.unwrap_or(case.limit), &[true, false]);
             assert!((case.first..=right).contains(&end), "{seed}: {case:?}");
             assert!(questions <= (TRIES_MAX + 1) * GROUPS_MAX as u32, "{seed}: {questions}");

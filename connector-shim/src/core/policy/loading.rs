@@ -1,13 +1,14 @@
 //! The loads of the step being scheduled.
 
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::Instant;
 
 use shm_protocol::source::Source;
 
 use super::EnginePolicy;
 use super::host::SessionHost;
-use super::kinds::GroupKind;
+use super::kinds::AskedKeys;
 use super::requests::{Allocation, FollowedRequest, Hit, LastAnswer, Now, RequestId};
 use super::types::{LostLoad, PolicyWait, RequestLoad};
 use crate::core::scheduler::PENDING;
@@ -81,7 +82,8 @@ impl<H: SessionHost> EnginePolicy<H> {
         self.known.clear();
         let request = self.requests.get_mut(id).expect("it was looked up");
         request.allocation = None;
-        let wanted: Vec<Range<u32>> = self.set.forms.iter().map(|form| form.loaded(hit.first, end)).collect();
+        let set = Arc::clone(&self.set);
+        let wanted: Vec<Range<u32>> = set.forms.iter().map(|form| form.loaded(hit.first, end)).collect();
         let within = |group: usize, range: &Range<u32>| {
             let skipped = (range.start - hit.first / self.set.forms[group].block_tokens) as usize;
             let ids = &blocks[group];
@@ -98,9 +100,19 @@ impl<H: SessionHost> EnginePolicy<H> {
             self.lose(id, fresh, false);
             return Ok(());
         }
-        self.count_hit(id, &wanted, (hit, end));
-        for (group, (range, ids)) in wanted.iter().zip(ids).enumerate() {
-            self.plan(id, group, range.start, ids, hit.sync);
+        self.count_hit(id, (hit, end));
+        for (group, mut ids) in ids.into_iter().enumerate() {
+            let keys = set.loaded_keys(group, hit.first, end);
+            let tail = ids.split_off(keys.len().min(ids.len()));
+            let part = &mut self.requests.get_mut(id).expect("it was looked up").parts[group];
+            part.loading.clear();
+            part.loaded.clear();
+            if !ids.is_empty() {
+                self.plan(id, group, keys.start, ids, hit.sync);
+            }
+            if !tail.is_empty() {
+                self.plan_tail(id, group, end, tail);
+            }
         }
         Ok(())
     }
@@ -115,9 +127,9 @@ impl<H: SessionHost> EnginePolicy<H> {
         }
         let others: Vec<usize> = self.set.groups_of(true).collect();
         for group in others {
-            let blocks = self.set.forms[group].loaded(first, end);
-            let count = blocks.len() as u32;
-            if count > 0 && self.look_up(id, group, blocks, time)? != Some(count) {
+            let keys = self.set.loaded_keys(group, first, end);
+            let count = keys.len() as u32;
+            if count > 0 && self.look_up(id, group, AskedKeys::Of(keys), time)? != Some(count) {
                 return Ok(false);
             }
         }
@@ -129,16 +141,18 @@ impl<H: SessionHost> EnginePolicy<H> {
         if sync {
             return Ok(());
         }
-        for group in 0..self.groups.len() {
-            let log = self.requests.get(id).expect("the caller has it").parts[group].log;
+        let parts = self.requests.get(id).expect("the caller has it").parts.iter().enumerate();
+        let logs: Vec<(usize, i64)> =
+            parts.flat_map(|(group, part)| part.logs().map(move |log| (group, log))).collect();
+        for (group, log) in logs {
             let session = &mut self.groups[group].session;
-            if self.renewing.take_if(|renewing| *renewing == group).is_some() {
+            if self.renewing.take_if(|renewing| *renewing == (group, log)).is_some() {
                 if self.waited == PENDING {
                     // Nobody asks again for blocks not loaded now.
                     session.release(log);
                 }
             } else if let Some(op) = session.renew(log, time) {
-                self.renewing = Some(group);
+                self.renewing = Some((group, log));
                 return Err(PolicyWait::Answer { group, op });
             }
         }
@@ -153,8 +167,33 @@ impl<H: SessionHost> EnginePolicy<H> {
         let first = first + unneeded as u32;
         let request = self.requests.get_mut(id).expect("the caller has it");
         request.begin_load(group, &self.set.forms[group], first, blocks.clone());
+        let log = request.parts[group].log;
+        self.post_load(id, group, (log, first), blocks, sync);
+    }
+
+    /// Has the step load the block of full attention filled up to `end`, the end of a hit.
+    fn plan_tail(&mut self, id: RequestId, group: usize, end: u32, blocks: Vec<u32>) {
+        let form = self.set.forms[group];
+        let request = self.requests.get_mut(id).expect("the caller has it");
+        let key = request.key_at(&form, end).copied();
+        let part = &mut request.parts[group];
+        // Without its log there is no lease of it: the load has failed.
+        let tail = part.tail.filter(|tail| Some(tail.key) == key);
+        part.loading.extend(blocks.iter().copied().zip(key));
+        part.loaded.extend(&blocks);
+        self.post_load(id, group, tail.map_or((-1, 0), |tail| (tail.log, tail.place)), blocks, false);
+    }
+
+    fn post_load(
+        &mut self,
+        id: RequestId,
+        group: usize,
+        (log, first): (i64, u32),
+        blocks: Vec<u32>,
+        sync: bool,
+    ) {
         let session = &mut self.groups[group].session;
-        let plans = session.load(request.parts[group].log, first, &blocks, self.next.step, sync);
+        let plans = session.load(log, first, &blocks, self.next.step, sync);
         let next = &mut self.next.parts[group];
         if plans.is_empty() {
             next.lost.push(LostLoad { request: id, blocks, sync });
@@ -175,18 +214,23 @@ impl<H: SessionHost> EnginePolicy<H> {
 
     /// Counts the tokens about to be loaded, by the group with its loads reported as those of the request. As in an engine, tokens of a
     /// preempted request do not count again.
-    fn count_hit(&mut self, id: RequestId, wanted: &[Range<u32>], (hit, end): (Hit, u32)) {
+    fn count_hit(&mut self, id: RequestId, (hit, end): (Hit, u32)) {
         let lead = self.set.lead();
-        let (size, range) = (self.set.forms[lead].block_tokens, &wanted[lead]);
+        let (form, keys) = (self.set.forms[lead], self.set.loaded_keys(lead, hit.first, end));
+        let size = form.block_tokens;
         let session = &mut self.groups[lead].session;
         let request = self.requests.get_mut(id).expect("the caller has it");
-        let (log, blocks) = (request.parts[lead].log, range.len() as u32);
-        let mut found = session.sources(log, range.start, blocks).map(|blocks| blocks * size);
-        let partly = end % size;
-        if partly > 0 && self.set.forms[lead].kind == GroupKind::Full {
-            let last = session.sources(log, range.end - 1, 1);
+        let (log, blocks) = (request.parts[lead].log, keys.len() as u32);
+        let mut found = session.sources(log, keys.start, blocks).map(|blocks| blocks * size);
+        if form.has_tail(end) && self.set.has_tails() {
+            let last = request.parts[lead].tail.map(|tail| session.sources(tail.log, tail.place, 1));
+            for (found, last) in found.iter_mut().zip(last.unwrap_or_default()) {
+                *found += last * (end % size);
+            }
+        } else if form.has_tail(end) {
+            let last = session.sources(log, keys.end - 1, 1);
             for (found, last) in found.iter_mut().zip(last) {
-                *found -= last * (size - partly);
+                *found -= last * (size - end % size);
             }
         }
         request.sources = found;

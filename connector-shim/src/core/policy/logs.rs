@@ -7,7 +7,7 @@ use shm_protocol::key::BlockHash;
 use super::EnginePolicy;
 use super::host::SessionHost;
 use super::kinds::GroupForm;
-use super::requests::{Adapter, FollowedRequest, LastAnswer, RequestId, RequestPart};
+use super::requests::{Adapter, FollowedRequest, LastAnswer, RequestId, RequestPart, TailLog};
 use crate::error::ShimError;
 
 /// How long a request waits for the digest of its adapter before it goes without the cache: some hundred MB are read meanwhile.
@@ -45,7 +45,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         let count = request.tail_at().map_or(count, |place| count.min(place as usize)) as u32;
         let stale = {
             let part = &request.parts[group];
-            let last = part.appended.checked_sub(1).map(|last| request.key(&form, last as usize));
+            let last = part.appended.checked_sub(1).map(|last| request.log_key(&form, last as usize));
             // The engine has taken back sampled tokens, as between two inputs of a streaming session: a written key is never changed, so
             // another log is begun.
             last.is_some_and(|last| part.appended > count || last != Some(&part.newest))
@@ -83,6 +83,50 @@ impl<H: SessionHost> EnginePolicy<H> {
         }
         request.append_keys(group, &form, count, session);
         true
+    }
+
+    /// The log of the block of full attention filled by so many tokens of the request, opened if need be, and the place of its key; none
+    /// without a key or room.
+    pub(super) fn tail_log(&mut self, id: RequestId, group: usize, tokens: u32) -> Option<(i64, u32)> {
+        if !self.append(id, group) {
+            return None;
+        }
+        let (session, form) = (&mut self.groups[group].session, self.set.forms[group]);
+        let request = self.requests.get_mut(id)?;
+        let key = *request.key_at(&form, tokens)?;
+        let place = (tokens / form.block_tokens) as usize;
+        let before = place.checked_sub(1).and_then(|before| request.key(&form, before)).copied();
+        let part = &mut request.parts[group];
+        let known = part.tail.filter(|tail| tail.generation == session.generation() && tail.key == key);
+        if let Some(tail) = known {
+            return Some((tail.log, tail.place));
+        }
+        part.close_tail(session);
+        let log = session.open(part.fold);
+        let set = |_, key: &mut BlockHash| {
+            *key = before.expect("it is appended where there is one");
+            Ok::<(), ShimError>(())
+        };
+        let place = u32::from(before.is_some());
+        let has_room = place == 0 || session.append(log, 0, place, set).is_ok_and(|length| length == place);
+        if !(has_room && session.append_tail(log, &key.0).is_ok_and(|done| done)) {
+            session.close(log, 0);
+            return None;
+        }
+        part.tail = Some(TailLog { log, generation: session.generation(), key, place });
+        Some((log, place))
+    }
+
+    /// Ends the logs of the request's tails but that of so many tokens: no lease is left behind.
+    pub(super) fn close_other_tails(&mut self, id: RequestId, tokens: u32) {
+        let Some(request) = self.requests.get_mut(id) else { return };
+        for (group, form) in self.set.forms.iter().enumerate() {
+            let key = request.key_at(form, tokens).filter(|_| form.has_tail(tokens)).copied();
+            let part = &mut request.parts[group];
+            if part.tail.is_some_and(|tail| Some(tail.key) != key) {
+                part.close_tail(&mut self.groups[group].session);
+            }
+        }
     }
 
     /// The request's blocks will not be kept: ends its promised logs, so no other engine waits for them any longer.
@@ -124,12 +168,12 @@ impl FollowedRequest {
         let (log, appended) = (self.parts[group].log, self.parts[group].appended);
         if count > appended {
             let key = |index: u32, key: &mut BlockHash| {
-                *key = *self.key(form, index as usize).expect("counted before");
+                *key = *self.log_key(form, index as usize).expect("counted before");
                 Ok::<(), ShimError>(())
             };
             let appended =
                 session.append(log, appended, count - appended, key).expect("it begins where the log ends");
-            let newest = appended.checked_sub(1).and_then(|last| self.key(form, last as usize)).copied();
+            let newest = appended.checked_sub(1).and_then(|last| self.log_key(form, last as usize)).copied();
             let part = &mut self.parts[group];
             (part.appended, part.newest) = (appended, newest.unwrap_or(part.newest));
         }
@@ -149,10 +193,20 @@ impl RequestPart {
     /// Ends the log. `way`: in which the request's answer ended; 0: it goes on.
     pub(super) fn close_log<H: SessionHost>(&mut self, session: &mut H, way: u32) {
         self.promised = false;
+        self.close_tail(session);
         if self.log >= 0 && self.generation == Some(session.generation()) {
             session.close(self.log, way);
         }
         self.generation = None;
+    }
+
+    /// Ends the log of a tail, and its lease.
+    pub(super) fn close_tail<H: SessionHost>(&mut self, session: &mut H) {
+        if let Some(tail) = self.tail.take()
+            && tail.generation == session.generation()
+        {
+            session.close(tail.log, 0);
+        }
     }
 
     /// Ends a log to be followed by another one of the same keys. Returns the number of its saved blocks.

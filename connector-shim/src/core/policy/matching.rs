@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use super::checks::CheckedHit;
 use super::host::SessionHost;
-use super::kinds::{GroupKind, ServedTokens};
+use super::kinds::{AskedKeys, GroupKind, ServedTokens};
 use super::requests::{Adapter, Hit, LastAnswer, Now, RequestId};
 use super::{EnginePolicy, PolicyWait};
 use crate::core::scheduler::{Asked, PENDING};
@@ -28,12 +28,11 @@ pub enum FoundTokens {
 const MISS: FoundTokens = FoundTokens::Tokens(0, false);
 
 /// A question to a session, with the answer its host has waited for.
-#[derive(Copy, Clone, Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct KnownAnswer {
     request: RequestId,
     group: usize,
-    first: u32,
-    count: u32,
+    keys: AskedKeys,
     hits: i64,
 }
 
@@ -58,10 +57,10 @@ impl<H: SessionHost> EnginePolicy<H> {
         // begins once all groups are asked for, and each group waits for its own.
         let groups: Vec<usize> = self.set.groups_of(true).chain(self.set.groups_of(false)).collect();
         for group in groups {
-            let blocks = self.set.forms[group].loaded(0, limit);
-            if !blocks.is_empty() && self.append(id, group) && fetches {
+            let keys = self.set.loaded_keys(group, 0, limit);
+            if !keys.is_empty() && self.append(id, group) && fetches {
                 let log = self.requests.get(id).expect("it was looked up").parts[group].log;
-                self.groups[group].session.hint(log, blocks.start, blocks.len() as u32);
+                self.groups[group].session.hint(log, keys.start, keys.len() as u32);
             }
         }
     }
@@ -157,16 +156,19 @@ impl<H: SessionHost> EnginePolicy<H> {
             let guessed = tokens.1.min(tried.unwrap_or(tokens.1));
             for group in set.groups_of(true).chain(set.groups_of(false)) {
                 let end = if set.forms[group].kind == GroupKind::Full { tokens.1 } else { guessed };
-                self.ask_ahead(id, group, set.forms[group].asked(tokens.0, end), time);
+                self.ask_ahead(id, group, set.asked(group, tokens.0, end), time);
             }
         }
         let mut parted = None;
         let served = set.serve_request(
             tokens,
             tried,
-            |group, blocks| self.look_up(id, group, blocks, time),
+            |group, keys| self.look_up(id, group, keys, time),
             |end| parted = Some(end),
         )?;
+        if let ServedTokens::To(end) = served {
+            self.close_other_tails(id, end);
+        }
         let request = self.requests.get_mut(id).expect("the caller has it");
         if let (ServedTokens::To(end), Some(parted)) = (served, parted)
             && end < parted
@@ -183,19 +185,19 @@ impl<H: SessionHost> EnginePolicy<H> {
         Ok(served)
     }
 
-    fn ask_ahead(&mut self, id: RequestId, group: usize, blocks: Range<u32>, time: Instant) {
-        if !blocks.is_empty() && self.append(id, group) {
+    fn ask_ahead(&mut self, id: RequestId, group: usize, keys: Range<u32>, time: Instant) {
+        if !keys.is_empty() && self.append(id, group) {
             let log = self.requests.get(id).expect("it has a log").parts[group].log;
-            self.groups[group].session.ask_ahead(log, blocks.start, blocks.len() as u32, time);
+            self.groups[group].session.ask_ahead(log, keys.start, keys.len() as u32, time);
         }
     }
 
-    /// The number of these blocks in the cache before the first missing one, of states up to the last kept one; none: to be asked again.
+    /// The number of these keys in the cache before the first missing one, of states up to the last kept one; none: to be asked again.
     pub(super) fn look_up(
         &mut self,
         id: RequestId,
         group: usize,
-        blocks: Range<u32>,
+        keys: AskedKeys,
         time: Instant,
     ) -> Result<Option<u32>, PolicyWait> {
         if !self.append(id, group) {
@@ -204,26 +206,33 @@ impl<H: SessionHost> EnginePolicy<H> {
         }
         let part = &self.requests.get(id).expect("it has a log").parts[group];
         let (log, awaited) = (part.log, part.awaited);
-        let (first, count) = (blocks.start, blocks.len() as u32);
-        let asked =
-            |known: &&mut KnownAnswer| (known.group, known.first, known.count) == (group, first, count);
-        let known = match self.known.iter_mut().find(asked) {
-            Some(known) => known,
-            None => {
-                let asked = self.groups[group].session.ask(log, first, count, time);
-                let hits = if let Asked::Answered(hits) = asked { hits } else { PENDING };
-                self.known.push(KnownAnswer { request: id, group, first, count, hits });
-                if let Asked::Posted(op) = asked {
-                    return Err(PolicyWait::Answer { group, op });
+        let asked = |known: &&KnownAnswer| known.group == group && known.keys == keys;
+        let mut hits = self.known.iter().find(asked).map(|known| known.hits);
+        if hits.is_none() {
+            let (log, first, count) = match &keys {
+                AskedKeys::Of(keys) => (log, keys.start, keys.len() as u32),
+                AskedKeys::Tail(end) => {
+                    let Some((log, place)) = self.tail_log(id, group, *end) else { return Ok(Some(0)) };
+                    (log, place, 1)
                 }
-                self.known.last_mut().expect("it was pushed")
+            };
+            let asked = self.groups[group].session.ask(log, first, count, time);
+            let found = if let Asked::Answered(hits) = asked { hits } else { PENDING };
+            self.known.push(KnownAnswer { request: id, group, keys: keys.clone(), hits: found });
+            if let Asked::Posted(op) = asked {
+                return Err(PolicyWait::Answer { group, op });
             }
-        };
-        if known.hits >= 0 {
-            return Ok(Some(known.hits as u32));
+            hits = Some(found);
         }
-        if awaited && let Some(within) = self.pacing.linger() {
-            return Err(PolicyWait::Linger { group, log, first, count, within });
+        let hits = hits.expect("it was asked for");
+        if hits >= 0 {
+            return Ok(Some(hits as u32));
+        }
+        if awaited
+            && let AskedKeys::Of(Range { start: first, end }) = keys
+            && let Some(within) = self.pacing.linger()
+        {
+            return Err(PolicyWait::Linger { group, log, first, count: end - first, within });
         }
         Ok(None)
     }
@@ -250,12 +259,8 @@ impl<H: SessionHost> EnginePolicy<H> {
         }
         let size = self.set.forms[0].block_tokens;
         let awaited = self.requests.get(id).expect("the caller has it").parts[0].awaited;
-        let dropped = self.options.drops_last_block
-            && !self.set.several()
-            && !awaited
-            && end > first
-            && (end - first).div_ceil(size) == 1;
-        // Most likely the engine has dropped this block of its own hit: each request would load it again.
+        let dropped = self.options.drops_last_block && !awaited && end <= first + self.set.boundary;
+        // Most likely the engine has dropped these last blocks of its own hit: each request would load them again.
         if end <= first || dropped {
             self.release_leases(id);
             return MISS;
@@ -283,7 +288,7 @@ impl<H: SessionHost> EnginePolicy<H> {
     fn is_arriving(&mut self, id: RequestId) -> bool {
         let request = self.requests.get(id).expect("the caller has it");
         let mut parts = request.parts.iter().zip(&mut self.groups);
-        parts.any(|(part, group)| group.session.arriving(part.log))
+        parts.any(|(part, group)| part.logs().any(|log| group.session.arriving(log)))
     }
 
     /// The end of the hit without the blocks left to be computed for a check.
@@ -321,7 +326,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         request.answer = LastAnswer::Nothing;
         for (part, group) in request.parts.iter().zip(&mut self.groups) {
             if part.generation == Some(group.session.generation()) {
-                group.session.release(part.log);
+                part.logs().for_each(|log| group.session.release(log));
             }
         }
     }

@@ -58,7 +58,11 @@ pub struct Unkept {
 
 /// By block of a group, the key this run saw it filled under, by an accepted step, a load or an open step.
 #[derive(Debug, Default)]
-struct FilledBlocks(Vec<Option<BlockHash>>);
+struct FilledBlocks {
+    whole: Vec<Option<BlockHash>>,
+    /// The key of the tokens up to the end of a block's beginning, if other requests may go on from there. A block may be whole as well.
+    begun: HashMap<u32, BlockHash>,
+}
 
 /// The proven blocks of one engine, of all its cache groups.
 #[derive(Debug)]
@@ -80,22 +84,35 @@ pub(super) struct BlockProof {
 
 impl FilledBlocks {
     fn get(&self, block: u32) -> Option<&BlockHash> {
-        self.0.get(block as usize)?.as_ref()
+        self.whole.get(block as usize)?.as_ref()
     }
 
     fn set(&mut self, block: u32, key: BlockHash) {
         let at = block as usize;
-        if at >= self.0.len() {
-            self.0.resize(at + 1, None);
+        if at >= self.whole.len() {
+            self.whole.resize(at + 1, None);
         }
-        self.0[at] = Some(key);
+        self.whole[at] = Some(key);
     }
 
     fn forget_blocks(&mut self, blocks: &[u32]) {
         for block in blocks {
-            if let Some(key) = self.0.get_mut(*block as usize) {
+            if let Some(key) = self.whole.get_mut(*block as usize) {
                 *key = None;
             }
+            if !self.begun.is_empty() {
+                self.begun.remove(block);
+            }
+        }
+    }
+
+    /// A block gets the content of another.
+    fn copy(&mut self, from: u32, to: u32) {
+        if let Some(key) = self.get(from).copied() {
+            self.set(to, key);
+        }
+        if let Some(key) = self.begun.get(&from).copied() {
+            self.begun.insert(to, key);
         }
     }
 
@@ -168,6 +185,13 @@ impl BlockProof {
         }
     }
 
+    /// The step copies blocks, each pair from the first to the second, before it computes anything.
+    pub(super) fn copy(&mut self, copied: &[(u32, u32)]) {
+        for (from, to) in copied {
+            self.keys.iter_mut().for_each(|keys| keys.copy(*from, *to));
+        }
+    }
+
     /// The step waits for the request's load, so its blocks are filled by the step.
     pub(super) fn fill_by_load(&mut self, request: &mut FollowedRequest) {
         if self.stalled {
@@ -181,14 +205,15 @@ impl BlockProof {
         self.loaded(request, &[]);
     }
 
-    /// The request begins in a group on blocks with so many tokens, as the engine counts them. Returns the number of unproven blocks to
-    /// tell of.
+    /// The request begins in a group on blocks with so many tokens, as the engine counts them; blocks of it may be copies. Returns the
+    /// number of unproven blocks to tell of.
     pub(super) fn begin_request(
         &mut self,
         id: RequestId,
         request: &mut FollowedRequest,
         group: usize,
         tokens: u32,
+        copied: &[(u32, u32)],
     ) -> u64 {
         let form = self.forms[group];
         let (found, rest) = ((tokens / form.block_tokens) as usize, tokens % form.block_tokens);
@@ -201,25 +226,36 @@ impl BlockProof {
                 self.unkept.unproven_blocks += unproven;
             }
             request.doubt(filled as u32 * form.block_tokens);
-        } else if rest > 0 && !self.is_partly_proven(request, group, found) {
+        } else if rest > 0 && !self.is_partly_proven(request, group, found, tokens) {
             request.doubt(found as u32 * form.block_tokens);
         }
         if tokens > 0
             && let Some(step) = self.open.back_mut()
         {
             let blocks = &request.parts[group].blocks;
-            step.begins.push((id, blocks[..blocks.len().min(found + 1)].to_vec()));
+            let mut under = blocks[..blocks.len().min(found + 1)].to_vec();
+            // A copy is as unproven as its source.
+            let sources = copied.iter().filter(|(_, to)| under.contains(to)).map(|(from, _)| *from);
+            under.extend(sources.collect::<Vec<_>>());
+            step.begins.push((id, under));
         }
         unproven
     }
 
-    /// Whether the beginning of a block is right: the block was loaded, or the request computed this part.
-    fn is_partly_proven(&self, request: &FollowedRequest, group: usize, place: usize) -> bool {
-        let part = &request.parts[group];
-        let key = part.blocks.get(place).and_then(|block| self.keys[group].get(*block));
+    /// Whether the beginning of a block is right up to so many tokens: the block was loaded or filled so far, or the request computed this
+    /// part.
+    fn is_partly_proven(&self, request: &FollowedRequest, group: usize, place: usize, tokens: u32) -> bool {
+        let (part, form) = (&request.parts[group], &self.forms[group]);
+        if part.goes_on && !request.doubted_before {
+            return true;
+        }
+        let Some(block) = part.blocks.get(place) else { return false };
+        let (whole, begun) = (self.keys[group].get(*block), self.keys[group].begun.get(block));
         let tail = request.arrival.tail.as_ref().map(|(_, key)| key);
-        let own = request.key(&self.forms[group], place);
-        key.is_some() && (key == tail || key == own) || part.goes_on && !request.doubted_before
+        let (own, so_far) = (request.key(form, place), request.key_at(form, tokens));
+        // A state at the end of the block is not the state at its beginning's end.
+        let is_whole = whole.is_some() && form.kind != GroupKind::State && (whole == tail || whole == own);
+        is_whole || so_far.is_some() && (whole == so_far || begun == so_far)
     }
 
     /// Notes the blocks full once the current step has computed the request's tokens from `start` to `end`.
@@ -242,16 +278,21 @@ impl BlockProof {
         }
     }
 
-    /// The current step makes the request's state at the end of the block at `place`, in this block of the engine.
-    pub(super) fn fill_state(
+    /// Once the current step is done, this block of the engine holds the request's state at `end`, or its KV so far.
+    pub(super) fn fill_part(
         &mut self,
         id: RequestId,
         request: &FollowedRequest,
         group: usize,
-        (block, place): (u32, u32),
+        (block, end): (u32, u32),
     ) {
-        let Some(key) = request.key(&self.forms[group], place as usize) else { return };
-        self.keys[group].set(block, *key);
+        let form = &self.forms[group];
+        let Some(key) = request.key_at(form, end) else { return };
+        if form.kind == GroupKind::State {
+            self.keys[group].set(block, *key);
+        } else {
+            self.keys[group].begun.insert(block, *key);
+        }
         if let Some(step) = self.open.back_mut() {
             step.fills.push(Fill { group, blocks: vec![block], owner: Some(id) });
         }
@@ -262,10 +303,19 @@ impl BlockProof {
         &self,
         request: &FollowedRequest,
         group: usize,
-        (block, place): (u32, u32),
+        (block, end): (u32, u32),
     ) -> bool {
-        let key = request.key(&self.forms[group], place as usize);
+        let key = request.key_at(&self.forms[group], end);
         key.is_some() && self.keys[group].get(block) == key
+    }
+
+    /// The request writes behind its beginning in a block of full attention. Other requests may go on from there, too.
+    pub(super) fn keep_beginning(&mut self, id: RequestId, request: &FollowedRequest, tokens: u32) {
+        for (group, form) in self.forms.clone().iter().enumerate().filter(|(_, form)| form.has_tail(tokens)) {
+            if let Some(block) = request.parts[group].blocks.get((tokens / form.block_tokens) as usize) {
+                self.fill_part(id, request, group, (*block, tokens));
+            }
+        }
     }
 
     fn fill_group(
@@ -453,7 +503,8 @@ impl BlockProof {
     /// No block belongs to the KV computed from now on. If the engine's own cache could not be reset, requests still find old blocks in it.
     pub(super) fn disown(&mut self, requests: &mut Requests) {
         for keys in &mut self.keys {
-            keys.0.clear();
+            keys.whole.clear();
+            keys.begun.clear();
         }
         self.void();
         self.encoded = Some(HashSet::new());

@@ -96,6 +96,16 @@ pub(super) enum Allocation {
     Load { answer: LastAnswer, end: u32 },
 }
 
+/// A log of its own for a block of full attention filled up to a possible end of a hit: its key, behind the key before.
+#[derive(Copy, Clone, Debug)]
+pub(super) struct TailLog {
+    pub(super) log: i64,
+    pub(super) generation: u64,
+    pub(super) key: BlockHash,
+    /// The place of its key.
+    pub(super) place: u32,
+}
+
 /// A request in one cache group.
 #[derive(Clone, Debug)]
 pub(super) struct RequestPart {
@@ -113,6 +123,8 @@ pub(super) struct RequestPart {
     pub(super) awaited: bool,
     /// They are promised to another engine.
     pub(super) promised: bool,
+    /// The log of the tail asked for or saved last.
+    pub(super) tail: Option<TailLog>,
     pub(super) blocks: Vec<u32>,
     /// Leading blocks freed, or never allocated, by the engine: other requests may hold them by now. They are 0.
     pub(super) freed: usize,
@@ -192,6 +204,7 @@ impl RequestPart {
             tailed: false,
             awaited: false,
             promised: false,
+            tail: None,
             blocks: Vec::new(),
             freed: 0,
             filled: 0,
@@ -203,6 +216,11 @@ impl RequestPart {
             loaded: Vec::new(),
             loading: Vec::new(),
         }
+    }
+
+    /// Its key log, and that of its tail.
+    pub(super) fn logs(&self) -> impl Iterator<Item = i64> + use<> {
+        [self.log].into_iter().chain(self.tail.map(|tail| tail.log))
     }
 
     /// Forgets the blocks freed by the engine until now: at most those before the window of the next token to be scheduled. Valid from one
@@ -246,9 +264,23 @@ impl FollowedRequest {
         }
     }
 
-    /// The number of a group's keys.
+    /// The number of keys of a group's log.
     pub(super) fn key_count(&self, form: &GroupForm) -> usize {
-        self.keys.len() / form.hashes_each as usize
+        self.keys.len() / form.hashes_of_key() as usize
+    }
+
+    /// A key of a group's log.
+    pub(super) fn log_key(&self, form: &GroupForm, place: usize) -> Option<&BlockHash> {
+        self.keys.get((place + 1) * form.hashes_of_key() as usize - 1)
+    }
+
+    /// These keys of a group's log, as far as there are.
+    pub(super) fn log_keys(
+        &self,
+        form: &GroupForm,
+        places: Range<usize>,
+    ) -> impl Iterator<Item = &BlockHash> {
+        places.map_while(|place| self.log_key(form, place))
     }
 
     /// The key of a group's block.
@@ -259,6 +291,13 @@ impl FollowedRequest {
     /// The keys of a group's blocks `from..end`, as far as there are.
     pub(super) fn keys_of(&self, form: &GroupForm, blocks: Range<usize>) -> impl Iterator<Item = &BlockHash> {
         blocks.map_while(|block| self.key(form, block))
+    }
+
+    /// The key of so many tokens, if there is a hash of them.
+    pub(super) fn key_at(&self, form: &GroupForm, tokens: u32) -> Option<&BlockHash> {
+        let hashes = tokens * form.hashes_each / form.block_tokens;
+        let is_hashed = hashes > 0 && hashes * form.block_tokens == tokens * form.hashes_each;
+        is_hashed.then(|| self.keys.get(hashes as usize - 1))?
     }
 
     /// The block to hand over although it is partly full.
@@ -293,10 +332,10 @@ impl FollowedRequest {
         self.refused.get_or_insert(false);
     }
 
-    /// A load of a group's blocks from `first` on into `blocks` begins.
+    /// A load of a group's keys from `first` on into `blocks` begins.
     pub(super) fn begin_load(&mut self, group: usize, form: &GroupForm, first: u32, blocks: Vec<u32>) {
         let end = first as usize + blocks.len();
-        let mut keys: Vec<BlockHash> = self.keys_of(form, first as usize..end).copied().collect();
+        let mut keys: Vec<BlockHash> = self.log_keys(form, first as usize..end).copied().collect();
         let part = &mut self.parts[group];
         if let Some((place, key)) = self.arrival.tail
             && part.tailed

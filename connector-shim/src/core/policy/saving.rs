@@ -52,6 +52,14 @@ impl<H: SessionHost> EnginePolicy<H> {
                         _ => self.save_group(*id, group, computed, step),
                     };
                 }
+                let mut ends: Vec<u32> =
+                    offered.iter().filter(|state| state.request == *id).map(|state| state.boundary).collect();
+                ends.dedup();
+                for end in ends.into_iter().filter(|end| *end <= computed) {
+                    for (group, posted) in posted.iter_mut().enumerate() {
+                        *posted |= self.save_tail(*id, group, end, step);
+                    }
+                }
                 wait = self.until_full(*id, computed);
             }
             self.requests.due_in(*id, step + wait);
@@ -135,34 +143,47 @@ impl<H: SessionHost> EnginePolicy<H> {
         let mut posted = false;
         for state in moved.iter().filter(is_own) {
             let request = self.requests.get(id).expect("it was looked up");
-            let place = state.boundary / form.block_tokens - 1;
-            if request.doubt.is_none() && self.proof.has_state(request, group, (state.block, place)) {
-                posted |= self.save_state(state, place, step);
+            if request.doubt.is_none() && self.proof.has_state(request, group, (state.block, state.boundary))
+            {
+                posted |= self.save_state(state, step);
             }
         }
         for state in offered.iter().filter(is_own) {
             let request = self.requests.get(id).expect("it was looked up");
-            // A part of a block is no boundary of full attention.
-            let whole = state.boundary > 0 && state.boundary.is_multiple_of(form.block_tokens);
-            if !whole || state.block == NULL_BLOCK || request.doubt.is_some() {
+            // No hit ends anywhere else.
+            let is_end = state.boundary > 0 && state.boundary.is_multiple_of(form.key_tokens);
+            if !is_end || state.block == NULL_BLOCK || request.doubt.is_some() {
                 continue;
             }
-            let place = state.boundary / form.block_tokens - 1;
-            self.proof.fill_state(id, request, group, (state.block, place));
+            self.proof.fill_part(id, request, group, (state.block, state.boundary));
             if self.options.tokens_per_step > 1 && computed > request.now.tokens {
                 self.moving.push(*state);
             } else {
-                posted |= self.save_state(state, place, step);
+                posted |= self.save_state(state, step);
             }
         }
         posted
     }
 
-    fn save_state(&mut self, state: &OfferedState, place: u32, step: u64) -> bool {
-        let OfferedState { request, group, block, .. } = *state;
+    fn save_state(&mut self, state: &OfferedState, step: u64) -> bool {
+        let OfferedState { request, group, block, boundary } = *state;
+        let place = boundary / self.set.forms[group].key_tokens - 1;
         let has_key = self.append(request, group) && self.is_home(group);
         let part = &self.requests.get(request).expect("it was looked up").parts[group];
         has_key && place < part.appended && self.post_save(request, group, place, vec![block], step)
+    }
+
+    /// Saves the request's block of full attention filled up to `end`, the end of a state, under the key of these tokens. The request's next
+    /// tokens may lie behind them: the reader of the block reads none of those, and writes over them.
+    fn save_tail(&mut self, id: RequestId, group: usize, end: u32, step: u64) -> bool {
+        let form = self.set.forms[group];
+        let request = self.requests.get(id).expect("it was looked up");
+        let block = request.parts[group].blocks.get((end / form.block_tokens) as usize).copied();
+        let has_tail = self.set.has_tails() && form.has_tail(end) && end.is_multiple_of(self.set.unit);
+        let Some(block) = block.filter(|_| has_tail && request.doubt.is_none()) else { return false };
+        self.proof.fill_part(id, request, group, (block, end));
+        let Some((log, place)) = self.tail_log(id, group, end) else { return false };
+        self.is_home(group) && self.groups[group].session.save(log, place, vec![block], step, false)
     }
 
     fn save_checked(&mut self, id: RequestId, group: usize, blocks: Range<u32>, step: u64) -> bool {
@@ -189,7 +210,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         let places = first as usize..first as usize + blocks.len();
         let posted = self.groups[group].session.save(part.log, first, blocks, step, false);
         if let Some(events) = &mut self.groups[group].events {
-            let keys = request.keys_of(&self.set.forms[group], places).copied().collect();
+            let keys = request.log_keys(&self.set.forms[group], places).copied().collect();
             events.offered(id, part.fold, first as usize, keys, self.time);
         }
         posted

@@ -105,6 +105,8 @@ pub struct Changes {
     pub grown: Vec<(Option<RequestId>, Vec<Vec<u32>>)>,
     /// Blocks filled by other means than computing tokens.
     pub filled: Vec<u32>,
+    /// Blocks copied before the step computes anything, each pair from the first to the second.
+    pub copied: Vec<(u32, u32)>,
     /// Outputs of encoders, by the engine's identifiers.
     pub encoded: Vec<String>,
     /// The states made by the step.

@@ -133,7 +133,13 @@ impl Scheduler {
             tokens_per_step: WORD_TOKENS,
             ..PolicyOptions::default()
         };
-        let full = GroupForm { kind: GroupKind::Full, block_tokens: BLOCK_TOKENS, hashes_each: 1, window: 0 };
+        let full = GroupForm {
+            kind: GroupKind::Full,
+            block_tokens: BLOCK_TOKENS,
+            hashes_each: 1,
+            key_tokens: BLOCK_TOKENS,
+            window: 0,
+        };
         let windows = model.window.map(|blocks| {
             let reads = blocks as u32;
             GroupForm { kind: GroupKind::Window { reads }, window: reads * BLOCK_TOKENS + 1, ..full }

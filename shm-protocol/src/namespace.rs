@@ -16,7 +16,7 @@ const LINE_VALUE_MAX: usize = 160;
 /// Characters of a fact in an explanation: a page descriptor of a few kinds of layers.
 const EXPLAINED_VALUE_MAX: usize = 512;
 /// The fact `group_kind` of layers with a state, and without KV of each token.
-const STATE_KIND: &str = "state";
+pub const STATE_KIND: &str = "state";
 /// Differences that an explanation names, causes first. With two values of 2,048 bytes each, all fit a record.
 const EXPLAINED_MAX: usize = 8;
 

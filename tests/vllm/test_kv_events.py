@@ -7,10 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from specs import full_attention, kv_cache_config
+import torch
+from specs import full_attention, kv_cache_config, spec
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from pillion import events
-from pillion.groups import ALONE
+from pillion.groups import ALONE, Group
 
 TOKENS = 16
 # The policy's numbers of requests, and of none.
@@ -94,6 +96,27 @@ def test_blocks_of_a_request_are_told_of_together(told: Told) -> None:
     assert (disk.medium, disk.block_hashes, disk.parent_block_hash) == ("STORAGE", [external(5)], external(4))
     assert (removed.medium, removed.block_hashes) == ("CPU", [external(4), external(9)])
     assert told.take() == []
+
+
+def test_states_are_told_of_by_their_kind(told: Told) -> None:
+    """A state within a block has the tokens from the hash before, as vLLM tells of its own."""
+    state = MambaSpec(block_size=2 * TOKENS, shapes=((2, 64),), dtypes=(torch.bfloat16,), mamba_cache_mode="align")
+    config = kv_cache_config(state)
+    config.hash_block_size = config.cache_hit_alignment_tokens = TOKENS
+    told.events = events.Events(Group(1, (TOKENS, 2 * TOKENS)), config)
+    told.requests[ONE] = request(range(1, 6))
+    (stored,) = told.take((False, keys(3), True, ONE, 2))
+    assert (stored.group_idx, stored.kv_cache_spec_kind) == (1, "mamba")
+    assert (stored.block_hashes, stored.parent_block_hash) == ([external(3)], external(2))
+    assert (stored.token_ids, stored.block_size) == (list(range(2 * TOKENS, 3 * TOKENS)), TOKENS)
+
+
+def test_windows_are_told_of_by_their_kind(told: Told) -> None:
+    """With how far back they read."""
+    told.events = events.Events(Group(0, (TOKENS, TOKENS)), kv_cache_config(spec("SlidingWindowSpec", sliding_window=64)))
+    told.requests[ONE] = request(range(1, 3))
+    (stored,) = told.take((False, keys(2), True, ONE, 1))
+    assert (stored.kv_cache_spec_kind, stored.kv_cache_spec_sliding_window) == ("sliding_window", 64)
 
 
 def test_blocks_of_an_adapter_are_told_of_by_vllms_hash(told: Told) -> None:

@@ -6,6 +6,7 @@ mod engines;
 mod host;
 mod mesh;
 mod pair;
+mod states;
 
 use std::fmt::Write;
 use std::path::PathBuf;

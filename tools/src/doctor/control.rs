@@ -6,7 +6,7 @@ use std::path::Path;
 use serde::Deserialize;
 
 use super::pair::Engine;
-use super::{Finding, Level};
+use super::{Finding, Level, states};
 use crate::ctl::{self, CtlError, Target};
 
 /// As the sidecar answers it.
@@ -75,6 +75,11 @@ fn judge(page: &str) -> Vec<Finding> {
         peers.len()
     );
     let mut found = vec![Finding::ok("control", text)];
+    let kept = namespaces.iter().filter_map(|namespace| {
+        let blocks = namespace.memory_blocks + namespace.disk_blocks;
+        Some((namespace.engine.as_ref()?.facts(), blocks))
+    });
+    found.extend(states::check_states(kept));
     for Namespace { namespace, engine, .. } in namespaces {
         let engine = engine.map(|engine| engine.named(format!("namespace {namespace}")));
         engine.iter().for_each(|engine| engine.look(&mut found));

@@ -68,6 +68,11 @@ impl Engine {
         Self { name, ..self }
     }
 
+    /// The facts of it.
+    pub(super) fn facts(&self) -> &Facts {
+        &self.facts
+    }
+
     /// What is wrong with this one, whoever it is to share with.
     pub(super) fn look(&self, found: &mut Vec<Finding>) {
         let name = &self.name;

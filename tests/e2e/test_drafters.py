@@ -83,8 +83,6 @@ def test_eagle_beside_windows(tmp_path: Path) -> None:
         assert keeper.metrics()["pillion_load_failures_total"] == 0
 
 
-# A token has come before in each prompt, so every step has drafts. Few of them are right.
-NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 # An answer of several blocks, and ends of second turns.
 ANSWER_TOKENS, MORE = 100, [prompts.prompt(50, seed=seed) for seed in range(33, 39)]
 MODELS: dict[str, Callable[[Path], Path]] = {
@@ -93,26 +91,12 @@ MODELS: dict[str, Callable[[Path], Path]] = {
 }
 
 
-# Logprobs of one position by steps of several sizes, in float32.
-ROUNDING = 1e-3
-
-
-def agree(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two answers have the same tokens, and logprobs but for rounding."""
-    pairs = [
-        (left[token], right.get(token, 0.0))
-        for left, right in zip(one["logprobs"], other["logprobs"], strict=True)
-        for token in left
-    ]
-    return one["tokens"] == other["tokens"] and all(abs(left - right) < ROUNDING for left, right in pairs)
-
-
 @pytest.mark.supports("ngram")
 @pytest.mark.parametrize("name", MODELS)
 def test_blocks_with_rejected_drafts(options: engine.Options, tmp_path: Path, name: str) -> None:
     """Blocks of an answer are filled by steps with rejected drafts. Second turns over a restart are answered as by an
     engine without Pillion; with a wrong key in every block some are not."""
-    arguments = {"speculative_config": NGRAMS}
+    arguments = {"speculative_config": drafter.NGRAMS}
     plain = dataclasses.replace(options, model=MODELS[name](tmp_path / "model"), dtype="float32", arguments=arguments)
     with sidecar.serving(tmp_path) as keeper:
         connected = dataclasses.replace(plain, socket=keeper.socket)
@@ -142,4 +126,4 @@ def test_blocks_with_rejected_drafts(options: engine.Options, tmp_path: Path, na
     with engine.running(dataclasses.replace(plain, socket=None), tmp_path / "plain.log") as without:
         right = [without.generate([asked], max_tokens=OUTPUT_TOKENS)[0] for asked in turns]
         without.exit()
-    assert all(map(agree, warm, right)) and not all(map(agree, damaged, right))
+    assert all(map(drafter.agree, warm, right)) and not all(map(drafter.agree, damaged, right))

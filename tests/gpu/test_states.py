@@ -45,8 +45,6 @@ def test_states_outlive_the_engine(mode: Mode, family: str, tmp_path: Path) -> N
         assert "STAYS OUT" not in (tmp_path / log).read_text()
 
 
-# A token has come before in each prompt, so every step has drafts.
-NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 # An answer of more than a block of states, and ends of second turns.
 PROMPT, ANSWER_TOKENS = prompts.prompt(700, seed=31), 600
 MORE = [prompts.prompt(50, seed=seed) for seed in (33, 34)]
@@ -55,28 +53,28 @@ MORE = [prompts.prompt(50, seed=seed) for seed in (33, 34)]
 @pytest.mark.supports("states-drafts")
 @pytest.mark.parametrize(("method", "runner"), [("ngram", 1), ("mtp", 1), ("mtp", 2)])
 def test_states_made_with_drafts(method: str, runner: Literal[1, 2], tmp_path: Path) -> None:
-    """Second turns over a restart, upon states that were made with drafts: answered as upon the engine's own ones; and with a
-    layer of another state they are not. With MTP vLLM takes each hit of its own cache to be a block shorter."""
+    """Second turns over a restart are answered as by an engine without Pillion and without drafts; and with a layer of another
+    state they are not."""
     shape = random_model.write(tmp_path / "model", random_model.QWEN3_NEXT)
-    drafts = NGRAMS if method == "ngram" else drafter.add_mtp(shape)
+    speculative = drafter.NGRAMS if method == "ngram" else drafter.add_mtp(shape)
+    # Runner V1 has no asynchronous steps with n-grams.
+    drafts = {"speculative_config": speculative, "async_scheduling": method != "ngram"}
+    plain = with_arguments(gpu_options.options(shape, Mode(runner, graphs=False), None), TRITON)
     with sidecar.serving(tmp_path, gpu=True) as keeper:
-        options = gpu_options.options(shape, Mode(runner, graphs=True), keeper.socket)
-        # Runner V1 has no asynchronous steps with n-grams.
-        options = with_arguments(options, TRITON | {"speculative_config": drafts, "async_scheduling": method != "ngram"})
+        options = with_arguments(gpu_options.options(shape, Mode(runner, graphs=False), keeper.socket), TRITON | drafts)
         with engine.running(options, tmp_path / "first.log") as first:
             (turn,) = first.generate([PROMPT], max_tokens=ANSWER_TOKENS)
-            turns = [[*PROMPT, *turn["tokens"], *more] for more in MORE]
-            local = states.ask(first, turns)
             windows.wait_until_quiet(keeper)
             first.kill()
+        turns = [[*PROMPT, *turn["tokens"], *more] for more in MORE]
+        with engine.running(plain, tmp_path / "plain.log") as without:
+            right = states.all_of(states.ask(without, turns), "tokens")
+            without.exit()
         with engine.running(options, tmp_path / "second.log") as second:
             warm = states.ask(second, turns)
-            found, had = states.all_of(warm, "cached_tokens"), states.all_of(local, "cached_tokens")
-            assert all(tokens > len(PROMPT) for tokens in found), found
-            assert states.all_of(warm, "tokens") == states.all_of(local, "tokens")
-            if method == "ngram":
-                assert found == had
-                assert states.all_of(warm, "logprobs") == states.all_of(local, "logprobs")
+            found = states.all_of(warm, "cached_tokens")
+            print(f"{method}, runner {runner}: {found} of {len(turns[0])} tokens were found", flush=True)
+            assert all(found) and states.all_of(warm, "tokens") == right
             windows.forget(second, keeper)
             with states.exchanged(keeper, layer_bytes=4096) as kept:
                 assert kept > 1

@@ -12,6 +12,20 @@ from testkit import model
 
 TARGET = dataclasses.replace(model.TINY, family="llama")
 DRAFT_TOKENS = 2
+# A token has come before in each prompt, so every step has drafts. Few of them are right.
+NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+# Logprobs of one position by steps of several sizes, in float32.
+ROUNDING = 1e-3
+
+
+def agree(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two answers have the same tokens, and logprobs but for rounding."""
+    pairs = [
+        (left[token], right.get(token, 0.0))
+        for left, right in zip(one["logprobs"], other["logprobs"], strict=True)
+        for token in left
+    ]
+    return one["tokens"] == other["tokens"] and all(abs(left - right) < ROUNDING for left, right in pairs)
 
 
 def write(directory: Path, method: str) -> dict[str, Any]:

@@ -202,21 +202,13 @@ STATE = MambaSpec(block_size=16, shapes=((2, 64),), dtypes=(torch.bfloat16,), ma
 SCRATCH = spec("CircularBufferSpec", block_size=8)
 
 
-@pytest.mark.parametrize(
-    ("group", "drafts"),
-    [
-        pytest.param(STATE, NGRAMS, marks=refuses("state-drafts", "start vLLM without --speculative-config")),
-        pytest.param(STATE, EAGLE, marks=refuses("state-drafts", "start vLLM without --speculative-config")),
-        pytest.param(
-            spec("SlidingWindowSpec", **WINDOW), DRAFTER, marks=refuses("set-drafts", "start vLLM without --speculative-config")
-        ),
-    ],
-)
-def test_several_groups_are_refused_beside_drafts(group: Any, drafts: Any, remedy: str) -> None:
-    """Of any kind beside states, and of a draft model beside windows."""
+@pytest.mark.parametrize("group", [STATE, spec("SlidingWindowSpec", **WINDOW)])
+@refuses("set-drafts", "start vLLM without --speculative-config")
+def test_several_groups_are_refused_beside_a_draft_model(group: Any, remedy: str) -> None:
+    """Of states and of windows."""
     both = full_and_window()
     both.kv_cache_groups = [dataclasses.replace(both.kv_cache_groups[0], kv_cache_spec=it) for it in (full_attention(), group)]
-    engine: Any = SimpleNamespace(**vars(PLAIN), kv_transfer_config=RECOMPUTE, speculative_config=drafts)
+    engine: Any = SimpleNamespace(**vars(PLAIN), kv_transfer_config=RECOMPUTE, speculative_config=DRAFTER)
     reason = vllm_compat.unsupported(engine, both) or ""
     assert remedy in reason and fits_metrics(reason)
 
@@ -227,8 +219,9 @@ def test_states_are_served_beside_full_attention() -> None:
     both = full_and_window()
     for specs in ([full_attention(), STATE], [SCRATCH, STATE, spec("SlidingWindowSpec", **WINDOW), full_attention()]):
         both.kv_cache_groups = [dataclasses.replace(both.kv_cache_groups[0], kv_cache_spec=spec) for spec in specs]
-        engine: Any = SimpleNamespace(**vars(PLAIN), kv_transfer_config=RECOMPUTE)
-        assert vllm_compat.unsupported(engine, both) is None
+        for more in ({}, {"speculative_config": NGRAMS}, {"speculative_config": EAGLE}):
+            engine: Any = SimpleNamespace(**vars(PLAIN), kv_transfer_config=RECOMPUTE, **more)
+            assert vllm_compat.unsupported(engine, both) is None
         parts = cache_groups.parts(both)
         kept = [number for number, spec in enumerate(specs) if spec is not SCRATCH]
         assert [group.number for group, _ in parts] == kept

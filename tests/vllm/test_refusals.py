@@ -177,10 +177,16 @@ NGRAMS, EAGLE, DRAFTER = (SimpleNamespace(method=method) for method in ("ngram",
 
 
 @pytest.mark.parametrize(
-    "more", [{"speculative_config": NGRAMS}, {"speculative_config": EAGLE}, {"lora_config": SimpleNamespace()}]
+    "more",
+    [
+        {"speculative_config": NGRAMS},
+        {"speculative_config": EAGLE},
+        {"speculative_config": SimpleNamespace(method="mtp")},
+        {"lora_config": SimpleNamespace()},
+    ],
 )
 def test_windows_in_groups_of_their_own_are_served_beside(more: dict[str, Any]) -> None:
-    """Drafts without KV, EAGLE with full attention, and adapters."""
+    """Drafts without KV, EAGLE and MTP with full attention, and adapters."""
     engine: Any = SimpleNamespace(**vars(PLAIN), kv_transfer_config=RECOMPUTE, **more)
     both = full_and_window()
     assert vllm_compat.unsupported(engine, both) is None

@@ -54,6 +54,7 @@ impl<H: SessionHost> EnginePolicy<H> {
                 }
                 let mut ends: Vec<u32> =
                     offered.iter().filter(|state| state.request == *id).map(|state| state.boundary).collect();
+                ends.sort_unstable();
                 ends.dedup();
                 for end in ends.into_iter().filter(|end| *end <= computed) {
                     for (group, posted) in posted.iter_mut().enumerate() {

@@ -8,14 +8,15 @@ mod proofs;
 mod service;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::ops::Index;
+use std::ops::{Index, Range};
 use std::sync::Arc;
 
 use shm_protocol::ACCEPT_SINCE;
 use shm_protocol::handshake::{self, Copier, Hello, PROBE_RUN, Role, WorkerHello};
 use shm_protocol::key::NamespaceDigest;
-use shm_protocol::layout::{AWAIT_MS, PROMISED_WAIT_MS_MAX};
+use shm_protocol::layout::{AWAIT_MS, LOAD_PREFERENCE, PROMISED_WAIT_MS_MAX, QUERY_WAIT_MS_MAX};
 use shm_protocol::namespace::{self, Facts};
+use shm_protocol::prefill::PrefillRate;
 use tiers::dram::{Dram, HolderId, Holdings};
 
 pub use self::bars::Barred;
@@ -24,8 +25,12 @@ use self::proofs::Proofs;
 pub use self::proofs::{Proof, Standing};
 use self::service::{Service, ServiceEvent};
 use super::namespaces::{Binding, Form, Space};
+use super::worth::LoadWait;
 use super::{SessionId, Violation};
 use crate::compare::Layers;
+
+/// The fact that says how many tokens a block has.
+const BLOCK_TOKENS: &str = "block_tokens";
 
 /// The sessions of all engines.
 #[derive(Debug, Default)]
@@ -43,6 +48,8 @@ pub struct Holder<'a> {
     pub engine: &'a str,
     pub state: EngineState,
     pub holdings: Holdings,
+    /// How fast it computes prompts, if that is known.
+    pub prefill: Option<PrefillRate>,
 }
 
 /// What an engine that is connected gets of the sidecar.
@@ -81,6 +88,10 @@ pub(super) struct Scheduler {
     pub(super) accepts: bool,
     /// How long its requests wait for a producer.
     pub(super) waits: Waits,
+    /// And for blocks of disks and peers.
+    pub(super) load_wait: LoadWait,
+    /// How fast it computes prompts, as it said last.
+    prefill: Option<PrefillRate>,
     service: Service,
     /// Why what it saves is kept where it is bound; `None`: it is not.
     pub(super) proof: Option<Proof>,
@@ -247,6 +258,7 @@ impl Engines {
                 engine: whole(&scheduler.engine).unwrap_or(&scheduler.engine),
                 state: scheduler.state(),
                 holdings: if is_new { dram.holdings(scheduler.holder) } else { Holdings::default() },
+                prefill: scheduler.prefill,
             }
         };
         self.schedulers.values().filter(|scheduler| !scheduler.is_probe()).map(holder)
@@ -256,6 +268,27 @@ impl Engines {
     pub(super) fn ranks(&self, scheduler: SessionId) -> impl Iterator<Item = (SessionId, &Worker)> {
         let ranks = self.schedulers.get(&scheduler).map(|scheduler| scheduler.ranks.iter().flatten());
         ranks.into_iter().flatten().map(|id| (*id, &self.workers[id]))
+    }
+
+    /// A scheduler's engine computes prompts at this rate.
+    pub(super) fn note_prefill(&mut self, session: SessionId, rate: Option<PrefillRate>) {
+        self.schedulers.get_mut(&session).into_iter().for_each(|scheduler| scheduler.prefill = rate);
+    }
+
+    /// How long a scheduler's queries wait, to be changed by a test.
+    #[cfg(test)]
+    pub(super) fn load_wait_mut(&mut self, session: SessionId) -> &mut LoadWait {
+        &mut self.schedulers.get_mut(&session).expect("it is connected").load_wait
+    }
+
+    /// Milliseconds that an engine takes to compute the tokens of these keys of a prompt, once those before them are there; none: its
+    /// rate is not known, or the tokens of a block are not.
+    pub(super) fn compute_ms(&self, scheduler: SessionId, keys: Range<u32>) -> Option<f64> {
+        let rate = self.schedulers.get(&scheduler)?.prefill?;
+        let (_, worker) = self.ranks(scheduler).next()?;
+        let tokens: u32 = worker.facts.get(BLOCK_TOKENS)?.parse().ok()?;
+        let token = |key: u32| u64::from(key) * u64::from(tokens);
+        Some(rate.seconds(token(keys.start), token(keys.end)) * 1e3)
     }
 
     /// The name of a scheduler's engine.
@@ -292,6 +325,10 @@ impl Engines {
             promise: hello.promise_wait_ms.unwrap_or(AWAIT_MS).max(1).into(),
             handover: hello.handover_wait_ms.unwrap_or(PROMISED_WAIT_MS_MAX).into(),
         };
+        let load_wait = LoadWait {
+            most_ms: hello.wait_max_ms.unwrap_or(QUERY_WAIT_MS_MAX).into(),
+            preference: f64::from(hello.load_preference.unwrap_or(LOAD_PREFERENCE)) / 1e3,
+        };
         let accepts = handshake::agree(&hello.versions()).is_ok_and(|version| version >= ACCEPT_SINCE);
         let Hello { engine, world_size, groups, role, .. } = hello;
         let groups = groups.map(|groups| groups.0);
@@ -319,6 +356,8 @@ impl Engines {
             world_size,
             accepts,
             waits,
+            load_wait,
+            prefill: None,
             service: Service::Unbound { lost_rank: false },
             proof: None,
             form: None,

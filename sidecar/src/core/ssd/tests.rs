@@ -1,6 +1,7 @@
 //! The rules of the SSD tier's flow, against the real tiers; devices are lists of jobs that the test ends.
 
 mod states;
+mod worth;
 
 use std::ops::Range;
 

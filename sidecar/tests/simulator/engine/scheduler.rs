@@ -11,10 +11,12 @@ use connector_shim::core::policy::kinds::{GroupForm, GroupKind, GroupSet};
 use connector_shim::core::policy::{
     Arrival, EnginePolicy, FoundTokens, PolicyOptions, PolicyWait, RequestId,
 };
-use connector_shim::core::scheduler::Config;
+use connector_shim::core::scheduler::{Config, LoadWait};
 use shm_protocol::key::{BlockHash, NamespaceDigest};
+use shm_protocol::layout::LOAD_WAIT_MS;
 use shm_protocol::layout::SUBMISSION_SLOTS;
 use shm_protocol::namespace;
+use shm_protocol::prefill::PrefillRate;
 use shm_protocol::request::{Cancel, Keys, Query, SchedulerRequest};
 
 use super::blocks::Blocks;
@@ -124,6 +126,7 @@ impl Scheduler {
             part_blocks: model.machine.part_blocks(),
             whole_blocks: model.machine.whole_blocks(),
             last: false,
+            load_wait: LoadWait { most_ms: LOAD_WAIT_MS, ..LoadWait::default() },
         };
         let options = PolicyOptions {
             loads: true,
@@ -133,7 +136,9 @@ impl Scheduler {
             ..PolicyOptions::default()
         };
         let form = GroupForm { kind: GroupKind::Full, block_tokens: BLOCK_TOKENS, hashes_each: 1, window: 0 };
-        let sessions = vec![Line::new(config, port)];
+        let mut line = Line::new(config, port);
+        PrefillRate::new(model.token_ns, 0.0).into_iter().for_each(|rate| line.tell_prefill(rate));
+        let sessions = vec![line];
         let set = GroupSet::new(vec![form], 0);
         Self {
             run,

@@ -1,5 +1,5 @@
-//! How much may wait to be read from a device: what it reads while a query waits. What is asked for beyond would come when nobody
-//! waits for it any more, and would delay what others ask for.
+//! How much may wait to be read from a device: what it reads while a query waits that nothing else is known of. What is asked for beyond
+//! would delay what others ask for.
 
 use std::collections::VecDeque;
 
@@ -16,9 +16,9 @@ const WINDOW_MS_MIN: u64 = 10;
 /// Of so many windows the best one counts: in some a device rests, or the caller does.
 const WINDOWS: usize = 8;
 
-/// The reads of one device.
+/// The reads of one source.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Pace {
+pub struct Pace {
     /// Bytes of reads that have not ended.
     waiting: u64,
     /// Since when more than [`BUSY_BYTES`] wait, and bytes that were read since.
@@ -31,12 +31,18 @@ pub(super) struct Pace {
 
 impl Pace {
     /// Whether a read would end in time if it may use 1 of `parts` of what may wait. Nothing is known of a device that was never busy.
-    pub(super) fn takes(&self, bytes: u64, parts: u64) -> bool {
+    pub fn takes(&self, bytes: u64, parts: u64) -> bool {
         let reach = self.reaches.iter().max();
         self.waiting == 0 || reach.is_none_or(|reach| self.waiting + bytes <= (*reach).max(BYTES_MIN) / parts)
     }
 
-    pub(super) fn began(&mut self, bytes: u64, now_ms: u64) {
+    /// Bytes a millisecond, by the best of the last windows; none: it was never busy.
+    pub fn rate(&self) -> Option<f64> {
+        self.reaches.iter().max().map(|reach| *reach as f64 / f64::from(QUERY_WAIT_MS_MAX))
+    }
+
+    /// A read was asked for.
+    pub fn began(&mut self, bytes: u64, now_ms: u64) {
         self.waiting += bytes;
         if self.waiting > BUSY_BYTES {
             self.busy.get_or_insert((now_ms, 0));
@@ -44,7 +50,7 @@ impl Pace {
     }
 
     /// A read ended; whether its bytes were moved.
-    pub(super) fn ended(&mut self, bytes: u64, moved: bool, now_ms: u64) {
+    pub fn ended(&mut self, bytes: u64, moved: bool, now_ms: u64) {
         self.waiting -= bytes;
         let Some((since_ms, sum)) = self.busy.take().filter(|_| moved) else { return };
         let (sum, took_ms) = (sum + bytes, now_ms.saturating_sub(since_ms));
@@ -60,7 +66,7 @@ impl Pace {
     }
 
     /// The caller stood still: what ended meanwhile says nothing of the device.
-    pub(super) fn stood_still(&mut self) {
+    pub fn stood_still(&mut self) {
         self.busy = None;
     }
 }

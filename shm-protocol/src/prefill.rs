@@ -1,0 +1,68 @@
+//! How fast an engine computes prompts: two numbers in a word of its scheduler's session, by which the sidecar judges what may be loaded.
+
+/// The time of a token of a prompt, by its position. Attention makes later tokens slower, in proportion to those before them.
+#[derive(Copy, Clone, Debug, PartialEq)]
+pub struct PrefillRate {
+    /// Nanoseconds of the first token.
+    token_ns: f32,
+    /// Nanoseconds that a token takes longer for each token before it.
+    slope_ns: f32,
+}
+
+// === impl PrefillRate ===
+
+impl PrefillRate {
+    /// None of numbers that no engine measures: neither negative ones nor zeros alone, and a second for a token at most.
+    pub fn new(token_ns: f32, slope_ns: f32) -> Option<Self> {
+        let is_time = |ns: f32| (0.0..=1e9).contains(&ns);
+        let is_rate = is_time(token_ns) && is_time(slope_ns) && token_ns + slope_ns > 0.0;
+        is_rate.then_some(Self { token_ns, slope_ns })
+    }
+
+    /// The word in shared memory; 0 is no rate.
+    pub fn encode(self) -> u64 {
+        u64::from(self.token_ns.to_bits()) << 32 | u64::from(self.slope_ns.to_bits())
+    }
+
+    /// The rate in a word, if it is one.
+    pub fn decode(word: u64) -> Option<Self> {
+        Self::new(f32::from_bits((word >> 32) as u32), f32::from_bits(word as u32))
+    }
+
+    /// Seconds that tokens `first..end` of a prompt take, those before them being there.
+    pub fn seconds(self, first: u64, end: u64) -> f64 {
+        let (from, to) = (first as f64, end.max(first) as f64);
+        let between = (to - from) * (f64::from(self.token_ns) + f64::from(self.slope_ns) * (from + to) / 2.0);
+        between / 1e9
+    }
+
+    /// Tokens a second at a position.
+    pub fn tokens_per_second(self, position: u64) -> f64 {
+        1e9 / (f64::from(self.token_ns) + f64::from(self.slope_ns) * position as f64).max(f64::MIN_POSITIVE)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_word_has_both_numbers_and_no_word_is_no_rate() {
+        let rate = PrefillRate::new(50_000.0, 0.84).unwrap();
+        assert_eq!(PrefillRate::decode(rate.encode()), Some(rate));
+        assert_eq!(PrefillRate::decode(0), None);
+        for word in [u64::MAX, u64::from(f32::NAN.to_bits()) << 32, u64::from((-1_f32).to_bits()), 1 << 63] {
+            assert_eq!(PrefillRate::decode(word), None, "{word:x}");
+        }
+    }
+
+    #[test]
+    fn later_tokens_take_longer() {
+        let rate = PrefillRate::new(50_000.0, 1.0).unwrap();
+        assert!((rate.seconds(0, 100_000) - 10.0).abs() < 1e-6, "5 s and 5 s of attention");
+        assert!((rate.seconds(0, 40_000) + rate.seconds(40_000, 100_000) - 10.0).abs() < 1e-6);
+        assert!((rate.tokens_per_second(0) - 20_000.0).abs() < 0.1);
+        assert!((rate.tokens_per_second(50_000) - 10_000.0).abs() < 0.1);
+        assert!(rate.seconds(5, 3).abs() < f64::EPSILON);
+    }
+}

@@ -206,8 +206,10 @@ def main() -> None:
                 worst = max(worst, ratio)
                 name = f"{tokens // 1000}k_{rate:g}"
                 result[name] = [round(each, 2) for each in (took, today, load, compute, ratio)]
-                harness.say(f"{name}: {took:.2f} s (waited {waited:.2f}, found {found}), today {today:.2f}, load {load:.2f}, "
-                            f"compute {compute:.2f}, ratio {ratio:.3f}")
+                harness.say(
+                    f"{name}: {took:.2f} s (waited {waited:.2f}, found {found}), today {today:.2f}, load {load:.2f}, "
+                    f"compute {compute:.2f}, ratio {ratio:.3f}"
+                )
         changed_ok = True
         for tokens, before, after in changes:
             took, waited, found = bench.first_token_s(Point(tokens, before, after), judged=True)

@@ -16,7 +16,7 @@ use shm_protocol::pool::SlotRef;
 use shm_protocol::source::Source;
 use tiers::dram::Dram;
 
-pub(super) use self::flows::{Flows, Lane, Owed};
+pub(super) use self::flows::{Flows, Owed, SourceLane};
 use super::SessionId;
 
 /// The longest that a load waits for blocks, a query for those of a save, and a query of an engine of unknown rate for any.
@@ -51,7 +51,7 @@ struct Coming {
     source: Source,
     bytes: u64,
     /// What brings it, its bytes there, and the place of their end.
-    lane: Option<(Lane, u64, u64)>,
+    lane: Option<(SourceLane, u64, u64)>,
     /// Nobody waits for it any more.
     late: bool,
     /// It is not to be kept: what is kept under its key was removed meanwhile.
@@ -149,7 +149,7 @@ impl Arrivals {
     }
 
     /// A source was asked for a block that is on its way, the first one or another one than before.
-    pub(super) fn send(&mut self, key: &BlockKey, lane: Lane, bytes: u64, now_ms: u64) {
+    pub(super) fn send(&mut self, key: &BlockKey, lane: SourceLane, bytes: u64, now_ms: u64) {
         let Some(coming) = self.coming.get_mut(key) else { return };
         let place = self.flows.begin(lane, bytes, now_ms);
         if let Some((before, bytes, _)) = coming.lane.replace((lane, bytes, place)) {
@@ -158,8 +158,8 @@ impl Arrivals {
     }
 
     /// What the sources of these blocks owe up to the last of each.
-    pub(super) fn owed(&self, keys: &[BlockKey], now_ms: u64) -> BTreeMap<Lane, Owed> {
-        let mut places: BTreeMap<Lane, u64> = BTreeMap::new();
+    pub(super) fn owed(&self, keys: &[BlockKey], now_ms: u64) -> BTreeMap<SourceLane, Owed> {
+        let mut places: BTreeMap<SourceLane, u64> = BTreeMap::new();
         for (lane, _, place) in keys.iter().filter_map(|key| self.coming.get(key)?.lane) {
             places.entry(lane).and_modify(|last| *last = place.max(*last)).or_insert(place);
         }
@@ -168,7 +168,7 @@ impl Arrivals {
 
     /// A peer is gone.
     pub(super) fn leave(&mut self, peer: PeerNumber) {
-        self.flows.forget(Lane::Peer(peer));
+        self.flows.forget(SourceLane::Peer(peer));
     }
 
     /// A block that a save fills is awaited from now on. It takes nothing of what may be on its way.

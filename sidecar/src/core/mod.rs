@@ -46,7 +46,7 @@ use shm_protocol::source::Source;
 use tiers::dram::Dram;
 
 use self::announcer::Announcer;
-use self::arrivals::{Lane, Waiter};
+use self::arrivals::{SourceLane, Waiter};
 use self::context::Context;
 use self::engines::Engines;
 pub(crate) use self::engines::whole;
@@ -580,7 +580,7 @@ impl Core {
     pub fn peers_stats(&self) -> Option<PeersStats> {
         let mut stats = self.base.sources.mesh()?.stats();
         for peer in &mut stats.peers {
-            peer.bytes_per_second = self.base.cx.arrivals.flows.bytes_per_second(Lane::Peer(peer.peer));
+            peer.bytes_per_second = self.base.cx.arrivals.flows.bytes_per_second(SourceLane::Peer(peer.peer));
         }
         Some(self.queries.count_waits(stats))
     }

@@ -11,7 +11,7 @@ use tiers::dram::Dram;
 
 use super::adoption::Verification;
 use super::announcer::Announcer;
-use super::arrivals::{Lane, Waiter};
+use super::arrivals::{SourceLane, Waiter};
 use super::context::Context;
 use super::event::{Action, JobEnd};
 use super::namespaces::Binding;
@@ -244,7 +244,7 @@ impl Sources {
     }
 
     /// Where the first block of a run would come from.
-    pub(super) fn lane(&self, binding: &Binding, run: &[BlockHash], cx: &Context) -> Option<Lane> {
+    pub(super) fn lane(&self, binding: &Binding, run: &[BlockHash], cx: &Context) -> Option<SourceLane> {
         self.tiers.iter().find_map(|tier| tier.lane(binding, run, cx))
     }
 

@@ -16,7 +16,7 @@ use tiers::dram::{Dram, HolderId, Leaving, Standing};
 use tiers::ssd::{self, Done, Ended, Label, Log, Recovered, Ticket};
 
 use self::writes::Unwritten;
-use super::arrivals::{Lane, Waiter};
+use super::arrivals::{SourceLane, Waiter};
 use super::context::Context;
 use super::event::{Action, JobEnd, TierJob};
 use super::namespaces::{Binding, Space};
@@ -179,9 +179,9 @@ impl Tier for Ssd {
         run.first().is_some_and(|hash| self.keeps(binding, hash))
     }
 
-    fn lane(&self, binding: &Binding, run: &[BlockHash], _cx: &Context) -> Option<Lane> {
+    fn lane(&self, binding: &Binding, run: &[BlockHash], _cx: &Context) -> Option<SourceLane> {
         let hash = run.first().filter(|hash| self.keeps(binding, hash))?;
-        self.log.device(&binding.key(hash)).map(Lane::Disk)
+        self.log.device(&binding.key(hash)).map(SourceLane::Disk)
     }
 
     fn has(&self, key: &BlockKey) -> bool {
@@ -204,7 +204,7 @@ impl Tier for Ssd {
     fn read(&mut self, binding: &Binding, span: &Span, slots: &[SlotRef], cx: &mut Context) {
         for (_, key) in &span.blocks[..slots.len()] {
             if let Some(device) = self.log.device(key) {
-                cx.arrivals.send(key, Lane::Disk(device), binding.block_bytes(), cx.now_ms);
+                cx.arrivals.send(key, SourceLane::Disk(device), binding.block_bytes(), cx.now_ms);
             }
         }
     }

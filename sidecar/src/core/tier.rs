@@ -14,7 +14,7 @@ use shm_protocol::pool::SlotRef;
 use shm_protocol::source::Source;
 use tiers::dram::{Dram, QuotaId, Standing};
 
-use super::arrivals::{Lane, Waiter};
+use super::arrivals::{SourceLane, Waiter};
 use super::context::Context;
 use super::event::JobEnd;
 use super::namespaces::Binding;
@@ -133,7 +133,7 @@ pub(super) trait Tier: Any + Debug + Send {
     }
 
     /// Where the first block of a run would come from.
-    fn lane(&self, binding: &Binding, run: &[BlockHash], cx: &Context) -> Option<Lane>;
+    fn lane(&self, binding: &Binding, run: &[BlockHash], cx: &Context) -> Option<SourceLane>;
 
     /// Plans to read a block of so many bytes into a slot, within 1 of `parts` of its queue. False: it cannot in time.
     fn begin_read(

@@ -154,7 +154,6 @@ const POINTS: &[&str] = &[
     "sidecar slept",
     "sidecar adopted a block",
     "sidecar dropped a torn block",
-    "sidecar ended a wait that computing beats",
     "sidecar noted a checksum",
     "sidecar evicted for another size",
     "save committed",

@@ -92,8 +92,6 @@ pub(crate) struct Life {
     waits: Waits,
     touched: bool,
     next_tick: Micros,
-    /// Waits that ended because computing is sooner, by the last tick.
-    slower: u64,
     draining: bool,
     asleep: bool,
     /// A header write was interrupted half-way.
@@ -156,7 +154,6 @@ impl Life {
             waits: Waits::default(),
             touched: false,
             next_tick: 0,
-            slower: 0,
             draining: false,
             asleep: false,
             torn: None,
@@ -226,9 +223,6 @@ impl Life {
         out.iter().for_each(|action| self.waits.answered(action));
         if ticked {
             self.waits.check(ctx.now);
-            let slower = self.core.stats().waits_slower;
-            let news = slower - std::mem::replace(&mut self.slower, slower);
-            ctx.cover.add("sidecar ended a wait that computing beats", news);
         }
         // Most of these change nothing.
         if let Some(text) = text.filter(|_| !quiet || !out.is_empty()) {

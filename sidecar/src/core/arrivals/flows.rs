@@ -16,7 +16,7 @@ const MARKS_MS: u64 = 3_000;
 
 /// Where blocks come from.
 #[derive(Copy, Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
-pub(in crate::core) enum Lane {
+pub(in crate::core) enum SourceLane {
     /// Their own slots: they are verified.
     Pool,
     /// This disk of the log.
@@ -63,7 +63,7 @@ pub(in crate::core) struct Ahead {
 
 /// Of all sources.
 #[derive(Debug, Default)]
-pub(in crate::core) struct Flows(BTreeMap<Lane, Flow>);
+pub(in crate::core) struct Flows(BTreeMap<SourceLane, Flow>);
 
 // === impl Flow ===
 
@@ -129,37 +129,37 @@ impl Flow {
 
 impl Flows {
     /// Bytes a second that a source gives with enough to do; 0: not known.
-    pub(in crate::core) fn bytes_per_second(&self, lane: Lane) -> u64 {
+    pub(in crate::core) fn bytes_per_second(&self, lane: SourceLane) -> u64 {
         self.0.get(&lane).and_then(|flow| flow.pace.rate()).map_or(0, |rate| (rate * 1e3) as u64)
     }
 
-    pub(super) fn begin(&mut self, lane: Lane, bytes: u64, now_ms: u64) -> u64 {
+    pub(super) fn begin(&mut self, lane: SourceLane, bytes: u64, now_ms: u64) -> u64 {
         self.0.entry(lane).or_default().begin(bytes, now_ms)
     }
 
-    pub(super) fn end(&mut self, lane: Lane, bytes: u64, moved: bool, now_ms: u64) {
+    pub(super) fn end(&mut self, lane: SourceLane, bytes: u64, moved: bool, now_ms: u64) {
         self.0.entry(lane).or_default().end(bytes, moved, now_ms);
     }
 
     /// A peer is gone. What it still owes will end.
-    pub(super) fn forget(&mut self, lane: Lane) {
+    pub(super) fn forget(&mut self, lane: SourceLane) {
         if self.0.get(&lane).is_some_and(|flow| flow.waiting() == 0) {
             self.0.remove(&lane);
         }
     }
 
     /// What a source owes up to a place.
-    pub(super) fn owed(&self, lane: Lane, up_to: u64, now_ms: u64) -> Owed {
+    pub(super) fn owed(&self, lane: SourceLane, up_to: u64, now_ms: u64) -> Owed {
         Owed { up_to, ended: self.0.get(&lane).map_or(0, |flow| flow.ended), since_ms: now_ms }
     }
 
     /// What a source owes to all who have asked it; it has been waited for since then.
-    pub(in crate::core) fn owed_by(&self, lane: Lane, since_ms: u64) -> Owed {
+    pub(in crate::core) fn owed_by(&self, lane: SourceLane, since_ms: u64) -> Owed {
         self.owed(lane, self.0.get(&lane).map_or(0, |flow| flow.begun), since_ms)
     }
 
     /// What sources still owe.
-    pub(in crate::core) fn ahead(&self, owed: &BTreeMap<Lane, Owed>, now_ms: u64) -> Ahead {
+    pub(in crate::core) fn ahead(&self, owed: &BTreeMap<SourceLane, Owed>, now_ms: u64) -> Ahead {
         let mut ahead = Ahead { ms: Some(0.0), ..Ahead::default() };
         for (lane, owed) in owed {
             let Some(flow) = self.0.get(lane) else { continue };
@@ -183,19 +183,19 @@ mod tests {
     use super::*;
 
     const MIB: u64 = 1 << 20;
-    const DISK: Lane = Lane::Disk(0);
+    const DISK: SourceLane = SourceLane::Disk(0);
 
-    fn asked(flows: &mut Flows, lane: Lane, mib: u64, now_ms: u64) -> BTreeMap<Lane, Owed> {
+    fn asked(flows: &mut Flows, lane: SourceLane, mib: u64, now_ms: u64) -> BTreeMap<SourceLane, Owed> {
         let up_to = (0..mib).map(|_| flows.begin(lane, MIB, now_ms)).last().unwrap();
         BTreeMap::from([(lane, flows.owed(lane, up_to, now_ms))])
     }
 
     /// A source gives a MiB each `every_ms`.
-    fn give(flows: &mut Flows, lane: Lane, times: std::ops::Range<u64>, every_ms: u64) {
+    fn give(flows: &mut Flows, lane: SourceLane, times: std::ops::Range<u64>, every_ms: u64) {
         times.step_by(every_ms as usize).for_each(|ms| flows.end(lane, MIB, true, ms + every_ms));
     }
 
-    fn ms(flows: &Flows, owed: &BTreeMap<Lane, Owed>, now_ms: u64) -> f64 {
+    fn ms(flows: &Flows, owed: &BTreeMap<SourceLane, Owed>, now_ms: u64) -> f64 {
         flows.ahead(owed, now_ms).ms.expect("a rate")
     }
 
@@ -224,7 +224,7 @@ mod tests {
         give(&mut flows, DISK, 0..1000, 2);
         let (before, after) = (ms(&flows, &owed, 1000), ms(&flows, &owed, 1700));
         assert!(after > before * 8.0, "{before} ms, {after} ms");
-        let peer = Lane::Peer(PeerNumber(7));
+        let peer = SourceLane::Peer(PeerNumber(7));
         let owed = asked(&mut flows, peer, 1000, 0);
         for second in 1..=2 {
             (0..100).for_each(|_| flows.end(peer, MIB, true, second * 1000));
@@ -239,12 +239,12 @@ mod tests {
     fn the_slowest_source_decides_and_what_failed_is_no_progress() {
         let mut flows = Flows::default();
         let mut owed = asked(&mut flows, DISK, 500, 0);
-        owed.extend(asked(&mut flows, Lane::Disk(1), 100, 0));
+        owed.extend(asked(&mut flows, SourceLane::Disk(1), 100, 0));
         give(&mut flows, DISK, 0..600, 2);
         assert_eq!(flows.ahead(&owed, 600).ms, None, "the other one has given nothing");
-        give(&mut flows, Lane::Disk(1), 0..600, 20);
+        give(&mut flows, SourceLane::Disk(1), 0..600, 20);
         assert!((ms(&flows, &owed, 600) - 1400.0).abs() < 100.0);
-        (0..70).for_each(|_| flows.end(Lane::Disk(1), MIB, false, 1500));
+        (0..70).for_each(|_| flows.end(SourceLane::Disk(1), MIB, false, 1500));
         assert_eq!(flows.ahead(&owed, 1500).moved_ms, 600);
     }
 }

@@ -19,7 +19,7 @@ use tiers::dram::Dram;
 use super::fruitless::WAITED_MS_MIN;
 use super::{Peers, stats};
 use crate::core::Action;
-use crate::core::arrivals::{Lane, PART, WAIT_MS_MAX, Waiter};
+use crate::core::arrivals::{PART, SourceLane, WAIT_MS_MAX, Waiter};
 use crate::core::context::Context;
 use crate::core::event::{JobEnd, TierJob};
 use crate::core::namespaces::Binding;
@@ -116,7 +116,7 @@ impl Peers {
         let ticket = self.next_ticket;
         self.next_ticket += 1;
         for wanted in fetching.blocks.iter().flatten() {
-            cx.arrivals.send(&wanted.key, Lane::Peer(fetching.peer), fetching.bytes.into(), cx.now_ms);
+            cx.arrivals.send(&wanted.key, SourceLane::Peer(fetching.peer), fetching.bytes.into(), cx.now_ms);
         }
         self.stats.fetches += 1;
         let wanted = fetching.blocks.iter().flatten();
@@ -229,8 +229,8 @@ impl Tier for Peers {
         self.may_ask_for(binding, run, cx) && self.directory.may_have(cx.now_ms, digests)
     }
 
-    fn lane(&self, binding: &Binding, run: &[BlockHash], cx: &Context) -> Option<Lane> {
-        Some(Lane::Peer(self.find(binding, run, 0, cx)?.holders.first()?.peer))
+    fn lane(&self, binding: &Binding, run: &[BlockHash], cx: &Context) -> Option<SourceLane> {
+        Some(SourceLane::Peer(self.find(binding, run, 0, cx)?.holders.first()?.peer))
     }
 
     /// Within what peers give while a fetch lasts, as far as that is known: the rest would come late.

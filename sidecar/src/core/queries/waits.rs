@@ -7,7 +7,7 @@ use shm_protocol::key::BlockKey;
 use shm_protocol::pool::SlotRef;
 
 use super::{Base, Binding, Context, Queries, Question, SessionId};
-use crate::core::arrivals::{Lane, Owed, WAIT_MS_MAX, Waiter};
+use crate::core::arrivals::{Owed, SourceLane, WAIT_MS_MAX, Waiter};
 use crate::core::timing::{Part, Timed};
 use crate::core::worth::{Outlook, Over};
 use crate::system::clock::millis;
@@ -45,7 +45,7 @@ pub(super) enum WaitPhase {
 #[derive(Debug, Default)]
 pub(super) struct Rest {
     /// What their sources owe.
-    owed: BTreeMap<Lane, Owed>,
+    owed: BTreeMap<SourceLane, Owed>,
     /// Blocks that can be had once those have come: more are not brought at once.
     beyond: u32,
     /// The key behind the last block that can be had.
@@ -182,7 +182,7 @@ impl Queries {
         let reached = brought.held.len() + open;
         let whole = reached == asked;
         let owed = base.cx.arrivals.owed(&brought.coming, base.cx.now_ms);
-        let rest = self.rest(question, (hits + reached as u32, owed), binding, base);
+        let rest = self.rest_of_run(question, (hits + reached as u32, owed), binding, base);
         let sent = self.wait_if_worth(question, (brought.held, open, whole), rest, base);
         if sent == Sent::Waits && question.awaits && whole {
             self.answer_early((question.session, question.log), base);
@@ -200,7 +200,7 @@ impl Queries {
         let behind = &self.wanted(question)[hits as usize..];
         let Some(lane) = base.sources.lane(binding, behind, &base.cx) else { return Sent::Nothing };
         let owed = BTreeMap::from([(lane, base.cx.arrivals.flows.owed_by(lane, question.asked_ms()))]);
-        let rest = self.rest(question, (hits, owed), binding, base);
+        let rest = self.rest_of_run(question, (hits, owed), binding, base);
         self.wait_if_worth(question, (Vec::new(), 0, false), rest, base)
     }
 
@@ -224,10 +224,10 @@ impl Queries {
     }
 
     /// What a question's wait is judged by, once so many of its blocks are here or on their way.
-    fn rest(
+    fn rest_of_run(
         &self,
         question: Question,
-        (reached, owed): (u32, BTreeMap<Lane, Owed>),
+        (reached, owed): (u32, BTreeMap<SourceLane, Owed>),
         binding: &Binding,
         base: &Base,
     ) -> Rest {

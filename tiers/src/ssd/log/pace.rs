@@ -21,10 +21,29 @@ const WINDOWS: usize = 8;
 pub struct Pace {
     /// Bytes of reads that have not ended.
     waiting: u64,
-    /// Since when more than [`BUSY_BYTES`] wait, and bytes that were read since.
-    busy: Option<(u64, u64)>,
+    window: Option<Window>,
     /// Bytes that it would read while a query waits, at the rates of the last windows.
     reaches: VecDeque<u64>,
+}
+
+/// A time in which a source has enough to do.
+#[derive(Copy, Clone, Debug)]
+struct Window {
+    since_ms: u64,
+    /// Bytes that were read by the time of the last end.
+    read: u64,
+    last_ms: u64,
+    /// Less than [`BUSY_BYTES`] wait by now: only what ends with the last end is counted. Sources may end many reads at once.
+    ends: bool,
+}
+
+// === impl Window ===
+
+impl Window {
+    /// Bytes that would be read while a query waits.
+    fn reach(&self) -> u64 {
+        self.read * u64::from(QUERY_WAIT_MS_MAX) / (self.last_ms - self.since_ms).max(1)
+    }
 }
 
 // === impl Pace ===
@@ -32,42 +51,60 @@ pub struct Pace {
 impl Pace {
     /// Whether a read would end in time if it may use 1 of `parts` of what may wait. Nothing is known of a device that was never busy.
     pub fn takes(&self, bytes: u64, parts: u64) -> bool {
-        let reach = self.reaches.iter().max();
-        self.waiting == 0 || reach.is_none_or(|reach| self.waiting + bytes <= (*reach).max(BYTES_MIN) / parts)
+        self.waiting == 0
+            || self.reach().is_none_or(|reach| self.waiting + bytes <= reach.max(BYTES_MIN) / parts)
     }
 
     /// Bytes a millisecond, by the best of the last windows; none: it was never busy.
     pub fn rate(&self) -> Option<f64> {
-        self.reaches.iter().max().map(|reach| *reach as f64 / f64::from(QUERY_WAIT_MS_MAX))
+        self.reach().map(|reach| reach as f64 / f64::from(QUERY_WAIT_MS_MAX))
+    }
+
+    /// Of the last windows and of this one, once it is long enough.
+    fn reach(&self) -> Option<u64> {
+        let this = self.window.filter(|window| window.last_ms - window.since_ms >= WINDOW_MS);
+        self.reaches.iter().copied().chain(this.map(|window| window.reach())).max()
     }
 
     /// A read was asked for.
     pub fn began(&mut self, bytes: u64, now_ms: u64) {
+        if let Some(window) = self.window.take_if(|window| window.ends && now_ms > window.last_ms) {
+            self.close_window(window);
+        }
         self.waiting += bytes;
         if self.waiting > BUSY_BYTES {
-            self.busy.get_or_insert((now_ms, 0));
+            let new = Window { since_ms: now_ms, read: 0, last_ms: now_ms, ends: false };
+            self.window.get_or_insert(new).ends = false;
         }
     }
 
     /// A read ended; whether its bytes were moved.
     pub fn ended(&mut self, bytes: u64, moved: bool, now_ms: u64) {
         self.waiting -= bytes;
-        let Some((since_ms, sum)) = self.busy.take().filter(|_| moved) else { return };
-        let (sum, took_ms) = (sum + bytes, now_ms.saturating_sub(since_ms));
-        let is_busy = self.waiting > BUSY_BYTES;
-        let is_window = took_ms >= if is_busy { WINDOW_MS } else { WINDOW_MS_MIN };
-        if is_window {
-            self.reaches.truncate(WINDOWS - 1);
-            self.reaches.push_front(sum * u64::from(QUERY_WAIT_MS_MAX) / took_ms);
+        let Some(mut window) = self.window.take().filter(|_| moved) else { return };
+        let took_ms = window.last_ms - window.since_ms;
+        if now_ms > window.last_ms && (window.ends || took_ms >= WINDOW_MS) {
+            self.close_window(window);
+            // Of a caller that was away more ends wait, which are no work of the time from now on.
+            if window.ends || took_ms >= 2 * WINDOW_MS {
+                return;
+            }
+            window = Window { since_ms: window.last_ms, read: 0, ..window };
         }
-        // Of a caller that was away more ends wait, which are no work of the time from now on.
-        let was_away = took_ms >= 2 * WINDOW_MS;
-        self.busy = (is_busy && !was_away).then_some(if is_window { (now_ms, 0) } else { (since_ms, sum) });
+        let ends = window.ends || self.waiting <= BUSY_BYTES;
+        self.window = Some(Window { read: window.read + bytes, last_ms: now_ms, ends, ..window });
+    }
+
+    fn close_window(&mut self, window: Window) {
+        if window.last_ms - window.since_ms >= WINDOW_MS_MIN {
+            self.reaches.truncate(WINDOWS - 1);
+            self.reaches.push_front(window.reach());
+        }
     }
 
     /// The caller stood still: what ended meanwhile says nothing of the device.
     pub fn stood_still(&mut self) {
-        self.busy = None;
+        self.window = None;
     }
 }
 
@@ -150,14 +187,29 @@ mod tests {
         };
         let mut pace = busy();
         pace.ended(MIB, false, 300);
-        assert!(pace.reaches.is_empty() && pace.busy.is_none());
+        assert!(pace.reaches.is_empty() && pace.window.is_none());
         let mut pace = busy();
         pace.stood_still();
         pace.ended(MIB, true, 300);
         assert!(pace.reaches.is_empty());
         let mut pace = busy();
         (0..900).for_each(|_| pace.ended(MIB, true, 600));
-        assert_eq!(pace.reaches.len(), 1, "what ended while the caller was away is one window's");
+        pace.ended(MIB, true, 601);
+        assert_eq!(
+            pace.reaches,
+            [900 * MIB * 2000 / 600],
+            "what ended while the caller was away is one window's"
+        );
+    }
+
+    #[test]
+    fn what_ends_at_once_took_all_of_the_time_since_it_was_asked_for() {
+        let mut pace = Pace::default();
+        ask(&mut pace, 64, 0);
+        (0..16).for_each(|_| pace.ended(MIB, true, 300));
+        (0..48).for_each(|_| pace.ended(MIB, true, 640));
+        pace.began(MIB, 900);
+        assert_eq!(pace.reaches, [48 * MIB * 2000 / 340, 16 * MIB * 2000 / 300], "the last of them, too");
     }
 
     #[test]

@@ -33,16 +33,35 @@ struct Window {
     /// Bytes that were read by the time of the last end.
     read: u64,
     last_ms: u64,
-    /// Less than [`BUSY_BYTES`] wait by now: only what ends with the last end is counted. Sources may end many reads at once.
+    /// The longest time without an end. A source may end many reads nearly at once, and its window is no part of such a burst.
+    gap_ms: u64,
+    /// Less than [`BUSY_BYTES`] wait by now: what ends soon after the last end is counted, too.
     ends: bool,
 }
 
 // === impl Window ===
 
 impl Window {
+    fn new(since_ms: u64) -> Self {
+        Self { since_ms, read: 0, last_ms: since_ms, gap_ms: 0, ends: false }
+    }
+
+    fn took_ms(&self) -> u64 {
+        self.last_ms - self.since_ms
+    }
+
     /// Bytes that would be read while a query waits.
     fn reach(&self) -> u64 {
-        self.read * u64::from(QUERY_WAIT_MS_MAX) / (self.last_ms - self.since_ms).max(1)
+        self.read * u64::from(QUERY_WAIT_MS_MAX) / self.took_ms().max(1)
+    }
+
+    fn is_whole(&self) -> bool {
+        self.took_ms() >= WINDOW_MS.max(2 * self.gap_ms)
+    }
+
+    /// Whether the source had too little to do for what ends or is asked for now to be counted.
+    fn has_ended(&self, now_ms: u64) -> bool {
+        self.ends && now_ms > self.last_ms + WINDOW_MS_MIN
     }
 }
 
@@ -62,19 +81,18 @@ impl Pace {
 
     /// Of the last windows and of this one, once it is long enough.
     fn reach(&self) -> Option<u64> {
-        let this = self.window.filter(|window| window.last_ms - window.since_ms >= WINDOW_MS);
+        let this = self.window.filter(Window::is_whole);
         self.reaches.iter().copied().chain(this.map(|window| window.reach())).max()
     }
 
     /// A read was asked for.
     pub fn began(&mut self, bytes: u64, now_ms: u64) {
-        if let Some(window) = self.window.take_if(|window| window.ends && now_ms > window.last_ms) {
+        if let Some(window) = self.window.take_if(|window| window.has_ended(now_ms)) {
             self.close_window(window);
         }
         self.waiting += bytes;
         if self.waiting > BUSY_BYTES {
-            let new = Window { since_ms: now_ms, read: 0, last_ms: now_ms, ends: false };
-            self.window.get_or_insert(new).ends = false;
+            self.window.get_or_insert(Window::new(now_ms)).ends = false;
         }
     }
 
@@ -82,21 +100,21 @@ impl Pace {
     pub fn ended(&mut self, bytes: u64, moved: bool, now_ms: u64) {
         self.waiting -= bytes;
         let Some(mut window) = self.window.take().filter(|_| moved) else { return };
-        let took_ms = window.last_ms - window.since_ms;
-        if now_ms > window.last_ms && (window.ends || took_ms >= WINDOW_MS) {
-            self.close_window(window);
-            // Of a caller that was away more ends wait, which are no work of the time from now on.
-            if window.ends || took_ms >= 2 * WINDOW_MS {
-                return;
-            }
-            window = Window { since_ms: window.last_ms, read: 0, ..window };
+        if window.has_ended(now_ms) {
+            return self.close_window(window);
         }
-        let ends = window.ends || self.waiting <= BUSY_BYTES;
-        self.window = Some(Window { read: window.read + bytes, last_ms: now_ms, ends, ..window });
+        if now_ms > window.last_ms && window.is_whole() {
+            self.close_window(window);
+            window = Window::new(window.last_ms);
+        }
+        window.read += bytes;
+        window.gap_ms = window.gap_ms.max(now_ms - window.last_ms);
+        (window.last_ms, window.ends) = (now_ms, window.ends || self.waiting <= BUSY_BYTES);
+        self.window = Some(window);
     }
 
     fn close_window(&mut self, window: Window) {
-        if window.last_ms - window.since_ms >= WINDOW_MS_MIN {
+        if window.took_ms() >= WINDOW_MS_MIN {
             self.reaches.truncate(WINDOWS - 1);
             self.reaches.push_front(window.reach());
         }
@@ -193,23 +211,21 @@ mod tests {
         pace.ended(MIB, true, 300);
         assert!(pace.reaches.is_empty());
         let mut pace = busy();
-        (0..900).for_each(|_| pace.ended(MIB, true, 600));
-        pace.ended(MIB, true, 601);
-        assert_eq!(
-            pace.reaches,
-            [900 * MIB * 2000 / 600],
-            "what ended while the caller was away is one window's"
-        );
+        (0..1000).for_each(|_| pace.ended(MIB, true, 600));
+        pace.began(MIB, 700);
+        assert_eq!(pace.reaches, [1000 * MIB * 2000 / 600], "of the time in which the caller was away, too");
     }
 
     #[test]
     fn what_ends_at_once_took_all_of_the_time_since_it_was_asked_for() {
         let mut pace = Pace::default();
         ask(&mut pace, 64, 0);
-        (0..16).for_each(|_| pace.ended(MIB, true, 300));
-        (0..48).for_each(|_| pace.ended(MIB, true, 640));
+        // The caller takes some of a burst each millisecond.
+        (0..16).for_each(|number| pace.ended(MIB, true, 300 + number / 4));
+        (0..48).for_each(|number| pace.ended(MIB, true, 640 + number / 4));
+        assert!(pace.reaches.is_empty());
         pace.began(MIB, 900);
-        assert_eq!(pace.reaches, [48 * MIB * 2000 / 340, 16 * MIB * 2000 / 300], "the last of them, too");
+        assert_eq!(pace.reaches, [64 * MIB * 2000 / 651]);
     }
 
     #[test]

@@ -327,7 +327,7 @@ fn a_query_that_stays_pending_longer_than_a_sidecar_waits_is_a_miss() {
 fn a_query_is_pending_as_long_as_its_engine_lets_it_wait_while_the_sidecar_lives() {
     let peer = Peer::new(1);
     let wait = |config: &mut Config| config.load_wait.most_ms = 10_000;
-    let (mut scheduler, mut served) = connected_with(&peer, BLOCK_BYTES, wait);
+    let (mut scheduler, served) = connected_with(&peer, BLOCK_BYTES, wait);
     let log = log_with(&mut scheduler, 4);
     let op = scheduler.post_query(log, 0, 4).unwrap();
     served.answer(op, Status::Pending, 0);
@@ -347,7 +347,7 @@ fn a_query_is_pending_as_long_as_its_engine_lets_it_wait_while_the_sidecar_lives
 fn a_frozen_sidecar_is_waited_for_no_longer_because_the_engine_lets_queries_wait() {
     let peer = Peer::new(1);
     let wait = |config: &mut Config| config.load_wait.most_ms = 30_000;
-    let (mut scheduler, mut served) = connected_with(&peer, BLOCK_BYTES, wait);
+    let (mut scheduler, served) = connected_with(&peer, BLOCK_BYTES, wait);
     let log = log_with(&mut scheduler, 4);
     let op = scheduler.post_query(log, 0, 4).unwrap();
     served.answer(op, Status::Pending, 0);

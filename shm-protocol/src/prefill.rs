@@ -36,6 +36,20 @@ impl PrefillRate {
         between / 1e9
     }
 
+    /// Nanoseconds of the first token, and how much longer a token takes for each before it.
+    pub fn nanoseconds(self) -> (f32, f32) {
+        (self.token_ns, self.slope_ns)
+    }
+
+    /// How long a prompt is whose tokens come in the time of computing them from a source of so many tokens a second: longer ones come
+    /// sooner. None: no prompt does.
+    pub fn even_tokens(self, tokens_per_second: f64) -> Option<u64> {
+        let behind_ns = (1e9 / tokens_per_second - f64::from(self.token_ns)).max(0.0);
+        let even = 2.0 * behind_ns / f64::from(self.slope_ns);
+        // 0 / 0: as fast as it computes any token.
+        if behind_ns == 0.0 { Some(0) } else { even.is_finite().then_some(even as u64) }
+    }
+
     /// Tokens a second at a position.
     pub fn tokens_per_second(self, position: u64) -> f64 {
         1e9 / (f64::from(self.token_ns) + f64::from(self.slope_ns) * position as f64).max(f64::MIN_POSITIVE)
@@ -64,5 +78,9 @@ mod tests {
         assert!((rate.tokens_per_second(0) - 20_000.0).abs() < 0.1);
         assert!((rate.tokens_per_second(50_000) - 10_000.0).abs() < 0.1);
         assert!(rate.seconds(5, 3).abs() < f64::EPSILON);
+        assert_eq!((rate.even_tokens(20_000.0), rate.even_tokens(30_000.0)), (Some(0), Some(0)));
+        let even = rate.even_tokens(10_000.0).unwrap();
+        assert!((rate.seconds(0, even) - even as f64 / 10_000.0).abs() < 1e-3, "{even}");
+        assert_eq!(PrefillRate::new(50_000.0, 0.0).unwrap().even_tokens(10_000.0), None);
     }
 }

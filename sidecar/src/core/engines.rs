@@ -275,6 +275,25 @@ impl Engines {
         self.schedulers.get_mut(&session).into_iter().for_each(|scheduler| scheduler.prefill = rate);
     }
 
+    /// The rate of every engine that has said one, with the bytes of a token of it: of all its cache groups.
+    pub(super) fn rates(&self) -> BTreeMap<&str, (PrefillRate, f64)> {
+        let mut rates: BTreeMap<&str, (PrefillRate, f64)> = BTreeMap::new();
+        for (session, scheduler) in &self.schedulers {
+            let Some((rate, binding)) = scheduler.prefill.zip(scheduler.binding()) else { continue };
+            let Some(tokens) = self.block_tokens(*session) else { continue };
+            let name = whole(&scheduler.engine).unwrap_or(&scheduler.engine);
+            let (_, bytes) = rates.entry(name).or_insert((rate, 0.0));
+            *bytes += binding.block_bytes() as f64 / f64::from(tokens.max(1));
+        }
+        rates
+    }
+
+    /// Tokens of a block, as the ranks of an engine state them.
+    fn block_tokens(&self, scheduler: SessionId) -> Option<u32> {
+        let (_, worker) = self.ranks(scheduler).next()?;
+        worker.facts.get(BLOCK_TOKENS)?.parse().ok()
+    }
+
     /// How long a scheduler's queries wait, to be changed by a test.
     #[cfg(test)]
     pub(super) fn load_wait_mut(&mut self, session: SessionId) -> &mut LoadWait {
@@ -285,8 +304,7 @@ impl Engines {
     /// rate is not known, or the tokens of a block are not.
     pub(super) fn compute_ms(&self, scheduler: SessionId, keys: Range<u32>) -> Option<f64> {
         let rate = self.schedulers.get(&scheduler)?.prefill?;
-        let (_, worker) = self.ranks(scheduler).next()?;
-        let tokens: u32 = worker.facts.get(BLOCK_TOKENS)?.parse().ok()?;
+        let tokens = self.block_tokens(scheduler)?;
         let token = |key: u32| u64::from(key) * u64::from(tokens);
         Some(rate.seconds(token(keys.start), token(keys.end)) * 1e3)
     }

@@ -531,6 +531,11 @@ impl Core {
         self.base.engines.note_prefill(session, rate);
     }
 
+    /// The rate of every engine that has said one, by its name, with the bytes of a token of it.
+    pub fn engine_rates(&self) -> BTreeMap<&str, (PrefillRate, f64)> {
+        self.base.engines.rates()
+    }
+
     /// A session with saves that the last turn had no time for, if there is one: [`Event::Behind`] is for it.
     pub fn behind(&self) -> Option<SessionId> {
         self.transfers.behind()

@@ -8,8 +8,9 @@ use std::collections::{BTreeMap, VecDeque};
 use mesh::transport::PeerNumber;
 use tiers::ssd::Pace;
 
-/// Milliseconds of progress that tell a rate.
+/// Milliseconds of progress that tell a rate, and of a source that is late: the worst pauses of a disk in a cloud take a second.
 const RECENT_MS: u64 = 500;
+const LATE_MS: u64 = 2_000;
 /// Milliseconds of a slice that has one mark of progress, and for how long marks are kept: longer than a wait lasts without any.
 const MARK_MS: u64 = 50;
 const MARKS_MS: u64 = 3_000;
@@ -102,17 +103,17 @@ impl Flow {
         }
     }
 
-    /// Bytes a millisecond by the progress of the last [`RECENT_MS`], or of the time from the last progress before that. None without
-    /// any since it has something to do.
+    /// Bytes a millisecond by the progress of the last [`RECENT_MS`], or of the time from the last progress before that; by that of the last
+    /// [`LATE_MS`] where the next block is late. None without any since it has something to do.
     fn recent(&self, now_ms: u64) -> Option<f64> {
         let marks = self.marks.iter().copied().filter(|(ms, _)| *ms > self.busy.0);
         let bounds: Vec<(u64, u64)> = std::iter::once(self.busy).chain(marks).collect();
         let &[.., before, last] = &bounds[..] else { return None };
-        let is_bound = |(ms, ended): &&(u64, u64)| ms + RECENT_MS <= now_ms && *ended < last.1;
-        let bound = bounds.iter().rfind(is_bound)?;
         // The next block may be due as long after the last one as that came after the one before; it is late after twice that.
         let is_late = now_ms - last.0 > 2 * (last.0 - before.0);
-        let until_ms = if is_late { now_ms } else { last.0 };
+        let (within_ms, until_ms) = if is_late { (LATE_MS, now_ms) } else { (RECENT_MS, last.0) };
+        let is_bound = |(ms, ended): &&(u64, u64)| ms + within_ms <= now_ms && *ended < last.1;
+        let bound = bounds.iter().rfind(is_bound).unwrap_or(&bounds[0]);
         Some((last.1 - bound.1) as f64 / until_ms.saturating_sub(bound.0).max(1) as f64)
     }
 
@@ -218,12 +219,13 @@ mod tests {
     }
 
     #[test]
-    fn a_source_that_stops_soon_has_a_rate_of_nearly_nothing_and_one_that_gives_in_bursts_keeps_its_own() {
+    fn a_source_that_stops_has_soon_no_rate_and_one_that_pauses_or_gives_in_bursts_keeps_its_own() {
         let mut flows = Flows::default();
         let owed = asked(&mut flows, DISK, 1000, 0);
         give(&mut flows, DISK, 0..1000, 2);
-        let (before, after) = (ms(&flows, &owed, 1000), ms(&flows, &owed, 1700));
-        assert!(after > before * 8.0, "{before} ms, {after} ms");
+        let left = [1_000, 1_700, 2_900].map(|now_ms| ms(&flows, &owed, now_ms));
+        assert!(left[1] < left[0] * 2.0, "a pause: {left:?}");
+        assert!(left[2] > left[0] * 8.0, "{left:?}");
         let peer = SourceLane::Peer(PeerNumber(7));
         let owed = asked(&mut flows, peer, 1000, 0);
         for second in 1..=2 {

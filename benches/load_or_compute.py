@@ -1,14 +1,13 @@
-"""How long a prompt on a disk takes until its first token, by the rate of the disk: beside loading it whole, computing it
-whole, and the rule for an engine of unknown rate (2 s).
+"""The time until the first token of a prompt on a disk, by the rate of the disk: beside loading all of it, computing all of
+it, and the rule for an engine of unknown rate (2 s).
 
-A real sidecar whose disk is throttled by the kernel (blkio.throttle or io.max, so only as root), and a scripted scheduler:
-it asks as vLLM's does, once a millisecond, and states the rate of an H200 with an 8B model. What is not found is not
-computed but counted by that rate. Bytes are scaled: a token has 8 KiB in place of 128, and the disk a sixteenth of the rate
-that is named, so every time is what the machine of full size would take. Copies to the device are left out.
+The parts are a real sidecar with a disk throttled by the kernel (blkio.throttle or io.max, so only as root), and a scripted
+scheduler. It asks as vLLM's does, once a millisecond, and states the rate of an H200 with an 8B model. Missing tokens are not
+computed but counted by this rate. Bytes are scaled: a token has 8 KiB in place of 128, and the disk a sixteenth of its named
+rate, so every time is one of full size. Copies to the device are left out.
 
-A sidecar is started anew for each point, so memory is empty, and reads 56 MiB first, so the rate of its disk is known. It
-reads by threads: io_uring locks each GiB of a new pool when that is first read into, for 0.8 s. Where a rate changes, it does
-so 3 s after the question.
+Each point has a new sidecar with empty memory. It reads 56 MiB first, so the rate of its disk is known, and by threads:
+io_uring locks each GiB of a new pool at the first read into it, for 0.8 s. A changing rate changes 3 s after the question.
 
     benches/run load-or-compute [--quick]
 """
@@ -29,7 +28,7 @@ from testkit.sidecar import Sidecar, serving
 
 MIB, GB = 1 << 20, 10**9
 SCALE = 16
-# Of one token of Llama-3.1-8B, and of one here.
+# Llama-3.1-8B; a token here is smaller by the scale.
 FULL_TOKEN_BYTES = 131_072
 BLOCK_TOKENS = 256
 BLOCK_BYTES = BLOCK_TOKENS * FULL_TOKEN_BYTES // SCALE
@@ -38,7 +37,7 @@ TOKEN_NS, SLOPE_NS = 50_000.0, 0.84
 PROMPTS = (32_768, 105_984, 235_776, 499_968)
 # GB/s at full size.
 RATES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
-# Blocks that are read first: a few as fast as they come.
+# The first blocks to read: a few without a throttle.
 FIRST_BLOCKS, WARM_BLOCKS = 4, 28
 WAIT_MAX_MS = 120_000
 CHANGE_S = 3.0
@@ -48,17 +47,17 @@ LOOK_S = 0.001
 
 
 def compute_s(first: int, end: int) -> float:
-    """Seconds that an engine computes tokens `first..end`."""
+    """Seconds of computing tokens `first..end`."""
     return (end - first) * (TOKEN_NS + SLOPE_NS * (first + end) / 2) / 1e9
 
 
 def load_s(tokens: int, rate: float) -> float:
-    """Seconds that a disk of so many GB/s, at full size, gives a prompt's blocks."""
+    """Seconds of a disk of so many GB/s, at full size, for a prompt's blocks."""
     return tokens * FULL_TOKEN_BYTES / (rate * GB)
 
 
 class Throttle:
-    """Bytes a second that a process may read from the device of a folder, by a cgroup of its own."""
+    """A limit for the reads of a process from the device of a folder, by a cgroup of its own."""
 
     def __init__(self, folder: Path) -> None:
         number = os.stat(folder).st_dev
@@ -97,7 +96,7 @@ class Throttle:
 
 
 def keys(prompt: int) -> list[bytes]:
-    """The keys of a prompt's blocks; 0: of the blocks that warm the disk up."""
+    """The keys of a prompt's blocks; 0: of the first blocks."""
     blocks = prompt // BLOCK_TOKENS or WARM_BLOCKS
     return [b"%010d%06d" % (prompt, block) for block in range(blocks)]
 
@@ -220,7 +219,7 @@ def main() -> None:
         changed_ok = True
         for tokens, before, after in changes:
             took, waited, found = bench.first_token_s(Point(tokens, before, after), judged=True)
-            # What had come when the rate changed, and the better way from there on. Who computes from the begin goes on with it.
+            # A load goes on by the better way, a computation as it is.
             loads = load_s(tokens, before) < compute_s(0, tokens)
             spent = CHANGE_S if loads else 0.0
             given = min(tokens, int(spent * before * GB / FULL_TOKEN_BYTES))

@@ -69,7 +69,7 @@ pub struct PeerStats {
     pub absent_total: u64,
     /// Blocks asked of it that have not ended.
     pub under_way: u32,
-    /// Bytes a second that it gives with enough to do; 0: the caller knows it, or nobody.
+    /// Bytes a second with enough to do; 0: the caller knows it, or nobody.
     pub bytes_per_second: u64,
 }
 

@@ -57,11 +57,10 @@ pub struct Hello {
     /// promised it. Absent: [`AWAIT_MS`](crate::layout::AWAIT_MS).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub promise_wait_ms: Option<u32>,
-    /// A scheduler's: milliseconds that a query may be pending at most, while its blocks come faster than its engine computes them.
-    /// Absent: [`QUERY_WAIT_MS_MAX`](crate::layout::QUERY_WAIT_MS_MAX).
+    /// A scheduler's: the limit of a pending query in milliseconds, while its blocks come faster than its engine computes them. Absent: [`QUERY_WAIT_MS_MAX`](crate::layout::QUERY_WAIT_MS_MAX).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub wait_max_ms: Option<u32>,
-    /// A scheduler's, in thousandths: blocks that come within so many times the time of computing them are waited for. Absent:
+    /// A scheduler's, in thousandths: a load may take so many times as long as computing. Absent:
     /// [`LOAD_PREFERENCE`](crate::layout::LOAD_PREFERENCE).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub load_preference: Option<u32>,

@@ -66,14 +66,14 @@ pub mod header {
 /// Bytes of the header page.
 pub const HEADER_BYTES: usize = 4096;
 
-/// Milliseconds that a query may be pending at most, unless its engine is known to compute slower than its blocks come: then it is
+/// Milliseconds that a query may be pending at most, unless its blocks are known to come sooner than its engine computes them: then it is
 /// answered with what is there.
 pub const QUERY_WAIT_MS_MAX: u32 = 2_000;
-/// The longest that a scheduler may let its queries be pending for blocks that come faster than it computes, in milliseconds.
+/// The largest limit of a scheduler for its pending queries, while blocks come faster than it computes, in milliseconds.
 pub const LOAD_WAIT_MS_MAX: u32 = 600_000;
-/// The same as a scheduler states it unless told otherwise.
+/// The limit of vLLM's connector, unless its user gives one.
 pub const LOAD_WAIT_MS: u32 = 30_000;
-/// What loading is preferred by where a scheduler states nothing, in thousandths, and the most that it may state.
+/// The preference for loading of a silent scheduler, in thousandths, and the largest one.
 pub const LOAD_PREFERENCE: u32 = 1_000;
 /// See [`LOAD_PREFERENCE`].
 pub const LOAD_PREFERENCE_MAX: u32 = 100_000;

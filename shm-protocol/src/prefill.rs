@@ -1,18 +1,18 @@
-//! How fast an engine computes prompts: two numbers in a word of its scheduler's session, by which the sidecar judges what may be loaded.
+//! How fast an engine computes prompts: two numbers in a word of its scheduler's session. The sidecar judges loads by them.
 
 /// The time of a token of a prompt, by its position. Attention makes later tokens slower, in proportion to those before them.
 #[derive(Copy, Clone, Debug, PartialEq)]
 pub struct PrefillRate {
     /// Nanoseconds of the first token.
     token_ns: f32,
-    /// Nanoseconds that a token takes longer for each token before it.
+    /// The further nanoseconds of a token for each token before it.
     slope_ns: f32,
 }
 
 // === impl PrefillRate ===
 
 impl PrefillRate {
-    /// None of numbers that no engine measures: neither negative ones nor zeros alone, and a second for a token at most.
+    /// None of negative numbers, of zeros alone, and beyond a second for a token.
     pub fn new(token_ns: f32, slope_ns: f32) -> Option<Self> {
         let is_time = |ns: f32| (0.0..=1e9).contains(&ns);
         let is_rate = is_time(token_ns) && is_time(slope_ns) && token_ns + slope_ns > 0.0;
@@ -20,29 +20,29 @@ impl PrefillRate {
     }
 
     /// The word in shared memory; 0 is no rate.
-    pub fn encode(self) -> u64 {
+    pub fn to_word(self) -> u64 {
         u64::from(self.token_ns.to_bits()) << 32 | u64::from(self.slope_ns.to_bits())
     }
 
     /// The rate in a word, if it is one.
-    pub fn decode(word: u64) -> Option<Self> {
+    pub fn from_word(word: u64) -> Option<Self> {
         Self::new(f32::from_bits((word >> 32) as u32), f32::from_bits(word as u32))
     }
 
-    /// Seconds that tokens `first..end` of a prompt take, those before them being there.
+    /// The seconds of tokens `first..end` of a prompt, behind kept ones.
     pub fn seconds(self, first: u64, end: u64) -> f64 {
         let (from, to) = (first as f64, end.max(first) as f64);
         let between = (to - from) * (f64::from(self.token_ns) + f64::from(self.slope_ns) * (from + to) / 2.0);
         between / 1e9
     }
 
-    /// Nanoseconds of the first token, and how much longer a token takes for each before it.
+    /// Nanoseconds of the first token, and the further ones for each token before.
     pub fn nanoseconds(self) -> (f32, f32) {
         (self.token_ns, self.slope_ns)
     }
 
-    /// How long a prompt is whose tokens come in the time of computing them from a source of so many tokens a second: longer ones come
-    /// sooner. None: no prompt does.
+    /// The tokens of a prompt computed and loaded in equal times, from a source of so many tokens a second: longer prompts come sooner. None:
+    /// no prompt does.
     pub fn even_tokens(self, tokens_per_second: f64) -> Option<u64> {
         let behind_ns = (1e9 / tokens_per_second - f64::from(self.token_ns)).max(0.0);
         let even = 2.0 * behind_ns / f64::from(self.slope_ns);
@@ -63,10 +63,10 @@ mod tests {
     #[test]
     fn a_word_has_both_numbers_and_no_word_is_no_rate() {
         let rate = PrefillRate::new(50_000.0, 0.84).unwrap();
-        assert_eq!(PrefillRate::decode(rate.encode()), Some(rate));
-        assert_eq!(PrefillRate::decode(0), None);
+        assert_eq!(PrefillRate::from_word(rate.to_word()), Some(rate));
+        assert_eq!(PrefillRate::from_word(0), None);
         for word in [u64::MAX, u64::from(f32::NAN.to_bits()) << 32, u64::from((-1_f32).to_bits()), 1 << 63] {
-            assert_eq!(PrefillRate::decode(word), None, "{word:x}");
+            assert_eq!(PrefillRate::from_word(word), None, "{word:x}");
         }
     }
 

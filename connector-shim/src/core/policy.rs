@@ -451,7 +451,7 @@ impl<H: SessionHost> EnginePolicy<H> {
             let first = self.requests.get(due.request)?.now.computed;
             Some(first..first.saturating_add(due.scheduled?))
         });
-        self.prefill.schedule(step.step, self.time, computed, has_loads);
+        self.prefill.schedule_step(step.step, self.time, computed, has_loads);
         let saves =
             if self.options.saves { self.save(due, step.step) } else { vec![false; step.parts.len()] };
         step.asks = self.proof.waits() || !self.open_loads.is_empty();
@@ -485,7 +485,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         scheduled: &HashMap<u64, Vec<RequestId>>,
         time: Option<Instant>,
     ) {
-        if let Some(rate) = time.and_then(|time| self.prefill.take(step, time)) {
+        if let Some(rate) = time.and_then(|time| self.prefill.take_output(step, time)) {
             self.groups.iter_mut().for_each(|group| group.session.tell_prefill(rate));
         }
         let mut passed = proof::Passed::default();

@@ -51,12 +51,12 @@ pub struct Config {
     pub load_wait: LoadWait,
 }
 
-/// How long queries wait for blocks of disks and peers.
+/// The waits of queries for blocks of disks and peers.
 #[derive(Copy, Clone, Debug)]
 pub struct LoadWait {
-    /// Milliseconds at most, while the blocks come faster than the engine computes them.
+    /// Milliseconds at most, while the blocks come faster than the engine computes.
     pub most_ms: u32,
-    /// Blocks that come within so many thousandths of the time of computing them are waited for.
+    /// How much longer than computing a load may take, in thousandths of it.
     pub preference: u32,
 }
 
@@ -108,7 +108,7 @@ pub struct Session<C> {
 // === impl LoadWait ===
 
 impl Default for LoadWait {
-    /// As of a scheduler that states nothing.
+    /// As of a silent scheduler.
     fn default() -> Self {
         Self { most_ms: QUERY_WAIT_MS_MAX, preference: LOAD_PREFERENCE }
     }

@@ -306,7 +306,7 @@ impl Sidecar {
 
     /// How fast the engine says that it computes prompts.
     pub(crate) fn prefill(&self) -> Option<PrefillRate> {
-        PrefillRate::decode(self.wire.memory.region().word64(header::PREFILL).load(Ordering::Relaxed))
+        PrefillRate::from_word(self.wire.memory.region().word64(header::PREFILL).load(Ordering::Relaxed))
     }
 
     /// Announces a block in memory.

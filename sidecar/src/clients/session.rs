@@ -224,7 +224,7 @@ impl Session {
     pub fn prefill(&self) -> Option<PrefillRate> {
         // Relaxed: the word stands for nothing but itself.
         let word = || self.memory.region().word64(header::PREFILL).load(Ordering::Relaxed);
-        self.rank.is_none().then(word).and_then(PrefillRate::decode)
+        self.rank.is_none().then(word).and_then(PrefillRate::from_word)
     }
 
     /// Announcements that a scheduler's ring has room for.

@@ -32,8 +32,8 @@ pub enum Ask {
     Survey(Reply<Surveyed>),
     /// Where these blocks are, [`KEYS_MAX`] at most.
     Locate(NamespaceDigest, Vec<BlockHash>, Reply<Vec<Found>>),
-    /// How fast engines compute prompts, and sources give blocks.
-    Rates(Reply<Rates>),
+    /// The rates of engines and of sources.
+    Rates(Reply<KnownRates>),
     /// All blocks of a namespace go.
     Evict(NamespaceDigest, Reply<Evicted>),
 }
@@ -48,9 +48,9 @@ pub struct Surveyed {
     pub peers: Option<Vec<(String, usize)>>,
 }
 
-/// What is known of rates.
+/// Known rates.
 #[derive(Debug, Default)]
-pub struct Rates {
+pub struct KnownRates {
     /// By engine: its rate, and the bytes of a token.
     pub engines: Vec<(String, PrefillRate, f64)>,
     /// Disks and peers, each with bytes a second.

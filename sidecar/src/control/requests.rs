@@ -15,7 +15,7 @@ use tokio::sync::oneshot;
 use super::refusals::{Cause, Refused};
 use super::{Handler, Last, page};
 use crate::config::Level;
-use crate::control::inbox::{Ask, Evicted, Found, KEYS_MAX, Rates, Reply};
+use crate::control::inbox::{Ask, Evicted, Found, KEYS_MAX, KnownRates, Reply};
 use crate::core::Kept;
 
 /// A data thread that turns takes an ask within milliseconds; a count of all blocks takes a tenth of a second for ten million.
@@ -44,7 +44,7 @@ struct SetLevel {
     level: String,
 }
 
-fn rates_page(rates: &Rates) -> Value {
+fn rates_page(rates: &KnownRates) -> Value {
     let engine = |(engine, rate, token_bytes): &(String, PrefillRate, f64)| {
         let (token_ns, slope_ns) = rate.nanoseconds();
         json!({ "engine": engine, "token_ns": token_ns, "slope_ns": slope_ns, "token_bytes": token_bytes })

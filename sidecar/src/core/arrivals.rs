@@ -19,7 +19,7 @@ use tiers::dram::Dram;
 pub(super) use self::flows::{Flows, Owed, SourceLane};
 use super::SessionId;
 
-/// The longest that a load waits for blocks, a query for those of a save, and a query of an engine of unknown rate for any.
+/// The longest wait of a load for blocks, of a query for those of a save, and of a query for any if its engine's rate is unknown.
 pub(super) const WAIT_MS_MAX: u64 = QUERY_WAIT_MS_MAX as u64;
 /// What one query, and all that is on its way into the pool together, may take of it: 1 of so many parts. The rest is for
 /// blocks in use and for saves.
@@ -50,7 +50,7 @@ struct Coming {
     slot: SlotRef,
     source: Source,
     bytes: u64,
-    /// What brings it, its bytes there, and the place of their end.
+    /// Its source, its bytes there, and the place of their end.
     lane: Option<(SourceLane, u64, u64)>,
     /// Nobody waits for it any more.
     late: bool,
@@ -148,16 +148,16 @@ impl Arrivals {
         self.insert(key, Coming { source, bytes, ..Coming::new(slot) });
     }
 
-    /// A source was asked for a block that is on its way, the first one or another one than before.
+    /// A source was asked for a block on its way, the first source or another one than before.
     pub(super) fn send(&mut self, key: &BlockKey, lane: SourceLane, bytes: u64, now_ms: u64) {
         let Some(coming) = self.coming.get_mut(key) else { return };
-        let place = self.flows.begin(lane, bytes, now_ms);
+        let place = self.flows.begin_bytes(lane, bytes, now_ms);
         if let Some((before, bytes, _)) = coming.lane.replace((lane, bytes, place)) {
-            self.flows.end(before, bytes, false, now_ms);
+            self.flows.end_bytes(before, bytes, false, now_ms);
         }
     }
 
-    /// What the sources of these blocks owe up to the last of each.
+    /// The debts of the sources of these blocks, up to the last block of each.
     pub(super) fn owed(&self, keys: &[BlockKey], now_ms: u64) -> BTreeMap<SourceLane, Owed> {
         let mut places: BTreeMap<SourceLane, u64> = BTreeMap::new();
         for (lane, _, place) in keys.iter().filter_map(|key| self.coming.get(key)?.lane) {
@@ -167,8 +167,8 @@ impl Arrivals {
     }
 
     /// A peer is gone.
-    pub(super) fn leave(&mut self, peer: PeerNumber) {
-        self.flows.forget(SourceLane::Peer(peer));
+    pub(super) fn forget_peer(&mut self, peer: PeerNumber) {
+        self.flows.forget_source(SourceLane::Peer(peer));
     }
 
     /// A block that a save fills is awaited from now on. It takes nothing of what may be on its way.
@@ -187,7 +187,7 @@ impl Arrivals {
         let coming = self.coming.remove(key).expect("a block ends once");
         self.bytes -= coming.bytes;
         if let Some((lane, bytes, _)) = coming.lane {
-            self.flows.end(lane, bytes, moved, now_ms);
+            self.flows.end_bytes(lane, bytes, moved, now_ms);
         }
         (!coming.distrusted, coming.waiting)
     }

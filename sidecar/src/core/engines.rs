@@ -25,11 +25,11 @@ use self::proofs::Proofs;
 pub use self::proofs::{Proof, Standing};
 use self::service::{Service, ServiceEvent};
 use super::namespaces::{Binding, Form, Space};
-use super::worth::LoadWait;
+use super::worth::LoadPatience;
 use super::{SessionId, Violation};
 use crate::compare::Layers;
 
-/// The fact that says how many tokens a block has.
+/// The fact with the tokens of a block.
 const BLOCK_TOKENS: &str = "block_tokens";
 
 /// The sessions of all engines.
@@ -48,7 +48,7 @@ pub struct Holder<'a> {
     pub engine: &'a str,
     pub state: EngineState,
     pub holdings: Holdings,
-    /// How fast it computes prompts, if that is known.
+    /// Its rate of computing prompts, if known.
     pub prefill: Option<PrefillRate>,
 }
 
@@ -89,8 +89,8 @@ pub(super) struct Scheduler {
     /// How long its requests wait for a producer.
     pub(super) waits: Waits,
     /// And for blocks of disks and peers.
-    pub(super) load_wait: LoadWait,
-    /// How fast it computes prompts, as it said last.
+    pub(super) load_wait: LoadPatience,
+    /// Its last stated rate of computing prompts.
     prefill: Option<PrefillRate>,
     service: Service,
     /// Why what it saves is kept where it is bound; `None`: it is not.
@@ -275,7 +275,7 @@ impl Engines {
         self.schedulers.get_mut(&session).into_iter().for_each(|scheduler| scheduler.prefill = rate);
     }
 
-    /// The rate of every engine that has said one, with the bytes of a token of it: of all its cache groups.
+    /// The stated rates of engines by name, each with the bytes of a token in all cache groups.
     pub(super) fn rates(&self) -> BTreeMap<&str, (PrefillRate, f64)> {
         let mut rates: BTreeMap<&str, (PrefillRate, f64)> = BTreeMap::new();
         for (session, scheduler) in &self.schedulers {
@@ -296,12 +296,12 @@ impl Engines {
 
     /// How long a scheduler's queries wait, to be changed by a test.
     #[cfg(test)]
-    pub(super) fn load_wait_mut(&mut self, session: SessionId) -> &mut LoadWait {
+    pub(super) fn load_wait_mut(&mut self, session: SessionId) -> &mut LoadPatience {
         &mut self.schedulers.get_mut(&session).expect("it is connected").load_wait
     }
 
-    /// Milliseconds that an engine takes to compute the tokens of these keys of a prompt, once those before them are there; none: its
-    /// rate is not known, or the tokens of a block are not.
+    /// Milliseconds of computing the tokens of these keys of a prompt, behind kept ones; none: the engine's rate or the tokens of a block
+    /// are not known.
     pub(super) fn compute_ms(&self, scheduler: SessionId, keys: Range<u32>) -> Option<f64> {
         let rate = self.schedulers.get(&scheduler)?.prefill?;
         let tokens = self.block_tokens(scheduler)?;
@@ -343,7 +343,7 @@ impl Engines {
             promise: hello.promise_wait_ms.unwrap_or(AWAIT_MS).max(1).into(),
             handover: hello.handover_wait_ms.unwrap_or(PROMISED_WAIT_MS_MAX).into(),
         };
-        let load_wait = LoadWait {
+        let load_wait = LoadPatience {
             most_ms: hello.wait_max_ms.unwrap_or(QUERY_WAIT_MS_MAX).into(),
             preference: f64::from(hello.load_preference.unwrap_or(LOAD_PREFERENCE)) / 1e3,
         };

@@ -531,7 +531,7 @@ impl Core {
         self.base.engines.note_prefill(session, rate);
     }
 
-    /// The rate of every engine that has said one, by its name, with the bytes of a token of it.
+    /// The stated rates of engines by name, each with the bytes of a token.
     pub fn engine_rates(&self) -> BTreeMap<&str, (PrefillRate, f64)> {
         self.base.engines.rates()
     }

@@ -52,7 +52,7 @@ pub(super) struct Peers {
     promised: BTreeSet<Digest>,
     distrusted: Distrusted,
     stats: PeersStats,
-    /// How much may be asked for: what comes before the fetches end.
+    /// How much may be asked for: the fetches of 2 s.
     pace: Pace,
 }
 
@@ -107,7 +107,7 @@ impl Peers {
             Heard::Left(peer) => {
                 cx.produced.over = true;
                 self.directory.leave(peer);
-                cx.arrivals.leave(peer);
+                cx.arrivals.forget_peer(peer);
             }
             Heard::Keeps { peer, filter } => self.directory.replace(peer, filter),
             Heard::Changed { peer, changes } => {

@@ -243,7 +243,7 @@ impl Sources {
         followed
     }
 
-    /// Where the first block of a run would come from.
+    /// The source of the first block of a run.
     pub(super) fn lane(&self, binding: &Binding, run: &[BlockHash], cx: &Context) -> Option<SourceLane> {
         self.tiers.iter().find_map(|tier| tier.lane(binding, run, cx))
     }

@@ -33,7 +33,7 @@ pub struct Stats {
     pub waits: u64,
     /// Those that were answered before all they waited for was there.
     pub waits_timed_out: u64,
-    /// Queries answered while blocks were on their way that their engine computes sooner.
+    /// Queries answered without blocks on their way: their engine computes these sooner.
     pub waits_slower: u64,
     /// Those that were answered while blocks of theirs were on their way.
     pub early_answers: u64,

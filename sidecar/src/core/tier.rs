@@ -132,7 +132,7 @@ pub(super) trait Tier: Any + Debug + Send {
         None
     }
 
-    /// Where the first block of a run would come from.
+    /// Returns the source of the first block of a run.
     fn lane(&self, binding: &Binding, run: &[BlockHash], cx: &Context) -> Option<SourceLane>;
 
     /// Plans to read a block of so many bytes into a slot, within 1 of `parts` of its queue. False: it cannot in time.

@@ -1,17 +1,16 @@
 //! Whether blocks are worth waiting for. Pure: time is an argument.
 //!
-//! What is left is judged, whatever was spent: blocks are waited for as long as all that is left of them comes before the engine would
-//! have computed it. It is decided again with each look, by the rates of the last half second. The whole run counts: what lies behind a
-//! missing block is of no use.
+//! Spent time does not count. A wait goes on while the rest of its blocks comes before the engine would have computed it. It is decided
+//! again with each look, by the rates of the last half second. The whole run counts: blocks behind a missing one are of no use.
 
 use shm_protocol::layout::QUERY_WAIT_MS_MAX;
 
-/// Milliseconds without a byte from any source after which a wait ends, and of a wait while nothing is known of the engine.
+/// Milliseconds of a wait without a byte from any source, and of a wait while the engine's rate is not known.
 pub(super) const STILL_MS_MAX: u64 = QUERY_WAIT_MS_MAX as u64;
 
-/// What a scheduler lets its queries wait for.
+/// A scheduler's limits for the waits of its queries.
 #[derive(Copy, Clone, Debug)]
-pub(super) struct LoadWait {
+pub(super) struct LoadPatience {
     /// Milliseconds from a question on, at most.
     pub(super) most_ms: u64,
     /// Loading may take so many times as long as computing.
@@ -21,12 +20,12 @@ pub(super) struct LoadWait {
 /// A wait at a time.
 #[derive(Copy, Clone, Debug)]
 pub(super) struct Outlook {
-    /// Milliseconds since the question, and since any byte of what is waited for or lies ahead of it has come.
+    /// Milliseconds since the question, and since the last byte of the sources.
     pub(super) waited_ms: u64,
     pub(super) still_ms: u64,
-    /// Milliseconds that the blocks left take; none: no rate is known yet.
+    /// Milliseconds until the rest is there; none: no rate is known yet.
     pub(super) load_ms: Option<f64>,
-    /// Milliseconds that their engine would take to compute them; none: its rate is not known.
+    /// Milliseconds of computing the rest; none: the engine's rate is not known.
     pub(super) compute_ms: Option<f64>,
 }
 
@@ -43,7 +42,7 @@ pub(super) enum Over {
 
 impl Outlook {
     /// Why the wait is over, if it is.
-    pub(super) fn over(&self, wait: LoadWait) -> Option<Over> {
+    pub(super) fn over(&self, wait: LoadPatience) -> Option<Over> {
         let Some(compute_ms) = self.compute_ms else {
             return (self.waited_ms >= wait.most_ms.min(STILL_MS_MAX)).then_some(Over::Late);
         };
@@ -59,7 +58,7 @@ impl Outlook {
 mod tests {
     use super::*;
 
-    const WAIT: LoadWait = LoadWait { most_ms: 30_000, preference: 1.0 };
+    const WAIT: LoadPatience = LoadPatience { most_ms: 30_000, preference: 1.0 };
 
     fn outlook(load_ms: f64, compute_ms: f64) -> Outlook {
         Outlook { waited_ms: 0, still_ms: 0, load_ms: Some(load_ms), compute_ms: Some(compute_ms) }
@@ -67,7 +66,7 @@ mod tests {
 
     /// Milliseconds until an answer, and all until everything is there or computed: a source of `rate(ms)` parts a millisecond, an
     /// engine of `speed` parts, and so many parts.
-    fn play(parts: f64, rate: impl Fn(u64) -> f64, speed: f64, wait: LoadWait) -> (u64, f64) {
+    fn play(parts: f64, rate: impl Fn(u64) -> f64, speed: f64, wait: LoadPatience) -> (u64, f64) {
         let (mut left, mut moved_ms) = (parts, 0);
         let mut recent = std::collections::VecDeque::new();
         for now_ms in 0.. {
@@ -99,15 +98,15 @@ mod tests {
     fn what_comes_sooner_than_it_is_computed_is_waited_for() {
         assert_eq!(outlook(999.0, 1000.0).over(WAIT), None);
         assert_eq!(outlook(1001.0, 1000.0).over(WAIT), Some(Over::Slower));
-        assert_eq!(outlook(1999.0, 1000.0).over(LoadWait { preference: 2.0, ..WAIT }), None);
-        assert_eq!(outlook(1.0, 1000.0).over(LoadWait { preference: 0.0, ..WAIT }), Some(Over::Slower));
+        assert_eq!(outlook(1999.0, 1000.0).over(LoadPatience { preference: 2.0, ..WAIT }), None);
+        assert_eq!(outlook(1.0, 1000.0).over(LoadPatience { preference: 0.0, ..WAIT }), Some(Over::Slower));
     }
 
     #[test]
     fn while_the_engine_is_unknown_a_query_waits_for_2_s_and_never_beyond_its_limit() {
         let unknown = |waited_ms| Outlook { waited_ms, compute_ms: None, ..outlook(60_000.0, 0.0) };
         assert_eq!((unknown(1999).over(WAIT), unknown(2000).over(WAIT)), (None, Some(Over::Late)));
-        let short = LoadWait { most_ms: 300, ..WAIT };
+        let short = LoadPatience { most_ms: 300, ..WAIT };
         assert_eq!((unknown(299).over(short), unknown(300).over(short)), (None, Some(Over::Late)));
         let known = |waited_ms| Outlook { waited_ms, ..outlook(1.0, 1e9) };
         assert_eq!((known(29_999).over(WAIT), known(30_000).over(WAIT)), (None, Some(Over::Late)));

@@ -1,7 +1,7 @@
 //! What the data thread is asked for from outside: one ask between two turns, and of a long one a part.
 
 use super::Runtime;
-use crate::control::inbox::{Ask, Evicted, Found, Rates, Reply, Surveyed};
+use crate::control::inbox::{Ask, Evicted, Found, KnownRates, Reply, Surveyed};
 use crate::core::{Eviction, Location, Survey};
 use crate::ports::peers::Peers;
 
@@ -36,7 +36,7 @@ impl Runtime {
                 let located = self.core.locate(namespace, &hashes).into_iter();
                 let _ = reply.send(located.map(|location| self.named(location)).collect());
             }
-            Ask::Rates(reply) => drop(reply.send(self.rates())),
+            Ask::Rates(reply) => drop(reply.send(self.known_rates())),
             Ask::Evict(_, reply) if reply.is_closed() => {}
             Ask::Evict(_, reply) if self.opener.is_some() || self.core.recovers() => {
                 let _ = reply.send(Evicted::Recovering);
@@ -74,8 +74,8 @@ impl Runtime {
         }
     }
 
-    /// Rates that are known.
-    fn rates(&self) -> Rates {
+    /// The known rates.
+    fn known_rates(&self) -> KnownRates {
         let engines = self.core.engine_rates().into_iter();
         let disks = self.disks.iter().flat_map(|disks| {
             let devices = self.core.ssd_stats().map_or_else(Vec::new, |stats| stats.log.devices);
@@ -87,7 +87,7 @@ impl Runtime {
         let peers = known.filter_map(|known| {
             Some((format!("peer {}", self.peers.as_ref()?.name(known.peer)?), known.bytes_per_second))
         });
-        Rates {
+        KnownRates {
             engines: engines.map(|(engine, (rate, bytes))| (engine.to_owned(), rate, bytes)).collect(),
             sources: disks.chain(peers).filter(|(_, rate)| *rate > 0).collect(),
         }

@@ -103,7 +103,7 @@ pub struct DeviceStats {
     /// Blocks dropped by reclamation.
     pub dropped_blocks_total: u64,
     pub jobs: u64,
-    /// Bytes a second that it reads with enough to do, by the best of the last times; 0: not known.
+    /// Bytes a second with enough to do, by the best of the last times; 0: not known.
     pub read_bytes_per_second: u64,
     /// Faults by kind, in the order of [`FaultKind::ALL`].
     pub faults: [u64; FaultKind::ALL.len()],
@@ -221,7 +221,7 @@ impl Log {
         Some(self.table.get(id).bytes)
     }
 
-    /// The device of a block that is known.
+    /// The device of a known block.
     pub fn device(&self, key: &BlockKey) -> Option<usize> {
         self.find(key).map(|id| self.table.get(id).device.into())
     }

@@ -39,9 +39,9 @@ struct Forecast {
     hit_blocks: BTreeMap<String, u64>,
 }
 
-/// How fast engines compute and sources give.
+/// Rates of engines and sources.
 #[derive(Deserialize)]
-struct Rates {
+struct RatesPage {
     engines: Vec<EngineRate>,
     sources: Vec<SourceRate>,
 }
@@ -119,9 +119,9 @@ fn foretold(page: &str) -> Option<Finding> {
     (asked_blocks > 0).then(|| Finding::ok("dram", text))
 }
 
-/// Which disks and peers pay for which engines, as far as both rates are known.
+/// The worth of each disk and peer to each engine, as far as both rates are known.
 fn weigh(page: &str) -> Vec<Finding> {
-    let Ok(Rates { engines, sources }) = serde_json::from_str(page) else { return Vec::new() };
+    let Ok(RatesPage { engines, sources }) = serde_json::from_str(page) else { return Vec::new() };
     let mut found = Vec::new();
     for EngineRate { engine, token_ns, slope_ns, token_bytes } in &engines {
         let Some(rate) = PrefillRate::new(*token_ns, *slope_ns) else { continue };

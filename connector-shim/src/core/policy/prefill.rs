@@ -6,32 +6,32 @@ use std::time::Instant;
 
 use shm_protocol::prefill::PrefillRate;
 
-/// Tokens of a step that says anything: what a step costs beside its tokens counts little then.
+/// Tokens of a telling step: its other costs count little.
 const TOKENS_MIN: u32 = 256;
 /// Such steps before the rate is known.
 const STEPS_MIN: u32 = 4;
-/// What a step still counts one step later: the last 30 or so decide, so the rate follows the load.
+/// The weight of a step one step later: the last 30 or so decide, and the rate follows the load.
 const FADE: f64 = 0.97;
 /// A step counts as so many times faster or slower than foreseen at most: a stall is no rate.
 const OUTLIER: f64 = 2.0;
 /// The slope is taken where it explains the times better than chance does: the square of three standard errors.
 const SIGNIFICANT: f64 = 9.0;
-/// Steps whose outputs may be outstanding.
+/// Steps without an output at most.
 const OPEN_MAX: usize = 64;
 
 /// The steps seen, and the line through them.
 #[derive(Debug, Default)]
 pub(super) struct PrefillFit {
-    open: VecDeque<OpenStep>,
+    open: VecDeque<TimedStep>,
     /// When the output before was taken: the next step's time begins there, if it had been scheduled by then.
     taken: Option<Instant>,
     sums: Sums,
     seen: u32,
 }
 
-/// A step whose output is not there yet.
+/// A step without an output yet.
 #[derive(Debug)]
-struct OpenStep {
+struct TimedStep {
     number: u64,
     begun: Instant,
     /// Tokens, and the sum of their positions. None: its time says nothing of tokens.
@@ -53,8 +53,8 @@ struct Sums {
 // === impl PrefillFit ===
 
 impl PrefillFit {
-    /// A step is scheduled that computes these parts of prompts. `waits`: for something else, too.
-    pub(super) fn schedule(
+    /// A step is scheduled, to compute these parts of prompts. `waits`: for something else, too.
+    pub(super) fn schedule_step(
         &mut self,
         number: u64,
         begun: Instant,
@@ -71,16 +71,16 @@ impl PrefillFit {
         if self.open.len() == OPEN_MAX {
             self.open.pop_front();
         }
-        self.open.push_back(OpenStep { number, begun, computed });
+        self.open.push_back(TimedStep { number, begun, computed });
     }
 
-    /// The engine has taken a step's output; the rate, if that has changed it.
-    pub(super) fn take(&mut self, number: u64, now: Instant) -> Option<PrefillRate> {
+    /// The engine has taken a step's output. Returns the rate, if it is another one now.
+    pub(super) fn take_output(&mut self, number: u64, now: Instant) -> Option<PrefillRate> {
         let before = self.taken.replace(now);
         let passed = self.open.iter().take_while(|step| step.number < number).count();
         self.open.drain(..passed);
         let step = self.open.pop_front_if(|step| step.number == number)?;
-        // The time of a passed-over step is in this one's.
+        // This time includes those of passed-over steps.
         let (tokens, positions) = step.computed.filter(|_| passed == 0)?;
         let begun = before.map_or(step.begun, |before| before.max(step.begun));
         let mut time = now.saturating_duration_since(begun).as_nanos() as f64;
@@ -156,9 +156,9 @@ mod tests {
 
         fn step(&mut self, part: Range<u32>, time: Duration) {
             self.step += 1;
-            self.fit.schedule(self.step, self.now, std::iter::once(part), false);
+            self.fit.schedule_step(self.step, self.now, std::iter::once(part), false);
             self.now += time;
-            self.rate = self.fit.take(self.step, self.now).or(self.rate);
+            self.rate = self.fit.take_output(self.step, self.now).or(self.rate);
         }
 
         fn prompt(&mut self, tokens: u32, (token, slope): (f64, f64), noise: impl Fn(u64) -> f64) {
@@ -220,17 +220,17 @@ mod tests {
         let mut fit = PrefillFit::default();
         let (begin, step) = (crate::clock::now(), Duration::from_millis(100));
         let part = |number: u32| std::iter::once(0..CHUNK + number);
-        fit.schedule(1, begin, part(0), false);
+        fit.schedule_step(1, begin, part(0), false);
         let mut rate = None;
         for number in 1..10_u32 {
-            fit.schedule(u64::from(number) + 1, begin + step * (number - 1), part(number), false);
-            rate = fit.take(number.into(), begin + step * number).or(rate);
+            fit.schedule_step(u64::from(number) + 1, begin + step * (number - 1), part(number), false);
+            rate = fit.take_output(number.into(), begin + step * number).or(rate);
         }
         near(rate.unwrap().seconds(0, CHUNK.into()), 0.1, 0.02);
-        // What was passed over took part of the next one's time.
-        fit.schedule(11, begin + step * 9, part(0), false);
-        assert_eq!(fit.take(11, begin + step * 100), None);
-        fit.schedule(12, begin + step * 100, part(0), true);
-        assert_eq!(fit.take(12, begin + step * 200), None, "it waited for a load");
+        // A passed-over step took part of the next step's time.
+        fit.schedule_step(11, begin + step * 9, part(0), false);
+        assert_eq!(fit.take_output(11, begin + step * 100), None);
+        fit.schedule_step(12, begin + step * 100, part(0), true);
+        assert_eq!(fit.take_output(12, begin + step * 200), None, "it waited for a load");
     }
 }

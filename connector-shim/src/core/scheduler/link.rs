@@ -210,7 +210,7 @@ impl<C: Deref<Target: Endpoint>> Link<C> {
     /// Shows the engine's rate.
     pub(super) fn tell_prefill(&self, rate: PrefillRate) {
         // Relaxed: the word stands for nothing but itself.
-        self.connection.memory().region().word64(header::PREFILL).store(rate.encode(), Ordering::Relaxed);
+        self.connection.memory().region().word64(header::PREFILL).store(rate.to_word(), Ordering::Relaxed);
     }
 
     /// Takes the announcements. An error: the sidecar broke the ring.

@@ -20,10 +20,10 @@ use crate::core::plan::Plan;
 /// milliseconds, and up to some tens where many ranks wait for each other. A rank that stays out delays each connection by
 /// this much, once.
 pub const UNBOUND_WAIT: Duration = Duration::from_millis(200);
-/// How long a query may be pending while the sidecar's heartbeat stands still. One that works looks at its queries every 100 ms; the
-/// rest is for one that waits for a core.
+/// How long a query may be pending while the sidecar's heartbeat stands still. A sidecar at work looks at its queries every 100 ms; the
+/// rest is for a core to come.
 const PENDING_MAX: Duration = Duration::from_millis(QUERY_WAIT_MS_MAX as u64 + 1000);
-/// A query is answered so long after the time that its engine lets it wait.
+/// A query is answered so long after its engine's limit.
 const ANSWER_MAX: Duration = Duration::from_secs(1);
 /// How long a query may be pending that awaits another engine, while the sidecar's heartbeat moves: as long as the sidecar waits for
 /// what is promised, and [`PENDING_MAX`] more.

@@ -1,21 +1,21 @@
-//! What each source gives: bytes a second under the load of now, and what was asked of it and has not come.
+//! Sources of blocks: the bytes a second of each under the load of now, and its unended reads.
 //!
-//! A source gives in the order in which it was asked, nearly. So what lies ahead of a block is what was asked for up to it, less what
-//! has ended since.
+//! A source gives in the order of the requests, nearly. So the bytes ahead of a block are those of the requests up to it, without those
+//! ended since.
 
 use std::collections::{BTreeMap, VecDeque};
 
 use mesh::transport::PeerNumber;
 use tiers::ssd::Pace;
 
-/// Milliseconds of progress that tell a rate, and of a source that is late: the worst pauses of a disk in a cloud take a second.
+/// Milliseconds of progress for a rate, and for that of a late source: the worst pauses of a disk in a cloud take a second.
 const RECENT_MS: u64 = 500;
 const LATE_MS: u64 = 2_000;
-/// Milliseconds of a slice that has one mark of progress, and for how long marks are kept: longer than a wait lasts without any.
+/// Milliseconds of a slice with one mark of progress, and the age of the oldest mark: more than the longest pause of a wait.
 const MARK_MS: u64 = 50;
 const MARKS_MS: u64 = 3_000;
 
-/// Where blocks come from.
+/// A source of blocks.
 #[derive(Copy, Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub(in crate::core) enum SourceLane {
     /// Their own slots: they are verified.
@@ -31,7 +31,7 @@ pub(in crate::core) struct Flow {
     begun: u64,
     ended: u64,
     pace: Pace,
-    /// Times at which blocks ended, and how much had by then.
+    /// Times of ends, and the ended bytes.
     marks: VecDeque<(u64, u64)>,
     moved_ms: u64,
     /// Since when it has had something to do without a pause, and how much had ended by then.
@@ -41,28 +41,28 @@ pub(in crate::core) struct Flow {
     first_ms: u64,
 }
 
-/// What a source owes to who has asked it.
+/// The debt of a source to one waiter.
 #[derive(Copy, Clone, Debug)]
 pub(in crate::core) struct Owed {
-    /// All that was asked of it up to the last block.
+    /// The place of the last block's end among all requested bytes.
     pub(super) up_to: u64,
-    /// What had ended by then, and when that was.
+    /// The ended bytes at the time of the request, and that time.
     ended: u64,
     since_ms: u64,
 }
 
-/// What one who waits still waits for.
+/// The debts of all sources to one waiter.
 #[derive(Copy, Clone, Debug, Default, PartialEq)]
 pub(in crate::core) struct Ahead {
-    /// Milliseconds until all of it is there; none: a source's rate is not known yet.
+    /// Milliseconds until all is there; none: a source's rate is not known yet.
     pub(in crate::core) ms: Option<f64>,
-    /// Bytes a millisecond that its sources give together.
+    /// Bytes a millisecond of these sources together.
     pub(in crate::core) rate: f64,
     /// When any of its sources last gave anything.
     pub(in crate::core) moved_ms: u64,
 }
 
-/// Of all sources.
+/// All sources.
 #[derive(Debug, Default)]
 pub(in crate::core) struct Flows(BTreeMap<SourceLane, Flow>);
 
@@ -74,8 +74,8 @@ impl Flow {
     }
 
     /// So many bytes are asked for; the place of their end among all.
-    fn begin(&mut self, bytes: u64, now_ms: u64) -> u64 {
-        // Who goes on asks as its last block ends.
+    fn begin_bytes(&mut self, bytes: u64, now_ms: u64) -> u64 {
+        // A continuing waiter asks again at the end of its last block.
         if self.waiting() == 0 && self.idle_ms != Some(now_ms) {
             self.busy = (now_ms, self.ended);
         }
@@ -84,7 +84,7 @@ impl Flow {
         self.begun
     }
 
-    fn end(&mut self, bytes: u64, moved: bool, now_ms: u64) {
+    fn end_bytes(&mut self, bytes: u64, moved: bool, now_ms: u64) {
         self.ended += bytes;
         self.idle_ms = (self.waiting() == 0).then_some(now_ms);
         self.pace.ended(bytes, moved, now_ms);
@@ -103,13 +103,13 @@ impl Flow {
         }
     }
 
-    /// Bytes a millisecond by the progress of the last [`RECENT_MS`], or of the time from the last progress before that; by that of the last
-    /// [`LATE_MS`] where the next block is late. None without any since it has something to do.
+    /// Bytes a millisecond by the progress of the last [`RECENT_MS`], or since the last progress before; of the last [`LATE_MS`] if the next
+    /// block is late. None without any.
     fn recent(&self, now_ms: u64) -> Option<f64> {
         let marks = self.marks.iter().copied().filter(|(ms, _)| *ms > self.busy.0);
         let bounds: Vec<(u64, u64)> = std::iter::once(self.busy).chain(marks).collect();
         let &[.., before, last] = &bounds[..] else { return None };
-        // The next block may be due as long after the last one as that came after the one before; it is late after twice that.
+        // A block is late after twice the time between the two last ones.
         let is_late = now_ms - last.0 > 2 * (last.0 - before.0);
         let (within_ms, until_ms) = if is_late { (LATE_MS, now_ms) } else { (RECENT_MS, last.0) };
         let is_bound = |(ms, ended): &&(u64, u64)| ms + within_ms <= now_ms && *ended < last.1;
@@ -129,37 +129,37 @@ impl Flow {
 // === impl Flows ===
 
 impl Flows {
-    /// Bytes a second that a source gives with enough to do; 0: not known.
+    /// Bytes a second of a source with enough to do; 0: not known.
     pub(in crate::core) fn bytes_per_second(&self, lane: SourceLane) -> u64 {
         self.0.get(&lane).and_then(|flow| flow.pace.rate()).map_or(0, |rate| (rate * 1e3) as u64)
     }
 
-    pub(super) fn begin(&mut self, lane: SourceLane, bytes: u64, now_ms: u64) -> u64 {
-        self.0.entry(lane).or_default().begin(bytes, now_ms)
+    pub(super) fn begin_bytes(&mut self, lane: SourceLane, bytes: u64, now_ms: u64) -> u64 {
+        self.0.entry(lane).or_default().begin_bytes(bytes, now_ms)
     }
 
-    pub(super) fn end(&mut self, lane: SourceLane, bytes: u64, moved: bool, now_ms: u64) {
-        self.0.entry(lane).or_default().end(bytes, moved, now_ms);
+    pub(super) fn end_bytes(&mut self, lane: SourceLane, bytes: u64, moved: bool, now_ms: u64) {
+        self.0.entry(lane).or_default().end_bytes(bytes, moved, now_ms);
     }
 
-    /// A peer is gone. What it still owes will end.
-    pub(super) fn forget(&mut self, lane: SourceLane) {
+    /// A peer is gone. Its unended reads will end.
+    pub(super) fn forget_source(&mut self, lane: SourceLane) {
         if self.0.get(&lane).is_some_and(|flow| flow.waiting() == 0) {
             self.0.remove(&lane);
         }
     }
 
-    /// What a source owes up to a place.
+    /// The debt of a source up to a place.
     pub(super) fn owed(&self, lane: SourceLane, up_to: u64, now_ms: u64) -> Owed {
         Owed { up_to, ended: self.0.get(&lane).map_or(0, |flow| flow.ended), since_ms: now_ms }
     }
 
-    /// What a source owes to all who have asked it; it has been waited for since then.
+    /// The debt of a source to all waiters, of a wait since then.
     pub(in crate::core) fn owed_by(&self, lane: SourceLane, since_ms: u64) -> Owed {
         self.owed(lane, self.0.get(&lane).map_or(0, |flow| flow.begun), since_ms)
     }
 
-    /// What sources still owe.
+    /// The debts of sources now.
     pub(in crate::core) fn ahead(&self, owed: &BTreeMap<SourceLane, Owed>, now_ms: u64) -> Ahead {
         let mut ahead = Ahead { ms: Some(0.0), ..Ahead::default() };
         for (lane, owed) in owed {
@@ -169,7 +169,7 @@ impl Flows {
             let rate = flow.rate(now_ms);
             ahead.rate += rate.unwrap_or(0.0);
             if left > 0 {
-                // One that works for others first has given its first bytes.
+                // A source at work for others has given its first bytes.
                 let first_ms = if owed.ended < flow.ended { 0 } else { flow.first_ms };
                 let ms = rate.map(|rate| left as f64 / rate + first_ms as f64);
                 ahead.ms = ahead.ms.zip(ms).map(|(longest, ms)| longest.max(ms));
@@ -187,13 +187,13 @@ mod tests {
     const DISK: SourceLane = SourceLane::Disk(0);
 
     fn asked(flows: &mut Flows, lane: SourceLane, mib: u64, now_ms: u64) -> BTreeMap<SourceLane, Owed> {
-        let up_to = (0..mib).map(|_| flows.begin(lane, MIB, now_ms)).last().unwrap();
+        let up_to = (0..mib).map(|_| flows.begin_bytes(lane, MIB, now_ms)).last().unwrap();
         BTreeMap::from([(lane, flows.owed(lane, up_to, now_ms))])
     }
 
     /// A source gives a MiB each `every_ms`.
     fn give(flows: &mut Flows, lane: SourceLane, times: std::ops::Range<u64>, every_ms: u64) {
-        times.step_by(every_ms as usize).for_each(|ms| flows.end(lane, MIB, true, ms + every_ms));
+        times.step_by(every_ms as usize).for_each(|ms| flows.end_bytes(lane, MIB, true, ms + every_ms));
     }
 
     fn ms(flows: &Flows, owed: &BTreeMap<SourceLane, Owed>, now_ms: u64) -> f64 {
@@ -229,7 +229,7 @@ mod tests {
         let peer = SourceLane::Peer(PeerNumber(7));
         let owed = asked(&mut flows, peer, 1000, 0);
         for second in 1..=2 {
-            (0..100).for_each(|_| flows.end(peer, MIB, true, second * 1000));
+            (0..100).for_each(|_| flows.end_bytes(peer, MIB, true, second * 1000));
         }
         for now_ms in [2000, 2400, 2900] {
             let left = ms(&flows, &owed, now_ms);
@@ -246,7 +246,7 @@ mod tests {
         assert_eq!(flows.ahead(&owed, 600).ms, None, "the other one has given nothing");
         give(&mut flows, SourceLane::Disk(1), 0..600, 20);
         assert!((ms(&flows, &owed, 600) - 1400.0).abs() < 100.0);
-        (0..70).for_each(|_| flows.end(SourceLane::Disk(1), MIB, false, 1500));
+        (0..70).for_each(|_| flows.end_bytes(SourceLane::Disk(1), MIB, false, 1500));
         assert_eq!(flows.ahead(&owed, 1500).moved_ms, 600);
     }
 }

@@ -233,7 +233,7 @@ impl Tier for Peers {
         Some(SourceLane::Peer(self.find(binding, run, 0, cx)?.holders.first()?.peer))
     }
 
-    /// Within what peers give while a fetch lasts, as far as that is known: the rest would come late.
+    /// True within the reads of a fetch's time, as far as these are known: the rest would come late.
     fn begin_read(&mut self, _key: BlockKey, _slot: SlotRef, bytes: u64, parts: u64, now: Duration) -> bool {
         let takes = self.pace.takes(bytes, parts);
         if takes {

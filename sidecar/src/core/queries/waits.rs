@@ -31,7 +31,7 @@ pub(super) enum WaitPhase {
     /// Nothing is on its way. The wait ends with its window, and a promise may extend this one.
     ForProducer,
     ForBlocks {
-        /// Blocks on their way; none: its sources have enough to do for others, and the question is put again.
+        /// Blocks on their way; none: its sources work for others, and the question is put again.
         open: usize,
         /// The run reaches to the end of what was asked for.
         whole: bool,
@@ -41,30 +41,30 @@ pub(super) enum WaitPhase {
     Answered { slots: Vec<SlotRef>, until_ms: u64 },
 }
 
-/// What a wait for blocks is judged by.
+/// The rest of a run, for the rule of its wait.
 #[derive(Debug, Default)]
 pub(super) struct Rest {
-    /// What their sources owe.
+    /// The debts of the sources.
     owed: BTreeMap<SourceLane, Owed>,
-    /// Blocks that can be had once those have come: more are not brought at once.
+    /// Blocks to be sent for later: more are not brought at once.
     beyond: u32,
-    /// The key behind the last block that can be had.
+    /// The end of the run among the keys of the log.
     end: u32,
     /// One has come.
     came: bool,
 }
 
-/// What became of a question whose blocks were to be sent for.
+/// The result of sending for a question's blocks.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(super) enum Sent {
     Waits,
     /// Nothing is on its way.
     Nothing,
-    /// It is not worth waiting for: its engine computes it sooner than it comes, or its time is over.
+    /// A wait is not worth it: the engine computes the rest sooner, or the time is over.
     Slower,
 }
 
-/// Milliseconds that blocks may take whose loads are begun at once: half of what such a load waits.
+/// Milliseconds until the last block of an early answer, at most: half of a load's wait for it.
 const EARLY_MS_MAX: f64 = WAIT_MS_MAX as f64 / 2.0;
 
 // === impl Wait ===
@@ -76,7 +76,7 @@ impl Wait {
             WaitPhase::Answered { until_ms, .. } => Some(until_ms),
             WaitPhase::ForProducer if self.question.awaits => None,
             WaitPhase::ForProducer => Some(self.question.asked_ms().saturating_add(WAIT_MS_MAX)),
-            // What is promised may begin to come late.
+            // Promised blocks may begin to come late.
             WaitPhase::ForBlocks { .. } if self.question.awaits => {
                 Some(millis(self.since).saturating_add(WAIT_MS_MAX))
             }
@@ -84,14 +84,14 @@ impl Wait {
         }
     }
 
-    /// What is to be said of its blocks; none: it waits for something else.
+    /// The outlook for its blocks; none: it waits for something else.
     fn outlook(&self, base: &Base) -> Option<Outlook> {
         let WaitPhase::ForBlocks { open, rest, .. } = &self.phase else { return None };
         let (Question { session, from, first, .. }, now_ms) = (self.question, base.cx.now_ms);
         let binding = base.engines[session].binding()?;
         let ahead = base.cx.arrivals.flows.ahead(&rest.owed, now_ms);
         let left = rest.beyond + *open as u32;
-        // A block that is of use alone stands for all before it.
+        // A block of use alone stands for all before it.
         let begin = if binding.parentless { 0 } else { first.unwrap_or(rest.end.saturating_sub(left)) };
         let (beyond, keys) =
             (f64::from(rest.beyond) * binding.block_bytes() as f64, begin..rest.end.max(from));
@@ -109,7 +109,7 @@ impl Wait {
         })
     }
 
-    /// Why a wait for blocks is over, if it is. What is promised is waited for by another rule.
+    /// Why a wait for blocks is over, if it is. Promised blocks have another rule.
     fn over(&self, base: &Base) -> Option<Over> {
         let outlook = self.outlook(base).filter(|_| !self.question.awaits)?;
         outlook.over(base.engines[self.question.session].load_wait)
@@ -166,7 +166,7 @@ impl Queries {
     ) -> Sent {
         let rest = &self.wanted(question)[hits as usize..];
         let asked = rest.len();
-        // Who may go on with the rest later leaves half of what may be on its way to others.
+        // A run in turns leaves half of the room to others.
         let judged = self.is_judged(question, base);
         let parts = if judged { 2 } else { 1 };
         let brought = base.sources.bring(binding, rest, parts, question.awaits, &mut base.cx);
@@ -190,12 +190,12 @@ impl Queries {
         sent
     }
 
-    /// Whether the time is known in which its engine computes what a question asks for. What is promised is not judged by that.
+    /// Whether the rate of a question's engine is known. Promised blocks are not judged by it.
     fn is_judged(&self, question: Question, base: &Base) -> bool {
         !question.awaits && base.engines.compute_ms(question.session, 0..1).is_some()
     }
 
-    /// Waits for a source that has enough to do for others: the question is put again with each tick.
+    /// Waits for a source at work for others: the question is put again with each tick.
     fn wait_for_turn(&mut self, question: Question, hits: u32, binding: &Binding, base: &mut Base) -> Sent {
         let behind = &self.wanted(question)[hits as usize..];
         let Some(lane) = base.sources.lane(binding, behind, &base.cx) else { return Sent::Nothing };
@@ -204,7 +204,7 @@ impl Queries {
         self.wait_if_worth(question, (Vec::new(), 0, false), rest, base)
     }
 
-    /// Lets a question wait, with what is held for it, how many blocks are on their way, and whether those are all that it asks for.
+    /// Lets a question wait: with its held blocks, the number of blocks on their way, and whether no more are asked for.
     fn wait_if_worth(
         &mut self,
         question: Question,
@@ -223,7 +223,7 @@ impl Queries {
         Sent::Waits
     }
 
-    /// What a question's wait is judged by, once so many of its blocks are here or on their way.
+    /// The rest of a question's run behind so many blocks, which are here or on their way.
     fn rest_of_run(
         &self,
         question: Question,
@@ -237,14 +237,13 @@ impl Queries {
         Rest { owed, beyond, end: question.from + reached + beyond, came: false }
     }
 
-    /// Whether a wait whose blocks have all ended goes on with those behind them.
+    /// Whether a wait goes on behind its ended blocks.
     pub(super) fn goes_on(&self, place: (SessionId, u32)) -> bool {
         let phase = self.waits.get(&place).map(|wait| &wait.phase);
         matches!(phase, Some(WaitPhase::ForBlocks { rest: Rest { beyond: 1.., came: true, .. }, .. }))
     }
 
-    /// Whether all blocks that can be had are on their way, and come within the time of a load that waits for them. Nothing says so of
-    /// an engine of unknown rate, or of what is promised.
+    /// Whether the whole rest is on its way, and comes within a load's wait for it. True of engines of unknown rate, and of promised blocks.
     pub(super) fn ends_soon(&self, wait: &Wait, base: &Base) -> bool {
         let WaitPhase::ForBlocks { rest, .. } = &wait.phase else { return false };
         let outlook = wait.outlook(base).filter(|it| it.compute_ms.is_some() && !wait.question.awaits);
@@ -296,12 +295,12 @@ impl Queries {
         turns.into_iter().for_each(|place| self.ask_again(place, base));
     }
 
-    /// Renews the leases of the queries that wait for blocks: what they have found stays while the rest comes.
+    /// Renews the leases of queries in wait for blocks: the found blocks stay while the rest comes.
     fn renew_leases(&self, cx: &mut Context) {
         let comes = |wait: &Wait| matches!(wait.phase, WaitPhase::ForBlocks { .. }) && !wait.question.awaits;
         for ((session, number), _) in self.waits.iter().filter(|(_, wait)| comes(wait)) {
             if let Some(lease) = self.log(*session, *number).lease {
-                // One that has expired is granted again with the answer.
+                // An expired lease is granted again with the answer.
                 let _ = cx.dram.renew(lease.id, *session, cx.now_ms);
             }
         }

@@ -26,7 +26,7 @@ const STATES: [(&str, EngineState); 4] = [
     ("barred", EngineState::Barred),
 ];
 
-/// Where in a prompt an engine's rate is shown.
+/// The positions in a prompt of an engine's shown rate.
 const POSITIONS: [(&str, u64); 2] = [("0", 0), ("100000", 100_000)];
 
 /// Gauges of every engine that is connected: no more labels than ten for each session.

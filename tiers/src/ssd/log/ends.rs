@@ -8,7 +8,7 @@ use super::{Errand, Flight, Log};
 use crate::list::Spot;
 use crate::ssd::{Done, Ended, Fault, FaultKind, Place, Ticket, Work};
 
-/// A device that has ended a job within 1 of so many parts of the time of a late one works.
+/// A device works after an end within 1 of so many parts of the time of a late job.
 const MOVES_PART: u64 = 5;
 
 impl Log {
@@ -146,7 +146,7 @@ impl Log {
 
     /// Time passes: breakers are tried again, late jobs trip theirs. Reads that have become late go to `late`: whoever
     /// waits for them should be told "miss", while the slot stays the job's until its [`Ended::Read`]. A read is not late while its device
-    /// ends others: those are ahead of it.
+    /// ends others.
     pub fn tick(&mut self, now_ms: u64, late: &mut Vec<Ticket>) {
         self.now_ms = self.now_ms.max(now_ms);
         // A device is not late for the time in which nobody looked: this process stood still.

@@ -1,5 +1,4 @@
-//! How much may wait to be read from a device: what it reads while a query waits that nothing else is known of. What is asked for beyond
-//! would delay what others ask for.
+//! How much may wait to be read from a device: its reads of 2 s. More would delay others.
 
 use std::collections::VecDeque;
 
@@ -21,27 +20,27 @@ const WINDOWS: usize = 8;
 pub struct Pace {
     /// Bytes of reads that have not ended.
     waiting: u64,
-    window: Option<Window>,
+    window: Option<PaceWindow>,
     /// Bytes that it would read while a query waits, at the rates of the last windows.
     reaches: VecDeque<u64>,
 }
 
-/// A time in which a source has enough to do.
+/// A time of a source with enough to do.
 #[derive(Copy, Clone, Debug)]
-struct Window {
+struct PaceWindow {
     since_ms: u64,
-    /// Bytes that were read by the time of the last end.
+    /// Bytes read by the last end.
     read: u64,
     last_ms: u64,
     /// The longest time without an end. A source may end many reads nearly at once, and its window is no part of such a burst.
     gap_ms: u64,
-    /// Less than [`BUSY_BYTES`] wait by now: what ends soon after the last end is counted, too.
+    /// Less than [`BUSY_BYTES`] wait by now: ends soon after the last one are counted, too.
     ends: bool,
 }
 
-// === impl Window ===
+// === impl PaceWindow ===
 
-impl Window {
+impl PaceWindow {
     fn new(since_ms: u64) -> Self {
         Self { since_ms, read: 0, last_ms: since_ms, gap_ms: 0, ends: false }
     }
@@ -50,7 +49,7 @@ impl Window {
         self.last_ms - self.since_ms
     }
 
-    /// Bytes that would be read while a query waits.
+    /// The reads of 2 s, in bytes.
     fn reach(&self) -> u64 {
         self.read * u64::from(QUERY_WAIT_MS_MAX) / self.took_ms().max(1)
     }
@@ -59,7 +58,7 @@ impl Window {
         self.took_ms() >= WINDOW_MS.max(2 * self.gap_ms)
     }
 
-    /// Whether the source had too little to do for what ends or is asked for now to be counted.
+    /// Whether the window ended before now, with the work of the source.
     fn has_ended(&self, now_ms: u64) -> bool {
         self.ends && now_ms > self.last_ms + WINDOW_MS_MIN
     }
@@ -81,7 +80,7 @@ impl Pace {
 
     /// Of the last windows and of this one, once it is long enough.
     fn reach(&self) -> Option<u64> {
-        let this = self.window.filter(Window::is_whole);
+        let this = self.window.filter(PaceWindow::is_whole);
         self.reaches.iter().copied().chain(this.map(|window| window.reach())).max()
     }
 
@@ -92,7 +91,7 @@ impl Pace {
         }
         self.waiting += bytes;
         if self.waiting > BUSY_BYTES {
-            self.window.get_or_insert(Window::new(now_ms)).ends = false;
+            self.window.get_or_insert(PaceWindow::new(now_ms)).ends = false;
         }
     }
 
@@ -105,7 +104,7 @@ impl Pace {
         }
         if now_ms > window.last_ms && window.is_whole() {
             self.close_window(window);
-            window = Window::new(window.last_ms);
+            window = PaceWindow::new(window.last_ms);
         }
         window.read += bytes;
         window.gap_ms = window.gap_ms.max(now_ms - window.last_ms);
@@ -113,7 +112,7 @@ impl Pace {
         self.window = Some(window);
     }
 
-    fn close_window(&mut self, window: Window) {
+    fn close_window(&mut self, window: PaceWindow) {
         if window.took_ms() >= WINDOW_MS_MIN {
             self.reaches.truncate(WINDOWS - 1);
             self.reaches.push_front(window.reach());

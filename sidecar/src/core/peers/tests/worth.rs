@@ -1,4 +1,4 @@
-//! Queries that wait as long as peers bring blocks sooner than their engine computes them.
+//! Queries in wait for peers, as long as they bring blocks sooner than the engine computes them.
 
 use shm_protocol::handshake::{Hello, Role};
 use shm_protocol::prefill::PrefillRate;
@@ -6,7 +6,7 @@ use shm_protocol::prefill::PrefillRate;
 use super::*;
 use crate::core::tests::{RUN, changed, hello, rank_hello_of};
 
-/// An engine that computes a block in 100 ms, and peer A with these blocks.
+/// An engine with 100 ms for a block, and peer A with these blocks.
 fn judged(keys: Range<u32>) -> Scene {
     let mut scene = Scene::new();
     scene.event(Event::Disconnected { session: SCHEDULER });
@@ -29,7 +29,7 @@ fn judged(keys: Range<u32>) -> Scene {
     scene
 }
 
-/// Peers give a block each `every_ms`: when the query is answered, and with how many blocks.
+/// Peers give a block each `every_ms`. Returns the time of the answer, and its blocks.
 fn play(scene: &mut Scene, op: u64, every_ms: u64) -> (u64, u32) {
     let mut wanted: VecDeque<(u64, u32, Duration)> = VecDeque::new();
     let begun_ms = scene.engine.now_ms;

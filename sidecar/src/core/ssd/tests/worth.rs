@@ -1,4 +1,4 @@
-//! Queries that wait as long as a disk brings blocks sooner than their engine computes them.
+//! Queries in wait for a disk, as long as it brings blocks sooner than their engine computes them.
 
 use std::collections::BTreeMap as Facts;
 
@@ -14,7 +14,7 @@ const TOKENS: u32 = 100;
 /// Milliseconds between two looks.
 const TICK_MS: u64 = 100;
 
-/// An engine that computes a block in so many milliseconds and lets its queries wait for so many. The blocks 0..`count` are on the disk.
+/// An engine with so many milliseconds for a block, and a limit for the waits of its queries. The blocks 0..`count` are on the disk.
 fn judged(count: u32, block_ms: Option<u32>, wait_max_ms: Option<u32>) -> Scene {
     let mut engine = Harness::of(core(SsdAdmission::All));
     let facts = Facts::from([("block_tokens".to_owned(), TOKENS.to_string())]);
@@ -40,7 +40,7 @@ fn judged(count: u32, block_ms: Option<u32>, wait_max_ms: Option<u32>) -> Scene 
     scene
 }
 
-/// The disk gives a block each `every_ms(now)`, none where that is 0: when the query is answered, and with how many blocks.
+/// The disk gives a block each `every_ms(now)`; 0: none. Returns the time of the answer, and its blocks.
 fn play(scene: &mut Scene, op: u64, every_ms: impl Fn(u64) -> u64) -> (u64, u32) {
     let begun_ms = scene.engine.now_ms;
     let mut reads = VecDeque::new();

@@ -32,7 +32,13 @@ class Engine(sessions.Sessions):
     """
 
     def __init__(
-        self, path: Path, blocks: int, block_bytes: int, name: str = "bench", more: dict[str, str] | None = None
+        self,
+        path: Path,
+        blocks: int,
+        block_bytes: int,
+        name: str = "bench",
+        more: dict[str, str] | None = None,
+        wait_max_ms: int | None = None,
     ) -> None:
         """`more`: facts beside those of every bench."""
         self.fd = os.memfd_create("pillion-bench-kv")
@@ -40,7 +46,8 @@ class Engine(sessions.Sessions):
         self.blocks = blocks
         facts = {"benchmark": "rig", "block_bytes": str(block_bytes)} | (more or {})
         regions = [(0, 0, block_bytes, block_bytes)]
-        super().__init__(path, name, blocks + 1, regions, facts, copier="engine", files=[self.fd])
+        files = [self.fd]
+        super().__init__(path, name, blocks + 1, regions, facts, copier="engine", files=files, wait_max_ms=wait_max_ms)
 
     def save(self, hashes: list[bytes]) -> None:
         """Keeps these keys, with whatever the blocks hold, and returns when they are committed."""

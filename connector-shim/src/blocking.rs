@@ -24,7 +24,7 @@ use crate::core::policy::{
     OpenedStep, PlannedStep, PolicyOptions, PolicyWait, Remark, ServedState,
 };
 pub use crate::core::policy::{CheckRate, RequestId};
-use crate::core::scheduler::{Config, PENDING, UNBOUND_WAIT};
+use crate::core::scheduler::{Config, LoadWait, PENDING, UNBOUND_WAIT};
 use crate::error::{ShimError, argument};
 use crate::scheduler::{self, Scheduler, random16};
 use crate::worker::{self, Memory, Worker};
@@ -198,6 +198,7 @@ impl EngineSetup {
             part_blocks: 0,
             whole_blocks: 0,
             last: false,
+            load_wait: LoadWait::default(),
         };
         Scheduler::new(scheduler::Options {
             socket: self.socket.clone(),
@@ -421,7 +422,7 @@ impl BlockingEngine {
             failed.extend(part.loads.iter().flat_map(|load| rank.load_now(load.plan.clone())));
             rank.done(step, true, 0);
         }
-        self.policy.accept_step(step, &HashMap::new());
+        self.policy.accept_step(step, &HashMap::new(), None);
         failed
     }
 

@@ -27,11 +27,12 @@ use shm_protocol::handshake::{self, BlockRegion, Copier};
 use shm_protocol::key::BlockHash;
 use shm_protocol::namespace;
 use shm_protocol::page_form;
+use shm_protocol::prefill::PrefillRate;
 use shm_protocol::source::Source;
 
 use crate::core::plan::Plan;
 use crate::error::{ShimError as Failure, argument, refuse_forked};
-use crate::scheduler::{Asked, BlockChange, Config, Scheduler};
+use crate::scheduler::{Asked, BlockChange, Config, LoadWait, Scheduler};
 use crate::worker::{Begun, Memory, Worker};
 use crate::{scheduler, worker};
 
@@ -128,7 +129,7 @@ impl SessionOwner {
 #[pymethods]
 impl SchedulerSession {
     #[new]
-    #[pyo3(signature = (socket, engine, world_size, run, budget_us, by_engine, early, miss_wait_ms=None, part_blocks=0, whole_blocks=0, groups=None, handover_wait_ms=None, promise_wait_ms=None))]
+    #[pyo3(signature = (socket, engine, world_size, run, budget_us, by_engine, early, miss_wait_ms=None, part_blocks=0, whole_blocks=0, groups=None, handover_wait_ms=None, promise_wait_ms=None, wait_max_ms=None))]
     #[allow(clippy::too_many_arguments, reason = "the facts of an engine, named at the call")]
     fn new(
         py: Python<'_>,
@@ -145,14 +146,17 @@ impl SchedulerSession {
         groups: Option<&[u8]>,
         handover_wait_ms: Option<u32>,
         promise_wait_ms: Option<u32>,
+        wait_max_ms: Option<u32>,
     ) -> PyResult<Self> {
         let (run, budget) = (bytes16("a run id", run)?, Duration::from_micros(budget_us));
+        let untold = LoadWait::default();
+        let load_wait = LoadWait { most_ms: wait_max_ms.unwrap_or(untold.most_ms), ..untold };
         let options = scheduler::Options {
             socket,
             engine,
             world_size,
             run,
-            config: Config { budget, by_engine, early, part_blocks, whole_blocks, last: false },
+            config: Config { budget, by_engine, early, part_blocks, whole_blocks, last: false, load_wait },
             miss_wait_ms,
             handover_wait_ms,
             promise_wait_ms,
@@ -232,6 +236,16 @@ impl SchedulerSession {
 
     fn ask_ahead(&self, log: i64, start: u32, count: u32) -> PyResult<()> {
         self.0.with(|session| session.ask_ahead(log, start, count))
+    }
+
+    fn tell_prefill(&self, token_ns: f32, slope_ns: f32) -> PyResult<()> {
+        let wrong = || {
+            argument(
+                "no rate: pass times of 0 to 1e9 ns for a token, and for each token before it, not both 0",
+            )
+        };
+        let rate = PrefillRate::new(token_ns, slope_ns).map_or_else(wrong, Ok)?;
+        self.0.with(|session| session.tell_prefill(rate))
     }
 
     fn arriving(&self, log: i64) -> PyResult<bool> {

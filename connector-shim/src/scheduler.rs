@@ -18,7 +18,9 @@ use crate::connection::{Address, Connection};
 use crate::core::notices::{Cause, Notices};
 use crate::core::plan::Plan;
 use crate::core::policy::host::SessionHost;
-pub use crate::core::scheduler::{Asked, Change as BlockChange, Config, PENDING, Session, UNBOUND_WAIT};
+pub use crate::core::scheduler::{
+    Asked, Change as BlockChange, Config, LoadWait, PENDING, Session, UNBOUND_WAIT,
+};
 use crate::error::{ShimError, argument};
 
 /// The longest budget of a step: an engine that waits longer than this for its cache is better off without.
@@ -94,6 +96,8 @@ impl Scheduler {
             miss_wait_ms: options.miss_wait_ms,
             handover_wait_ms: options.handover_wait_ms,
             promise_wait_ms: options.promise_wait_ms,
+            wait_max_ms: Some(options.config.load_wait.most_ms),
+            load_preference: Some(options.config.load_wait.preference),
             groups,
             ..Hello::new(options.engine, options.world_size, role)
         };

@@ -2,6 +2,8 @@
 
 #[path = "scheduler/last_key.rs"]
 mod last_key;
+#[path = "scheduler/load_wait.rs"]
+mod load_wait;
 mod peer;
 
 use std::time::Duration;

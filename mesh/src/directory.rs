@@ -69,6 +69,8 @@ pub struct PeerStats {
     pub absent_total: u64,
     /// Blocks asked of it that have not ended.
     pub under_way: u32,
+    /// Bytes a second with enough to do; 0: the caller knows it, or nobody.
+    pub bytes_per_second: u64,
 }
 
 #[derive(Debug)]
@@ -263,6 +265,7 @@ impl Directory {
             broken_promises_total: member.credit.broken_total(),
             absent_total: member.absences.total,
             under_way: member.under_way,
+            bytes_per_second: 0,
         })
     }
 

@@ -288,6 +288,7 @@ class SchedulerSession:
         groups: bytes | None = None,
         handover_wait_ms: int | None = None,
         promise_wait_ms: int | None = None,
+        wait_max_ms: int | None = None,
     ) -> SchedulerSession:
         """`part_blocks`: blocks of a part, where queries may be answered while their blocks are on their way; 0: they may
         not. `whole_blocks`: queries of an awaiting log for so many blocks may not either. `groups`: 16 bytes, a digest of the
@@ -326,6 +327,8 @@ class SchedulerSession:
         """The answer of a `query` pending with -1, within so much time."""
     def ask_ahead(self, log: int, start: int, count: int) -> None:
         """Posts the next `query` of the log, so the sidecar looks meanwhile; awaits nothing."""
+    def tell_prefill(self, token_ns: float, slope_ns: float) -> None:
+        """The engine computes a prompt's first token in so many nanoseconds, and each further one `slope_ns` slower."""
     def arriving(self, log: int) -> bool:
         """Whether blocks of the last answer were on their way: load them asynchronously."""
     def sources(self, log: int, start: int, count: int) -> list[int]:

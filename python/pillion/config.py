@@ -29,6 +29,8 @@ class Config:
     check_every: int
     check_per_mille: int
     hasher: str
+    wait_max_ms: int
+    load_preference: float
     miss_wait_ms: int
     handover_wait_ms: int
     promise_wait_ms: int

@@ -57,6 +57,13 @@ pub struct Hello {
     /// promised it. Absent: [`AWAIT_MS`](crate::layout::AWAIT_MS).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub promise_wait_ms: Option<u32>,
+    /// A scheduler's: the limit of a pending query in milliseconds, while its blocks come faster than its engine computes them. Absent: [`QUERY_WAIT_MS_MAX`](crate::layout::QUERY_WAIT_MS_MAX).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub wait_max_ms: Option<u32>,
+    /// A scheduler's, in thousandths: a load may take so many times as long as computing. Absent:
+    /// [`LOAD_PREFERENCE`](crate::layout::LOAD_PREFERENCE).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub load_preference: Option<u32>,
     /// Digest of the engine's table of cache groups: a rank whose differs from its scheduler's does not join.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub groups: Option<Digest>,
@@ -350,6 +357,8 @@ impl Hello {
             miss_wait_ms: None,
             handover_wait_ms: None,
             promise_wait_ms: None,
+            wait_max_ms: None,
+            load_preference: None,
             groups: None,
             role,
         }

@@ -59,14 +59,24 @@ pub mod header {
     pub const ANNOUNCEMENT_HEAD: usize = 1216;
     /// u64, scheduler sessions: how often the engine has asked to be told of all blocks; 0: it is told of none (engine).
     pub const ANNOUNCE: usize = 1280;
+    /// u64, scheduler sessions: [`crate::prefill::PrefillRate`] of the engine; 0: not known (engine).
+    pub const PREFILL: usize = 1344;
 }
 
 /// Bytes of the header page.
 pub const HEADER_BYTES: usize = 4096;
 
-/// Milliseconds that a query may be pending at most: then it is answered with what is there. Who waits much longer had
-/// better computed.
+/// Milliseconds that a query may be pending at most, unless its blocks are known to come sooner than its engine computes them: then it is
+/// answered with what is there.
 pub const QUERY_WAIT_MS_MAX: u32 = 2_000;
+/// The largest limit of a scheduler for its pending queries, while blocks come faster than it computes, in milliseconds.
+pub const LOAD_WAIT_MS_MAX: u32 = 600_000;
+/// The limit of vLLM's connector, unless its user gives one.
+pub const LOAD_WAIT_MS: u32 = 30_000;
+/// The preference for loading of a silent scheduler, in thousandths, and the largest one.
+pub const LOAD_PREFERENCE: u32 = 1_000;
+/// See [`LOAD_PREFERENCE`].
+pub const LOAD_PREFERENCE_MAX: u32 = 100_000;
 /// How long a QUERY waits for the first, or the next, key of a prompt that another engine is to compute, in milliseconds: some steps
 /// of that engine. A scheduler may state another time, up to [`QUERY_WAIT_MS_MAX`].
 pub const AWAIT_MS: u32 = 1_000;
@@ -172,7 +182,7 @@ const _: () = {
     assert!(OPERATIONS.is_power_of_two() && BLOCK_IDS.is_power_of_two());
     assert!(SUBMISSION_RESERVED < SUBMISSION_SLOTS);
     assert!(ANNOUNCEMENT_SLOTS.is_power_of_two());
-    assert!(header::ANNOUNCE + LINE <= HEADER_BYTES);
+    assert!(header::PREFILL + LINE <= HEADER_BYTES);
     assert!(SUBMISSION.is_multiple_of(LINE) && COMPLETION.is_multiple_of(LINE) && TABLE.is_multiple_of(LINE));
     assert!(
         BLOCK_ID_ARENA.is_multiple_of(LINE)

@@ -28,6 +28,7 @@ pub mod names;
 pub mod namespace;
 pub mod page_form;
 pub mod pool;
+pub mod prefill;
 pub mod random;
 pub mod region;
 pub mod request;

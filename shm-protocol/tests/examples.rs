@@ -136,6 +136,7 @@ fn offsets_of_the_page() {
         ("`ANNOUNCEMENT_TAIL`", header::ANNOUNCEMENT_TAIL),
         ("`ANNOUNCEMENT_HEAD`", header::ANNOUNCEMENT_HEAD),
         ("`ANNOUNCE`", header::ANNOUNCE),
+        ("`PREFILL`", header::PREFILL),
     ];
     for (name, offset) in rows {
         assert_on_page(name, &format!("| {offset} | {name} |"));

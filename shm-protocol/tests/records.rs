@@ -10,7 +10,10 @@ use shm_protocol::handshake::{
     self, BlockRegion, CUTS_MAX, Copier, CudaAllocation, CudaMemory, DESCRIPTORS_MAX, Digest, HandshakeError,
     Hello, RANKS_MAX, RECORD_BYTES_MAX, REGIONS_MAX, Reply, Role, Welcome, WorkerHello,
 };
-use shm_protocol::layout::{PROMISED_WAIT_MS_MAX, QUERY_WAIT_MS_MAX, STAGING_SLOTS_MAX, STAGING_WORDS_BYTES};
+use shm_protocol::layout::{
+    LOAD_PREFERENCE_MAX, LOAD_WAIT_MS_MAX, PROMISED_WAIT_MS_MAX, QUERY_WAIT_MS_MAX, STAGING_SLOTS_MAX,
+    STAGING_WORDS_BYTES,
+};
 use shm_protocol::message::{Kind, Message, OUTCOME_VALUE_MAX, Outcome, Saved, Slot, Status};
 use shm_protocol::namespace;
 use shm_protocol::versions::{RELEASE, Versions};
@@ -107,7 +110,10 @@ fn hellos() -> impl Strategy<Value = (Hello, usize)> {
     let waits = (wait(QUERY_WAIT_MS_MAX), wait(PROMISED_WAIT_MS_MAX), wait(QUERY_WAIT_MS_MAX));
     let scheduler =
         (scheduler, waits).prop_map(|(hello, (miss_wait_ms, handover_wait_ms, promise_wait_ms))| {
-            (Hello { miss_wait_ms, handover_wait_ms, promise_wait_ms, ..hello }, 0)
+            // Their limits are apart.
+            let (wait_max_ms, load_preference) = (handover_wait_ms.map(|ms| ms * 20), miss_wait_ms);
+            let waits = Hello { wait_max_ms, load_preference, ..hello };
+            (Hello { miss_wait_ms, handover_wait_ms, promise_wait_ms, ..waits }, 0)
         });
     let worker = ("[a-z0-9_-]{1,256}", 1..=RANKS_MAX, 1..=8_u32)
         .prop_flat_map(|(engine, world_size, fds)| {
@@ -358,6 +364,10 @@ fn every_limit_of_hello_names_its_field() {
     assert_eq!(field_refused(&Hello { handover_wait_ms, ..scheduler.clone() }, 0), "handover_wait_ms");
     let promise_wait_ms = Some(QUERY_WAIT_MS_MAX + 1);
     assert_eq!(field_refused(&Hello { promise_wait_ms, ..scheduler.clone() }, 0), "promise_wait_ms");
+    let wait_max_ms = Some(LOAD_WAIT_MS_MAX + 1);
+    assert_eq!(field_refused(&Hello { wait_max_ms, ..scheduler.clone() }, 0), "wait_max_ms");
+    let load_preference = Some(LOAD_PREFERENCE_MAX + 1);
+    assert_eq!(field_refused(&Hello { load_preference, ..scheduler.clone() }, 0), "load_preference");
 }
 
 #[test]

@@ -34,6 +34,7 @@ class Sessions:
         cuts: Sequence[int] = (),
         stream: int = 0,
         budget_us: int = QUERY_BUDGET_US,
+        wait_max_ms: int | None = None,
     ) -> None:
         """Memory is the host's, in `files`, or a GPU's, at `pointers`."""
         # An id of this run, which no other engine has.
@@ -64,6 +65,7 @@ class Sessions:
             budget_us=budget_us,
             by_engine=copier == "engine",
             early=copier == "sidecar",
+            wait_max_ms=wait_max_ms,
         )
         wait_for(self._connected, "connection", failed=self.failed)
 

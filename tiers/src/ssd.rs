@@ -23,7 +23,7 @@ use thiserror::Error;
 
 pub use self::device::Device;
 pub use self::location::{Missing, locate};
-pub use self::log::{Config, DeviceStats, Log, Refused, Stats};
+pub use self::log::{Config, DeviceStats, Log, Pace, Refused, Stats};
 pub use self::opened::Opened;
 pub use crate::io::carrier::Backend;
 

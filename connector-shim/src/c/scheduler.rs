@@ -11,7 +11,7 @@ use super::handle::{Guarded, Notices, Run, end, put};
 use super::raw::{Hash, Items, Text};
 use crate::core::plan::Plan;
 use crate::error::ShimError;
-use crate::scheduler::{self, Config, Options};
+use crate::scheduler::{self, Config, LoadWait, Options};
 
 /// The session of an engine's scheduler, one for each engine.
 #[derive(Debug)]
@@ -100,6 +100,7 @@ pub extern "C" fn pillion_scheduler_connect(
                 part_blocks: 0,
                 whole_blocks: 0,
                 last: false,
+                load_wait: LoadWait::default(),
             },
             miss_wait_ms: Some(options.miss_wait_ms),
             handover_wait_ms: None,

@@ -40,6 +40,8 @@ pub enum DefaultValue {
     Count(u32),
     /// A text.
     Text(&'static str),
+    /// A number with decimals, as it is written.
+    Number(&'static str),
 }
 
 /// The values an option may have.
@@ -56,6 +58,11 @@ pub enum Values {
         /// `0`, with its meaning.
         zero: &'static str,
     },
+    /// A number with or without decimals, from 0 up to `most`.
+    Number {
+        /// The largest.
+        most: u32,
+    },
     /// Any text.
     Text,
     /// The address of an HTTP service.
@@ -65,10 +72,12 @@ pub enum Values {
 }
 
 /// A value given by a user.
-#[derive(Clone, Debug, Eq, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum GivenValue {
     /// A whole number.
     Count(u32),
+    /// Another number.
+    Number(f64),
     /// A text.
     Text(String),
     /// A value of no option.
@@ -151,7 +160,7 @@ impl fmt::Display for DefaultValue {
             Self::AsServe => formatter.write_str("as `pillion serve`"),
             Self::Absent => formatter.write_str("none"),
             Self::Count(count) => write!(formatter, "`{count}`"),
-            Self::Text(text) => write!(formatter, "`{text}`"),
+            Self::Text(text) | Self::Number(text) => write!(formatter, "`{text}`"),
         }
     }
 }
@@ -164,6 +173,7 @@ impl Values {
         match self {
             Self::OneOf(words) => format!("one of {}", words.join(", ")),
             Self::Count { most, unit, zero } => format!("a whole number of {unit}, {zero} to {most}"),
+            Self::Number { most } => format!("a number, 0 to {most}"),
             Self::Text => "a text that is not empty".to_owned(),
             Self::Url => "an http or https URL with its path".to_owned(),
             Self::Namespace => "32 lower-case hex digits, as the log shows them".to_owned(),
@@ -172,7 +182,8 @@ impl Values {
 
     fn admit(&self, value: &GivenValue) -> bool {
         match (self, value) {
-            (Self::Count { most, .. }, GivenValue::Count(count)) => count <= most,
+            (Self::Count { most, .. } | Self::Number { most }, GivenValue::Count(count)) => count <= most,
+            (Self::Number { most }, GivenValue::Number(number)) => (0.0..=f64::from(*most)).contains(number),
             (Self::OneOf(words), GivenValue::Text(text)) => words.contains(&text.as_str()),
             (Self::Text, GivenValue::Text(text)) => !text.is_empty(),
             (Self::Url, GivenValue::Text(text)) => is_url(text),
@@ -218,6 +229,7 @@ mod tests {
                 DefaultValue::AsServe | DefaultValue::Absent => continue,
                 DefaultValue::Count(count) => GivenValue::Count(count),
                 DefaultValue::Text(word) => text(word),
+                DefaultValue::Number(number) => GivenValue::Number(number.parse().expect("a number")),
             };
             assert_eq!(option.check_value(&value, String::new), Ok(()), "{}", option.name);
         }
@@ -233,6 +245,12 @@ mod tests {
     fn requests_wait_for_a_producer_only_where_told_to() {
         assert_eq!(default("miss_wait_ms"), DefaultValue::Count(0));
         assert_eq!(read("pillion.miss_wait_ms", GivenValue::Count(2000)), Ok(Some("miss_wait_ms")));
+    }
+
+    #[test]
+    fn loading_is_preferred_by_any_number() {
+        assert_eq!(read("pillion.load_preference", GivenValue::Count(2)), Ok(Some("load_preference")));
+        assert_eq!(read("pillion.load_preference", GivenValue::Number(0.5)), Ok(Some("load_preference")));
     }
 
     #[test]
@@ -267,6 +285,10 @@ mod tests {
             ("pillion.query_timeout_us", text("2ms"), "10000000"),
             ("pillion.query_timeout_us", GivenValue::Other, "10000000"),
             ("pillion.miss_wait_ms", GivenValue::Count(2001), "0 (off) to 2000"),
+            ("pillion.wait_max_ms", GivenValue::Count(600_001), "0 to 600000"),
+            ("pillion.load_preference", GivenValue::Number(100.5), "a number, 0 to 100"),
+            ("pillion.load_preference", GivenValue::Number(f64::NAN), "a number, 0 to 100"),
+            ("pillion.load_preference", text("2"), "a number, 0 to 100"),
             ("pillion.namespace", text(&"0".repeat(31)), "32 lower-case hex digits"),
             ("pillion.namespace", text(&"A".repeat(32)), "32 lower-case hex digits"),
             ("pillion.namespace", GivenValue::Count(7), "32 lower-case hex digits"),

@@ -16,6 +16,7 @@ mod loading;
 mod logs;
 mod matching;
 mod pacing;
+mod prefill;
 mod proof;
 mod remarks;
 mod requests;
@@ -40,6 +41,7 @@ pub use self::matching::FoundTokens;
 use self::matching::KnownAnswer;
 use self::pacing::Pacing;
 pub use self::pacing::{BYTES_PER_MS, LoadMode, Machine};
+use self::prefill::PrefillFit;
 use self::proof::BlockProof;
 pub use self::proof::Unkept;
 pub use self::remarks::Remark;
@@ -72,6 +74,7 @@ pub struct EnginePolicy<H> {
     proof: BlockProof,
     check: Check,
     pacing: Pacing,
+    prefill: PrefillFit,
     held: HeldBlocks,
     /// The step being scheduled.
     next: PlannedStep,
@@ -134,6 +137,7 @@ impl<H: SessionHost> EnginePolicy<H> {
             machine,
             set: Arc::new(set),
             groups,
+            prefill: PrefillFit::default(),
             requests: Requests::default(),
             held: HeldBlocks::default(),
             next,
@@ -459,9 +463,15 @@ impl<H: SessionHost> EnginePolicy<H> {
         std::mem::swap(&mut step, &mut self.next);
         step.open_loads.clone_from(&self.open_loads);
         step.passed = self.passed.keys().copied().collect();
-        if step.parts.iter().any(|part| !part.loads.is_empty() || !part.lost.is_empty()) {
+        let has_loads = step.parts.iter().any(|part| !part.loads.is_empty() || !part.lost.is_empty());
+        if has_loads {
             self.open_loads.push(step.step);
         }
+        let computed = due.iter().filter_map(|due| {
+            let first = self.requests.get(due.request)?.now.computed;
+            Some(first..first.saturating_add(due.scheduled?))
+        });
+        self.prefill.schedule_step(step.step, self.time, computed, has_loads);
         let saves =
             if self.options.saves { self.save(due, step.step) } else { vec![false; step.parts.len()] };
         step.asks = self.proof.waits() || !self.open_loads.is_empty();
@@ -488,8 +498,16 @@ impl<H: SessionHost> EnginePolicy<H> {
     }
 
     /// The engine has taken the output of `step`, returned by every rank. `scheduled`: the requests computed by each open step, if the
-    /// engine has passed over steps.
-    pub fn accept_step(&mut self, step: u64, scheduled: &HashMap<u64, Vec<RequestId>>) {
+    /// engine has passed over steps. `time`: of now, where the time of a step is that of its computation.
+    pub fn accept_step(
+        &mut self,
+        step: u64,
+        scheduled: &HashMap<u64, Vec<RequestId>>,
+        time: Option<Instant>,
+    ) {
+        if let Some(rate) = time.and_then(|time| self.prefill.take_output(step, time)) {
+            self.groups.iter_mut().for_each(|group| group.session.tell_prefill(rate));
+        }
         let mut passed = proof::Passed::default();
         if !self.proof.accept_next(step) {
             let stalled = self.proof.stalled;

@@ -13,8 +13,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use shm_protocol::key::BlockHash;
-use shm_protocol::layout::OPERATIONS;
+use shm_protocol::layout::{LOAD_PREFERENCE, OPERATIONS, QUERY_WAIT_MS_MAX};
 use shm_protocol::message::Saved;
+use shm_protocol::prefill::PrefillRate;
 use shm_protocol::request::{self, Keys, SchedulerRequest};
 
 use self::announced::Announced;
@@ -46,6 +47,17 @@ pub struct Config {
     pub whole_blocks: u32,
     /// Queries are for the last kept key, as of states, and not for the leading ones: the last one of so many hits is kept.
     pub last: bool,
+    /// How long queries wait for blocks.
+    pub load_wait: LoadWait,
+}
+
+/// The waits of queries for blocks of disks and peers.
+#[derive(Copy, Clone, Debug)]
+pub struct LoadWait {
+    /// Milliseconds at most, while the blocks come faster than the engine computes.
+    pub most_ms: u32,
+    /// How much longer than computing a load may take, in thousandths of it.
+    pub preference: u32,
 }
 
 /// Numbers of `u64`, each told by its name.
@@ -86,9 +98,20 @@ pub struct Session<C> {
     accepted: Option<u64>,
     /// How often the weights may have changed.
     weights: u64,
+    /// How fast the engine computes prompts; none: not known yet.
+    prefill: Option<PrefillRate>,
     salts: Vec<[u8; 16]>,
     announced: Announced,
     counters: Counters,
+}
+
+// === impl LoadWait ===
+
+impl Default for LoadWait {
+    /// As of a silent scheduler.
+    fn default() -> Self {
+        Self { most_ms: QUERY_WAIT_MS_MAX, preference: LOAD_PREFERENCE }
+    }
 }
 
 // === impl Session ===
@@ -106,6 +129,7 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
             next_op: 1,
             accepted: None,
             weights: 0,
+            prefill: None,
             salts: Vec::new(),
             announced: Announced::default(),
             counters: Counters::default(),
@@ -126,6 +150,7 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
         }
         link.flush();
         link.ask_for_all(self.announced.asked);
+        self.prefill.into_iter().for_each(|rate| link.tell_prefill(rate));
         if !link.connection.knows_acceptance() {
             self.notices.say(Cause::OldSidecar, OLD_SIDECAR);
         } else if self.config.last && !link.connection.knows_states() {
@@ -445,6 +470,12 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
             }
         }
         (self.announced.take(), end)
+    }
+
+    /// The engine computes prompts at this rate. Nothing is posted: a word in shared memory says it.
+    pub fn tell_prefill(&mut self, rate: PrefillRate) {
+        self.prefill = Some(rate);
+        self.link.iter().for_each(|link| link.tell_prefill(rate));
     }
 
     /// Forgets queries that were posted and never asked for again.

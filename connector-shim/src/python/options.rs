@@ -3,7 +3,7 @@
 use pyo3::create_exception;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyDict, PyInt, PyString};
+use pyo3::types::{PyBool, PyDict, PyFloat, PyInt, PyString};
 use shm_protocol::transport::default_socket;
 
 use crate::core::options::{self, DefaultValue, EngineOption, GivenValue, OPTIONS, OptionError};
@@ -29,6 +29,9 @@ pub(super) fn read_options<'py>(py: Python<'py>, extra: &Bound<'py, PyDict>) -> 
             DefaultValue::Absent => read.set_item(option.name, py.None())?,
             DefaultValue::Count(count) => read.set_item(option.name, count)?,
             DefaultValue::Text(text) => read.set_item(option.name, text)?,
+            DefaultValue::Number(number) => {
+                read.set_item(option.name, number.parse::<f64>().expect("a number"))?;
+            }
         }
     }
     let mut given = Vec::new();
@@ -48,6 +51,9 @@ pub(super) fn read_options<'py>(py: Python<'py>, extra: &Bound<'py, PyDict>) -> 
 fn given_value(value: &Bound<'_, PyAny>) -> GivenValue {
     if let Ok(text) = value.cast::<PyString>() {
         return GivenValue::Text(text.to_string());
+    }
+    if let Ok(number) = value.cast::<PyFloat>() {
+        return GivenValue::Number(number.value());
     }
     let is_number = value.is_instance_of::<PyInt>() && !value.is_instance_of::<PyBool>();
     let count = is_number.then(|| value.extract().ok()).flatten();

@@ -27,7 +27,7 @@ use crate::core::policy::{
 };
 use crate::core::records::{RecordOptions, Records, WaitPart};
 use crate::error::{ShimError as Failure, argument};
-use crate::scheduler::{self, Config, Scheduler};
+use crate::scheduler::{self, Config, LoadWait, Scheduler};
 
 /// The number of an unfollowed request.
 const STRANGER: i64 = -1;
@@ -75,6 +75,8 @@ struct ConnectorSettings {
     miss_wait_ms: u32,
     handover_wait_ms: u32,
     promise_wait_ms: u32,
+    wait_max_ms: u32,
+    load_preference: f64,
     record_every: u32,
     record_slow_ms: u64,
 }
@@ -94,6 +96,11 @@ impl ConnectorSettings {
         let load = &self.load;
         let wrong = || argument(format!("load is '{load}': pass one of auto, sync, async"));
         LoadMode::named(load).map_or_else(wrong, Ok)
+    }
+
+    fn load_wait(&self) -> LoadWait {
+        // The option's range is checked.
+        LoadWait { most_ms: self.wait_max_ms, preference: (self.load_preference * 1000.0).round() as u32 }
     }
 
     fn records(&self, steps_in_flight: u64) -> Records {
@@ -176,6 +183,7 @@ impl PyPolicy {
                 part_blocks: machine.part_blocks(),
                 whole_blocks: if set.several() { 0 } else { machine.whole_blocks() },
                 last: set.forms[group].kind == GroupKind::State,
+                load_wait: options.load_wait(),
             };
             let session = scheduler::Options {
                 socket: options.socket.clone(),
@@ -434,7 +442,7 @@ impl PyPolicy {
 
     #[pyo3(signature = (step, scheduled = HashMap::new()))]
     fn accept_step(&self, step: u64, scheduled: HashMap<u64, Vec<RequestId>>) -> PyResult<()> {
-        self.with(|rules| rules.accept_step(step, &scheduled))
+        self.with(|rules| rules.accept_step(step, &scheduled, Some(clock::now())))
     }
 
     // --- weights ---

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use connector_shim::scheduler::{Config, Options, Scheduler};
+use connector_shim::scheduler::{Config, LoadWait, Options, Scheduler};
 
 use super::{Peer, Served, session};
 
@@ -19,6 +19,7 @@ pub(crate) fn options(peer: &Peer) -> Options {
             part_blocks: 0,
             whole_blocks: 0,
             last: false,
+            load_wait: LoadWait::default(),
         },
         miss_wait_ms: None,
         handover_wait_ms: None,

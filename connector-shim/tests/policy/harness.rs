@@ -9,7 +9,7 @@ use connector_shim::core::policy::{
     Adapter, Arrival, BegunRequest, Changes, Due, EndedRequest, EnginePolicy, FoundTokens, Machine, Now,
     OpenedStep, PlannedStep, PolicyOptions, PolicyWait, RequestId,
 };
-use connector_shim::core::scheduler::Config;
+use connector_shim::core::scheduler::{Config, LoadWait};
 use shm_protocol::key::{Algorithm, BlockHash};
 
 use crate::sidecar::{Host, Saves, Sidecar};
@@ -121,6 +121,7 @@ impl Setup {
             part_blocks: self.machine.part_blocks(),
             whole_blocks: if set.several() { 0 } else { self.machine.whole_blocks() },
             last: form.kind == GroupKind::State,
+            load_wait: LoadWait::default(),
         };
         let hosts = set.forms.iter().map(|form| Host::new(config(form))).collect();
         #[expect(clippy::disallowed_methods, reason = "where a test's own time begins")]
@@ -415,7 +416,7 @@ impl Engine {
             self.requests.iter().for_each(|(id, request)| self.policy.progress(*id, request.computed));
             scheduled.clone_from(&self.open);
         }
-        self.policy.accept_step(step.step, &scheduled);
+        self.policy.accept_step(step.step, &scheduled, Some(self.time));
         self.open.retain(|open, _| *open > step.step);
         self.serve();
     }

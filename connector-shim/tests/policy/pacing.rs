@@ -241,3 +241,19 @@ fn a_strict_engine_gives_up_what_was_not_handed_over() {
     let loads: Vec<_> = step.parts[0].loads.iter().map(|load| load.request).collect();
     assert_eq!(loads, [late]);
 }
+
+#[test]
+fn the_rate_of_prompts_is_told_by_a_word_of_the_session() {
+    let mut engine = Engine::new();
+    assert_eq!(engine.sidecar().prefill(), None);
+    for round in 1..=6_u32 {
+        let id = engine.arrive(1024);
+        let step = engine.compute(id);
+        engine.time += Duration::from_millis(100);
+        engine.take(&step);
+        assert_eq!(engine.sidecar().prefill().is_some(), round >= 4, "round {round}");
+        engine.finish(id);
+    }
+    let rate = engine.sidecar().prefill().unwrap();
+    assert!((rate.seconds(0, 1024) - 0.1).abs() < 0.01, "{rate:?}");
+}

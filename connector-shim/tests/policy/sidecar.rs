@@ -17,6 +17,7 @@ use shm_protocol::announcement::{Announcement, Located};
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::{LOGS, header};
 use shm_protocol::message::{Outcome, Saved, Status};
+use shm_protocol::prefill::PrefillRate;
 use shm_protocol::request::{Append, Keys, Load, Query, Save, SchedulerRequest};
 use shm_protocol::ring::{Consumer, Producer};
 use shm_protocol::session::{Bound, RegionRing, Ring, SessionMemory};
@@ -304,6 +305,11 @@ impl Sidecar {
     /// How often all blocks were asked for.
     pub(crate) fn asked_for_all(&self) -> u64 {
         self.wire.memory.region().word64(header::ANNOUNCE).load(Ordering::Relaxed)
+    }
+
+    /// How fast the engine says that it computes prompts.
+    pub(crate) fn prefill(&self) -> Option<PrefillRate> {
+        PrefillRate::from_word(self.wire.memory.region().word64(header::PREFILL).load(Ordering::Relaxed))
     }
 
     /// Announces a block in memory.

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use crate::client::sidecar::Sidecar;
 use crate::client::{BLOCKS, Kv, greet, hello};
-use connector_shim::scheduler::{self, Config, Scheduler};
+use connector_shim::scheduler::{self, Config, LoadWait, Scheduler};
 use connector_shim::worker::{self, Memory};
 use shm_protocol::handshake::{
     self, BlockRegion, Copier, CudaAllocation, CudaMemory, Digest, Hello, Reply, Role, WorkerHello,
@@ -197,6 +197,7 @@ fn session_says(socket: &Path, kv: &Kv, breach: &Breach) -> String {
                     part_blocks: 0,
                     whole_blocks: 0,
                     last: false,
+                    load_wait: LoadWait::default(),
                 },
                 miss_wait_ms,
                 handover_wait_ms: None,

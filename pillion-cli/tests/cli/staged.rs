@@ -9,7 +9,7 @@ use crate::client::{
     BLOCK_BYTES, BLOCKS, Kv, LAYERS, Session, hello, in_time, keys, now, pattern, save, watch,
 };
 use connector_shim::error::ShimError;
-use connector_shim::scheduler::{self, Config, Scheduler};
+use connector_shim::scheduler::{self, Config, LoadWait, Scheduler};
 use connector_shim::worker::{self, Memory};
 use rustix::fs::MemfdFlags;
 use shm_protocol::handshake::{BlockRegion, Copier, Role, WorkerHello};
@@ -63,7 +63,15 @@ impl Engine {
                 engine: engine.to_owned(),
                 world_size: 1,
                 run: RUN,
-                config: Config { budget, by_engine, early, part_blocks: 0, whole_blocks: 0, last: false },
+                config: Config {
+                    budget,
+                    by_engine,
+                    early,
+                    part_blocks: 0,
+                    whole_blocks: 0,
+                    last: false,
+                    load_wait: LoadWait::default(),
+                },
                 miss_wait_ms: None,
                 handover_wait_ms: None,
                 promise_wait_ms: None,

@@ -8,7 +8,10 @@ use super::{
     BlockRegion, CUTS_MAX, Copier, CudaMemory, DESCRIPTORS_MAX, FACTS_MAX, HandshakeError, Hello, RANKS_MAX,
     REGIONS_MAX, Role, WEIGHTS_LIVE, WorkerHello,
 };
-use crate::layout::{PROMISED_WAIT_MS_MAX, QUERY_WAIT_MS_MAX, STAGING_SLOTS_MAX, STAGING_WORDS_BYTES};
+use crate::layout::{
+    LOAD_PREFERENCE_MAX, LOAD_WAIT_MS_MAX, PROMISED_WAIT_MS_MAX, QUERY_WAIT_MS_MAX, STAGING_SLOTS_MAX,
+    STAGING_WORDS_BYTES,
+};
 use crate::versions::RELEASE_BYTES_MAX;
 
 /// Bytes of a block that no engine has: far below it sums of a few block lengths cannot overflow.
@@ -70,6 +73,14 @@ impl Hello {
         if let Some(wait_ms) = self.promise_wait_ms {
             let rule = "at most 2,000 milliseconds: set a smaller pillion.promise_wait_ms";
             range("promise_wait_ms", wait_ms, wait_ms <= QUERY_WAIT_MS_MAX, rule)?;
+        }
+        if let Some(wait_ms) = self.wait_max_ms {
+            let rule = "at most 600,000 milliseconds: set a smaller pillion.wait_max_ms";
+            range("wait_max_ms", wait_ms, wait_ms <= LOAD_WAIT_MS_MAX, rule)?;
+        }
+        if let Some(preference) = self.load_preference {
+            let rule = "at most 100,000 thousandths: set a smaller pillion.load_preference";
+            range("load_preference", preference, preference <= LOAD_PREFERENCE_MAX, rule)?;
         }
         match &self.role {
             Role::Scheduler { .. } => {

@@ -9,6 +9,7 @@ use shm_protocol::key::BlockHash;
 use shm_protocol::layout::{BLOCK_IDS, CHUNK_KEYS, header};
 use shm_protocol::message::{Outcome, Saved, Slot};
 use shm_protocol::pool::SlotRef;
+use shm_protocol::prefill::PrefillRate;
 use shm_protocol::request::{Append, Load, RequestError, Save, SchedulerRequest, WorkerRequest};
 use shm_protocol::ring::{Consumer, Producer};
 use shm_protocol::session::{Bound, RegionRing, Ring, SessionMemory};
@@ -217,6 +218,13 @@ impl Session {
         // Relaxed: the word stands for nothing but itself.
         let asked = || self.memory.region().word64(header::ANNOUNCE).load(Ordering::Relaxed);
         self.rank.is_none().then(asked).filter(|asked| *asked > 0)
+    }
+
+    /// How fast a scheduler's engine computes prompts, if it says so.
+    pub fn prefill(&self) -> Option<PrefillRate> {
+        // Relaxed: the word stands for nothing but itself.
+        let word = || self.memory.region().word64(header::PREFILL).load(Ordering::Relaxed);
+        self.rank.is_none().then(word).and_then(PrefillRate::from_word)
     }
 
     /// Announcements that a scheduler's ring has room for.

@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use rustix::io::Errno;
 use shm_protocol::key::{BlockHash, NamespaceDigest};
+use shm_protocol::prefill::PrefillRate;
 use shm_protocol::wait;
 use tokio::sync::oneshot;
 
@@ -31,6 +32,8 @@ pub enum Ask {
     Survey(Reply<Surveyed>),
     /// Where these blocks are, [`KEYS_MAX`] at most.
     Locate(NamespaceDigest, Vec<BlockHash>, Reply<Vec<Found>>),
+    /// The rates of engines and of sources.
+    Rates(Reply<KnownRates>),
     /// All blocks of a namespace go.
     Evict(NamespaceDigest, Reply<Evicted>),
 }
@@ -43,6 +46,15 @@ pub struct Surveyed {
     pub disks: bool,
     /// Each member's name and blocks; `None` without a mesh.
     pub peers: Option<Vec<(String, usize)>>,
+}
+
+/// Known rates.
+#[derive(Debug, Default)]
+pub struct KnownRates {
+    /// By engine: its rate, and the bytes of a token.
+    pub engines: Vec<(String, PrefillRate, f64)>,
+    /// Disks and peers, each with bytes a second.
+    pub sources: Vec<(String, u64)>,
 }
 
 /// Where one block is; peers by their names.

@@ -9,12 +9,13 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use shm_protocol::key::{BlockHash, NamespaceDigest};
+use shm_protocol::prefill::PrefillRate;
 use tokio::sync::oneshot;
 
 use super::refusals::{Cause, Refused};
 use super::{Handler, Last, page};
 use crate::config::Level;
-use crate::control::inbox::{Ask, Evicted, Found, KEYS_MAX, Reply};
+use crate::control::inbox::{Ask, Evicted, Found, KEYS_MAX, KnownRates, Reply};
 use crate::core::Kept;
 
 /// A data thread that turns takes an ask within milliseconds; a count of all blocks takes a tenth of a second for ten million.
@@ -43,6 +44,17 @@ struct SetLevel {
     level: String,
 }
 
+fn rates_page(rates: &KnownRates) -> Value {
+    let engine = |(engine, rate, token_bytes): &(String, PrefillRate, f64)| {
+        let (token_ns, slope_ns) = rate.nanoseconds();
+        json!({ "engine": engine, "token_ns": token_ns, "slope_ns": slope_ns, "token_bytes": token_bytes })
+    };
+    let source = |(source, rate): &(String, u64)| json!({ "source": source, "bytes_per_second": rate });
+    let engines: Vec<Value> = rates.engines.iter().map(engine).collect();
+    let sources: Vec<Value> = rates.sources.iter().map(source).collect();
+    json!({ "engines": engines, "sources": sources })
+}
+
 // === impl Handler ===
 
 impl Handler {
@@ -58,6 +70,7 @@ impl Handler {
                 let (asked, found) = self.parts.foretold.blocks();
                 json!({ "asked_blocks": asked, "hit_blocks": found.collect::<BTreeMap<_, _>>() })
             }
+            ("GET", "/rates") => rates_page(&self.ask(ANSWER_TIME_MAX, Ask::Rates).await?),
             ("POST", "/lookup") => self.lookup(parse(body)?).await?,
             ("POST", "/evict") => self.evict(parse(body)?).await?,
             ("GET", "/log-level") => self.show_level()?,
@@ -66,7 +79,7 @@ impl Handler {
                 tracing::info!("the control socket asked this sidecar to drain");
                 return Ok(last(page(StatusCode::OK, &json!({ "draining": true }))));
             }
-            (_, "/namespaces" | "/forecast" | "/lookup" | "/evict" | "/log-level" | "/drain") => {
+            (_, "/namespaces" | "/forecast" | "/rates" | "/lookup" | "/evict" | "/log-level" | "/drain") => {
                 return Err(Refused::new(
                     Cause::Method,
                     format!("no such request: the requests are {PATHS}"),

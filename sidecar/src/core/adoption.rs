@@ -7,6 +7,7 @@ use shm_protocol::source::Source;
 use tiers::dram::Dram;
 use tiers::opener::Opened;
 
+use super::arrivals::SourceLane;
 use super::context::Context;
 use super::namespaces::Space;
 use super::tier::Notice;
@@ -83,6 +84,7 @@ impl Verification {
         self.bytes += bytes_of(slot, &cx.dram);
         // It takes no room of the pool beyond what it has.
         cx.arrivals.begin(key, slot, 0, Source::Memory);
+        cx.arrivals.send(&key, SourceLane::Pool, bytes_of(slot, &cx.dram), cx.now_ms);
         cx.actions.push(Action::Verify { key, slot });
     }
 

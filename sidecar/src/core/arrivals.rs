@@ -5,18 +5,21 @@
 //! its way to end by itself; its blocks stay in DRAM as any others. A slot given to an arrival is its own until its end, whoever
 //! asked for it.
 
+mod flows;
+
 use std::collections::BTreeMap;
 
+use mesh::transport::PeerNumber;
 use shm_protocol::key::BlockKey;
 use shm_protocol::layout::QUERY_WAIT_MS_MAX;
 use shm_protocol::pool::SlotRef;
 use shm_protocol::source::Source;
 use tiers::dram::Dram;
 
+pub(super) use self::flows::{Flows, Owed, SourceLane};
 use super::SessionId;
 
-/// The longest that a query waits: a device reads a long prompt's blocks (2 GiB) within a second; who waits much longer
-/// had better computed.
+/// The longest wait of a load for blocks, of a query for those of a save, and of a query for any if its engine's rate is unknown.
 pub(super) const WAIT_MS_MAX: u64 = QUERY_WAIT_MS_MAX as u64;
 /// What one query, and all that is on its way into the pool together, may take of it: 1 of so many parts. The rest is for
 /// blocks in use and for saves.
@@ -38,6 +41,7 @@ pub(super) struct Arrivals {
     coming: BTreeMap<BlockKey, Coming>,
     /// How many of them saves fill.
     saved: usize,
+    pub(super) flows: Flows,
 }
 
 /// A block on its way into a slot.
@@ -46,6 +50,8 @@ struct Coming {
     slot: SlotRef,
     source: Source,
     bytes: u64,
+    /// Its source, its bytes there, and the place of their end.
+    lane: Option<(SourceLane, u64, u64)>,
     /// Nobody waits for it any more.
     late: bool,
     /// It is not to be kept: what is kept under its key was removed meanwhile.
@@ -60,7 +66,16 @@ struct Coming {
 impl Coming {
     fn new(slot: SlotRef) -> Self {
         let (source, waiting) = (Source::Memory, Vec::new());
-        Self { slot, source, bytes: 0, late: false, distrusted: false, saved_since_ms: None, waiting }
+        Self {
+            slot,
+            source,
+            bytes: 0,
+            lane: None,
+            late: false,
+            distrusted: false,
+            saved_since_ms: None,
+            waiting,
+        }
     }
 }
 
@@ -68,7 +83,13 @@ impl Coming {
 
 impl Arrivals {
     pub(super) fn new(dram: &Dram) -> Self {
-        Self { bytes_max: dram.config().pool_bytes / PART, bytes: 0, coming: BTreeMap::new(), saved: 0 }
+        Self {
+            bytes_max: dram.config().pool_bytes / PART,
+            bytes: 0,
+            coming: BTreeMap::new(),
+            saved: 0,
+            flows: Flows::default(),
+        }
     }
 
     /// Whether a block's end is still to come.
@@ -127,6 +148,29 @@ impl Arrivals {
         self.insert(key, Coming { source, bytes, ..Coming::new(slot) });
     }
 
+    /// A source was asked for a block on its way, the first source or another one than before.
+    pub(super) fn send(&mut self, key: &BlockKey, lane: SourceLane, bytes: u64, now_ms: u64) {
+        let Some(coming) = self.coming.get_mut(key) else { return };
+        let place = self.flows.begin_bytes(lane, bytes, now_ms);
+        if let Some((before, bytes, _)) = coming.lane.replace((lane, bytes, place)) {
+            self.flows.end_bytes(before, bytes, false, now_ms);
+        }
+    }
+
+    /// The debts of the sources of these blocks, up to the last block of each.
+    pub(super) fn owed(&self, keys: &[BlockKey], now_ms: u64) -> BTreeMap<SourceLane, Owed> {
+        let mut places: BTreeMap<SourceLane, u64> = BTreeMap::new();
+        for (lane, _, place) in keys.iter().filter_map(|key| self.coming.get(key)?.lane) {
+            places.entry(lane).and_modify(|last| *last = place.max(*last)).or_insert(place);
+        }
+        places.into_iter().map(|(lane, place)| (lane, self.flows.owed(lane, place, now_ms))).collect()
+    }
+
+    /// A peer is gone.
+    pub(super) fn forget_peer(&mut self, peer: PeerNumber) {
+        self.flows.forget_source(SourceLane::Peer(peer));
+    }
+
     /// A block that a save fills is awaited from now on. It takes nothing of what may be on its way.
     pub(super) fn begin_saved(&mut self, key: BlockKey, slot: SlotRef, now_ms: u64) {
         self.saved += 1;
@@ -138,10 +182,13 @@ impl Arrivals {
         assert!(before.is_none(), "a slot is filled once at a time");
     }
 
-    /// A block has ended: whether it may be kept, and who has waited for it.
-    pub(super) fn end(&mut self, key: &BlockKey) -> (bool, Vec<Waiter>) {
+    /// A block has ended, well if it `moved`: whether it may be kept, and who has waited for it.
+    pub(super) fn end(&mut self, key: &BlockKey, moved: bool, now_ms: u64) -> (bool, Vec<Waiter>) {
         let coming = self.coming.remove(key).expect("a block ends once");
         self.bytes -= coming.bytes;
+        if let Some((lane, bytes, _)) = coming.lane {
+            self.flows.end_bytes(lane, bytes, moved, now_ms);
+        }
         (!coming.distrusted, coming.waiting)
     }
 

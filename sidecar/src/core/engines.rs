@@ -8,14 +8,15 @@ mod proofs;
 mod service;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::ops::Index;
+use std::ops::{Index, Range};
 use std::sync::Arc;
 
 use shm_protocol::ACCEPT_SINCE;
 use shm_protocol::handshake::{self, Copier, Hello, PROBE_RUN, Role, WorkerHello};
 use shm_protocol::key::NamespaceDigest;
-use shm_protocol::layout::{AWAIT_MS, PROMISED_WAIT_MS_MAX};
+use shm_protocol::layout::{AWAIT_MS, LOAD_PREFERENCE, PROMISED_WAIT_MS_MAX, QUERY_WAIT_MS_MAX};
 use shm_protocol::namespace::{self, Facts};
+use shm_protocol::prefill::PrefillRate;
 use tiers::dram::{Dram, HolderId, Holdings};
 
 pub use self::bars::Barred;
@@ -24,8 +25,12 @@ use self::proofs::Proofs;
 pub use self::proofs::{Proof, Standing};
 use self::service::{Service, ServiceEvent};
 use super::namespaces::{Binding, Form, Space};
+use super::worth::LoadPatience;
 use super::{SessionId, Violation};
 use crate::compare::Layers;
+
+/// The fact with the tokens of a block.
+const BLOCK_TOKENS: &str = "block_tokens";
 
 /// The sessions of all engines.
 #[derive(Debug, Default)]
@@ -43,6 +48,8 @@ pub struct Holder<'a> {
     pub engine: &'a str,
     pub state: EngineState,
     pub holdings: Holdings,
+    /// Its rate of computing prompts, if known.
+    pub prefill: Option<PrefillRate>,
 }
 
 /// What an engine that is connected gets of the sidecar.
@@ -81,6 +88,10 @@ pub(super) struct Scheduler {
     pub(super) accepts: bool,
     /// How long its requests wait for a producer.
     pub(super) waits: Waits,
+    /// And for blocks of disks and peers.
+    pub(super) load_wait: LoadPatience,
+    /// Its last stated rate of computing prompts.
+    prefill: Option<PrefillRate>,
     service: Service,
     /// Why what it saves is kept where it is bound; `None`: it is not.
     pub(super) proof: Option<Proof>,
@@ -247,6 +258,7 @@ impl Engines {
                 engine: whole(&scheduler.engine).unwrap_or(&scheduler.engine),
                 state: scheduler.state(),
                 holdings: if is_new { dram.holdings(scheduler.holder) } else { Holdings::default() },
+                prefill: scheduler.prefill,
             }
         };
         self.schedulers.values().filter(|scheduler| !scheduler.is_probe()).map(holder)
@@ -256,6 +268,45 @@ impl Engines {
     pub(super) fn ranks(&self, scheduler: SessionId) -> impl Iterator<Item = (SessionId, &Worker)> {
         let ranks = self.schedulers.get(&scheduler).map(|scheduler| scheduler.ranks.iter().flatten());
         ranks.into_iter().flatten().map(|id| (*id, &self.workers[id]))
+    }
+
+    /// A scheduler's engine computes prompts at this rate.
+    pub(super) fn note_prefill(&mut self, session: SessionId, rate: Option<PrefillRate>) {
+        self.schedulers.get_mut(&session).into_iter().for_each(|scheduler| scheduler.prefill = rate);
+    }
+
+    /// The stated rates of engines by name, each with the bytes of a token in all cache groups.
+    pub(super) fn rates(&self) -> BTreeMap<&str, (PrefillRate, f64)> {
+        let mut rates: BTreeMap<&str, (PrefillRate, f64)> = BTreeMap::new();
+        for (session, scheduler) in &self.schedulers {
+            let Some((rate, binding)) = scheduler.prefill.zip(scheduler.binding()) else { continue };
+            let Some(tokens) = self.block_tokens(*session) else { continue };
+            let name = whole(&scheduler.engine).unwrap_or(&scheduler.engine);
+            let (_, bytes) = rates.entry(name).or_insert((rate, 0.0));
+            *bytes += binding.block_bytes() as f64 / f64::from(tokens.max(1));
+        }
+        rates
+    }
+
+    /// Tokens of a block, as the ranks of an engine state them.
+    fn block_tokens(&self, scheduler: SessionId) -> Option<u32> {
+        let (_, worker) = self.ranks(scheduler).next()?;
+        worker.facts.get(BLOCK_TOKENS)?.parse().ok()
+    }
+
+    /// How long a scheduler's queries wait, to be changed by a test.
+    #[cfg(test)]
+    pub(super) fn load_wait_mut(&mut self, session: SessionId) -> &mut LoadPatience {
+        &mut self.schedulers.get_mut(&session).expect("it is connected").load_wait
+    }
+
+    /// Milliseconds of computing the tokens of these keys of a prompt, behind kept ones; none: the engine's rate or the tokens of a block
+    /// are not known.
+    pub(super) fn compute_ms(&self, scheduler: SessionId, keys: Range<u32>) -> Option<f64> {
+        let rate = self.schedulers.get(&scheduler)?.prefill?;
+        let tokens = self.block_tokens(scheduler)?;
+        let token = |key: u32| u64::from(key) * u64::from(tokens);
+        Some(rate.seconds(token(keys.start), token(keys.end)) * 1e3)
     }
 
     /// The name of a scheduler's engine.
@@ -292,6 +343,10 @@ impl Engines {
             promise: hello.promise_wait_ms.unwrap_or(AWAIT_MS).max(1).into(),
             handover: hello.handover_wait_ms.unwrap_or(PROMISED_WAIT_MS_MAX).into(),
         };
+        let load_wait = LoadPatience {
+            most_ms: hello.wait_max_ms.unwrap_or(QUERY_WAIT_MS_MAX).into(),
+            preference: f64::from(hello.load_preference.unwrap_or(LOAD_PREFERENCE)) / 1e3,
+        };
         let accepts = handshake::agree(&hello.versions()).is_ok_and(|version| version >= ACCEPT_SINCE);
         let Hello { engine, world_size, groups, role, .. } = hello;
         let groups = groups.map(|groups| groups.0);
@@ -319,6 +374,8 @@ impl Engines {
             world_size,
             accepts,
             waits,
+            load_wait,
+            prefill: None,
             service: Service::Unbound { lost_rank: false },
             proof: None,
             form: None,

@@ -30,6 +30,7 @@ mod tests;
 mod tier;
 mod timing;
 mod transfers;
+mod worth;
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -39,12 +40,13 @@ use shm_protocol::announcement::Announcement;
 use shm_protocol::handshake::Hello;
 use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::message::Kind;
+use shm_protocol::prefill::PrefillRate;
 use shm_protocol::request::{LoadEnd, SchedulerRequest, WorkerRequest};
 use shm_protocol::source::Source;
 use tiers::dram::Dram;
 
 use self::announcer::Announcer;
-use self::arrivals::Waiter;
+use self::arrivals::{SourceLane, Waiter};
 use self::context::Context;
 use self::engines::Engines;
 pub(crate) use self::engines::whole;
@@ -524,6 +526,16 @@ impl Core {
         self.announcer.goes_on(session)
     }
 
+    /// A scheduler's engine computes prompts at this rate, as its session's word says; none: not known.
+    pub fn note_prefill(&mut self, session: SessionId, rate: Option<PrefillRate>) {
+        self.base.engines.note_prefill(session, rate);
+    }
+
+    /// The stated rates of engines by name, each with the bytes of a token.
+    pub fn engine_rates(&self) -> BTreeMap<&str, (PrefillRate, f64)> {
+        self.base.engines.rates()
+    }
+
     /// A session with saves that the last turn had no time for, if there is one: [`Event::Behind`] is for it.
     pub fn behind(&self) -> Option<SessionId> {
         self.transfers.behind()
@@ -571,7 +583,11 @@ impl Core {
 
     /// Figures of the mesh, if there is one.
     pub fn peers_stats(&self) -> Option<PeersStats> {
-        self.base.sources.mesh().map(|peers| self.queries.count_waits(peers.stats()))
+        let mut stats = self.base.sources.mesh()?.stats();
+        for peer in &mut stats.peers {
+            peer.bytes_per_second = self.base.cx.arrivals.flows.bytes_per_second(SourceLane::Peer(peer.peer));
+        }
+        Some(self.queries.count_waits(stats))
     }
 
     /// The number of the first tier with this source.

@@ -19,6 +19,7 @@ use mesh::digest::{Change, Digest};
 use mesh::directory::{Credit, Directory};
 use mesh::transport::PeerNumber;
 use shm_protocol::key::{BlockHash, BlockKey};
+use tiers::ssd::Pace;
 
 use self::distrusted::Distrusted;
 use self::fetches::{Again, Fetching};
@@ -51,6 +52,8 @@ pub(super) struct Peers {
     promised: BTreeSet<Digest>,
     distrusted: Distrusted,
     stats: PeersStats,
+    /// How much may be asked for: the fetches of 2 s.
+    pace: Pace,
 }
 
 /// A tier of the members of a directory.
@@ -93,6 +96,7 @@ impl Peers {
             promised: BTreeSet::new(),
             distrusted: Distrusted::default(),
             stats: PeersStats::default(),
+            pace: Pace::default(),
         }
     }
 
@@ -103,6 +107,7 @@ impl Peers {
             Heard::Left(peer) => {
                 cx.produced.over = true;
                 self.directory.leave(peer);
+                cx.arrivals.forget_peer(peer);
             }
             Heard::Keeps { peer, filter } => self.directory.replace(peer, filter),
             Heard::Changed { peer, changes } => {

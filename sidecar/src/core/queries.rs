@@ -26,7 +26,7 @@ use tiers::dram::{Ending, HolderId, LeaseId};
 
 use self::key_logs::{KeyLog, KeyLogs, QueryLease};
 use self::promises::Promises;
-use self::waits::Wait;
+use self::waits::{Sent, Wait};
 use self::windows::{Patience, Windows};
 use super::context::Context;
 use super::engines::{Engines, Scheduler};
@@ -287,7 +287,12 @@ impl Queries {
     pub(super) fn send_for_unsent(&mut self, base: &mut Base) {
         for (question, hits) in std::mem::take(&mut self.unsent) {
             let Some(binding) = base.engines[question.session].binding() else { continue };
-            if !self.send_for(question, hits, &binding, base) && !self.wait_for_producer(question, base) {
+            let waits = match self.send_for(question, hits, &binding, base) {
+                Sent::Waits => true,
+                Sent::Nothing => self.wait_for_producer(question, base),
+                Sent::Slower => false,
+            };
+            if !waits {
                 self.answer_late(question, base);
             }
         }

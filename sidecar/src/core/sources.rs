@@ -11,7 +11,7 @@ use tiers::dram::Dram;
 
 use super::adoption::Verification;
 use super::announcer::Announcer;
-use super::arrivals::Waiter;
+use super::arrivals::{SourceLane, Waiter};
 use super::context::Context;
 use super::event::{Action, JobEnd};
 use super::namespaces::Binding;
@@ -176,7 +176,7 @@ impl Sources {
         cx: &mut Context,
     ) -> Option<SlotRef> {
         let (slot, bytes) = (cx.take_slot(key, binding).ok()?, binding.block_bytes());
-        if !self.tiers[tier].begin_read(key, slot, parts, cx.now) {
+        if !self.tiers[tier].begin_read(key, slot, bytes, parts, cx.now) {
             cx.dram.abandon(slot);
             return None;
         }
@@ -243,6 +243,26 @@ impl Sources {
         followed
     }
 
+    /// The source of the first block of a run.
+    pub(super) fn lane(&self, binding: &Binding, run: &[BlockHash], cx: &Context) -> Option<SourceLane> {
+        self.tiers.iter().find_map(|tier| tier.lane(binding, run, cx))
+    }
+
+    /// How many of the first blocks of a run are in memory or can be brought there, as far as is known.
+    pub(super) fn reach(&self, binding: &Binding, run: &[BlockHash], cx: &Context) -> usize {
+        let (mut at, mut kept) = (0, Vec::with_capacity(run.len()));
+        cx.dram.lookup(binding.namespace, run, &mut kept);
+        for spans in 0.. {
+            at += kept[at..].iter().take_while(|kept| **kept).count();
+            let found = self.tiers.iter().filter_map(|tier| tier.find(binding, &run[at..], spans, cx));
+            match found.map(|span| span.reach).max() {
+                Some(reach @ 1..) => at += reach,
+                _ => break,
+            }
+        }
+        at
+    }
+
     /// The span that reaches over `at` of the first tier that holds that block: its last one, or a new one for what is `ahead` from
     /// there.
     fn span<'a>(
@@ -268,7 +288,7 @@ impl Sources {
         let ReadEnd { key, slot, checksum, .. } = *read;
         let bytes = cx.dram.block_bytes(slot).expect("a slot belongs to a read until its end");
         self.stats[tier].end_read(read, bytes, cx.now);
-        let (trusted, waiting) = cx.arrivals.end(&key);
+        let (trusted, waiting) = cx.arrivals.end(&key, checksum.is_some(), cx.now_ms);
         match checksum.filter(|_| trusted && self.commit_arrived(&key, slot, cx)) {
             Some(checksum) => cx.actions.push(Action::CommitSlot { slot, checksum }),
             None => cx.abandon(slot),
@@ -294,7 +314,7 @@ impl Sources {
         whole: bool,
         cx: &mut Context,
     ) -> Vec<Waiter> {
-        let (trusted, waiting) = cx.arrivals.end(key);
+        let (trusted, waiting) = cx.arrivals.end(key, whole, cx.now_ms);
         self.verification.end(slot, whole, trusted, cx);
         waiting
     }

@@ -16,7 +16,7 @@ use tiers::dram::{Dram, HolderId, Leaving, Standing};
 use tiers::ssd::{self, Done, Ended, Label, Log, Recovered, Ticket};
 
 use self::writes::Unwritten;
-use super::arrivals::Waiter;
+use super::arrivals::{SourceLane, Waiter};
 use super::context::Context;
 use super::event::{Action, JobEnd, TierJob};
 use super::namespaces::{Binding, Space};
@@ -179,6 +179,11 @@ impl Tier for Ssd {
         run.first().is_some_and(|hash| self.keeps(binding, hash))
     }
 
+    fn lane(&self, binding: &Binding, run: &[BlockHash], _cx: &Context) -> Option<SourceLane> {
+        let hash = run.first().filter(|hash| self.keeps(binding, hash))?;
+        self.log.device(&binding.key(hash)).map(SourceLane::Disk)
+    }
+
     fn has(&self, key: &BlockKey) -> bool {
         self.log.keeps(key).is_some()
     }
@@ -191,9 +196,17 @@ impl Tier for Ssd {
         self.log.stats().devices.iter().any(|device| device.recovering)
     }
 
-    fn begin_read(&mut self, key: BlockKey, slot: SlotRef, parts: u64, now: Duration) -> bool {
+    fn begin_read(&mut self, key: BlockKey, slot: SlotRef, _bytes: u64, parts: u64, now: Duration) -> bool {
         let ticket = self.log.read(millis(now), &key, slot, parts);
         ticket.map(|ticket| self.reads.insert(ticket, (key, now))).is_some()
+    }
+
+    fn read(&mut self, binding: &Binding, span: &Span, slots: &[SlotRef], cx: &mut Context) {
+        for (_, key) in &span.blocks[..slots.len()] {
+            if let Some(device) = self.log.device(key) {
+                cx.arrivals.send(key, SourceLane::Disk(device), binding.block_bytes(), cx.now_ms);
+            }
+        }
     }
 
     fn ended(&mut self, end: JobEnd, _waits: &dyn Fn(&Waiter) -> bool, cx: &mut Context) -> Option<ReadEnd> {

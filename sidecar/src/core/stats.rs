@@ -1,5 +1,7 @@
 //! What the core counts. Published as metrics by the runtime; `docs/metrics.md` lists them.
 
+use super::worth::Over;
+
 /// Counters since the start, and levels now.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct Stats {
@@ -31,6 +33,8 @@ pub struct Stats {
     pub waits: u64,
     /// Those that were answered before all they waited for was there.
     pub waits_timed_out: u64,
+    /// Queries answered without blocks on their way: their engine computes these sooner.
+    pub waits_slower: u64,
     /// Those that were answered while blocks of theirs were on their way.
     pub early_answers: u64,
     /// Requests that asked for a prompt which another engine computes.
@@ -102,4 +106,16 @@ pub struct Stats {
     pub load_refusals: u64,
     /// Those of them that a rank refused since they were of another namespace than its blocks.
     pub load_mismatches: u64,
+}
+
+// === impl Stats ===
+
+impl Stats {
+    /// A wait has ended without all of its blocks.
+    pub(super) fn count_over(&mut self, over: Over) {
+        match over {
+            Over::Late => self.waits_timed_out += 1,
+            Over::Slower => self.waits_slower += 1,
+        }
+    }
 }

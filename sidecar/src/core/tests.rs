@@ -41,7 +41,7 @@ pub(super) use taken;
 
 pub(super) const SCHEDULER: SessionId = 1;
 pub(super) const RANKS: [SessionId; 2] = [2, 3];
-const RUN: [u8; 16] = [7; 16];
+pub(super) const RUN: [u8; 16] = [7; 16];
 const SHARD_BYTES: u64 = 4096;
 /// The namespace of ranks that state no facts.
 pub(super) const NAMESPACE: NamespaceDigest =
@@ -64,7 +64,7 @@ pub(super) fn hash(n: u32) -> BlockHash {
     BlockHash(bytes)
 }
 
-fn hello(world_size: u32, role: Role) -> Hello {
+pub(super) fn hello(world_size: u32, role: Role) -> Hello {
     Hello::new("e".into(), world_size, role)
 }
 
@@ -72,7 +72,7 @@ fn rank_hello(world_size: u32, rank: u32) -> Hello {
     rank_hello_of(world_size, rank, SHARD_BYTES)
 }
 
-fn rank_hello_of(world_size: u32, rank: u32, bytes: u64) -> Hello {
+pub(super) fn rank_hello_of(world_size: u32, rank: u32, bytes: u64) -> Hello {
     let regions = vec![BlockRegion { fd: 0, offset: 0, stride: bytes, bytes }];
     let (shards, copy) = (world_size, Copier::Sidecar);
     let worker = WorkerHello { rank, shard: rank, shards, blocks: 1000, regions, copy, ..Default::default() };
@@ -80,7 +80,7 @@ fn rank_hello_of(world_size: u32, rank: u32, bytes: u64) -> Hello {
 }
 
 /// A rank's hello with something else in it.
-fn changed(mut hello: Hello, change: impl FnOnce(&mut WorkerHello)) -> Hello {
+pub(super) fn changed(mut hello: Hello, change: impl FnOnce(&mut WorkerHello)) -> Hello {
     let Role::Worker(worker) = &mut hello.role else { unreachable!("a rank's") };
     change(worker);
     hello
@@ -153,11 +153,11 @@ impl Harness {
     }
 
     /// A core to which nobody has connected.
-    fn of(core: Core) -> Self {
+    pub(super) fn of(core: Core) -> Self {
         Self { core, out: Vec::new(), now_ms: 0, speaker: SCHEDULER, unaccepted: BTreeSet::new() }
     }
 
-    fn connect(&mut self, session: SessionId, hello: Hello) {
+    pub(super) fn connect(&mut self, session: SessionId, hello: Hello) {
         self.event(Event::Connected { session, hello: Box::new(hello) });
     }
 

@@ -14,7 +14,7 @@ use shm_protocol::pool::SlotRef;
 use shm_protocol::source::Source;
 use tiers::dram::{Dram, QuotaId, Standing};
 
-use super::arrivals::Waiter;
+use super::arrivals::{SourceLane, Waiter};
 use super::context::Context;
 use super::event::JobEnd;
 use super::namespaces::Binding;
@@ -132,8 +132,18 @@ pub(super) trait Tier: Any + Debug + Send {
         None
     }
 
-    /// Plans to read a block into a slot, within 1 of `parts` of its queue. False: it cannot in time.
-    fn begin_read(&mut self, _key: BlockKey, _slot: SlotRef, _parts: u64, _now: Duration) -> bool {
+    /// Returns the source of the first block of a run.
+    fn lane(&self, binding: &Binding, run: &[BlockHash], cx: &Context) -> Option<SourceLane>;
+
+    /// Plans to read a block of so many bytes into a slot, within 1 of `parts` of its queue. False: it cannot in time.
+    fn begin_read(
+        &mut self,
+        _key: BlockKey,
+        _slot: SlotRef,
+        _bytes: u64,
+        _parts: u64,
+        _now: Duration,
+    ) -> bool {
         true
     }
 

@@ -84,6 +84,11 @@ const COUNTERS: &[Figure<Stats>] = &[
         |s| s.waits_timed_out,
     ),
     (
+        "query_waits_slower_total",
+        "Queries answered before all blocks that they waited for had arrived, because the engine computes the rest sooner.",
+        |s| s.waits_slower,
+    ),
+    (
         "query_early_answers_total",
         "Queries answered while some of their blocks were still on the way.",
         |s| s.early_answers,

@@ -1,7 +1,7 @@
 //! What the data thread is asked for from outside: one ask between two turns, and of a long one a part.
 
 use super::Runtime;
-use crate::control::inbox::{Ask, Evicted, Found, Reply, Surveyed};
+use crate::control::inbox::{Ask, Evicted, Found, KnownRates, Reply, Surveyed};
 use crate::core::{Eviction, Location, Survey};
 use crate::ports::peers::Peers;
 
@@ -36,6 +36,7 @@ impl Runtime {
                 let located = self.core.locate(namespace, &hashes).into_iter();
                 let _ = reply.send(located.map(|location| self.named(location)).collect());
             }
+            Ask::Rates(reply) => drop(reply.send(self.known_rates())),
             Ask::Evict(_, reply) if reply.is_closed() => {}
             Ask::Evict(_, reply) if self.opener.is_some() || self.core.recovers() => {
                 let _ = reply.send(Evicted::Recovering);
@@ -70,6 +71,25 @@ impl Runtime {
                     let _ = reply.send(Evicted::Removed(eviction.removed()));
                 }
             }
+        }
+    }
+
+    /// The known rates.
+    fn known_rates(&self) -> KnownRates {
+        let engines = self.core.engine_rates().into_iter();
+        let disks = self.disks.iter().flat_map(|disks| {
+            let devices = self.core.ssd_stats().map_or_else(Vec::new, |stats| stats.log.devices);
+            devices.into_iter().enumerate().map(|(number, device)| {
+                (format!("disk {}", disks.disk(number).path.display()), device.read_bytes_per_second)
+            })
+        });
+        let known = self.core.peers_stats().map_or_else(Vec::new, |stats| stats.peers).into_iter();
+        let peers = known.filter_map(|known| {
+            Some((format!("peer {}", self.peers.as_ref()?.name(known.peer)?), known.bytes_per_second))
+        });
+        KnownRates {
+            engines: engines.map(|(engine, (rate, bytes))| (engine.to_owned(), rate, bytes)).collect(),
+            sources: disks.chain(peers).filter(|(_, rate)| *rate > 0).collect(),
         }
     }
 

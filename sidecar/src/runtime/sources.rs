@@ -71,6 +71,9 @@ impl Host for Runtime {
         if self.now >= self.next_tick {
             self.next_tick = self.now + TICK;
             self.look_at_pool();
+            for (id, session) in &self.sessions {
+                self.core.note_prefill(*id, session.prefill());
+            }
             Runtime::handle(self, Event::Tick);
             self.show_tiers();
             self.show_checks();

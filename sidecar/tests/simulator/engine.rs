@@ -21,6 +21,7 @@ use connector_shim::core::endpoint::Endpoint;
 use connector_shim::core::policy::{CheckRate, LoadMode, Machine};
 use shm_protocol::handshake::{BlockRegion, Copier, Digest, Hello, Role, WorkerHello};
 use shm_protocol::key::{BlockHash, NamespaceDigest};
+use shm_protocol::layout::LOAD_WAIT_MS;
 use shm_protocol::namespace;
 
 use self::judge::Judge;
@@ -73,6 +74,8 @@ pub(crate) struct Model {
     pub(crate) resets: u64,
     /// Words of known tokens computed in a step for one request.
     pub(crate) chunk: usize,
+    /// Nanoseconds of a token, as the engine tells the sidecar; zero: it tells nothing.
+    pub(crate) token_ns: f32,
 }
 
 /// What one engine's processes hand each other.
@@ -138,7 +141,11 @@ impl Model {
         let page = format!(
             "layers=1 tokens={numbers} kv_heads=1 keys=1 values=0 dtype=float32 order=tokens packing=none"
         );
-        let facts = BTreeMap::from([("model".to_owned(), name), ("page_form".to_owned(), page)]);
+        let facts = BTreeMap::from([
+            ("model".to_owned(), name),
+            ("page_form".to_owned(), page),
+            ("block_tokens".to_owned(), BLOCK_TOKENS.to_string()),
+        ]);
         let mut facts = vec![facts; 1 + usize::from(window.is_some())];
         if let Some(blocks) = window {
             for (facts, kind) in facts.iter_mut().zip(["full".to_owned(), format!("window {blocks}")]) {
@@ -166,6 +173,8 @@ impl Model {
             priorities: rng.one_in(3),
             resets: rng.pick(&[0, 0, 60]),
             chunk: rng.within(2, 9) as usize,
+            // A block takes nothing, as long as a disk's, or seconds.
+            token_ns: rng.pick(&[0.0, 1.0, 1e5, 1e8]),
         }
     }
 
@@ -274,9 +283,10 @@ impl Engine {
         // Some wait for a producer: half as long as a query does, so that either may give up first.
         let miss_wait_ms = model.by_engine.then_some(1);
         let (promise_wait_ms, handover_wait_ms) = (Some(PROMISE_WAIT_MS), Some(HANDOVER_WAIT_MS));
+        let wait_max_ms = Some(LOAD_WAIT_MS);
         let ports = (0..model.groups()).map(|group| {
             let hello = model.hello(group, Role::Scheduler { run: runs[group] });
-            let hello = Hello { miss_wait_ms, promise_wait_ms, handover_wait_ms, ..hello };
+            let hello = Hello { miss_wait_ms, promise_wait_ms, handover_wait_ms, wait_max_ms, ..hello };
             Port::new(hello, None, ctx.now)
         });
         let ports = ports.collect();

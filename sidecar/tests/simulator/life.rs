@@ -318,6 +318,9 @@ impl Life {
     fn tick(&mut self, ctx: &mut Ctx) {
         if ctx.now >= self.next_tick {
             self.next_tick = ctx.now + TICK;
+            for (id, peer) in &self.sessions {
+                self.core.note_prefill(*id, peer.session.prefill());
+            }
             self.handle(Event::Tick, ctx);
         }
     }

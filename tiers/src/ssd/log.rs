@@ -23,6 +23,7 @@ use shm_protocol::pool::SlotRef;
 use thiserror::Error;
 
 use self::order::Order;
+pub use self::pace::Pace;
 use self::table::{State, Table};
 use self::volume::Volume;
 use super::{FaultKind, Geometry, Job, Label, Place, Ticket, Work, format};
@@ -102,6 +103,8 @@ pub struct DeviceStats {
     /// Blocks dropped by reclamation.
     pub dropped_blocks_total: u64,
     pub jobs: u64,
+    /// Bytes a second with enough to do, by the best of the last times; 0: not known.
+    pub read_bytes_per_second: u64,
     /// Faults by kind, in the order of [`FaultKind::ALL`].
     pub faults: [u64; FaultKind::ALL.len()],
 }
@@ -216,6 +219,11 @@ impl Log {
     pub fn keeps(&self, key: &BlockKey) -> Option<u32> {
         let id = self.find(key).filter(|id| self.readable(*id))?;
         Some(self.table.get(id).bytes)
+    }
+
+    /// The device of a known block.
+    pub fn device(&self, key: &BlockKey) -> Option<usize> {
+        self.find(key).map(|id| self.table.get(id).device.into())
     }
 
     fn find(&self, key: &BlockKey) -> Option<u32> {
@@ -470,6 +478,7 @@ impl Log {
             down: volume.breaker.is_open(),
             trips_total: volume.breaker.trips_total,
             jobs: volume.flights,
+            read_bytes_per_second: volume.pace.rate().map_or(0, |rate| (rate * 1e3) as u64),
             ..volume.stats.clone()
         };
         let devices: Vec<DeviceStats> = self.volumes.iter().map(device).collect();

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use serde::Deserialize;
+use shm_protocol::prefill::PrefillRate;
 
 use super::pair::Engine;
 use super::{Finding, Level, states};
@@ -38,6 +39,27 @@ struct Forecast {
     hit_blocks: BTreeMap<String, u64>,
 }
 
+/// Rates of engines and sources.
+#[derive(Deserialize)]
+struct RatesPage {
+    engines: Vec<EngineRate>,
+    sources: Vec<SourceRate>,
+}
+
+#[derive(Deserialize)]
+struct EngineRate {
+    engine: String,
+    token_ns: f32,
+    slope_ns: f32,
+    token_bytes: f64,
+}
+
+#[derive(Deserialize)]
+struct SourceRate {
+    source: String,
+    bytes_per_second: f64,
+}
+
 /// Looks at what is kept, and at the engines of every namespace.
 pub(super) fn look(socket: &Path) -> Vec<Finding> {
     let target = Target::Unix(socket.to_owned());
@@ -45,8 +67,9 @@ pub(super) fn look(socket: &Path) -> Vec<Finding> {
     match get("/namespaces") {
         Ok(page) => {
             let mut found = judge(&page);
-            // A sidecar of an older release has no such page.
+            // A sidecar of an older release has no such pages.
             found.extend(get("/forecast").ok().as_deref().and_then(foretold));
+            found.extend(get("/rates").ok().as_deref().map(weigh).unwrap_or_default());
             found
         }
         Err(error) => vec![unheard(&error)],
@@ -101,6 +124,29 @@ fn foretold(page: &str) -> Option<Finding> {
     (asked_blocks > 0).then(|| Finding::ok("dram", text))
 }
 
+/// The worth of each disk and peer to each engine, as far as both rates are known.
+fn weigh(page: &str) -> Vec<Finding> {
+    let Ok(RatesPage { engines, sources }) = serde_json::from_str(page) else { return Vec::new() };
+    let mut found = Vec::new();
+    for EngineRate { engine, token_ns, slope_ns, token_bytes } in &engines {
+        let Some(rate) = PrefillRate::new(*token_ns, *slope_ns) else { continue };
+        for SourceRate { source, bytes_per_second } in &sources {
+            let gives = bytes_per_second / token_bytes.max(1.0);
+            let pays = match rate.even_tokens(gives) {
+                Some(0) => "it pays for every prompt".to_owned(),
+                Some(even) => format!("it pays for prompts longer than {even} tokens"),
+                None => "it pays for no prompt, and its blocks are not waited for".to_owned(),
+            };
+            let computes = rate.tokens_per_second(0);
+            let text = format!(
+                "{source} gives {gives:.0} tokens/s to {engine}, which computes {computes:.0}: {pays}"
+            );
+            found.push(Finding::ok("rates", text));
+        }
+    }
+    found
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -129,6 +175,22 @@ mod tests {
             |asked: u64| format!(r#"{{"asked_blocks": {asked}, "hit_blocks": {{"0.5": 20, "2": 50}}}}"#);
         assert!(foretold(&page(200)).unwrap().text.ends_with("0.5: 10.0 %, 2: 25.0 %"));
         assert_eq!(foretold(&page(0)), None);
+    }
+
+    #[test]
+    fn disks_and_peers_are_weighed_against_each_engine() {
+        let page = r#"{"engines": [{"engine": "e", "token_ns": 50000.0, "slope_ns": 1.0, "token_bytes": 100000.0}],
+            "sources": [{"source": "disk /a", "bytes_per_second": 2000000000}, {"source": "peer b", "bytes_per_second": 1000000000}]}"#;
+        let texts: Vec<String> = weigh(page).into_iter().map(|finding| finding.text).collect();
+        assert!(
+            texts[0].ends_with(
+                "disk /a gives 20000 tokens/s to e, which computes 20000: it pays for every prompt"
+            )
+        );
+        assert!(texts[1].ends_with("it pays for prompts longer than 100000 tokens"), "{texts:?}");
+        assert!(weigh("{}").is_empty());
+        let flat = page.replace("\"slope_ns\": 1.0", "\"slope_ns\": 0.0");
+        assert!(weigh(&flat)[1].text.contains("no prompt"));
     }
 
     #[test]

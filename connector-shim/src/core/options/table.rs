@@ -1,6 +1,8 @@
 //! The options in the order of docs/options.md.
 
-use shm_protocol::layout::{AWAIT_MS, PROMISED_WAIT_MS_MAX, QUERY_WAIT_MS_MAX};
+use shm_protocol::layout::{
+    AWAIT_MS, LOAD_PREFERENCE_MAX, LOAD_WAIT_MS, LOAD_WAIT_MS_MAX, PROMISED_WAIT_MS_MAX, QUERY_WAIT_MS_MAX,
+};
 
 use super::{DefaultValue, EngineOption, Values};
 
@@ -9,7 +11,7 @@ const fn whole_number(most: u32, unit: &'static str, zero: &'static str) -> Valu
 }
 
 /// Every option.
-pub const OPTIONS: [EngineOption; 21] = [
+pub const OPTIONS: [EngineOption; 23] = [
     EngineOption {
         name: "socket",
         default: DefaultValue::AsServe,
@@ -108,6 +110,20 @@ pub const OPTIONS: [EngineOption; 21] = [
         values: Values::OneOf(&["native", "vllm"]),
         meaning: "The code that hashes the blocks of a new prompt: `native`, or vLLM's Python, which takes \
                   longer. vLLM's own code checks the first, the last and one other hash of each native chain.",
+    },
+    EngineOption {
+        name: "wait_max_ms",
+        default: DefaultValue::Count(LOAD_WAIT_MS),
+        values: whole_number(LOAD_WAIT_MS_MAX, "milliseconds", "0"),
+        meaning: "The longest that a request waits for blocks from disks and peers while they come faster than \
+                  this engine computes them. Until the engine's rate is known it is 2,000 at most.",
+    },
+    EngineOption {
+        name: "load_preference",
+        default: DefaultValue::Number("1.0"),
+        values: Values::Number { most: LOAD_PREFERENCE_MAX / 1000 },
+        meaning: "Blocks are waited for if they come within this number of times the time of computing them. \
+                  Raise it if GPU time costs more than waiting.",
     },
     EngineOption {
         name: "miss_wait_ms",

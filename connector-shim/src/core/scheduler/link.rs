@@ -9,6 +9,7 @@ use shm_protocol::announcement::Announcement;
 use shm_protocol::key::{BlockHash, HASH_BYTES_MAX};
 use shm_protocol::layout::{CHUNK_KEYS, LOG_KEYS, header};
 use shm_protocol::message::{APPEND_CHUNKS, LOAD_EARLY, Saved};
+use shm_protocol::prefill::PrefillRate;
 use shm_protocol::request::{Append, Keys, Load, SchedulerRequest};
 use shm_protocol::ring::Consumer;
 use shm_protocol::session::{RegionRing, Ring};
@@ -204,6 +205,12 @@ impl<C: Deref<Target: Endpoint>> Link<C> {
     pub(super) fn ask_for_all(&self, number: u64) {
         // Relaxed: the word stands for nothing but itself.
         self.connection.memory().region().word64(header::ANNOUNCE).store(number, Ordering::Relaxed);
+    }
+
+    /// Shows the engine's rate.
+    pub(super) fn tell_prefill(&self, rate: PrefillRate) {
+        // Relaxed: the word stands for nothing but itself.
+        self.connection.memory().region().word64(header::PREFILL).store(rate.to_word(), Ordering::Relaxed);
     }
 
     /// Takes the announcements. An error: the sidecar broke the ring.

@@ -20,9 +20,11 @@ use crate::core::plan::Plan;
 /// milliseconds, and up to some tens where many ranks wait for each other. A rank that stays out delays each connection by
 /// this much, once.
 pub const UNBOUND_WAIT: Duration = Duration::from_millis(200);
-/// How long a query may be pending. A sidecar answers within [`QUERY_WAIT_MS_MAX`], unless it is frozen; a second more than that is
-/// for one that waits for a core.
+/// How long a query may be pending while the sidecar's heartbeat stands still. A sidecar at work looks at its queries every 100 ms; the
+/// rest is for a core to come.
 const PENDING_MAX: Duration = Duration::from_millis(QUERY_WAIT_MS_MAX as u64 + 1000);
+/// A query is answered so long after its engine's limit.
+const ANSWER_MAX: Duration = Duration::from_secs(1);
 /// How long a query may be pending that awaits another engine, while the sidecar's heartbeat moves: as long as the sidecar waits for
 /// what is promised, and [`PENDING_MAX`] more.
 const AWAITING_MAX: Duration = Duration::from_millis(PROMISED_WAIT_MS_MAX as u64).saturating_add(PENDING_MAX);
@@ -231,18 +233,17 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
 
     /// The request of query `op` is to ask again later, unless it has waited for longer than any sidecar takes: a miss.
     fn pend(&mut self, op: u64, now: Instant) -> i64 {
+        let load_wait = Duration::from_millis(self.config.load_wait.most_ms.into());
         let Some(link) = &mut self.link else { return 0 };
         let heartbeat = link.heartbeat();
         let Some(question) = link.questions.get_mut(&op) else { return 0 };
         if question.heartbeat.0 != heartbeat {
             question.heartbeat = (heartbeat, now);
         }
-        let (since, most) = match question.awaits {
-            true => (question.heartbeat.1, AWAITING_MAX),
-            false => (question.posted, PENDING_MAX),
-        };
+        let most = if question.awaits { AWAITING_MAX } else { load_wait + ANSWER_MAX };
+        let (still_since, posted) = (question.heartbeat.1, question.posted);
         let reached = |since: Instant, limit: Duration| (now - since >= limit).then_some(limit);
-        if let Some(limit) = reached(since, PENDING_MAX).or_else(|| reached(question.posted, most)) {
+        if let Some(limit) = reached(still_since, PENDING_MAX).or_else(|| reached(posted, most)) {
             self.time_out(op, limit);
             return 0;
         }

@@ -19,7 +19,7 @@ use tiers::dram::Dram;
 use super::fruitless::WAITED_MS_MIN;
 use super::{Peers, stats};
 use crate::core::Action;
-use crate::core::arrivals::{PART, WAIT_MS_MAX, Waiter};
+use crate::core::arrivals::{PART, SourceLane, WAIT_MS_MAX, Waiter};
 use crate::core::context::Context;
 use crate::core::event::{JobEnd, TierJob};
 use crate::core::namespaces::Binding;
@@ -115,6 +115,9 @@ impl Peers {
     fn post(&mut self, mut fetching: Fetching, cx: &mut Context) {
         let ticket = self.next_ticket;
         self.next_ticket += 1;
+        for wanted in fetching.blocks.iter().flatten() {
+            cx.arrivals.send(&wanted.key, SourceLane::Peer(fetching.peer), fetching.bytes.into(), cx.now_ms);
+        }
         self.stats.fetches += 1;
         let wanted = fetching.blocks.iter().flatten();
         let blocks: Vec<_> = wanted.map(|wanted| (fetching.label(&wanted.key), wanted.slot.offset)).collect();
@@ -226,6 +229,19 @@ impl Tier for Peers {
         self.may_ask_for(binding, run, cx) && self.directory.may_have(cx.now_ms, digests)
     }
 
+    fn lane(&self, binding: &Binding, run: &[BlockHash], cx: &Context) -> Option<SourceLane> {
+        Some(SourceLane::Peer(self.find(binding, run, 0, cx)?.holders.first()?.peer))
+    }
+
+    /// True within the reads of a fetch's time, as far as these are known: the rest would come late.
+    fn begin_read(&mut self, _key: BlockKey, _slot: SlotRef, bytes: u64, parts: u64, now: Duration) -> bool {
+        let takes = self.pace.takes(bytes, parts);
+        if takes {
+            self.pace.began(bytes, millis(now));
+        }
+        takes
+    }
+
     /// Fetches those blocks of a span that have slots, in its order.
     fn read(&mut self, binding: &Binding, span: &Span, slots: &[SlotRef], cx: &mut Context) {
         let wanted = |(&(place, key), &slot): (&(u32, BlockKey), &SlotRef)| (place, Wanted { key, slot });
@@ -240,6 +256,7 @@ impl Tier for Peers {
         let (Wanted { key, slot }, of) = self.end(&end, cx);
         let read = ReadEnd { key, slot, since: of.since, checksum: end.result.ok() };
         let Err(fault) = end.result else {
+            self.pace.ended(of.bytes.into(), true, cx.now_ms);
             self.stats.fetched_blocks += 1;
             self.stats.fetched_bytes += u64::from(of.bytes);
             return Some(read);
@@ -247,6 +264,7 @@ impl Tier for Peers {
         self.stats.faults[stats::index(fault)] += 1;
         let may_ask = of.tried.len() + 1 < HOLDERS_MAX && cx.now_ms < of.until_ms && !cx.draining;
         if !may_ask || !cx.arrivals.is_wished(&key, waits) {
+            self.pace.ended(of.bytes.into(), false, cx.now_ms);
             return Some(read);
         }
         let (_, failed) = self.again.0.entry(end.ticket).or_insert_with(|| (of, BTreeMap::new()));
@@ -272,6 +290,7 @@ impl Tier for Peers {
                     break;
                 }
             }
+            failed.iter().for_each(|_| self.pace.ended(of.bytes.into(), false, cx.now_ms));
             let end = |Wanted { key, slot }| ReadEnd { key, slot, since: of.since, checksum: None };
             left.extend(failed.into_iter().map(end));
         }

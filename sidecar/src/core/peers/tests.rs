@@ -7,6 +7,7 @@ mod fruitless;
 mod promises;
 mod states;
 mod windows;
+mod worth;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;

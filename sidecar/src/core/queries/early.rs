@@ -24,13 +24,14 @@ impl Queries {
     /// Answers a query the first of whose blocks has come, if enough of the others are still on their way.
     pub(super) fn answer_early(&mut self, place: (SessionId, u32), base: &mut Base) {
         let Some(wait) = self.waits.get(&place) else { return };
-        let WaitPhase::ForBlocks { open, whole } = wait.phase else { return };
+        let WaitPhase::ForBlocks { open, whole, .. } = wait.phase else { return };
         let question = wait.question;
         // A run that ends early may still grow while its window is open.
         let may_grow = !whole && self.log(place.0, place.1).window.is_some();
         // Every rank has joined and leaves its loads to this process.
         let writes_loads = base.engines.every_rank(place.0, |rank| !rank.by_engine);
-        if !question.arriving || may_grow || base.cx.draining || !writes_loads {
+        if !question.arriving || may_grow || base.cx.draining || !writes_loads || !self.ends_soon(wait, base)
+        {
             return;
         }
         let least = BYTES_MIN.min(base.cx.arrivals.bytes_max() / PART);

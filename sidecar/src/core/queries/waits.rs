@@ -1,13 +1,15 @@
 //! Queries that wait for blocks that are on their way.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use shm_protocol::key::BlockKey;
 use shm_protocol::pool::SlotRef;
 
 use super::{Base, Binding, Context, Queries, Question, SessionId};
-use crate::core::arrivals::{WAIT_MS_MAX, Waiter};
+use crate::core::arrivals::{Owed, SourceLane, WAIT_MS_MAX, Waiter};
 use crate::core::timing::{Part, Timed};
+use crate::core::worth::{Outlook, Over};
 use crate::system::clock::millis;
 
 /// A query without its last answer, or with blocks of an early answer.
@@ -29,27 +31,88 @@ pub(super) enum WaitPhase {
     /// Nothing is on its way. The wait ends with its window, and a promise may extend this one.
     ForProducer,
     ForBlocks {
-        /// Blocks on their way, one at least.
+        /// Blocks on their way; none: its sources work for others, and the question is put again.
         open: usize,
         /// The run reaches to the end of what was asked for.
         whole: bool,
+        rest: Rest,
     },
     /// The query was told the slots of its hits early. Those here are held until then.
     Answered { slots: Vec<SlotRef>, until_ms: u64 },
 }
 
+/// The rest of a run, for the rule of its wait.
+#[derive(Debug, Default)]
+pub(super) struct Rest {
+    /// The debts of the sources.
+    owed: BTreeMap<SourceLane, Owed>,
+    /// Blocks to be sent for later: more are not brought at once.
+    beyond: u32,
+    /// The end of the run among the keys of the log.
+    end: u32,
+    /// One has come.
+    came: bool,
+}
+
+/// The result of sending for a question's blocks.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(super) enum Sent {
+    Waits,
+    /// Nothing is on its way.
+    Nothing,
+    /// A wait is not worth it: the engine computes the rest sooner, or the time is over.
+    Slower,
+}
+
+/// Milliseconds until the last block of an early answer, at most: half of a load's wait for it.
+const EARLY_MS_MAX: f64 = WAIT_MS_MAX as f64 / 2.0;
+
 // === impl Wait ===
 
 impl Wait {
-    /// When it ends at the latest; none: with its window, which a promise may extend.
+    /// When it ends at the latest; none: with its window, which a promise may extend, or as its blocks come.
     fn until_ms(&self) -> Option<u64> {
-        // What is promised may begin to come late.
-        let since_ms = if self.question.awaits { millis(self.since) } else { self.question.asked_ms() };
         match self.phase {
             WaitPhase::Answered { until_ms, .. } => Some(until_ms),
             WaitPhase::ForProducer if self.question.awaits => None,
-            _ => Some(since_ms.saturating_add(WAIT_MS_MAX)),
+            WaitPhase::ForProducer => Some(self.question.asked_ms().saturating_add(WAIT_MS_MAX)),
+            // Promised blocks may begin to come late.
+            WaitPhase::ForBlocks { .. } if self.question.awaits => {
+                Some(millis(self.since).saturating_add(WAIT_MS_MAX))
+            }
+            WaitPhase::ForBlocks { .. } => None,
         }
+    }
+
+    /// The outlook for its blocks; none: it waits for something else.
+    fn outlook(&self, base: &Base) -> Option<Outlook> {
+        let WaitPhase::ForBlocks { open, rest, .. } = &self.phase else { return None };
+        let (Question { session, from, first, .. }, now_ms) = (self.question, base.cx.now_ms);
+        let binding = base.engines[session].binding()?;
+        let ahead = base.cx.arrivals.flows.ahead(&rest.owed, now_ms);
+        let left = rest.beyond + *open as u32;
+        // A block of use alone stands for all before it.
+        let begin = if binding.parentless { 0 } else { first.unwrap_or(rest.end.saturating_sub(left)) };
+        let (beyond, keys) =
+            (f64::from(rest.beyond) * binding.block_bytes() as f64, begin..rest.end.max(from));
+        let behind_ms =
+            if rest.beyond == 0 { Some(0.0) } else { (ahead.rate > 0.0).then(|| beyond / ahead.rate) };
+        Some(Outlook {
+            waited_ms: now_ms.saturating_sub(self.question.asked_ms()),
+            still_ms: now_ms.saturating_sub(if rest.owed.is_empty() {
+                millis(self.since)
+            } else {
+                ahead.moved_ms
+            }),
+            load_ms: ahead.ms.zip(behind_ms).map(|(ahead_ms, behind_ms)| ahead_ms + behind_ms),
+            compute_ms: base.engines.compute_ms(session, keys),
+        })
+    }
+
+    /// Why a wait for blocks is over, if it is. Promised blocks have another rule.
+    fn over(&self, base: &Base) -> Option<Over> {
+        let outlook = self.outlook(base).filter(|_| !self.question.awaits)?;
+        outlook.over(base.engines[self.question.session].load_wait)
     }
 
     pub(super) fn timed(&self) -> Timed {
@@ -100,10 +163,13 @@ impl Queries {
         hits: u32,
         binding: &Binding,
         base: &mut Base,
-    ) -> bool {
+    ) -> Sent {
         let rest = &self.wanted(question)[hits as usize..];
         let asked = rest.len();
-        let brought = base.sources.bring(binding, rest, 1, question.awaits, &mut base.cx);
+        // A run in turns leaves half of the room to others.
+        let judged = self.is_judged(question, base);
+        let parts = if judged { 2 } else { 1 };
+        let brought = base.sources.bring(binding, rest, parts, question.awaits, &mut base.cx);
         for key in &brought.coming {
             base.cx.arrivals.join(key, question.waiter()).expect("it was found there");
         }
@@ -111,15 +177,77 @@ impl Queries {
         let open = brought.coming.len();
         if open == 0 {
             self.unhold(question.session, brought.held, &mut base.cx);
-            return false;
+            return if judged { self.wait_for_turn(question, hits, binding, base) } else { Sent::Nothing };
         }
-        let whole = brought.held.len() + open == asked;
-        let (since, phase) = (base.cx.now, WaitPhase::ForBlocks { open, whole });
-        self.wait(Wait { question, since, held: brought.held, phase });
-        if question.awaits && whole {
+        let reached = brought.held.len() + open;
+        let whole = reached == asked;
+        let owed = base.cx.arrivals.owed(&brought.coming, base.cx.now_ms);
+        let rest = self.rest_of_run(question, (hits + reached as u32, owed), binding, base);
+        let sent = self.wait_if_worth(question, (brought.held, open, whole), rest, base);
+        if sent == Sent::Waits && question.awaits && whole {
             self.answer_early((question.session, question.log), base);
         }
-        true
+        sent
+    }
+
+    /// Whether the rate of a question's engine is known. Promised blocks are not judged by it.
+    fn is_judged(&self, question: Question, base: &Base) -> bool {
+        !question.awaits && base.engines.compute_ms(question.session, 0..1).is_some()
+    }
+
+    /// Waits for a source at work for others: the question is put again with each tick.
+    fn wait_for_turn(&mut self, question: Question, hits: u32, binding: &Binding, base: &mut Base) -> Sent {
+        let behind = &self.wanted(question)[hits as usize..];
+        let Some(lane) = base.sources.lane(binding, behind, &base.cx) else { return Sent::Nothing };
+        let owed = BTreeMap::from([(lane, base.cx.arrivals.flows.owed_by(lane, question.asked_ms()))]);
+        let rest = self.rest_of_run(question, (hits, owed), binding, base);
+        self.wait_if_worth(question, (Vec::new(), 0, false), rest, base)
+    }
+
+    /// Lets a question wait: with its held blocks, the number of blocks on their way, and whether no more are asked for.
+    fn wait_if_worth(
+        &mut self,
+        question: Question,
+        (held, open, whole): (Vec<SlotRef>, usize, bool),
+        rest: Rest,
+        base: &mut Base,
+    ) -> Sent {
+        let (since, phase) = (base.cx.now, WaitPhase::ForBlocks { open, whole, rest });
+        let wait = Wait { question, since, held, phase };
+        if let Some(over) = wait.over(base) {
+            base.cx.stats.count_over(over);
+            self.unhold(question.session, wait.held, &mut base.cx);
+            return Sent::Slower;
+        }
+        self.wait(wait);
+        Sent::Waits
+    }
+
+    /// The rest of a question's run behind so many blocks, which are here or on their way.
+    fn rest_of_run(
+        &self,
+        question: Question,
+        (reached, owed): (u32, BTreeMap<SourceLane, Owed>),
+        binding: &Binding,
+        base: &Base,
+    ) -> Rest {
+        let behind = &self.wanted(question)[reached as usize..];
+        let judged = self.is_judged(question, base);
+        let beyond = if judged { base.sources.reach(binding, behind, &base.cx) as u32 } else { 0 };
+        Rest { owed, beyond, end: question.from + reached + beyond, came: false }
+    }
+
+    /// Whether a wait goes on behind its ended blocks.
+    pub(super) fn goes_on(&self, place: (SessionId, u32)) -> bool {
+        let phase = self.waits.get(&place).map(|wait| &wait.phase);
+        matches!(phase, Some(WaitPhase::ForBlocks { rest: Rest { beyond: 1.., came: true, .. }, .. }))
+    }
+
+    /// Whether the whole rest is on its way, and comes within a load's wait for it. True of engines of unknown rate, and of promised blocks.
+    pub(super) fn ends_soon(&self, wait: &Wait, base: &Base) -> bool {
+        let WaitPhase::ForBlocks { rest, .. } = &wait.phase else { return false };
+        let outlook = wait.outlook(base).filter(|it| it.compute_ms.is_some() && !wait.question.awaits);
+        outlook.is_none_or(|it| rest.beyond == 0 && it.load_ms.is_some_and(|ms| ms <= EARLY_MS_MAX))
     }
 
     /// A block that a query waits for has ended, well if it is `ended`.
@@ -134,8 +262,9 @@ impl Queries {
         let Some(wait) = wait.filter(|wait| wait.question.op == op) else { return };
         let here = ended.and_then(|key| base.cx.dram.hold(key, base.engines[place.0].holder));
         wait.held.extend(here);
-        let WaitPhase::ForBlocks { open, .. } = &mut wait.phase else { return };
+        let WaitPhase::ForBlocks { open, rest, .. } = &mut wait.phase else { return };
         *open -= 1;
+        rest.came |= here.is_some();
         if *open == 0 {
             self.all_ended(place, base);
         } else if here.is_some() {
@@ -145,15 +274,34 @@ impl Queries {
 
     /// Answers the queries that have waited long enough with what is there, and lets go of early answers that nobody used.
     pub(crate) fn end_due_waits(&mut self, base: &mut Base) {
-        let is_due = |wait: &Wait| wait.until_ms().is_some_and(|until_ms| base.cx.now_ms >= until_ms);
-        let due = self.waits.iter().filter(|(_, wait)| is_due(wait));
-        let due: Vec<_> = due.map(|(place, wait)| (*place, wait.is_answered())).collect();
-        for (place, answered) in due {
+        let over = |wait: &Wait| match wait.until_ms() {
+            Some(until_ms) => (base.cx.now_ms >= until_ms).then_some(Over::Late),
+            None => wait.over(base),
+        };
+        let due =
+            self.waits.iter().filter_map(|(place, wait)| Some((*place, wait.is_answered(), over(wait)?)));
+        for (place, answered, over) in due.collect::<Vec<_>>() {
             if answered {
                 self.end_wait(place.0, place.1, &mut base.cx);
-            } else {
-                base.cx.stats.waits_timed_out += 1;
-                self.answer_wait(place, base);
+                continue;
+            }
+            base.cx.stats.count_over(over);
+            self.answer_wait(place, base);
+        }
+        self.renew_leases(&mut base.cx);
+        let has_turn = |wait: &&Wait| matches!(wait.phase, WaitPhase::ForBlocks { open: 0, .. });
+        let turns: Vec<_> =
+            self.waits.iter().filter(|(_, wait)| has_turn(wait)).map(|(place, _)| *place).collect();
+        turns.into_iter().for_each(|place| self.ask_again(place, base));
+    }
+
+    /// Renews the leases of queries in wait for blocks: the found blocks stay while the rest comes.
+    fn renew_leases(&self, cx: &mut Context) {
+        let comes = |wait: &Wait| matches!(wait.phase, WaitPhase::ForBlocks { .. }) && !wait.question.awaits;
+        for ((session, number), _) in self.waits.iter().filter(|(_, wait)| comes(wait)) {
+            if let Some(lease) = self.log(*session, *number).lease {
+                // An expired lease is granted again with the answer.
+                let _ = cx.dram.renew(lease.id, *session, cx.now_ms);
             }
         }
     }

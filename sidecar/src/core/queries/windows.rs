@@ -355,11 +355,13 @@ impl Queries {
 
     /// All that a waiting query sent for has ended. It is asked again as long as its window is open.
     pub(super) fn all_ended(&mut self, place: (SessionId, u32), base: &mut Base) {
+        let goes_on = self.goes_on(place);
         match self.askers.get_mut(&place.0).and_then(|asker| asker.logs.window(place.1)) {
             Some(window) => {
                 window.pause(base.cx.now_ms);
                 self.ask_again(place, base);
             }
+            None if goes_on => self.ask_again(place, base),
             None => self.answer_wait(place, base),
         }
     }

@@ -1,6 +1,7 @@
 //! The rules of the SSD tier's flow, against the real tiers; devices are lists of jobs that the test ends.
 
 mod states;
+mod worth;
 
 use std::ops::Range;
 
@@ -607,7 +608,9 @@ fn overwhelm(scene: &mut Scene) {
     let (log, slot) = (&mut ssd.log, SlotRef { offset: 0, generation: 1 });
     let key = BlockKey { namespace, group: 0, hash: hash(0) };
     let tickets: Vec<Ticket> = (0..2_000).map_while(|_| log.read(now_ms, &key, slot, 1)).collect();
-    log.done(now_ms + 1_000, Done { device: 0, ticket: tickets[0], micros: 1, result: Ok(()) });
+    for (ticket, second) in tickets.iter().zip(1..=3) {
+        log.done(now_ms + 1_000 * second, Done { device: 0, ticket: *ticket, micros: 1, result: Ok(()) });
+    }
     assert!(log.read(now_ms, &key, slot, 1).is_none());
     log.drain_jobs().for_each(drop);
 }

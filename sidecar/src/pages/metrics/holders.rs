@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use prometheus::{IntGaugeVec, Registry};
+use shm_protocol::prefill::PrefillRate;
 use tiers::dram::Holdings;
 
 use super::figures::{Reading, gauges, show};
@@ -25,11 +26,15 @@ const STATES: [(&str, EngineState); 4] = [
     ("barred", EngineState::Barred),
 ];
 
-/// Gauges of every engine that is connected: no more labels than eight for each session.
+/// The positions in a prompt of an engine's shown rate.
+const POSITIONS: [(&str, u64); 2] = [("0", 0), ("100000", 100_000)];
+
+/// Gauges of every engine that is connected: no more labels than ten for each session.
 #[derive(Debug)]
 pub(super) struct HoldersMetrics {
     bytes: IntGaugeVec,
     states: IntGaugeVec,
+    prefill: IntGaugeVec,
     shown: BTreeSet<String>,
 }
 
@@ -44,21 +49,30 @@ impl HoldersMetrics {
              step; unbound: it sends queries but some of its ranks have not joined, look for PILLION STAYS OUT in its \
              log; barred: its KV differs, see pillion ctl namespaces.";
         let states = gauges(registry, "engine_state", help, &["engine", "state"])?;
-        Ok(Self { bytes, states, shown: BTreeSet::new() })
+        let help = "Tokens of a prompt that the engine computes per second, at positions in the prompt, by its last steps; 0 until that \
+             is known. Blocks of disks and peers are waited for as long as they come sooner.";
+        let prefill = gauges(registry, "engine_prefill_tokens_per_second", help, &["engine", "position"])?;
+        Ok(Self { bytes, states, prefill, shown: BTreeSet::new() })
     }
 
     /// Makes figures visible; those of engines of one name together. Who is gone is shown no more.
     pub(super) fn publish<'a>(&mut self, holders: impl Iterator<Item = Holder<'a>>) {
-        let mut here: BTreeMap<String, (Holdings, [u64; STATES.len()])> = BTreeMap::new();
+        let mut here: BTreeMap<String, (Holdings, [u64; STATES.len()], Option<PrefillRate>)> =
+            BTreeMap::new();
         for holder in holders {
             let name = holder.engine.chars().take(NAME_MAX).collect();
-            let (holdings, engines) = here.entry(name).or_default();
+            let (holdings, engines, prefill) = here.entry(name).or_default();
             *holdings += holder.holdings;
+            *prefill = holder.prefill.or(*prefill);
             for ((_, state), engines) in STATES.iter().zip(engines) {
                 *engines += u64::from(*state == holder.state);
             }
         }
-        for (name, (holdings, engines)) in &here {
+        for (name, (holdings, engines, prefill)) in &here {
+            for (label, position) in POSITIONS {
+                let rate = prefill.map_or(0.0, |rate| rate.tokens_per_second(position));
+                show(&self.prefill.with_label_values(&[name.as_str(), label]), rate as u64);
+            }
             for ((state, _), engines) in STATES.iter().zip(engines) {
                 show(&self.states.with_label_values(&[name.as_str(), state]), *engines);
             }
@@ -70,6 +84,9 @@ impl HoldersMetrics {
             // All there since it was shown.
             for (kind, _) in KINDS {
                 let _ = self.bytes.remove_label_values(&[gone.as_str(), kind]);
+            }
+            for (label, _) in POSITIONS {
+                let _ = self.prefill.remove_label_values(&[gone.as_str(), label]);
             }
             for (state, _) in STATES {
                 let _ = self.states.remove_label_values(&[gone.as_str(), state]);
@@ -88,8 +105,10 @@ mod tests {
         let registry = Registry::new();
         let mut metrics = HoldersMetrics::new(&registry).unwrap();
         let state = EngineState::Serving;
-        let holder =
-            |engine, kept| Holder { engine, state, holdings: Holdings { kept, ..Holdings::default() } };
+        let holder = |engine, kept| {
+            let holdings = Holdings { kept, ..Holdings::default() };
+            Holder { engine, state, holdings, prefill: PrefillRate::new(50_000.0, 0.5) }
+        };
         metrics.publish([holder("a", 1), holder("b", 2), holder("b", 3)].into_iter());
         let unbound = Holder { state: EngineState::Unbound, ..holder("b", 3) };
         metrics.publish([holder("b", 2), unbound].into_iter());
@@ -100,6 +119,11 @@ mod tests {
             |state, engines| format!("pillion_engine_state{{engine=\"b\",state=\"{state}\"}} {engines}");
         let bytes = [line("filling", 0), line("kept", 5), line("leased", 0), line("promised", 0)];
         let states = [engines("barred", 0), engines("idle", 0), engines("serving", 1), engines("unbound", 1)];
-        assert_eq!(shown, [&bytes[..], &states].concat());
+        let prefill = [("0", 20_000), ("100000", 10_000)].map(|(position, tokens)| {
+            format!(
+                "pillion_engine_prefill_tokens_per_second{{engine=\"b\",position=\"{position}\"}} {tokens}"
+            )
+        });
+        assert_eq!(shown, [&bytes[..], &prefill, &states].concat());
     }
 }

@@ -92,6 +92,11 @@ const PEER_GAUGES: &[Figure<PeerStats>] = &[
     ("directory_bytes", "Bytes of memory that the directory of the peer's blocks takes.", |p| p.bytes as u64),
     ("asked", "Blocks requested from the peer whose fetch has not ended.", |p| p.under_way.into()),
     (
+        "bytes_per_second",
+        "Bytes that the peer gives per second with enough to give, by the best of its last times; 0 until that is known.",
+        |p| p.bytes_per_second,
+    ),
+    (
         "breaker_open",
         "1 while the peer is skipped after repeated failures. A fetch tries it at least every 30 s, and one that \
          succeeds ends this.",
@@ -218,6 +223,7 @@ mod tests {
             broken_promises_total: 4,
             absent_total: 6,
             under_way: 0,
+            bytes_per_second: 8,
         }
     }
 

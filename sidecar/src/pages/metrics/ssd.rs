@@ -52,6 +52,11 @@ const DEVICE_GAUGES: &[Figure<DeviceStats>] = &[
     ("segments_free", "Segments without blocks.", |d| d.segments_free.into()),
     ("jobs", "Reads and writes under way.", |d| d.jobs),
     (
+        "read_bytes_per_second",
+        "Bytes that the device reads per second with enough to read, by the best of its last times; 0 until that is known.",
+        |d| d.read_bytes_per_second,
+    ),
+    (
         "down",
         "1 while the device is treated as broken: its blocks are misses, and nothing is written.",
         |d| d.down.into(),

@@ -77,7 +77,7 @@ impl Scheduler {
             scheduled.extend(before);
             scheduled.extend(self.untold.clone());
         }
-        self.policy.accept_step(step, &scheduled);
+        self.policy.accept_step(step, &scheduled, Some(ctx.instant()));
     }
 
     /// Takes the ends of loads. Blocks not loaded are computed again, and so is all KV computed on them. Returns the policy's numbers of

@@ -11,10 +11,12 @@ use connector_shim::core::policy::kinds::{GroupForm, GroupKind, GroupSet};
 use connector_shim::core::policy::{
     Arrival, EnginePolicy, FoundTokens, PolicyOptions, PolicyWait, RequestId,
 };
-use connector_shim::core::scheduler::Config;
+use connector_shim::core::scheduler::{Config, LoadWait};
 use shm_protocol::key::{BlockHash, NamespaceDigest};
+use shm_protocol::layout::LOAD_WAIT_MS;
 use shm_protocol::layout::SUBMISSION_SLOTS;
 use shm_protocol::namespace;
+use shm_protocol::prefill::PrefillRate;
 use shm_protocol::request::{Cancel, Keys, Query, SchedulerRequest};
 
 use super::blocks::Blocks;
@@ -125,6 +127,7 @@ impl Scheduler {
             part_blocks: model.machine.part_blocks(),
             whole_blocks: model.machine.whole_blocks(),
             last: false,
+            load_wait: LoadWait { most_ms: LOAD_WAIT_MS, ..LoadWait::default() },
         };
         let options = PolicyOptions {
             loads: true,
@@ -144,7 +147,12 @@ impl Scheduler {
             let reads = blocks as u32;
             GroupForm { kind: GroupKind::Window { reads }, window: reads * BLOCK_TOKENS + 1, ..full }
         });
-        let sessions = ports.into_iter().map(|port| Line::new(config.clone(), port)).collect();
+        let lines = ports.into_iter().map(|port| {
+            let mut line = Line::new(config.clone(), port);
+            PrefillRate::new(model.token_ns, 0.0).into_iter().for_each(|rate| line.tell_prefill(rate));
+            line
+        });
+        let sessions = lines.collect();
         let set = GroupSet::new([full].into_iter().chain(windows).collect(), 0);
         Self {
             runs: runs.into(),

@@ -8,6 +8,9 @@ use super::{Errand, Flight, Log};
 use crate::list::Spot;
 use crate::ssd::{Done, Ended, Fault, FaultKind, Place, Ticket, Work};
 
+/// A device works after an end within 1 of so many parts of the time of a late job.
+const MOVES_PART: u64 = 5;
+
 impl Log {
     /// A job ended. What that means for the caller, if anything.
     pub fn done(&mut self, now_ms: u64, done: Done) -> Option<Ended> {
@@ -142,7 +145,8 @@ impl Log {
     }
 
     /// Time passes: breakers are tried again, late jobs trip theirs. Reads that have become late go to `late`: whoever
-    /// waits for them should be told "miss", while the slot stays the job's until its [`Ended::Read`].
+    /// waits for them should be told "miss", while the slot stays the job's until its [`Ended::Read`]. A read is not late while its device
+    /// ends others.
     pub fn tick(&mut self, now_ms: u64, late: &mut Vec<Ticket>) {
         self.now_ms = self.now_ms.max(now_ms);
         // A device is not late for the time in which nobody looked: this process stood still.
@@ -157,7 +161,9 @@ impl Log {
             if flight.since_ms + self.late_ms > self.now_ms {
                 break;
             }
-            if !std::mem::replace(&mut flight.late, true) && matches!(flight.errand, Errand::Read { .. }) {
+            let moves = self.volumes[flight.device].moved_ms + self.late_ms / MOVES_PART > self.now_ms;
+            let is_read = matches!(flight.errand, Errand::Read { .. });
+            if is_read && !moves && !std::mem::replace(&mut flight.late, true) {
                 late.push(*ticket);
             }
         }

@@ -1,5 +1,4 @@
-//! How much may wait to be read from a device: what it reads while a query waits. What is asked for beyond would come when nobody
-//! waits for it any more, and would delay what others ask for.
+//! How much may wait to be read from a device: its reads of 2 s. More would delay others.
 
 use std::collections::VecDeque;
 
@@ -16,52 +15,113 @@ const WINDOW_MS_MIN: u64 = 10;
 /// Of so many windows the best one counts: in some a device rests, or the caller does.
 const WINDOWS: usize = 8;
 
-/// The reads of one device.
+/// The reads of one source.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Pace {
+pub struct Pace {
     /// Bytes of reads that have not ended.
     waiting: u64,
-    /// Since when more than [`BUSY_BYTES`] wait, and bytes that were read since.
-    busy: Option<(u64, u64)>,
+    window: Option<PaceWindow>,
     /// Bytes that it would read while a query waits, at the rates of the last windows.
     reaches: VecDeque<u64>,
+}
+
+/// A time of a source with enough to do.
+#[derive(Copy, Clone, Debug)]
+struct PaceWindow {
+    since_ms: u64,
+    /// Bytes read by the last end.
+    read: u64,
+    last_ms: u64,
+    /// The longest time without an end. A source may end many reads nearly at once, and its window is no part of such a burst.
+    gap_ms: u64,
+    /// Less than [`BUSY_BYTES`] wait by now: ends soon after the last one are counted, too.
+    ends: bool,
+}
+
+// === impl PaceWindow ===
+
+impl PaceWindow {
+    fn new(since_ms: u64) -> Self {
+        Self { since_ms, read: 0, last_ms: since_ms, gap_ms: 0, ends: false }
+    }
+
+    fn took_ms(&self) -> u64 {
+        self.last_ms - self.since_ms
+    }
+
+    /// The reads of 2 s, in bytes.
+    fn reach(&self) -> u64 {
+        self.read * u64::from(QUERY_WAIT_MS_MAX) / self.took_ms().max(1)
+    }
+
+    fn is_whole(&self) -> bool {
+        self.took_ms() >= WINDOW_MS.max(2 * self.gap_ms)
+    }
+
+    /// Whether the window ended before now, with the work of the source.
+    fn has_ended(&self, now_ms: u64) -> bool {
+        self.ends && now_ms > self.last_ms + WINDOW_MS_MIN
+    }
 }
 
 // === impl Pace ===
 
 impl Pace {
     /// Whether a read would end in time if it may use 1 of `parts` of what may wait. Nothing is known of a device that was never busy.
-    pub(super) fn takes(&self, bytes: u64, parts: u64) -> bool {
-        let reach = self.reaches.iter().max();
-        self.waiting == 0 || reach.is_none_or(|reach| self.waiting + bytes <= (*reach).max(BYTES_MIN) / parts)
+    pub fn takes(&self, bytes: u64, parts: u64) -> bool {
+        self.waiting == 0
+            || self.reach().is_none_or(|reach| self.waiting + bytes <= reach.max(BYTES_MIN) / parts)
     }
 
-    pub(super) fn began(&mut self, bytes: u64, now_ms: u64) {
+    /// Bytes a millisecond, by the best of the last windows; none: it was never busy.
+    pub fn rate(&self) -> Option<f64> {
+        self.reach().map(|reach| reach as f64 / f64::from(QUERY_WAIT_MS_MAX))
+    }
+
+    /// Of the last windows and of this one, once it is long enough.
+    fn reach(&self) -> Option<u64> {
+        let this = self.window.filter(PaceWindow::is_whole);
+        self.reaches.iter().copied().chain(this.map(|window| window.reach())).max()
+    }
+
+    /// A read was asked for.
+    pub fn began(&mut self, bytes: u64, now_ms: u64) {
+        if let Some(window) = self.window.take_if(|window| window.has_ended(now_ms)) {
+            self.close_window(window);
+        }
         self.waiting += bytes;
         if self.waiting > BUSY_BYTES {
-            self.busy.get_or_insert((now_ms, 0));
+            self.window.get_or_insert(PaceWindow::new(now_ms)).ends = false;
         }
     }
 
     /// A read ended; whether its bytes were moved.
-    pub(super) fn ended(&mut self, bytes: u64, moved: bool, now_ms: u64) {
+    pub fn ended(&mut self, bytes: u64, moved: bool, now_ms: u64) {
         self.waiting -= bytes;
-        let Some((since_ms, sum)) = self.busy.take().filter(|_| moved) else { return };
-        let (sum, took_ms) = (sum + bytes, now_ms.saturating_sub(since_ms));
-        let is_busy = self.waiting > BUSY_BYTES;
-        let is_window = took_ms >= if is_busy { WINDOW_MS } else { WINDOW_MS_MIN };
-        if is_window {
-            self.reaches.truncate(WINDOWS - 1);
-            self.reaches.push_front(sum * u64::from(QUERY_WAIT_MS_MAX) / took_ms);
+        let Some(mut window) = self.window.take().filter(|_| moved) else { return };
+        if window.has_ended(now_ms) {
+            return self.close_window(window);
         }
-        // Of a caller that was away more ends wait, which are no work of the time from now on.
-        let was_away = took_ms >= 2 * WINDOW_MS;
-        self.busy = (is_busy && !was_away).then_some(if is_window { (now_ms, 0) } else { (since_ms, sum) });
+        if now_ms > window.last_ms && window.is_whole() {
+            self.close_window(window);
+            window = PaceWindow::new(window.last_ms);
+        }
+        window.read += bytes;
+        window.gap_ms = window.gap_ms.max(now_ms - window.last_ms);
+        (window.last_ms, window.ends) = (now_ms, window.ends || self.waiting <= BUSY_BYTES);
+        self.window = Some(window);
+    }
+
+    fn close_window(&mut self, window: PaceWindow) {
+        if window.took_ms() >= WINDOW_MS_MIN {
+            self.reaches.truncate(WINDOWS - 1);
+            self.reaches.push_front(window.reach());
+        }
     }
 
     /// The caller stood still: what ended meanwhile says nothing of the device.
-    pub(super) fn stood_still(&mut self) {
-        self.busy = None;
+    pub fn stood_still(&mut self) {
+        self.window = None;
     }
 }
 
@@ -144,14 +204,27 @@ mod tests {
         };
         let mut pace = busy();
         pace.ended(MIB, false, 300);
-        assert!(pace.reaches.is_empty() && pace.busy.is_none());
+        assert!(pace.reaches.is_empty() && pace.window.is_none());
         let mut pace = busy();
         pace.stood_still();
         pace.ended(MIB, true, 300);
         assert!(pace.reaches.is_empty());
         let mut pace = busy();
-        (0..900).for_each(|_| pace.ended(MIB, true, 600));
-        assert_eq!(pace.reaches.len(), 1, "what ended while the caller was away is one window's");
+        (0..1000).for_each(|_| pace.ended(MIB, true, 600));
+        pace.began(MIB, 700);
+        assert_eq!(pace.reaches, [1000 * MIB * 2000 / 600], "of the time in which the caller was away, too");
+    }
+
+    #[test]
+    fn what_ends_at_once_took_all_of_the_time_since_it_was_asked_for() {
+        let mut pace = Pace::default();
+        ask(&mut pace, 64, 0);
+        // The caller takes some of a burst each millisecond.
+        (0..16).for_each(|number| pace.ended(MIB, true, 300 + number / 4));
+        (0..48).for_each(|number| pace.ended(MIB, true, 640 + number / 4));
+        assert!(pace.reaches.is_empty());
+        pace.began(MIB, 900);
+        assert_eq!(pace.reaches, [64 * MIB * 2000 / 651]);
     }
 
     #[test]

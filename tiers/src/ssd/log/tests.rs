@@ -523,16 +523,16 @@ fn a_late_read_is_told_once_and_its_slot_comes_back_with_its_end() {
 fn what_would_be_read_too_late_is_refused_until_others_have_ended() {
     let mut world = World::new(5, 1);
     world.keep_block_0();
-    // Of 512 MiB a half was read, in 10 s.
-    const HALF: u64 = 256 << 20;
+    // Of 1 GiB three quarters were read, in 15 s.
+    const QUARTER: u64 = 256 << 20;
     let pace = &mut world.log.volumes[0].pace;
-    (0..2).for_each(|_| pace.began(HALF, 0));
-    pace.ended(HALF, true, 10_000);
+    (0..4).for_each(|_| pace.began(QUARTER, 0));
+    [5_000, 10_000, 15_000].into_iter().for_each(|ms| pace.ended(QUARTER, true, ms));
     let slot = world.slot();
     assert!(world.log.read(world.now_ms, &key(0), slot, 1).is_none());
     assert_eq!(world.log.keeps(&key(0)), Some(bytes(&key(0)) as u32), "it is kept nevertheless");
     assert_eq!(world.log.stats().devices[0].refused_reads_total, 1);
-    world.log.volumes[0].pace.ended(HALF, true, 20_000);
+    world.log.volumes[0].pace.ended(QUARTER, true, 20_000);
     assert!(world.log.read(world.now_ms, &key(0), slot, 1).is_some());
 }
 

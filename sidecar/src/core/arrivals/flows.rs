@@ -1,0 +1,252 @@
+//! Sources of blocks: the bytes a second of each under the load of now, and its unended reads.
+//!
+//! A source gives in the order of the requests, nearly. So the bytes ahead of a block are those of the requests up to it, without those
+//! ended since.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use mesh::transport::PeerNumber;
+use tiers::ssd::Pace;
+
+/// Milliseconds of progress for a rate, and for that of a late source: the worst pauses of a disk in a cloud take a second.
+const RECENT_MS: u64 = 500;
+const LATE_MS: u64 = 2_000;
+/// Milliseconds of a slice with one mark of progress, and the age of the oldest mark: more than the longest pause of a wait.
+const MARK_MS: u64 = 50;
+const MARKS_MS: u64 = 3_000;
+
+/// A source of blocks.
+#[derive(Copy, Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
+pub(in crate::core) enum SourceLane {
+    /// Their own slots: they are verified.
+    Pool,
+    /// This disk of the log.
+    Disk(usize),
+    Peer(PeerNumber),
+}
+
+/// The blocks of one source, in bytes since the start.
+#[derive(Clone, Debug, Default)]
+pub(in crate::core) struct Flow {
+    begun: u64,
+    ended: u64,
+    pace: Pace,
+    /// Times of ends, and the ended bytes.
+    marks: VecDeque<(u64, u64)>,
+    moved_ms: u64,
+    /// Since when it has had something to do without a pause, and how much had ended by then.
+    busy: (u64, u64),
+    /// When the last block ended, and how long it took to give anything after its last pause.
+    idle_ms: Option<u64>,
+    first_ms: u64,
+}
+
+/// The debt of a source to one waiter.
+#[derive(Copy, Clone, Debug)]
+pub(in crate::core) struct Owed {
+    /// The place of the last block's end among all requested bytes.
+    pub(super) up_to: u64,
+    /// The ended bytes at the time of the request, and that time.
+    ended: u64,
+    since_ms: u64,
+}
+
+/// The debts of all sources to one waiter.
+#[derive(Copy, Clone, Debug, Default, PartialEq)]
+pub(in crate::core) struct Ahead {
+    /// Milliseconds until all is there; none: a source's rate is not known yet.
+    pub(in crate::core) ms: Option<f64>,
+    /// Bytes a millisecond of these sources together.
+    pub(in crate::core) rate: f64,
+    /// When any of its sources last gave anything.
+    pub(in crate::core) moved_ms: u64,
+}
+
+/// All sources.
+#[derive(Debug, Default)]
+pub(in crate::core) struct Flows(BTreeMap<SourceLane, Flow>);
+
+// === impl Flow ===
+
+impl Flow {
+    fn waiting(&self) -> u64 {
+        self.begun - self.ended
+    }
+
+    /// So many bytes are asked for; the place of their end among all.
+    fn begin_bytes(&mut self, bytes: u64, now_ms: u64) -> u64 {
+        // A continuing waiter asks again at the end of its last block.
+        if self.waiting() == 0 && self.idle_ms != Some(now_ms) {
+            self.busy = (now_ms, self.ended);
+        }
+        self.begun += bytes;
+        self.pace.began(bytes, now_ms);
+        self.begun
+    }
+
+    fn end_bytes(&mut self, bytes: u64, moved: bool, now_ms: u64) {
+        self.ended += bytes;
+        self.idle_ms = (self.waiting() == 0).then_some(now_ms);
+        self.pace.ended(bytes, moved, now_ms);
+        if !moved {
+            return;
+        }
+        self.moved_ms = now_ms;
+        if self.ended - bytes == self.busy.1 {
+            self.first_ms = now_ms.saturating_sub(self.busy.0);
+        }
+        // One mark for each slice of time: its last end.
+        let _ = self.marks.pop_back_if(|(ms, _)| *ms / MARK_MS == now_ms / MARK_MS);
+        self.marks.push_back((now_ms, self.ended));
+        while self.marks.front().is_some_and(|(ms, _)| ms + MARKS_MS < now_ms) {
+            self.marks.pop_front();
+        }
+    }
+
+    /// Bytes a millisecond by the progress of the last [`RECENT_MS`], or since the last progress before; of the last [`LATE_MS`] if the next
+    /// block is late. None without any.
+    fn recent(&self, now_ms: u64) -> Option<f64> {
+        let marks = self.marks.iter().copied().filter(|(ms, _)| *ms > self.busy.0);
+        let bounds: Vec<(u64, u64)> = std::iter::once(self.busy).chain(marks).collect();
+        let &[.., before, last] = &bounds[..] else { return None };
+        // A block is late after twice the time between the two last ones.
+        let is_late = now_ms - last.0 > 2 * (last.0 - before.0);
+        let (within_ms, until_ms) = if is_late { (LATE_MS, now_ms) } else { (RECENT_MS, last.0) };
+        let is_bound = |(ms, ended): &&(u64, u64)| ms + within_ms <= now_ms && *ended < last.1;
+        let bound = bounds.iter().rfind(is_bound).unwrap_or(&bounds[0]);
+        Some((last.1 - bound.1) as f64 / until_ms.saturating_sub(bound.0).max(1) as f64)
+    }
+
+    /// Bytes a millisecond of now: of the times before, while it has not worked for long enough.
+    fn rate(&self, now_ms: u64) -> Option<f64> {
+        match now_ms >= self.busy.0 + RECENT_MS {
+            true => self.recent(now_ms),
+            false => self.pace.rate(),
+        }
+    }
+}
+
+// === impl Flows ===
+
+impl Flows {
+    /// Bytes a second of a source with enough to do; 0: not known.
+    pub(in crate::core) fn bytes_per_second(&self, lane: SourceLane) -> u64 {
+        self.0.get(&lane).and_then(|flow| flow.pace.rate()).map_or(0, |rate| (rate * 1e3) as u64)
+    }
+
+    pub(super) fn begin_bytes(&mut self, lane: SourceLane, bytes: u64, now_ms: u64) -> u64 {
+        self.0.entry(lane).or_default().begin_bytes(bytes, now_ms)
+    }
+
+    pub(super) fn end_bytes(&mut self, lane: SourceLane, bytes: u64, moved: bool, now_ms: u64) {
+        self.0.entry(lane).or_default().end_bytes(bytes, moved, now_ms);
+    }
+
+    /// A peer is gone. Its unended reads will end.
+    pub(super) fn forget_source(&mut self, lane: SourceLane) {
+        if self.0.get(&lane).is_some_and(|flow| flow.waiting() == 0) {
+            self.0.remove(&lane);
+        }
+    }
+
+    /// The debt of a source up to a place.
+    pub(super) fn owed(&self, lane: SourceLane, up_to: u64, now_ms: u64) -> Owed {
+        Owed { up_to, ended: self.0.get(&lane).map_or(0, |flow| flow.ended), since_ms: now_ms }
+    }
+
+    /// The debt of a source to all waiters, of a wait since then.
+    pub(in crate::core) fn owed_by(&self, lane: SourceLane, since_ms: u64) -> Owed {
+        self.owed(lane, self.0.get(&lane).map_or(0, |flow| flow.begun), since_ms)
+    }
+
+    /// The debts of sources now.
+    pub(in crate::core) fn ahead(&self, owed: &BTreeMap<SourceLane, Owed>, now_ms: u64) -> Ahead {
+        let mut ahead = Ahead { ms: Some(0.0), ..Ahead::default() };
+        for (lane, owed) in owed {
+            let Some(flow) = self.0.get(lane) else { continue };
+            ahead.moved_ms = ahead.moved_ms.max(owed.since_ms).max(flow.moved_ms);
+            let left = owed.up_to.saturating_sub(flow.ended);
+            let rate = flow.rate(now_ms);
+            ahead.rate += rate.unwrap_or(0.0);
+            if left > 0 {
+                // A source at work for others has given its first bytes.
+                let first_ms = if owed.ended < flow.ended { 0 } else { flow.first_ms };
+                let ms = rate.map(|rate| left as f64 / rate + first_ms as f64);
+                ahead.ms = ahead.ms.zip(ms).map(|(longest, ms)| longest.max(ms));
+            }
+        }
+        ahead
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+    const DISK: SourceLane = SourceLane::Disk(0);
+
+    fn asked(flows: &mut Flows, lane: SourceLane, mib: u64, now_ms: u64) -> BTreeMap<SourceLane, Owed> {
+        let up_to = (0..mib).map(|_| flows.begin_bytes(lane, MIB, now_ms)).last().unwrap();
+        BTreeMap::from([(lane, flows.owed(lane, up_to, now_ms))])
+    }
+
+    /// A source gives a MiB each `every_ms`.
+    fn give(flows: &mut Flows, lane: SourceLane, times: std::ops::Range<u64>, every_ms: u64) {
+        times.step_by(every_ms as usize).for_each(|ms| flows.end_bytes(lane, MIB, true, ms + every_ms));
+    }
+
+    fn ms(flows: &Flows, owed: &BTreeMap<SourceLane, Owed>, now_ms: u64) -> f64 {
+        flows.ahead(owed, now_ms).ms.expect("a rate")
+    }
+
+    #[test]
+    fn what_is_left_takes_what_is_ahead_by_the_rate() {
+        let mut flows = Flows::default();
+        let others = asked(&mut flows, DISK, 1000, 0);
+        assert_eq!(flows.ahead(&others, 0).ms, None, "nothing is known of it");
+        give(&mut flows, DISK, 0..400, 2);
+        assert!((ms(&flows, &others, 400) - 1600.0).abs() < 20.0, "its first windows tell");
+        let mine = asked(&mut flows, DISK, 100, 400);
+        assert!((ms(&flows, &mine, 400) - 1800.0).abs() < 20.0, "800 of others and 100");
+        give(&mut flows, DISK, 400..1400, 2);
+        assert!((ms(&flows, &mine, 1400) - 800.0).abs() < 20.0);
+        // It becomes four times slower.
+        give(&mut flows, DISK, 1400..2400, 8);
+        let left = 400.0 - 125.0;
+        assert!((ms(&flows, &mine, 2400) / (left * 8.0) - 1.0).abs() < 0.1);
+        assert_eq!(flows.ahead(&mine, 2400).moved_ms, 2400);
+    }
+
+    #[test]
+    fn a_source_that_stops_has_soon_no_rate_and_one_that_pauses_or_gives_in_bursts_keeps_its_own() {
+        let mut flows = Flows::default();
+        let owed = asked(&mut flows, DISK, 1000, 0);
+        give(&mut flows, DISK, 0..1000, 2);
+        let left = [1_000, 1_700, 2_900].map(|now_ms| ms(&flows, &owed, now_ms));
+        assert!(left[1] < left[0] * 2.0, "a pause: {left:?}");
+        assert!(left[2] > left[0] * 8.0, "{left:?}");
+        let peer = SourceLane::Peer(PeerNumber(7));
+        let owed = asked(&mut flows, peer, 1000, 0);
+        for second in 1..=2 {
+            (0..100).for_each(|_| flows.end_bytes(peer, MIB, true, second * 1000));
+        }
+        for now_ms in [2000, 2400, 2900] {
+            let left = ms(&flows, &owed, now_ms);
+            assert!((5_000.0..17_000.0).contains(&left), "8 s are left, not {left} ms at {now_ms}");
+        }
+    }
+
+    #[test]
+    fn the_slowest_source_decides_and_what_failed_is_no_progress() {
+        let mut flows = Flows::default();
+        let mut owed = asked(&mut flows, DISK, 500, 0);
+        owed.extend(asked(&mut flows, SourceLane::Disk(1), 100, 0));
+        give(&mut flows, DISK, 0..600, 2);
+        assert_eq!(flows.ahead(&owed, 600).ms, None, "the other one has given nothing");
+        give(&mut flows, SourceLane::Disk(1), 0..600, 20);
+        assert!((ms(&flows, &owed, 600) - 1400.0).abs() < 100.0);
+        (0..70).for_each(|_| flows.end_bytes(SourceLane::Disk(1), MIB, false, 1500));
+        assert_eq!(flows.ahead(&owed, 1500).moved_ms, 600);
+    }
+}

@@ -87,6 +87,8 @@ pub(crate) struct Shared {
     pub(crate) results: Vec<VecDeque<Results>>,
     /// The step whose forward each worker has reached: they compute together.
     pub(crate) reached: Vec<u64>,
+    /// The last step whose KV each worker has written, as far as it does: a rank's fences are behind the KV of all groups.
+    pub(crate) written: Vec<u64>,
     pub(crate) judge: Judge,
     /// By rank.
     pub(crate) kvs: Vec<Rc<Kv>>,
@@ -251,6 +253,7 @@ impl Engine {
             queues: Vec::new(),
             results: Vec::new(),
             reached: Vec::new(),
+            written: Vec::new(),
             judge: Judge::default(),
             kvs: Vec::new(),
         };
@@ -265,6 +268,7 @@ impl Engine {
             queues: vec![VecDeque::new(); model.members()],
             results: (0..model.members()).map(|_| VecDeque::new()).collect(),
             reached: vec![0; model.members()],
+            written: vec![0; model.members()],
             judge: Judge::default(),
             kvs: (0..world).map(|_| Rc::new(Kv::new(model.blocks))).collect(),
         };

@@ -117,7 +117,15 @@ impl Worker {
             }
             Phase::Forward(step, at) => return self.forward(step, at, shared, ctx),
             Phase::Write(step, at, block, word) => self.write(step, at, block, word, shared, ctx),
-            Phase::Done(step) => self.end_step(&step, shared, ctx),
+            Phase::Done(step) => {
+                shared.written[self.number] = step.number;
+                let mut groups = shared.written.iter().skip(self.rank).step_by(self.model.world);
+                if groups.any(|written| *written < step.number) {
+                    self.phase = Phase::Done(step);
+                    return ctx.pause(60);
+                }
+                self.end_step(&step, shared, ctx);
+            }
         }
         ctx.pause(10)
     }

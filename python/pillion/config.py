@@ -1,5 +1,4 @@
-"""The options of an engine: the keys of `kv_connector_extra_config` that begin with `pillion.`, checked at start in Rust
-(`connector-shim/src/core/options.rs`)."""
+"""The keys of `kv_connector_extra_config` that begin with `pillion.`, checked by `connector-shim/src/core/options.rs`."""
 
 from __future__ import annotations
 

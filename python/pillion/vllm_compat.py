@@ -24,6 +24,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA as Sup
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics as KVConnectorPromMetrics
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats as KVConnectorStats
 from vllm.logger import init_logger as init_logger
+from vllm.platforms import current_platform
+from vllm.triton_utils import HAS_TRITON
 
 from pillion._shim import KEY_THEN_VALUE, KEYS_THEN_VALUES
 from pillion.geometry import Heads
@@ -115,10 +117,9 @@ def drafts_from_hidden_states(vllm_config: VllmConfig) -> bool:
     return bool(uses and uses())
 
 
-# Methods of speculation without a drafter's KV: the target's is the same with and without them. And those served with several
-# groups, where vLLM itself answers wrong with a draft model.
+# Methods without a drafter's KV; and those served beside windows, where vLLM itself answers wrong with a draft model.
 DRAFTS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
-DRAFTS_BESIDE_GROUPS = (*DRAFTS_WITHOUT_KV, "eagle", "eagle3", "mtp")
+DRAFTS_BESIDE_WINDOWS = (*DRAFTS_WITHOUT_KV, "eagle", "eagle3", "mtp")
 
 
 def drafts_with_kv(vllm_config: VllmConfig) -> bool:
@@ -240,13 +241,15 @@ def _unserved_set(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kinds
         return f", which are served from vLLM {_written(OLDEST_OF_SETS)} on: upgrade vLLM, or {remedy}"
     # A block's key is the hash of its last part.
     hashed = hash_tokens(kv_cache_config)
-    whole = hashed and all(group.kv_cache_spec.block_size % hashed == 0 for group in served)
-    if not whole:
+    if not hashed or any(group.kv_cache_spec.block_size % hashed for group in served):
         return f", and this vLLM divides or hashes their blocks in ways that are not served: {remedy}"
-    speculative = getattr(vllm_config, "speculative_config", None)
+    speculative, has_states = getattr(vllm_config, "speculative_config", None), "state" in map(kind_of_group, served)
     drafters = {kind_of_group(group) for group in groups if getattr(group, "is_eagle_group", False)}
-    if speculative and (speculative.method not in DRAFTS_BESIDE_GROUPS or drafters - {"full"}):
+    served_methods = DRAFTS_WITHOUT_KV if has_states else DRAFTS_BESIDE_WINDOWS
+    if speculative and (speculative.method not in served_methods or drafters - {"full"}):
         return f", which are not served with speculation by {speculative.method}: start vLLM without --speculative-config"
+    if has_states and HAS_TRITON and not on_gpu():
+        return ", and Triton's kernels would move states in replaced memory: run vLLM's CPU build without Triton"
     if not recomputes_failed_loads(vllm_config):
         return ", and a load that fails would end its request: set kv_load_failure_policy to recompute"
     return None
@@ -329,8 +332,6 @@ def cache_hit_sources(tokens: Mapping[Any, int]) -> dict[Any, int]:
 
 def on_gpu() -> bool:
     """Whether vLLM runs on CUDA: KV in GPU memory, work in streams."""
-    from vllm.platforms import current_platform
-
     return bool(current_platform.is_cuda())
 
 

@@ -1,4 +1,4 @@
-"""Drafters with KV: for the small models of `model.py` one with fewer layers or an EAGLE head, and MTP for Qwen3-Next."""
+"""Drafters with KV of their own, for the small models of `model.py`: a model with fewer layers, or an EAGLE head."""
 
 from __future__ import annotations
 
@@ -35,28 +35,6 @@ def write(directory: Path, method: str) -> dict[str, Any]:
     if method == "eagle":
         _make_eagle_head(directory, head)
     return {"method": method, "model": str(directory), "num_speculative_tokens": DRAFT_TOKENS}
-
-
-def add_mtp(directory: Path) -> dict[str, Any]:
-    """Adds a layer for MTP to a Qwen3-Next of `random_model.py`, like its last one; returns vLLM's `speculative_config`."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    weights = load_file(directory / "model.safetensors")
-    config = json.loads((directory / "config.json").read_text())
-    last, hidden = f"model.layers.{config['num_hidden_layers'] - 1}.", config["hidden_size"]
-    generator = torch.Generator().manual_seed(TARGET.seed)
-    layer = {name.replace(last, "mtp.layers.0."): tensor for name, tensor in weights.items() if name.startswith(last)}
-    for tensor in layer.values():
-        if tensor.dim() > 1:
-            tensor.copy_(torch.randn(tensor.shape, generator=generator) / math.sqrt(tensor.shape[-1]))
-    layer["mtp.fc.weight"] = (torch.randn(hidden, 2 * hidden, generator=generator) / math.sqrt(2 * hidden)).to(torch.bfloat16)
-    norms = ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
-    layer |= {f"mtp.{name}.weight": torch.zeros(hidden, dtype=torch.bfloat16) for name in norms}
-    made = weights | {name: tensor.clone() for name, tensor in layer.items()}
-    save_file(made, directory / "model.safetensors", {"format": "pt"})
-    (directory / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
-    return {"method": "mtp", "num_speculative_tokens": DRAFT_TOKENS}
 
 
 def _make_eagle_head(directory: Path, head: model.Shape) -> None:

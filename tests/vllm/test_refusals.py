@@ -208,15 +208,35 @@ STATE = MambaSpec(block_size=16, shapes=((2, 64),), dtypes=(torch.bfloat16,), ma
 SCRATCH = spec("CircularBufferSpec", block_size=8)
 
 
-@pytest.mark.parametrize("group", [STATE, spec("SlidingWindowSpec", **WINDOW)])
-@refuses("set-drafts", "start vLLM without --speculative-config")
-def test_several_groups_are_refused_beside_a_draft_model(group: Any, remedy: str) -> None:
-    """Of states and of windows."""
+@pytest.mark.parametrize(
+    ("group", "drafts"),
+    [
+        pytest.param(STATE, EAGLE, marks=refuses("state-drafts", "start vLLM without --speculative-config")),
+        pytest.param(
+            spec("SlidingWindowSpec", **WINDOW), DRAFTER, marks=refuses("set-drafts", "start vLLM without --speculative-config")
+        ),
+    ],
+)
+def test_several_groups_are_refused_beside_drafters(group: Any, drafts: Any, remedy: str) -> None:
+    """With KV of their own beside states, and a draft model beside windows."""
     both = full_and_window()
     both.kv_cache_groups = [dataclasses.replace(both.kv_cache_groups[0], kv_cache_spec=it) for it in (full_attention(), group)]
-    engine: Any = SimpleNamespace(**vars(PLAIN), kv_transfer_config=RECOMPUTE, speculative_config=DRAFTER)
+    engine: Any = SimpleNamespace(**vars(PLAIN), kv_transfer_config=RECOMPUTE, speculative_config=drafts)
     reason = vllm_compat.unsupported(engine, both) or ""
     assert remedy in reason and fits_metrics(reason)
+
+
+@refuses("state-triton", "without Triton")
+def test_states_are_refused_where_triton_moves_them_on_a_cpu(remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have taken the addresses of states before Pillion puts its own memory in place."""
+    monkeypatch.setattr(vllm_compat, "HAS_TRITON", True)
+    both = full_and_window()
+    both.kv_cache_groups = [dataclasses.replace(both.kv_cache_groups[0], kv_cache_spec=it) for it in (full_attention(), STATE)]
+    engine: Any = SimpleNamespace(**vars(PLAIN), kv_transfer_config=RECOMPUTE)
+    reason = vllm_compat.unsupported(engine, both) or ""
+    assert remedy in reason and fits_metrics(reason)
+    monkeypatch.setattr(vllm_compat, "on_gpu", lambda: True)
+    assert vllm_compat.unsupported(engine, both) is None
 
 
 @pytest.mark.supports("states")
@@ -225,7 +245,7 @@ def test_states_are_served_beside_full_attention() -> None:
     both = full_and_window()
     for specs in ([full_attention(), STATE], [SCRATCH, STATE, spec("SlidingWindowSpec", **WINDOW), full_attention()]):
         both.kv_cache_groups = [dataclasses.replace(both.kv_cache_groups[0], kv_cache_spec=spec) for spec in specs]
-        for more in ({}, {"speculative_config": NGRAMS}, {"speculative_config": EAGLE}):
+        for more in ({}, {"speculative_config": NGRAMS}):
             engine: Any = SimpleNamespace(**vars(PLAIN), kv_transfer_config=RECOMPUTE, **more)
             assert vllm_compat.unsupported(engine, both) is None
         parts = cache_groups.parts(both)

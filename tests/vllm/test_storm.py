@@ -74,7 +74,7 @@ def _first_seed(stage: Stage, path: tuple[str, str, str]) -> int:
     return number * SEEDS * 1000
 
 
-@pytest.mark.supports("full", "windows", "all-windows", "preemption", "new-weights", "async-scheduling")
+@pytest.mark.supports("full", "windows", "all-windows", "states-drafts", "preemption", "new-weights", "async-scheduling")
 @pytest.mark.parametrize(("load", "copy", "kind"), PATHS)
 def test_random_plays(stage: Stage, load: str, copy: str, kind: str) -> None:
     """Preemption, reuse, aborts at every moment, new weights, failed loads and a freezing sidecar, in any order."""

@@ -50,18 +50,16 @@ impl Scheduler {
     fn own_blocks(&self, keys: &[BlockHash]) -> Vec<Vec<u32>> {
         let mut first = self.blocks.find(0, keys);
         let mut own = vec![Vec::new(); self.model.groups()];
-        for group in 1..own.len() {
+        for (group, own) in own.iter_mut().enumerate().skip(1) {
             let blocks = |end: usize| {
                 let read = self.model.first_read(group, end * WORDS);
                 let rest = keys[read..end].iter().map(|key| self.blocks.find_one(group, key));
                 (0..read).map(|_| Some(NULL_BLOCK)).chain(rest).collect::<Option<Vec<u32>>>()
             };
-            let (end, blocks) = (0..=first.len())
-                .rev()
-                .find_map(|end| Some((end, blocks(end)?)))
-                .expect("no block is always there");
+            let found = (0..=first.len()).rev().find_map(|end| Some((end, blocks(end)?)));
+            let (end, blocks) = found.expect("no block is always there");
             first.truncate(end);
-            own[group] = blocks;
+            *own = blocks;
         }
         own[0] = first;
         own

@@ -85,6 +85,7 @@ const POINTS: &[&str] = &[
     "fault violation",
     "fault worker joins late",
     "fault pool file changed",
+    "engine offered a state",
     "engine loaded a set",
     "engine load of a set failed",
     "engine freed a block before a window",

@@ -50,8 +50,8 @@ pub(crate) struct Model {
     pub(crate) form: Form,
     /// By cache group.
     facts: Vec<BTreeMap<String, String>>,
-    /// Blocks before a token that the layers of its second group read; none: there is one group.
-    pub(crate) window: Option<usize>,
+    /// Its second cache group, if it has one.
+    pub(crate) second: Option<Second>,
     pub(crate) world: usize,
     pub(crate) by_engine: bool,
     /// Its weights are not those that its facts name.
@@ -76,6 +76,15 @@ pub(crate) struct Model {
     pub(crate) chunk: usize,
     /// Nanoseconds of a token, as the engine tells the sidecar; zero: it tells nothing.
     pub(crate) token_ns: f32,
+}
+
+/// The layers of a second cache group.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) enum Second {
+    /// They read so many blocks before a token.
+    Window(usize),
+    /// They keep a state of all tokens so far.
+    States,
 }
 
 /// What one engine's processes hand each other.
@@ -129,8 +138,8 @@ pub(crate) enum Change {
 // === impl Model ===
 
 impl Model {
-    /// A random engine; `twin`: one that shares its blocks with this one. `window`: see the field.
-    pub(crate) fn random(index: usize, twin: Option<&Self>, window: Option<usize>, rng: &mut Rng) -> Self {
+    /// A random engine; `twin`: one that shares its blocks with this one. `second`: see the field.
+    pub(crate) fn random(index: usize, twin: Option<&Self>, second: Option<Second>, rng: &mut Rng) -> Self {
         let world = rng.within(1, 2) as usize;
         let shards = if rng.one_in(2) { world as u32 } else { 1 };
         let shard_bytes = rng.pick(&[40 << 10, 100 << 10, 200 << 10]) + index as u64 * 512;
@@ -148,9 +157,13 @@ impl Model {
             ("page_form".to_owned(), page),
             ("block_tokens".to_owned(), BLOCK_TOKENS.to_string()),
         ]);
-        let mut facts = vec![facts; 1 + usize::from(window.is_some())];
-        if let Some(blocks) = window {
-            for (facts, kind) in facts.iter_mut().zip(["full".to_owned(), format!("window {blocks}")]) {
+        let mut facts = vec![facts; 1 + usize::from(second.is_some())];
+        if let Some(second) = second {
+            let kind = match second {
+                Second::Window(blocks) => format!("window {blocks}"),
+                Second::States => namespace::STATE_KIND.to_owned(),
+            };
+            for (facts, kind) in facts.iter_mut().zip(["full".to_owned(), kind]) {
                 facts.insert("group_kind".to_owned(), kind);
             }
         }
@@ -161,12 +174,12 @@ impl Model {
             name: format!("e{index}"),
             form,
             facts,
-            window,
+            second,
             world,
             other_weights: rng.one_in(3),
             by_engine: machine.by_engine,
             early: rng.one_in(2),
-            blocks: rng.pick(&[9, 12, 16, 24]) * if window.is_some() { 2 } else { 1 },
+            blocks: rng.pick(&[9, 12, 16, 24]) * if second.is_some() { 2 } else { 1 },
             depth: rng.within(1, 2) as usize,
             caches,
             machine,
@@ -210,8 +223,17 @@ impl Model {
 
     /// The first block read by a token behind so many words, in a group.
     pub(crate) fn first_read(&self, group: usize, words: usize) -> usize {
-        let reads = self.window.filter(|_| group > 0).map_or(usize::MAX, |blocks| blocks);
+        let reads = match self.second {
+            Some(Second::Window(blocks)) if group > 0 => blocks,
+            Some(Second::States) if group > 0 => 1,
+            _ => return 0,
+        };
         (words / WORDS).saturating_sub(reads)
+    }
+
+    /// Whether a group keeps states.
+    pub(crate) fn has_states(&self, group: usize) -> bool {
+        group > 0 && self.second == Some(Second::States)
     }
 
     /// The namespace of a group of an engine that holds these weights, before any salt.

@@ -11,7 +11,7 @@ use shm_protocol::pool::{self, PoolView, slot};
 use tempfile::TempDir;
 
 use crate::ctx::{Actor, COPIERS, Ctx, ENGINES, Micros, WORKERS};
-use crate::engine::{Engine, Model, Spec, keys};
+use crate::engine::{Engine, Model, Second, Spec, keys};
 use crate::faults::{Faults, back_after};
 use crate::ledger::Form;
 use crate::life::{Life, Medium};
@@ -24,8 +24,8 @@ const MOVES_MAX: u64 = 2_000_000;
 const TIME_MAX: Micros = 60_000_000;
 /// After the last request everything must come to rest within this: a disk is told again a second after it failed to write.
 const REST_MAX: Micros = 8_000_000;
-/// Mixed into a seed, to decide which worlds have engines with windows.
-const WINDOWS: u64 = 0x7769_6e64;
+/// Mixed into a seed, to decide which worlds have engines with a second cache group.
+const SECOND: u64 = 0x7365_636f;
 const ACTORS: usize = 2 + COPIERS + ENGINES * (1 + 2 * WORKERS);
 
 /// When an actor moves next; older entries of the queue are void.
@@ -87,12 +87,14 @@ fn actor(number: usize) -> Actor {
 impl World {
     pub(crate) fn new(seed: u64, without_rescue: bool, events: usize) -> Self {
         let mut ctx = Ctx::new(seed, without_rescue, events);
-        // The seed alone decides: the other worlds stay as they are without windows.
-        let window = mix(seed ^ WINDOWS).is_multiple_of(4).then_some((mix(seed) >> 40) as usize % 2 + 1);
-        let mut models = vec![Model::random(0, None, window, &mut ctx.rng)];
+        // The seed alone decides: the other worlds stay as they are with one group.
+        let kinds = [Second::Window(1), Second::Window(2), Second::States, Second::States];
+        let second =
+            mix(seed ^ SECOND).is_multiple_of(3).then(|| kinds[(mix(seed) >> 40) as usize % kinds.len()]);
+        let mut models = vec![Model::random(0, None, second, &mut ctx.rng)];
         if ctx.rng.one_in(2) {
             let twin = ctx.rng.one_in(2).then(|| models[0].clone());
-            models.push(Model::random(1, twin.as_ref(), window, &mut ctx.rng));
+            models.push(Model::random(1, twin.as_ref(), second, &mut ctx.rng));
         }
         let forms = models.iter().map(|model| model.form).collect();
         let engines = models.into_iter().map(|model| {

@@ -30,7 +30,7 @@ impl Worker {
             return ctx.pause(100);
         };
         if shared.judge.is_sound(&step, at) {
-            for target in work.reads.iter().filter(|target| target.group == self.group) {
+            for target in work.reads.iter().filter(|target| target.group == self.group && !target.within) {
                 let (digest, hash, shard) = (target.digest, target.hash, self.model.shard(self.rank));
                 let place = || {
                     let (request, number) = (work.request, step.number);
@@ -72,7 +72,7 @@ impl Worker {
         let origin = if self.model.other_weights { right.of_other_weights() } else { right };
         loop {
             let word = target.words.start + written;
-            let value = match sound {
+            let value = match sound && !target.within {
                 true => with_noise(origin.word(word), ctx.rng.next()),
                 false => ctx.taint(),
             };

@@ -8,8 +8,8 @@ use connector_shim::core::plan::Plan;
 use connector_shim::core::policy::{Now, RequestId};
 use shm_protocol::key::{BlockHash, NamespaceDigest};
 
-use super::WORD_TOKENS;
 use super::blocks::NULL_BLOCK;
+use super::{Model, WORD_TOKENS};
 use crate::origin::WORDS;
 
 /// What a client asks for.
@@ -49,6 +49,8 @@ pub(super) struct Request {
     pub(super) preemptions: u32,
     /// By group. All have as many; before a window there are null blocks.
     pub(super) blocks: Vec<Vec<u32>>,
+    /// Its leading blocks of states that were offered.
+    pub(super) offered: usize,
     /// Blocks known to the policy; none: the request begins in its next step.
     pub(super) told: Option<usize>,
     /// Computed or loaded, steps in flight included.
@@ -72,6 +74,8 @@ pub(crate) struct Target {
     pub(crate) group: usize,
     pub(crate) block: u32,
     pub(crate) words: Range<usize>,
+    /// Of a state that stands for a part of the block's tokens: it has no key.
+    pub(crate) within: bool,
     pub(crate) hash: BlockHash,
     pub(crate) digest: NamespaceDigest,
 }
@@ -158,6 +162,7 @@ impl Request {
             attempt: 0,
             preemptions: 0,
             blocks: vec![Vec::new(); groups],
+            offered: 0,
             told: None,
             computed: 0,
             settled: 0,
@@ -176,9 +181,18 @@ impl Request {
         let target = |at: usize| {
             let first = at * WORDS;
             let words = range.start.max(first) - first..range.end.min(first + WORDS) - first;
-            Target { group, block: self.blocks[group][at], words, hash: self.spec.keys[at], digest }
+            let (block, hash) = (self.blocks[group][at], self.spec.keys[at]);
+            Target { group, block, words, within: false, hash, digest }
         };
         blocks.map(target).filter(|target| target.block != NULL_BLOCK).collect()
+    }
+
+    /// Returns the place and key of the state behind so many words, in a group with namespace `digest`.
+    pub(super) fn state(&self, group: usize, words: usize, digest: NamespaceDigest) -> Option<Target> {
+        let at = words.checked_sub(1)? / WORDS;
+        let (block, hash) = (self.blocks[group][at], self.spec.keys[at]);
+        assert_ne!(block, NULL_BLOCK, "the null block has no state");
+        Some(Target { group, block, words: 0..WORDS, within: !words.is_multiple_of(WORDS), hash, digest })
     }
 
     /// Takes its blocks of all groups.
@@ -197,14 +211,15 @@ impl Request {
         &self.spec.keys[..self.known / WORDS]
     }
 
-    /// Returns the end of the words computed by the next step.
-    pub(super) fn next_end(&self, chunk: usize) -> usize {
+    /// Returns the end of the words computed by the next step. With states a step ends with a block.
+    pub(super) fn next_end(&self, model: &Model) -> usize {
         let end = if self.computed < self.known {
-            self.known.min(self.computed + chunk)
+            self.known.min(self.computed + model.chunk)
         } else {
             self.computed + 1
         };
-        end.min(self.spec.total)
+        let most = if model.has_states(1) { (self.computed + 1).next_multiple_of(WORDS) } else { usize::MAX };
+        end.min(self.spec.total).min(most)
     }
 
     /// Returns its numbers for the policy.

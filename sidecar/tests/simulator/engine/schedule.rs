@@ -3,13 +3,14 @@
 use std::rc::Rc;
 
 use connector_shim::core::policy::{
-    BegunRequest, Changes, Due, FoundTokens, LostLoad, PlannedStep, RequestId, RequestLoad, StepPart,
+    BegunRequest, Changes, Due, FoundTokens, LostLoad, OfferedState, PlannedStep, RequestId, RequestLoad,
+    StepPart,
 };
 
 use super::blocks::NULL_BLOCK;
 use super::request::{Fate, Order, Request, State, Step, Target, Work};
 use super::scheduler::{InFlight, Phase, Scheduler};
-use super::{Shared, WORD_TOKENS, request};
+use super::{BLOCK_TOKENS, Shared, WORD_TOKENS, request};
 use crate::ctx::Ctx;
 use crate::origin::WORDS;
 
@@ -44,7 +45,7 @@ impl Scheduler {
         let id = *self.waiting.front().expect("it was asked about");
         let FoundTokens::Tokens(tokens, beside) = found else { unreachable!("the caller looked") };
         let mut external = (tokens / WORD_TOKENS) as usize;
-        if external > 1 && ctx.rng.one_in(8) {
+        if external > 1 && !self.model.has_states(1) && ctx.rng.one_in(8) {
             // vLLM may want less than was found; of several groups whole blocks.
             let less = ctx.rng.within(1, external as u64 - 1) as usize;
             let less = if self.model.groups() > 1 { less / WORDS * WORDS } else { less };
@@ -57,7 +58,8 @@ impl Scheduler {
         assert!(computed < request.known, "request {id} has no token left to compute");
         (request.computed, request.settled) = (computed, computed);
         let beside = beside && external > 0;
-        let end = if beside { computed } else { request.next_end(self.model.chunk) };
+        let end = if beside { computed } else { request.next_end(&self.model) };
+        request.offered = computed / WORDS;
         let mut own = own;
         let mut fresh = 0;
         for (group, own) in own.iter_mut().enumerate() {
@@ -110,7 +112,7 @@ impl Scheduler {
     /// Returns whether the request was given blocks without taking those of another one.
     fn schedule_one(&mut self, id: u64, ctx: &mut Ctx) -> bool {
         let request = &self.requests[&id];
-        let (start, end) = (request.computed, request.next_end(self.model.chunk));
+        let (start, end) = (request.computed, request.next_end(&self.model));
         if start == end {
             return true;
         }
@@ -137,6 +139,11 @@ impl Scheduler {
         let (digests, request) = (self.digests(), &self.requests[&id]);
         let (mut reads, mut writes) = (Vec::new(), Vec::new());
         for (group, digest) in digests.into_iter().enumerate() {
+            if self.model.has_states(group) {
+                reads.extend(request.state(group, start, digest));
+                writes.extend(request.state(group, end, digest));
+                continue;
+            }
             let first = self.model.first_read(group, start) * WORDS;
             reads.extend(request.targets(group, first..start, digest));
             writes.extend(request.targets(group, start..end, digest));
@@ -166,14 +173,16 @@ impl Scheduler {
         let request = &self.requests[&id];
         for (group, blocks) in request.blocks.iter().enumerate().filter(|_| self.model.caches) {
             let full = blocks.iter().zip(request.known_keys()).take(words / WORDS);
-            for (block, key) in full.filter(|(block, _)| **block != NULL_BLOCK) {
+            // A state is whole where a step has ended.
+            let first = if self.model.has_states(group) { request.offered } else { 0 };
+            for (block, key) in full.skip(first).filter(|(block, _)| **block != NULL_BLOCK) {
                 self.blocks.list(group, *block, *key);
             }
         }
     }
 
     /// Takes all blocks of a request; it begins again later.
-    fn preempt(&mut self, id: u64, ctx: &mut Ctx) {
+    pub(super) fn preempt(&mut self, id: u64, ctx: &mut Ctx) {
         ctx.hit("engine preempted");
         ctx.note(|| format!("{}: request {id} preempted", self.model.name));
         let request = self.requests.get_mut(&id).expect("it runs");
@@ -200,7 +209,7 @@ impl Scheduler {
     pub(super) fn finish_schedule(&mut self, shared: &mut Shared, ctx: &mut Ctx) {
         let later = std::mem::take(&mut self.later);
         later.into_iter().rev().for_each(|id| self.waiting.push_front(id));
-        let changes = self.changes();
+        let changes = self.changes(ctx);
         let voided = self.policy.view(0).stats()["saves_voided"];
         let opened = self.policy.begin_step(changes, ctx.instant());
         self.note_remarks(ctx);
@@ -234,7 +243,7 @@ impl Scheduler {
     }
 
     /// Returns the step's changes of the block tables.
-    fn changes(&mut self) -> Changes {
+    fn changes(&mut self, ctx: &mut Ctx) -> Changes {
         let mut changes = Changes::default();
         for id in self.scheduled.clone() {
             if self.requests[&id].told.is_none() {
@@ -253,8 +262,29 @@ impl Scheduler {
                 }
                 Some(_) => {}
             }
+            if self.model.has_states(1) {
+                changes.offered.extend(self.offer_states(id));
+            }
         }
+        ctx.cover.add("engine offered a state", changes.offered.len() as u64);
         changes
+    }
+
+    /// The request's states at ends of blocks, made by this step or, where their tokens were not known then, by the one before.
+    fn offer_states(&mut self, id: u64) -> Vec<OfferedState> {
+        let end = self.work.iter().find(|work| work.request == id).map_or(0, |work| work.end);
+        let request = self.requests.get_mut(&id).expect("scheduled requests exist");
+        let whole = end.min(request.known) / WORDS;
+        let places = request.offered..whole.max(request.offered);
+        request.offered = places.end;
+        let blocks = places.map(|at| (at, request.blocks[1][at])).filter(|(_, block)| *block != NULL_BLOCK);
+        let offer = |(at, block): (usize, u32)| OfferedState {
+            request: request.number,
+            group: 1,
+            block,
+            boundary: (at as u32 + 1) * BLOCK_TOKENS,
+        };
+        blocks.map(offer).collect()
     }
 
     /// Returns the loads of a group's ranks in a step.

@@ -23,7 +23,7 @@ use super::blocks::Blocks;
 use super::calls::COUNTS;
 use super::line::Line;
 use super::request::{Request, Spec, State, Work};
-use super::{BLOCK_TOKENS, Model, Port, Shared, WORD_TOKENS};
+use super::{BLOCK_TOKENS, Model, Port, Second, Shared, WORD_TOKENS};
 use crate::ctx::{Actor, BUDGET, Ctx, Micros};
 
 /// Requests that one engine serves at once; more wait at its door.
@@ -143,17 +143,20 @@ impl Scheduler {
             key_tokens: BLOCK_TOKENS,
             window: 0,
         };
-        let windows = model.window.map(|blocks| {
-            let reads = blocks as u32;
-            GroupForm { kind: GroupKind::Window { reads }, window: reads * BLOCK_TOKENS + 1, ..full }
+        let second = model.second.map(|second| match second {
+            Second::Window(blocks) => {
+                let reads = blocks as u32;
+                GroupForm { kind: GroupKind::Window { reads }, window: reads * BLOCK_TOKENS + 1, ..full }
+            }
+            Second::States => GroupForm { kind: GroupKind::State, ..full },
         });
-        let lines = ports.into_iter().map(|port| {
-            let mut line = Line::new(config.clone(), port);
+        let lines = ports.into_iter().enumerate().map(|(group, port)| {
+            let mut line = Line::new(Config { last: model.has_states(group), ..config.clone() }, port);
             PrefillRate::new(model.token_ns, 0.0).into_iter().for_each(|rate| line.tell_prefill(rate));
             line
         });
         let sessions = lines.collect();
-        let set = GroupSet::new([full].into_iter().chain(windows).collect(), 0);
+        let set = GroupSet::new([full].into_iter().chain(second).collect(), 0);
         Self {
             runs: runs.into(),
             policy: EnginePolicy::new(options, model.machine, set, sessions, ctx.instant()),

@@ -49,7 +49,7 @@ pub(super) struct Request {
     pub(super) preemptions: u32,
     /// By group. All have as many; before a window there are null blocks.
     pub(super) blocks: Vec<Vec<u32>>,
-    /// Its leading blocks of states that were offered.
+    /// The number of its leading blocks with offered or loaded states.
     pub(super) offered: usize,
     /// Blocks known to the policy; none: the request begins in its next step.
     pub(super) told: Option<usize>,
@@ -74,7 +74,7 @@ pub(crate) struct Target {
     pub(crate) group: usize,
     pub(crate) block: u32,
     pub(crate) words: Range<usize>,
-    /// Of a state that stands for a part of the block's tokens: it has no key.
+    /// The state stands for a part of the block's tokens, and has no key.
     pub(crate) within: bool,
     pub(crate) hash: BlockHash,
     pub(crate) digest: NamespaceDigest,

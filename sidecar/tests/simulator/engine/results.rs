@@ -31,7 +31,7 @@ impl Scheduler {
         let failed: BTreeSet<u32> = results.iter().flat_map(|result| &result.failed).copied().collect();
         for (id, attempt, end) in step.work {
             match self.requests.get_mut(&id).filter(|request| request.attempt == attempt) {
-                // The step has written over the state that it began on.
+                // The step has written over its first state.
                 Some(_) if step.fails && self.model.has_states(1) => self.preempt(id, ctx),
                 Some(request) if step.fails => request.fall_back(request.settled),
                 Some(request) => request.settled = end,

@@ -154,7 +154,7 @@ REFUSALS = (
         "groups-beside-drafts",
         refused="--speculative-config",
         shape=model.TINY_WINDOWS,
-        as_if={"speculative_config": EAGLE},
+        as_if={"speculative_config": EAGLE | {"method": "draft_model"}},
         never=True,
     ),
     Knob("no-prefix-caching", refused="prefix caching is off", arguments={"enable_prefix_caching": False}, often=True),

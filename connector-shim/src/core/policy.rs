@@ -350,6 +350,8 @@ impl<H: SessionHost> EnginePolicy<H> {
         let released = self.held.release_saved(unsaved, time);
         let written = self.take_blocks(&changes);
         let mut filled = std::mem::take(&mut self.overwritten);
+        // An asynchronous engine notes a state with the output of a step, and may give the state's block away before it offers it.
+        self.offered.retain(|state| !filled.contains(&state.block) && !changes.gives_away(state));
         filled.extend(&changes.filled);
         filled.extend(changes.copied.iter().map(|(_, to)| to));
         for group in &mut self.groups {

@@ -201,6 +201,28 @@ fn a_state_made_with_drafts_is_not_saved_when_it_is_lost_before() {
     assert_eq!(saved_states(&mut engine), []);
 }
 
+/// The engine may note a state with the output of a step, and give its block away before it says so. A new block of the request itself is
+/// the state's own.
+#[test]
+fn a_state_is_not_saved_from_a_block_that_the_same_step_gives_away() {
+    for (other, group, saved) in [(true, FULL, 0), (true, STATES, 0), (false, FULL, 0), (false, STATES, 1)] {
+        let mut engine = setup().engine();
+        let (request, next) = (engine.arrive(PROMPT), engine.arrive(PROMPT));
+        begin(&mut engine, request, 0, Vec::new());
+        let mut blocks = vec![Vec::new(); 2];
+        blocks[group].push(900);
+        let mut changes = Changes::default();
+        if other {
+            changes.begun.push(BegunRequest { request: Some(next), blocks, computed: 0 });
+        } else {
+            changes.grown.push((Some(request), blocks));
+        }
+        changes.offered.push(offer(request, 900, 4 * BLOCK_TOKENS));
+        engine.step_with(changes, &[(next, 1), (request, 1)]);
+        assert_eq!(saved_states(&mut engine).len(), saved, "{other} {group}");
+    }
+}
+
 /// Any group may get the block next.
 #[test]
 fn a_state_is_given_up_before_its_block_is_written_again() {

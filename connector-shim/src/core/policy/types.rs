@@ -185,6 +185,22 @@ pub struct EndedRequest {
     pub hold: Vec<u32>,
 }
 
+// === impl Changes ===
+
+impl Changes {
+    /// Whether the step has the state's block in a table of another request, or of another group.
+    pub(super) fn gives_away(&self, state: &OfferedState) -> bool {
+        let begun = self.begun.iter().map(|begun| (begun.request, &begun.blocks));
+        let mut tables = begun.chain(self.grown.iter().map(|(request, blocks)| (*request, blocks)));
+        tables.any(|(request, table)| {
+            let mut groups = table.iter().enumerate();
+            groups.any(|(group, blocks)| {
+                (request, group) != (Some(state.request), state.group) && blocks.contains(&state.block)
+            })
+        })
+    }
+}
+
 // === impl PolicyWait ===
 
 impl PolicyWait {

@@ -428,7 +428,9 @@ impl<H: SessionHost> EnginePolicy<H> {
     /// computes tokens into the `written` blocks.
     fn follow_proof(&mut self, changes: Changes, filled: &[u32], written: &[u32]) {
         self.proof.overwrite(filled);
-        self.proof.copy(&changes.copied);
+        if self.set.has_tails() {
+            self.proof.copy(&changes.copied);
+        }
         for load in self.next.parts.iter().flat_map(|part| &part.loads).filter(|load| load.sync) {
             if let Some(request) = self.requests.get_mut(load.request) {
                 self.proof.fill_by_load(request);
@@ -450,7 +452,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         }
         self.proof.overwrite(written);
         for begun in &changes.begun {
-            if let Some(id) = begun.request
+            if let Some(id) = begun.request.filter(|_| self.set.has_tails())
                 && let Some(request) = self.requests.get(id).filter(|request| request.doubt.is_none())
             {
                 self.proof.keep_beginning(id, request, begun.computed);

@@ -174,6 +174,32 @@ fn a_copy_of_what_is_not_proven_is_not_either() {
     assert!(!saved.contains(&910) && !saved.contains(&912), "upon a step that was passed over: {saved:?}");
 }
 
+/// The step to copy the blocks may have failed as well, or the one before it alone.
+#[test]
+fn a_copy_of_a_copy_is_as_unproven() {
+    for both in [true, false] {
+        let mut engine = setup().engine();
+        let (first, _) = producer(&mut engine);
+        let shared = engine[first].blocks[FULL][..2].to_vec();
+        let copied = vec![(engine[first].blocks[FULL][2], 910), (900, 911)];
+        engine.finish(first);
+        let second = arrive(&mut engine, 3 * BLOCK_TOKENS);
+        engine[second].blocks = vec![[shared.clone(), vec![910]].concat(), vec![0, 0, 911]];
+        let mut step = begin(&mut engine, second, END, 1, copied);
+        if both {
+            step = engine.idle();
+        }
+        engine.take(&step);
+        engine.finish(second);
+        take_saves(&mut engine, FULL);
+        let third = arrive(&mut engine, 3 * BLOCK_TOKENS);
+        engine[third].blocks = vec![[shared, vec![920]].concat(), vec![0, 0, 921]];
+        begin(&mut engine, third, END, 3 * BLOCK_TOKENS - END, vec![(910, 920), (911, 921)]);
+        let saved: Vec<_> = take_saves(&mut engine, FULL).into_iter().flat_map(|(_, _, ids)| ids).collect();
+        assert!(!saved.contains(&920), "{both}: {saved:?}");
+    }
+}
+
 /// A full block's state is the one at its end.
 #[test]
 fn a_state_at_the_end_of_a_block_proves_nothing_within_it() {

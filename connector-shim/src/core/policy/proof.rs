@@ -37,6 +37,8 @@ struct OpenStep {
     fills: Vec<Fill>,
     /// The blocks under each request at its begin in the step. A request with a window forgets them before the engine takes the output.
     begins: Vec<(RequestId, Vec<u32>)>,
+    /// Blocks copied by the step, each pair from the first to the second.
+    copies: Vec<(u32, u32)>,
 }
 
 /// The steps passed over by the engine when it took a later output.
@@ -170,7 +172,12 @@ impl BlockProof {
             // One of them is enough to learn of passed-over steps.
             return None;
         }
-        self.open.push_back(OpenStep { number: step, fills: Vec::new(), begins: Vec::new() });
+        self.open.push_back(OpenStep {
+            number: step,
+            fills: Vec::new(),
+            begins: Vec::new(),
+            copies: Vec::new(),
+        });
         (self.open.len() > OPEN_STEPS_MAX).then(|| {
             self.void();
             self.stalled = true;
@@ -189,6 +196,9 @@ impl BlockProof {
     pub(super) fn copy(&mut self, copied: &[(u32, u32)]) {
         for (from, to) in copied {
             self.keys.iter_mut().for_each(|keys| keys.copy(*from, *to));
+        }
+        if let Some(step) = self.open.back_mut() {
+            step.copies.extend(copied);
         }
     }
 
@@ -389,6 +399,10 @@ impl BlockProof {
                     self.keys[fill.group].forget_blocks(&fill.blocks);
                     lost.extend(&fill.blocks);
                 }
+                // Nobody knows whether the step made its copies.
+                let copies: Vec<u32> = open.copies.iter().map(|(_, to)| *to).collect();
+                self.overwrite(&copies);
+                lost.extend(copies);
             }
             voids |= self.spread(lost, affected, requests, scheduled);
             self.unkept.unaccepted_steps += passed.len() as u64;
@@ -419,6 +433,8 @@ impl BlockProof {
             for fill in std::mem::take(&mut open.fills) {
                 self.keys[fill.group].forget_blocks(&fill.blocks);
             }
+            let copies: Vec<u32> = std::mem::take(&mut open.copies).into_iter().map(|(_, to)| to).collect();
+            self.keys.iter_mut().for_each(|keys| keys.forget_blocks(&copies));
         }
     }
 
@@ -440,6 +456,7 @@ impl BlockProof {
         let mut left = self.blocks_under(requests);
         let mut voids = false;
         loop {
+            self.forget_copies(&mut lost);
             if affected.is_empty() {
                 let upon = left.iter().filter(|(_, blocks)| !lost.is_disjoint(blocks));
                 affected = upon.map(|(id, _)| *id).collect();
@@ -463,6 +480,15 @@ impl BlockProof {
                     self.fall_back(request);
                 }
             }
+        }
+    }
+
+    /// Copies of lost blocks are lost.
+    fn forget_copies(&mut self, lost: &mut HashSet<u32>) {
+        let copies: Vec<(u32, u32)> = self.open.iter().flat_map(|open| &open.copies).copied().collect();
+        while let Some((_, to)) = copies.iter().find(|(from, to)| lost.contains(from) && !lost.contains(to)) {
+            self.overwrite(&[*to]);
+            lost.insert(*to);
         }
     }
 

@@ -99,11 +99,9 @@ def test_blocks_of_a_request_are_told_of_together(told: Told) -> None:
 
 
 def test_states_are_told_of_by_their_kind(told: Told) -> None:
-    """A state within a block has the tokens from the hash before, as vLLM tells of its own."""
-    state = MambaSpec(block_size=2 * TOKENS, shapes=((2, 64),), dtypes=(torch.bfloat16,), mamba_cache_mode="align")
-    config = kv_cache_config(state)
-    config.hash_block_size = config.cache_hit_alignment_tokens = TOKENS
-    told.events = events.Events(Group(1, (TOKENS, 2 * TOKENS)), config)
+    """With the tokens of their block."""
+    state = MambaSpec(block_size=TOKENS, shapes=((2, 64),), dtypes=(torch.bfloat16,), mamba_cache_mode="align")
+    told.events = events.Events(Group(1, (TOKENS, TOKENS)), kv_cache_config(state))
     told.requests[ONE] = request(range(1, 6))
     (stored,) = told.take((False, keys(3), True, ONE, 2))
     assert (stored.group_idx, stored.kv_cache_spec_kind) == (1, "mamba")

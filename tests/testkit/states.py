@@ -60,16 +60,16 @@ def load(running: engine.Engine, keeper: sidecar.Sidecar, answers: Answers, laye
     assert damaged[-1]["logprobs"] != answers.local[-1]["logprobs"]
 
 
-def namespaces(keeper: sidecar.Sidecar, kind: str = "state") -> list[str]:
-    """The namespaces of the groups of a kind."""
+def namespaces(keeper: sidecar.Sidecar) -> list[str]:
+    """The namespaces of the groups with states."""
     found = keeper.namespaces()
-    return [str(each["namespace"]) for each in found if each["facts"]["group_kind"] == kind]
+    return [str(each["namespace"]) for each in found if each["facts"]["group_kind"] == "state"]
 
 
 @contextmanager
-def exchanged(keeper: sidecar.Sidecar, layer_bytes: int, kind: str = "state") -> Iterator[int]:
-    """While the block runs, states, or blocks of another kind, have the first layers of one another. Yields their number."""
-    names = {bytes.fromhex(name) for name in namespaces(keeper, kind)}
+def exchanged(keeper: sidecar.Sidecar, layer_bytes: int) -> Iterator[int]:
+    """While the block runs, states have the first layers of one another. Yields the number of states."""
+    names = {bytes.fromhex(name) for name in namespaces(keeper)}
     with pool_file.mapped(Path(keeper.pool)) as pool:
         places = [slot.offset for slot in pool_file.committed(pool) if slot.namespace in names]
         _exchange(pool, places, layer_bytes)

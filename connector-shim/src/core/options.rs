@@ -60,7 +60,7 @@ pub enum Values {
     },
     /// A number with or without decimals, from 0 up to `most`.
     Number {
-        /// The largest.
+        /// The largest number.
         most: u32,
     },
     /// Any text.
@@ -76,7 +76,7 @@ pub enum Values {
 pub enum GivenValue {
     /// A whole number.
     Count(u32),
-    /// Another number.
+    /// A number with decimals.
     Number(f64),
     /// A text.
     Text(String),

@@ -24,9 +24,9 @@ pub enum GroupKind {
 /// The keys that a question to a group names.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum AskedKeys {
-    /// These of the group's log.
+    /// Keys of the group's log.
     Of(Range<u32>),
-    /// That of a block of full attention filled up to this token, as far as a hit reads it.
+    /// The key of a block of full attention filled up to this token, as far as a hit reads it.
     Tail(u32),
 }
 

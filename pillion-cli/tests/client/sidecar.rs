@@ -1,6 +1,6 @@
 use std::ffi::OsStr;
 use std::io::{Read, Write};
-use std::net::{TcpListener, TcpStream};
+use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -19,13 +19,13 @@ pub(crate) struct Sidecar {
 }
 
 /// A port that is free together with the next two: below those that the kernel gives to connections, and no other
-/// test's.
+/// test's. It is not bound to see that: a process that another test starts in that moment would listen on it until its exec.
 pub(crate) fn free_port() -> u16 {
     static LAST: AtomicU32 = AtomicU32::new(0);
     let three = || {
         let number = LAST.fetch_add(1, Ordering::Relaxed) + std::process::id() * 64;
         let port = 10_000 + 3 * (number % 7_500) as u16;
-        let free = |port| TcpListener::bind(("127.0.0.1", port)).is_ok();
+        let free = |port| TcpStream::connect(("127.0.0.1", port)).is_err();
         (port..port + 3).all(free).then_some(port)
     };
     std::iter::repeat_with(three).find_map(|port| port).unwrap()

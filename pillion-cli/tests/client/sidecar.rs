@@ -18,8 +18,8 @@ pub(crate) struct Sidecar {
     port: u16,
 }
 
-/// A port that is free together with the next two: below those that the kernel gives to connections, and no other
-/// test's. It is not bound to see that: a process that another test starts in that moment would listen on it until its exec.
+/// The first of three free ports, below the kernel's range for connections and different in each test. A trial by `bind` could fail
+/// the real one: a process started meanwhile by another test would inherit the listener until its exec.
 pub(crate) fn free_port() -> u16 {
     static LAST: AtomicU32 = AtomicU32::new(0);
     let three = || {

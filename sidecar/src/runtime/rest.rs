@@ -10,7 +10,7 @@ use crate::system::poller::Source;
 
 /// How long to spin after the last work. A peer's next message of the same step comes within microseconds, but ringing a
 /// sleeping sidecar was measured to hold the ringing thread for 57 us on a virtual machine: a spin that is shorter ends
-/// before the peer goes on, and every message rings again (docs/decisions/0004-spin-longer-than-a-wake-up.md).
+/// before the peer goes on, and every message rings again (docs/decisions/0004-sidecar-and-engine-spin-before-they-sleep.md).
 const SPIN: Duration = Duration::from_micros(200);
 /// While there is always work, sockets are looked at this often.
 const IO: Duration = Duration::from_millis(1);

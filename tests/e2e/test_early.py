@@ -1,4 +1,4 @@
-"""Blocks of another pod go on to the engine while later ones are still on the wire (docs/decisions/0017-early-answers.md).
+"""Blocks of another pod go on to the engine while later ones are still on the wire (docs/decisions/0017-loads-begin-while-later-blocks-are-still-arriving.md).
 
 The wire stands still behind the first parts of them, so that what happens then cannot be missed.
 """

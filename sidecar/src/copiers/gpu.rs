@@ -410,7 +410,7 @@ impl Thread {
     }
 
     /// This rank's batch cannot be got rid of, nor its slots and memory given back before it has passed:
-    /// docs/decisions/0022-a-gate-for-each-load.md.
+    /// docs/decisions/0022-each-load-has-its-own-gate-and-a-stuck-rank-is-parked.md.
     fn park(&mut self) {
         self.parked = true;
         self.place.park();

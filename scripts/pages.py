@@ -13,8 +13,9 @@ from urllib.parse import unquote
 from texts import FENCE, HTML_COMMENT, LINK, SPAN
 
 SUMMARY = Path("docs/SUMMARY.md")
-# It lists the decisions, a link in a line each.
+# The index of the decisions: tables, each row with a link in its first cell.
 DECISIONS = Path("docs/decisions/README.md")
+DECISION = re.compile(r"^\| (\[.*?\]\([^)\s]+\)) \|", re.MULTILINE)
 HEADING = re.compile(r"^#{1,6} +(.*?) *#*$", re.MULTILINE)
 # The target of a link; and links out of the repository.
 TARGET = re.compile(r"\]\(([^)\s]+)\)")
@@ -95,8 +96,8 @@ def contents(root: Path) -> str:
         lines.append(from_root(line, SUMMARY))
         if lines[-1].endswith(f"]({DECISIONS})"):
             indent = line[: line.index("-")] + "  "
-            decisions = (root / DECISIONS).read_text().splitlines()
-            lines += [indent + from_root(decision, DECISIONS) for decision in decisions if decision.startswith("- [")]
+            decisions = DECISION.findall((root / DECISIONS).read_text())
+            lines += [f"{indent}- {from_root(decision, DECISIONS)}" for decision in decisions]
     return "\n".join(lines) + "\n"
 
 

@@ -81,12 +81,13 @@ def test_a_page_that_is_no_chapter_is_named(pages: ModuleType, tmp_path: Path) -
 def test_the_decisions_are_chapters_below_their_list(pages: ModuleType, tmp_path: Path) -> None:
     write(tmp_path, SUMMARY="- [a](a.md)\n  - [d](decisions/README.md)\n- [r](../README.md)\n", a="")
     (tmp_path / "docs/decisions").mkdir()
-    (tmp_path / "docs/decisions/README.md").write_text("See [a](../a.md).\n\n- [one](0001-one.md)\n- [two](0002-two.md)\n")
+    rows = "| decision | reason |\n|---|---|\n| [one](0001-one.md) | see [a](../a.md) |\n| [`two`](0002-two.md) | b |\n"
+    (tmp_path / "docs/decisions/README.md").write_text(f"See [a](../a.md).\n\n{rows}")
     assert pages.contents(tmp_path).splitlines() == [
         "- [a](docs/a.md)",
         "  - [d](docs/decisions/README.md)",
         "    - [one](docs/decisions/0001-one.md)",
-        "    - [two](docs/decisions/0002-two.md)",
+        "    - [`two`](docs/decisions/0002-two.md)",
         "- [r](README.md)",
     ]
 

@@ -7,7 +7,7 @@ use super::requests::RequestId;
 
 /// [`LoadMode::Auto`] loads synchronously when the copy is predicted to take no longer than this, 4 GB, unless the engine says how long.
 /// The step computes layer by layer behind the copy, and an asynchronous load costs its request a step more. Measured beside
-/// eleven other requests: 912 tokens/s so, 886 with a limit of 2 ms (benches/README.md).
+/// eleven other requests: 912 tokens/s so, 886 with a limit of 2 ms (benches/gpu/results/2026-11-21-h200.jsonl).
 const AUTO_SYNC_MS: u64 = 100;
 /// An engine decoding the prompts of others is there for even gaps between tokens.
 const AUTO_SYNC_CONSUMER_MS: u64 = 2;
@@ -15,7 +15,7 @@ const AUTO_SYNC_CONSUMER_MS: u64 = 2;
 pub const BYTES_PER_MS: u64 = 40_000_000;
 /// The capacity of one step of a GPU: new tokens to compute, and milliseconds of synchronous copies. Requests arriving together then begin
 /// one after the other instead of all waiting for the last one's KV and prompt: first tokens of conversations came after 190 ms so, 288
-/// before (benches/README.md).
+/// before (benches/gpu/results/2026-11-21-h200.jsonl).
 const STEP_NEW_TOKENS: u32 = 512;
 const STEP_COPY_MS: u64 = 10;
 /// Beside a full step a load begins in the background, to spare a later step the wait: so many at once, since each holds blocks without any

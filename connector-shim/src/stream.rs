@@ -11,7 +11,7 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
 use copy_engine::CopyError;
-use copy_engine::cuda::{CudaError, DeviceMemory, Event, Gpu, Registered, Stream};
+use copy_engine::cuda::{CudaError, DeviceMemory, Gpu, GpuStream, Registered, StreamEvent};
 use cudarc::driver::sys;
 use rustix::fs::MemfdFlags;
 use shm_protocol::layout;
@@ -35,7 +35,7 @@ pub(crate) struct Words {
 /// A stream of the engine's, for the length of one call.
 #[derive(Debug)]
 pub(crate) struct EngineStream {
-    stream: Stream,
+    stream: GpuStream,
     handle: u64,
 }
 
@@ -69,14 +69,14 @@ impl EngineStream {
     pub(crate) fn borrow(gpu: &Arc<Gpu>, handle: u64) -> Self {
         // SAFETY: the engine states in this very call that the handle is its current stream, on the GPU whose primary
         // context it uses (the one `gpu` retains); the value ends with the call, and no handle is kept to be borrowed again.
-        let stream = unsafe { Stream::borrow(gpu, handle) };
+        let stream = unsafe { GpuStream::borrow(gpu, handle) };
         Self { stream, handle }
     }
 
     /// Enqueues the store of a fence word of the header page.
     pub(crate) fn write_fence(&self, words: &Words, word: usize, step: u64) -> Result<(), CudaError> {
         // SYNC POINT(step): the driver makes the KV written before visible with the word.
-        self.stream.write(&words.header, word, step)
+        self.stream.write_word(&words.header, word, step)
     }
 
     /// Enqueues the wait for the first `cuts` cuts of load `op`.
@@ -86,12 +86,12 @@ impl EngineStream {
     }
 
     /// A mark behind everything enqueued so far.
-    pub(crate) fn record(&self) -> Result<Event, CudaError> {
+    pub(crate) fn record(&self) -> Result<StreamEvent, CudaError> {
         self.stream.record()
     }
 
     /// Moves a mark behind everything enqueued so far.
-    pub(crate) fn mark(&self, event: &Event) -> Result<(), CudaError> {
+    pub(crate) fn mark(&self, event: &StreamEvent) -> Result<(), CudaError> {
         self.stream.mark(event)
     }
 

@@ -20,7 +20,7 @@ use std::sync::mpsc::Sender;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use copy_engine::cuda::{CudaError, Event};
+use copy_engine::cuda::{CudaError, StreamEvent};
 use shm_protocol::handshake::{self, Copier, Digest, Hello, Role};
 use shm_protocol::key::NamespaceDigest;
 use shm_protocol::layout::header;
@@ -345,7 +345,7 @@ impl Worker {
 
     /// Gives a load into GPU memory to the thread, and returns the blocks that count as failed whatever comes. None where the step
     /// waits for them: they come, as old as what vLLM itself holds, and vLLM could not take back what the step after computes.
-    fn follow(&mut self, plan: Plan, reached: Event, sync: bool) -> Vec<u32> {
+    fn follow(&mut self, plan: Plan, reached: StreamEvent, sync: bool) -> Vec<u32> {
         let promised = !self.session.copies_itself(&plan);
         let job = self.job(plan);
         let is_theirs = promised && job.link.is_some();

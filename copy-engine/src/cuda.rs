@@ -16,10 +16,10 @@ mod memory;
 mod plan;
 mod stream;
 
-pub use batch::{Blocks, CopyStream};
+pub use batch::{CopyStream, DeviceBlocks};
 pub use device::{DeviceMemory, StageStream};
 pub use error::CudaError;
-pub use export::{Exported, export};
+pub use export::{Exported, export_allocation};
 pub use gpu::{Gpu, driver_version, is_present};
 pub use memory::{Imported, Registered};
-pub use stream::{Event, Stream};
+pub use stream::{GpuStream, StreamEvent};

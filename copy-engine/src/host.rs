@@ -12,7 +12,7 @@ use shm_protocol::handshake::BlockRegion;
 use shm_protocol::region::{Access, Region, descriptor_bytes};
 use thiserror::Error;
 
-use crate::Direction;
+use crate::PoolDirection;
 use crate::cuda::CudaError;
 
 /// A copy that was not made whole, or memory that cannot be copied.
@@ -95,7 +95,7 @@ impl HostMemory {
 
     /// Copies block `block` from engine memory to `pool` at `offset`. The caller owns those pool bytes until it is told.
     pub fn save_block(&self, block: u32, pool: &Region, offset: u64) -> Result<(), CopyError> {
-        self.copy(Direction::ToPool, block, pool, offset, &(0..self.block_bytes))
+        self.copy(PoolDirection::ToPool, block, pool, offset, &(0..self.block_bytes))
     }
 
     /// Copies `pool` at `offset` into block `block` of engine memory. Pool bytes that change meanwhile give a torn block:
@@ -112,12 +112,12 @@ impl HostMemory {
         block: u32,
         part: &Range<u64>,
     ) -> Result<(), CopyError> {
-        self.copy(Direction::ToEngine, block, pool, offset, part)
+        self.copy(PoolDirection::ToEngine, block, pool, offset, part)
     }
 
     fn copy(
         &self,
-        direction: Direction,
+        direction: PoolDirection,
         block: u32,
         pool: &Region,
         offset: u64,
@@ -141,8 +141,8 @@ impl HostMemory {
                 let bytes = (inside.end - inside.start) as usize;
                 let at = start + inside.start as usize;
                 match direction {
-                    Direction::ToPool => read_all(descriptor, position, pool, at, bytes)?,
-                    Direction::ToEngine => write_all(descriptor, position, pool, at, bytes)?,
+                    PoolDirection::ToPool => read_all(descriptor, position, pool, at, bytes)?,
+                    PoolDirection::ToEngine => write_all(descriptor, position, pool, at, bytes)?,
                 }
             }
             at += region.bytes;

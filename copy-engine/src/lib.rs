@@ -18,7 +18,7 @@ pub use staging::Staging;
 
 /// Which way bytes go.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub enum Direction {
+pub enum PoolDirection {
     /// From the engine's memory to the pool.
     ToPool,
     /// From the pool to the engine's memory.
@@ -69,7 +69,7 @@ impl EngineMemory {
     }
 
     /// Begins to copy part `cut` of some blocks, each (block, offset of its copy in `pool`), and returns the batch's number;
-    /// it has ended when [`EngineMemory::ended`] is not below. Pool bytes that change meanwhile give torn blocks: the
+    /// it has ended when [`EngineMemory::last_ended`] is not below. Pool bytes that change meanwhile give torn blocks: the
     /// caller checks the slots' generations before and after. After an error none of the batch is whole, and nothing of it
     /// is still being written.
     pub fn begin_load(
@@ -89,10 +89,10 @@ impl EngineMemory {
     }
 
     /// The last batch that has ended.
-    pub fn ended(&self) -> Result<u64, CopyError> {
+    pub fn last_ended(&self) -> Result<u64, CopyError> {
         match self {
             Self::Host(_) => Ok(0),
-            Self::Cuda(memory) => Ok(memory.ended()?),
+            Self::Cuda(memory) => Ok(memory.last_ended()?),
         }
     }
 }

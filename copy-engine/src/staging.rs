@@ -65,7 +65,7 @@ impl Staging {
     }
 
     /// Where they lie, as the handshake says it.
-    pub fn place(&self) -> BlockRegion {
+    pub fn block_region(&self) -> BlockRegion {
         let (stride, bytes) = (stride(self.block_bytes), self.block_bytes);
         BlockRegion { fd: 0, offset: STAGING_WORDS_BYTES as u64, stride, bytes }
     }
@@ -126,7 +126,7 @@ mod tests {
         let stage = |tag, block, slot| Stage { tag, block, slot };
         let whole = staging.fill(&memory, &[stage(9, 2, 1), stage(10, 3, 3), stage(11, 0, 2)]);
         assert_eq!(whole, [true, false, true], "there is no block 3");
-        let place = staging.place();
+        let place = staging.block_region();
         for (slot, (tag, byte)) in [(0, 0), (9, 3), (11, 1), (10, 0)].into_iter().enumerate() {
             let mut bytes = vec![0xee; place.stride as usize];
             let at = place.offset + slot as u64 * place.stride;

@@ -4,7 +4,7 @@
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|line: &[u8]| {
-    let answer = tools::keys::answer(line);
+    let answer = tools::keys::answer_question(line);
     assert!(!answer.contains('\n'));
     assert!(answer.starts_with("{\"none_hash\":\"") || answer.starts_with("{\"error\":\""), "{answer}");
 });

@@ -84,7 +84,7 @@ fn until_end(child: Pid, signals: &SignalFd, told_to_end: &mut bool) -> anyhow::
     loop {
         match next(signals)? {
             Some(Signal::SIGCHLD) => {
-                if let Some(status) = reap(child).context("cannot wait for the sidecar")? {
+                if let Some(status) = reap_children(child).context("cannot wait for the sidecar")? {
                     return Ok(exit_code(status.exit_status(), status.terminating_signal()));
                 }
             }
@@ -113,7 +113,7 @@ pub(crate) fn die_with_parent() -> anyhow::Result<()> {
 }
 
 /// Takes back every process that has ended, orphans too; the status of `child` if it is among them.
-fn reap(child: Pid) -> Result<Option<WaitStatus>, Errno> {
+fn reap_children(child: Pid) -> Result<Option<WaitStatus>, Errno> {
     let mut ended = None;
     loop {
         match rustix::process::wait(WaitOptions::NOHANG) {

@@ -57,26 +57,26 @@ enum Command {
         options: Box<Options>,
     },
     /// Query or control a running sidecar; see docs/configuration.md.
-    Ctl(ctl::Options),
+    Ctl(ctl::CtlOptions),
     /// Derive block keys as vLLM does: one JSON object a line on standard input, one answer a line on standard
     /// output; see docs/keys.md.
     Keys,
     /// Print what an engine must state to share blocks with others: the digest of its weight files, and the names of
     /// all other facts.
-    Facts(facts::Options),
+    Facts(facts::FactsOptions),
     /// Add sidecars to Kubernetes manifests: reads standard input, writes standard output; see docs/deploy.md.
-    Inject(inject::Options),
+    Inject(inject::InjectOptions),
     /// Copy the connector for vLLM into a folder; an init container does so in the engine's pod.
     Connector(connector::ConnectorOptions),
     /// Send prompts to one engine that computes them and to another that answers them; see docs/prefill-decode.md.
-    Route(Box<router::Options>),
+    Route(Box<router::RouteOptions>),
     /// Check this host, or two engines that should share blocks. Exit status: 0 nothing must be changed, 1 something
     /// must, 2 a file cannot be read.
-    Doctor(Box<doctor::Options>),
+    Doctor(Box<doctor::DoctorOptions>),
     /// Show live what a running sidecar does: tiers, hits, transfers, engines, peers. The key q ends it.
-    Top(top::Options),
+    Top(top::TopOptions),
     /// Measure what this machine can do, and how close Pillion comes to it; see docs/capacity.md.
-    Bench(bench::Options),
+    Bench(bench::BenchOptions),
     /// Print the release and the protocol version.
     Version,
     /// Print all commands and their options as JSON, from which scripts/options writes docs/options.md.
@@ -88,8 +88,8 @@ enum Command {
 const NOT_STARTED: u8 = 2;
 
 fn main() -> ExitCode {
-    run(Arguments::parse().command).unwrap_or_else(|error| {
-        eprintln!("pillion: {}", text(&error));
+    run_command(Arguments::parse().command).unwrap_or_else(|error| {
+        eprintln!("pillion: {}", error_text(&error));
         failure(&error)
     })
 }
@@ -105,7 +105,7 @@ fn is_not_started(error: &anyhow::Error) -> bool {
 }
 
 /// An error with its causes, but for those that its text has.
-fn text(error: &anyhow::Error) -> String {
+fn error_text(error: &anyhow::Error) -> String {
     let mut text = error.to_string();
     for cause in error.chain().skip(1).map(ToString::to_string) {
         if !text.contains(&cause) {
@@ -115,7 +115,7 @@ fn text(error: &anyhow::Error) -> String {
     text
 }
 
-fn run(command: Command) -> anyhow::Result<ExitCode> {
+fn run_command(command: Command) -> anyhow::Result<ExitCode> {
     match command {
         Command::Serve { below_init: false, .. } if std::process::id() == 1 => init::serve_as_child(),
         Command::Serve { config, below_init, options } => {
@@ -125,25 +125,25 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
             let file = config.as_deref().map(Options::read).transpose()?.unwrap_or_default();
             let config = options.or(file).complete()?;
             let log = logging::start(config.log_level, config.log_format);
-            Ok(serve(&config, log).map_or_else(
+            Ok(serve_until_signal(&config, log).map_or_else(
                 |error| {
-                    tracing::error!("{}", text(&error));
+                    tracing::error!("{}", error_text(&error));
                     failure(&error)
                 },
                 |()| ExitCode::SUCCESS,
             ))
         }
         Command::Ctl(options) => {
-            print_answer(&ctl::ask(&options)?);
+            print_answer(&ctl::ask_sidecar(&options)?);
             Ok(ExitCode::SUCCESS)
         }
         Command::Keys => {
-            keys::serve(std::io::stdin().lock(), std::io::stdout().lock())?;
+            keys::answer_questions(std::io::stdin().lock(), std::io::stdout().lock())?;
             Ok(ExitCode::SUCCESS)
         }
         Command::Facts(options) => print_facts(&options),
         Command::Inject(options) => {
-            inject::serve(
+            inject::inject_stream(
                 std::io::stdin().lock(),
                 std::io::stdout().lock(),
                 std::io::stderr().lock(),
@@ -158,12 +158,12 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Route(options) => run_router(*options),
         Command::Doctor(options) => Ok(examine(&options)),
         Command::Top(options) => {
-            top::show(&options, print_answer)?;
+            top::show_tables(&options, print_answer)?;
             Ok(ExitCode::SUCCESS)
         }
         Command::Bench(options) => {
             logging::start(Level::Warn, LogFormat::Text);
-            print_answer(&bench::run(&options, print_answer)?);
+            print_answer(&bench::run_bench(&options, print_answer)?);
             Ok(ExitCode::SUCCESS)
         }
         Command::Version => {
@@ -178,7 +178,7 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
 }
 
 /// Runs the router until a signal ends it. SIGHUP has its files read again.
-fn run_router(options: router::Options) -> anyhow::Result<ExitCode> {
+fn run_router(options: router::RouteOptions) -> anyhow::Result<ExitCode> {
     heap::return_large_blocks();
     logging::start(options.log_level, options.log_format);
     let signals = signals(&[Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP])?;
@@ -197,7 +197,7 @@ fn run_router(options: router::Options) -> anyhow::Result<ExitCode> {
         }
     };
     std::thread::Builder::new().name("pillion-signals".into()).spawn(watch)?;
-    router::serve(options, reload, async { drop(told.await) }, GRACE_WITH_DISKS)?;
+    router::serve_router(options, reload, async { drop(told.await) }, GRACE_WITH_DISKS)?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -210,7 +210,7 @@ fn print_version() {
 fn print_options() {
     let mut program = Arguments::command();
     program.build();
-    println!("{:#}", serde_json::Value::Array(reference::commands(&program)));
+    println!("{:#}", serde_json::Value::Array(reference::list_commands(&program)));
 }
 
 #[expect(clippy::print_stdout, reason = "this is what the user asked for")]
@@ -219,17 +219,17 @@ fn print_answer(answer: &str) {
 }
 
 #[expect(clippy::print_stdout, reason = "this is what the user asked for")]
-fn print_facts(options: &facts::Options) -> anyhow::Result<ExitCode> {
-    print!("{}", facts::report(options)?);
+fn print_facts(options: &facts::FactsOptions) -> anyhow::Result<ExitCode> {
+    print!("{}", facts::report_facts(options)?);
     Ok(ExitCode::SUCCESS)
 }
 
 #[expect(clippy::print_stdout, reason = "this is what the user asked for")]
-fn examine(options: &doctor::Options) -> ExitCode {
-    match doctor::examine(options) {
+fn examine(options: &doctor::DoctorOptions) -> ExitCode {
+    match doctor::examine_node(options) {
         Ok(findings) => {
-            print!("{}", doctor::report(&findings, options.json));
-            ExitCode::from(u8::from(!doctor::passes(&findings)))
+            print!("{}", doctor::report_findings(&findings, options.json));
+            ExitCode::from(u8::from(!doctor::findings_pass(&findings)))
         }
         Err(error) => {
             eprintln!("pillion doctor: {error}");
@@ -238,17 +238,17 @@ fn examine(options: &doctor::Options) -> ExitCode {
     }
 }
 
-fn serve(config: &Config, log: LogLevel) -> anyhow::Result<()> {
+fn serve_until_signal(config: &Config, log: LogLevel) -> anyhow::Result<()> {
     let signals = signals(&[Signal::SIGTERM, Signal::SIGINT])?;
     // A write beyond RLIMIT_FSIZE is an error of this write.
     SigSet::from(Signal::SIGXFSZ).thread_block().context("cannot block signals")?;
-    for name in config::mistyped(&reference::variables(&Arguments::command())) {
+    for name in config::mistyped(&reference::list_variables(&Arguments::command())) {
         tracing::warn!("the environment variable {name} belongs to no option: correct its name, or unset it");
     }
     let server = Server::start(config, log)?;
     let (http, control) = (server.http(), server.control().map(tracing::field::display));
     tracing::info!(socket = %server.socket().display(), %http, control, dram = %config.dram, "serving");
-    let asked = wait(&signals, &server)?;
+    let asked = wait_for_end(&signals, &server)?;
     if !asked {
         bail!("a thread of the sidecar ended with a panic, shown above: report it with the log");
     }
@@ -267,7 +267,7 @@ fn signals(watched: &[Signal]) -> anyhow::Result<SignalFd> {
 }
 
 /// Waits for SIGTERM, SIGINT or an operator's word (true), or for a thread that ended (false).
-fn wait(signals: &SignalFd, server: &Server) -> anyhow::Result<bool> {
+fn wait_for_end(signals: &SignalFd, server: &Server) -> anyhow::Result<bool> {
     let (ended, asked) = (server.ended(), server.asked());
     let mut watched = [
         PollFd::new(signals, PollFlags::IN),

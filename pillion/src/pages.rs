@@ -19,7 +19,7 @@ mod private {
     pub trait Bytes: Sized {
         const BYTES: usize;
         fn of_bytes(bytes: &[u8]) -> Self;
-        fn put(self, bytes: &mut [u8]);
+        fn put_bytes(self, bytes: &mut [u8]);
     }
 }
 
@@ -32,7 +32,7 @@ macro_rules! elements {
                 Self::from_ne_bytes(bytes.try_into().expect("its length"))
             }
 
-            fn put(self, bytes: &mut [u8]) {
+            fn put_bytes(self, bytes: &mut [u8]) {
                 bytes.copy_from_slice(&self.to_ne_bytes());
             }
         }
@@ -177,7 +177,7 @@ pub fn write_tokens<T: Element>(
 ) -> Result<(), EngineError> {
     let all = axes.fit::<T>(page.len(), &tokens, array.len(), first)?;
     axes.for_each(tokens, (first, all), |at, dense| {
-        array[dense].put(&mut page[at * T::BYTES..(at + 1) * T::BYTES]);
+        array[dense].put_bytes(&mut page[at * T::BYTES..(at + 1) * T::BYTES]);
     });
     Ok(())
 }

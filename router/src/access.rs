@@ -140,7 +140,7 @@ impl Noted {
     }
 
     /// Notes why the request failed.
-    pub(super) fn failed(&self, error: impl Into<String>) {
+    pub(super) fn note_failure(&self, error: impl Into<String>) {
         self.notes().error = Some(error.into());
     }
 }
@@ -165,7 +165,7 @@ impl AccessEntry {
     pub(super) fn end_body(&mut self, error: Option<&hyper::Error>) {
         self.has_ended = true;
         if let Some(error) = error {
-            self.noted.failed(format!("the engine broke off its answer: {error}"));
+            self.noted.note_failure(format!("the engine broke off its answer: {error}"));
         }
     }
 }

@@ -17,7 +17,7 @@ pub struct EngineUrl {
 
 /// The address of one engine: its URL, and an address of the URL's host.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub(super) struct Address {
+pub(super) struct EngineAddress {
     url: EngineUrl,
     pub(super) socket: SocketAddr,
 }
@@ -75,9 +75,9 @@ impl fmt::Display for EngineUrl {
     }
 }
 
-// === impl Address ===
+// === impl EngineAddress ===
 
-impl Address {
+impl EngineAddress {
     pub(super) fn new(url: EngineUrl, socket: SocketAddr) -> Self {
         Self { url, socket }
     }
@@ -99,7 +99,7 @@ impl Address {
     }
 }
 
-impl fmt::Display for Address {
+impl fmt::Display for EngineAddress {
     /// Writes the URL, and the address behind a name.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.url.literal() {
@@ -128,7 +128,8 @@ mod tests {
 
     #[test]
     fn a_url_of_an_engine_is_known_by_its_host_and_port() {
-        let address = |url: &str, socket: &str| Address::new(url.parse().unwrap(), socket.parse().unwrap());
+        let address =
+            |url: &str, socket: &str| EngineAddress::new(url.parse().unwrap(), socket.parse().unwrap());
         let named = address("http://engine:8000", "10.0.0.5:8000");
         assert_eq!(named.to_string(), "http://engine:8000 (10.0.0.5)");
         for url in [

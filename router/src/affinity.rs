@@ -14,7 +14,7 @@ pub(super) struct Trail {
     /// A hash of the session that the client names.
     pub(super) session: Option<u64>,
     /// A beginning of a prompt, and its hash.
-    pub(super) marks: Vec<Mark>,
+    pub(super) marks: Vec<PromptMark>,
     /// Whether what the request is about lies at the engine of this session alone.
     pub(super) is_bound: bool,
     /// Bytes of the whole prompt, as it is written.
@@ -23,7 +23,7 @@ pub(super) struct Trail {
 
 /// A beginning of a prompt.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(super) struct Mark {
+pub(super) struct PromptMark {
     pub(super) hash: u64,
     pub(super) bytes: u64,
     /// Whether it is of one conversation, and not the system prompt of many.
@@ -32,7 +32,7 @@ pub(super) struct Mark {
 
 /// What the engines of a role have of a prompt.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
-pub(super) struct Known {
+pub(super) struct KnownPrompt {
     /// The engines that have it, the last one first.
     holders: Vec<u32>,
     bytes: u64,
@@ -41,11 +41,11 @@ pub(super) struct Known {
 
 /// The engines that had beginnings of prompts.
 #[derive(Debug, Default)]
-pub(super) struct Affinity(Mutex<Table>);
+pub(super) struct Affinity(Mutex<AffinityTable>);
 
 /// Two generations: a full young one takes the place of the old one, and what is asked for becomes young again.
 #[derive(Debug, Default)]
-struct Table {
+struct AffinityTable {
     young: HashMap<u64, Holders>,
     old: HashMap<u64, Holders>,
 }
@@ -62,16 +62,16 @@ impl Trail {
     }
 }
 
-// === impl Known ===
+// === impl KnownPrompt ===
 
-impl Known {
+impl KnownPrompt {
     /// How lately an engine had it, 0 being the last one; `None` where it has not.
     pub(super) fn rank(&self, engine: u32) -> Option<usize> {
         self.holders.iter().position(|holder| *holder == engine)
     }
 
     /// Of `weight` tokens, those that an engine must compute.
-    pub(super) fn rest(&self, engine: u32, weight: u64, trail: &Trail) -> u64 {
+    pub(super) fn remaining_tokens(&self, engine: u32, weight: u64, trail: &Trail) -> u64 {
         let known = self.rank(engine).map_or(0, |_| self.bytes.min(trail.bytes));
         let share = 1.0 - known as f64 / trail.bytes.max(1) as f64;
         (weight as f64 * share).ceil() as u64
@@ -82,7 +82,7 @@ impl Known {
 
 impl Affinity {
     /// The engines of a prompt's session, or else those of its longest known beginning.
-    pub(super) fn known(&self, trail: &Trail) -> Known {
+    pub(super) fn known(&self, trail: &Trail) -> KnownPrompt {
         let mut table = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let longest = trail.marks.iter().rev().find_map(|mark| Some((mark, table.get(mark.hash)?)));
         let session = trail.session.and_then(|session| table.get(session));
@@ -90,27 +90,27 @@ impl Affinity {
         let (holders, is_own) = match (session, longest) {
             (Some(holders), _) => (holders, true),
             (None, Some((mark, holders))) => (holders, mark.is_own),
-            (None, None) => return Known::default(),
+            (None, None) => return KnownPrompt::default(),
         };
-        Known { holders: holders.into_iter().filter(|holder| *holder != 0).collect(), bytes, is_own }
+        KnownPrompt { holders: holders.into_iter().filter(|holder| *holder != 0).collect(), bytes, is_own }
     }
 
     /// Notes that an engine has a prompt.
-    pub(super) fn note(&self, trail: &Trail, engine: u32) {
+    pub(super) fn note_holder(&self, trail: &Trail, engine: u32) {
         let mut table = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let hashes = trail.marks.iter().map(|mark| mark.hash).chain(trail.session);
-        hashes.for_each(|hash| table.note(hash, engine));
+        hashes.for_each(|hash| table.insert_holder(hash, engine));
     }
 }
 
-// === impl Table ===
+// === impl AffinityTable ===
 
-impl Table {
+impl AffinityTable {
     fn get(&mut self, hash: u64) -> Option<Holders> {
         self.young.get(&hash).or_else(|| self.old.get(&hash)).copied()
     }
 
-    fn note(&mut self, hash: u64, engine: u32) {
+    fn insert_holder(&mut self, hash: u64, engine: u32) {
         let mut holders = self.get(hash).unwrap_or_default();
         let last = holders.iter().position(|holder| *holder == engine).unwrap_or(HOLDERS_MAX - 1);
         holders[..=last].rotate_right(1);
@@ -127,7 +127,8 @@ mod tests {
     use super::*;
 
     fn trail(session: Option<u64>, hashes: &[u64]) -> Trail {
-        let mark = |(hash, bytes): (&u64, u64)| Mark { hash: *hash, bytes: 100 * bytes, is_own: bytes > 1 };
+        let mark =
+            |(hash, bytes): (&u64, u64)| PromptMark { hash: *hash, bytes: 100 * bytes, is_own: bytes > 1 };
         let marks: Vec<_> = hashes.iter().zip(1..).map(mark).collect();
         Trail { session, bytes: 100 * marks.len() as u64, marks, is_bound: false }
     }
@@ -135,32 +136,35 @@ mod tests {
     #[test]
     fn a_prompt_is_known_by_its_session_or_else_by_its_longest_beginning() {
         let affinity = Affinity::default();
-        assert_eq!(affinity.known(&trail(None, &[1, 2])), Known::default());
-        affinity.note(&trail(None, &[1, 2, 3]), 7);
-        affinity.note(&trail(None, &[1, 5]), 8);
+        assert_eq!(affinity.known(&trail(None, &[1, 2])), KnownPrompt::default());
+        affinity.note_holder(&trail(None, &[1, 2, 3]), 7);
+        affinity.note_holder(&trail(None, &[1, 5]), 8);
         let own = affinity.known(&trail(None, &[1, 2, 3, 4, 6]));
         assert_eq!((own.rank(7), own.rank(8), own.is_own), (Some(0), None, true));
         assert_eq!(
-            (own.rest(7, 1000, &trail(None, &[0; 5])), own.rest(8, 1000, &trail(None, &[0; 5]))),
+            (
+                own.remaining_tokens(7, 1000, &trail(None, &[0; 5])),
+                own.remaining_tokens(8, 1000, &trail(None, &[0; 5]))
+            ),
             (400, 1000)
         );
         let shared = affinity.known(&trail(None, &[1, 9]));
         assert_eq!((shared.rank(8), shared.rank(7), shared.is_own), (Some(0), Some(1), false));
-        affinity.note(&trail(Some(90), &[40]), 6);
+        affinity.note_holder(&trail(Some(90), &[40]), 6);
         assert_eq!(affinity.known(&trail(Some(90), &[1, 2])).rank(6), Some(0), "whatever the prompt is");
     }
 
     #[test]
     fn what_is_not_asked_for_any_more_is_forgotten() {
         let affinity = Affinity::default();
-        affinity.note(&trail(None, &[1]), 7);
+        affinity.note_holder(&trail(None, &[1]), 7);
         for hash in 2..3 * ENTRIES_MAX as u64 {
-            affinity.note(&trail(None, &[hash]), 8);
+            affinity.note_holder(&trail(None, &[hash]), 8);
             if hash % 1000 == 0 {
-                affinity.note(&trail(None, &[2]), 8);
+                affinity.note_holder(&trail(None, &[2]), 8);
             }
         }
-        let is_known = |hash| affinity.known(&trail(None, &[hash])) != Known::default();
+        let is_known = |hash| affinity.known(&trail(None, &[hash])) != KnownPrompt::default();
         assert_eq!((is_known(1), is_known(2)), (false, true));
         let table = affinity.0.lock().unwrap();
         assert!(table.young.len() <= ENTRIES_MAX && table.old.len() <= ENTRIES_MAX);

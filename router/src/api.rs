@@ -16,7 +16,7 @@ sidecar::named! {
 
 /// Where a request goes.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub(super) enum Target {
+pub(super) enum RequestTarget {
     Prompt(Api),
     /// To the engine that answered the response with this id.
     Stored(String),
@@ -63,11 +63,11 @@ const NOWHERE_TEXT: &str = "this request has addresses or ranks of one engine: s
 /// Stored responses stand behind this.
 const RESPONSES: &str = "/v1/responses/";
 
-// === impl Target ===
+// === impl RequestTarget ===
 
-impl Target {
+impl RequestTarget {
     /// The target of a request. Its path may have a prefix, as by vLLM's `--root-path`.
-    pub(super) fn of(method: &Method, path: &str) -> Self {
+    pub(super) fn of_request(method: &Method, path: &str) -> Self {
         let path = path.split('?').next().unwrap_or_default();
         // Engines look for the path that is meant.
         let path = percent_decode_str(path).decode_utf8_lossy();
@@ -103,29 +103,36 @@ pub(super) fn without_slash(path: &str) -> String {
 mod tests {
     use super::*;
 
-    fn posted(path: &str) -> Target {
-        Target::of(&Method::POST, path)
+    fn posted(path: &str) -> RequestTarget {
+        RequestTarget::of_request(&Method::POST, path)
     }
 
     #[test]
     fn requests_have_targets_also_behind_a_prefix() {
         for prefix in ["", "/llm", "/a/b"] {
             for api in Api::ALL {
-                assert_eq!(posted(&format!("{prefix}{}?a=b", api.name())), Target::Prompt(api));
+                assert_eq!(posted(&format!("{prefix}{}?a=b", api.name())), RequestTarget::Prompt(api));
             }
             for path in EVERYWHERE {
-                assert_eq!(posted(&format!("{prefix}{path}")), Target::Everywhere, "{path}");
+                assert_eq!(posted(&format!("{prefix}{path}")), RequestTarget::Everywhere, "{path}");
             }
             for path in NOWHERE {
-                assert_eq!(posted(&format!("{prefix}{path}")), Target::Nowhere(NOWHERE_TEXT), "{path}");
+                assert_eq!(
+                    posted(&format!("{prefix}{path}")),
+                    RequestTarget::Nowhere(NOWHERE_TEXT),
+                    "{path}"
+                );
             }
             for path in ["", "/cancel", "/input_items?limit=3"] {
-                let stored = Target::Stored("resp_1".into());
+                let stored = RequestTarget::Stored("resp_1".into());
                 assert_eq!(posted(&format!("{prefix}/v1/responses/resp_1{path}")), stored);
-                assert_eq!(Target::of(&Method::GET, &format!("{prefix}/v1/responses/resp_1{path}")), stored);
+                assert_eq!(
+                    RequestTarget::of_request(&Method::GET, &format!("{prefix}/v1/responses/resp_1{path}")),
+                    stored
+                );
             }
         }
-        assert_eq!(posted("/v1/%63ompletions"), Target::Prompt(Api::Completions));
+        assert_eq!(posted("/v1/%63ompletions"), RequestTarget::Prompt(Api::Completions));
         for path in [
             "/v1/embeddings",
             "/v1/chat/completions/batch",
@@ -133,9 +140,9 @@ mod tests {
             "/v1/responses/render",
             "/",
         ] {
-            assert_eq!(posted(path), Target::One, "{path}");
+            assert_eq!(posted(path), RequestTarget::One, "{path}");
         }
-        assert_eq!(Target::of(&Method::GET, "/v1/completions"), Target::One);
+        assert_eq!(RequestTarget::of_request(&Method::GET, "/v1/completions"), RequestTarget::One);
     }
 
     #[test]

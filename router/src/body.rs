@@ -39,7 +39,7 @@ pub(super) struct PayloadBody {
 
 impl Fields {
     /// The fields of the object that `json` is. Fails where it is another value, no JSON, or has too many fields.
-    pub(super) fn read(json: &Bytes) -> serde_json::Result<Self> {
+    pub(super) fn parse_object(json: &Bytes) -> serde_json::Result<Self> {
         let (mut fields, mut names_bytes) = (BTreeMap::new(), 0);
         let mut deserializer = serde_json::Deserializer::from_slice(json);
         deserializer.deserialize_map(Entries(|name: &str, value: &str| {
@@ -68,14 +68,14 @@ impl Fields {
 
     /// The fields of the object that a field is; `None` where there is no such field, or it is another value.
     pub(super) fn object(&self, name: &str) -> serde_json::Result<Option<Self>> {
-        self.0.get(name).filter(|value| value.starts_with(b"{")).map(Self::read).transpose()
+        self.0.get(name).filter(|value| value.starts_with(b"{")).map(Self::parse_object).transpose()
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = (&str, &str)> {
         self.0.keys().map(|name| (name.as_str(), self.get(name).unwrap_or_default()))
     }
 
-    pub(super) fn set(&mut self, name: &str, value: impl Serialize) {
+    pub(super) fn set_field(&mut self, name: &str, value: impl Serialize) {
         let json = serde_json::to_vec(&value).expect("the keys of every object here are texts");
         self.0.insert(name.to_owned(), json.into());
     }
@@ -179,7 +179,7 @@ pub(super) fn each_entry<'a>(json: &'a str, mut each: impl FnMut(&str, &'a str))
 }
 
 /// The JSON of an object's entry.
-pub(super) fn entry<'a>(json: &'a str, wanted: &str) -> Option<&'a str> {
+pub(super) fn find_entry<'a>(json: &'a str, wanted: &str) -> Option<&'a str> {
     let mut found = None;
     each_entry(json, |name, value| {
         if name == wanted {
@@ -289,10 +289,10 @@ mod tests {
     fn fields_are_slices_of_their_body_and_are_sent_as_they_were_written() {
         let long = format!("\"{}\"", "a".repeat(PART_BYTES_MIN));
         let body = Bytes::from(format!("{{ \"p\" : {long}, \"n\": 1.50, \"n\": 2e0, \"\\u0061\": [ 1 ] }}"));
-        let mut fields = Fields::read(&body).unwrap();
+        let mut fields = Fields::parse_object(&body).unwrap();
         assert_eq!((fields.get("n"), fields.get("a")), (Some("2e0"), Some("[ 1 ]")));
         assert_eq!(fields.get("p").unwrap().as_ptr(), body[8..].as_ptr(), "nothing is copied");
-        fields.set("m", "x");
+        fields.set_field("m", "x");
         let payload = fields.payload();
         assert_eq!(payload.joined(), format!("{{\"a\":[ 1 ],\"m\":\"x\",\"n\":2e0,\"p\":{long}}}"));
         assert_eq!(payload.body().size_hint().exact(), Some(payload.joined().len() as u64));
@@ -303,14 +303,14 @@ mod tests {
     fn an_object_has_so_many_fields_and_names() {
         let object = |count: usize| {
             let fields: Vec<_> = (0..count).map(|at| format!("\"{at}\":0")).collect();
-            Fields::read(&format!("{{{}}}", fields.join(",")).into())
+            Fields::parse_object(&format!("{{{}}}", fields.join(",")).into())
         };
         assert!(object(FIELDS_MAX).is_ok());
         assert!(object(FIELDS_MAX + 1).unwrap_err().to_string().contains("send fewer"));
         let name = "a".repeat(NAMES_BYTES_MAX + 1);
-        Fields::read(&format!("{{\"{name}\":0}}").into()).unwrap_err();
+        Fields::parse_object(&format!("{{\"{name}\":0}}").into()).unwrap_err();
         for wrong in ["[]", "{", "{} {}", "{\"a\":NaN}", "{\"\\ud800\":0}"] {
-            Fields::read(&Bytes::from(wrong)).expect_err(wrong);
+            Fields::parse_object(&Bytes::from(wrong)).expect_err(wrong);
         }
     }
 

@@ -10,13 +10,13 @@ use tokio::sync::watch::{Receiver, channel};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, sleep_until};
 
-use super::body::entry;
-use super::counters::{Failure, code_of};
-use super::engine::{Engine, Seat};
-use super::forward::{Asked, ForwardError};
+use super::body::find_entry;
+use super::counters::{PromptFailure, code_of};
+use super::engine::{LoadShare, RouteEngine};
+use super::forward::{ForwardError, RouteRequest};
 use super::handed_over::HandedOver;
 use super::requests::PARAMS;
-use super::tokens::Sizes;
+use super::tokens::PromptSizes;
 use super::usage::Usage;
 use super::{Router, watch};
 use sidecar::pages::connections::first;
@@ -33,7 +33,7 @@ const BEHIND_MAX: Duration = Duration::from_secs(1);
 const USAGE_TIME_MAX: Duration = Duration::from_millis(250);
 
 /// What became of a prompt.
-pub(super) type Outcome = Result<Computed, Failure>;
+pub(super) type Outcome = Result<Computed, PromptFailure>;
 
 /// The answer of an engine that has computed a prompt.
 #[derive(Debug)]
@@ -50,7 +50,7 @@ pub(super) struct Computing {
     outcome: Receiver<Option<Arc<Outcome>>>,
     /// Told once the engine that answers does.
     began: Arc<Notify>,
-    engine: Arc<Engine>,
+    engine: Arc<RouteEngine>,
     /// The decode engine computes a prompt of fewer tokens.
     tokens_min: u64,
     task: Option<JoinHandle<()>>,
@@ -59,7 +59,7 @@ pub(super) struct Computing {
 /// A prompt on its way from a prefill engine to a decode engine. It is counted once, at both: by the answer's usage, or else on drop.
 #[derive(Debug)]
 pub(super) struct HandOver {
-    engines: [Arc<Engine>; 2],
+    engines: [Arc<RouteEngine>; 2],
     /// The prefill engine's answer. A failure is counted elsewhere.
     outcome: Receiver<Option<Arc<Outcome>>>,
     tokens_min: u64,
@@ -69,21 +69,26 @@ pub(super) struct HandOver {
 // === impl Computing ===
 
 impl Computing {
-    /// Asks the engine of a seat. A prompt with `sizes` is answered whole, another one as a stream.
-    pub(super) fn start(router: Arc<Router>, seat: Seat, asked: Asked, sizes: Option<Arc<Sizes>>) -> Self {
+    /// Asks the engine of a share of load. A prompt with `sizes` is answered whole, another one as a stream.
+    pub(super) fn ask_engine(
+        router: Arc<Router>,
+        share: LoadShare,
+        asked: RouteRequest,
+        sizes: Option<Arc<PromptSizes>>,
+    ) -> Self {
         let (tell, outcome) = channel(None);
         let began = Arc::new(Notify::new());
-        let told = Arc::clone(&began);
-        let (engine, tokens_min) = (Arc::clone(&seat.engine), router.options.min_remote_tokens);
+        let reported = Arc::clone(&began);
+        let (engine, tokens_min) = (Arc::clone(&share.engine), router.options.min_remote_tokens);
         let task = tokio::spawn(async move {
-            let outcome = router.compute(seat, asked, sizes.as_deref(), &told).await;
+            let outcome = router.compute(share, asked, sizes.as_deref(), &reported).await;
             let _ = tell.send(Some(Arc::new(outcome)));
         });
         Self { outcome, began, engine, tokens_min, task: Some(task) }
     }
 
     /// The prompt on its way to a decode engine.
-    pub(super) fn hand_over(&self, to: &Arc<Engine>) -> HandOver {
+    pub(super) fn hand_over(&self, to: &Arc<RouteEngine>) -> HandOver {
         let engines = [&self.engine, to].map(Arc::clone);
         HandOver { engines, outcome: self.outcome.clone(), tokens_min: self.tokens_min, is_judged: false }
     }
@@ -93,7 +98,7 @@ impl Computing {
         let mut outcome = self.outcome.clone();
         async move {
             let known = outcome.wait_for(Option::is_some).await;
-            known.ok().and_then(|known| known.clone()).unwrap_or_else(|| Arc::new(Err(Failure::Broken)))
+            known.ok().and_then(|known| known.clone()).unwrap_or_else(|| Arc::new(Err(PromptFailure::Broken)))
         }
     }
 
@@ -112,7 +117,7 @@ impl Computing {
     }
 
     /// Lets the engine end the prompt, or show that it does not work.
-    pub(super) fn let_go(&mut self) {
+    pub(super) fn unpin(&mut self) {
         self.task = None;
     }
 }
@@ -158,7 +163,7 @@ impl Drop for HandOver {
 
 /// Ends once an engine has shown no work since `asked` for too long, or was found not to work. While another prompt of it is waited for
 /// elsewhere, that one is to show it: a long step of an engine keeps others from being promised.
-pub(super) async fn stalled(engine: &Engine, asked: Instant) {
+pub(super) async fn await_stall(engine: &RouteEngine, asked: Instant) {
     let is_early = || engine.answered().max(Some(asked)).is_some_and(|at| at.elapsed() < STALL_MAX);
     while (is_early() || engine.is_awaited() && !engine.is_unpromised()) && engine.is_up(Instant::now()) {
         sleep(LOOK).await;
@@ -166,7 +171,7 @@ pub(super) async fn stalled(engine: &Engine, asked: Instant) {
 }
 
 /// Ends once the other engine has answered without this one, which answered nothing else either.
-async fn left_behind(engine: &Engine, asked: Instant, began: &Notify) {
+async fn left_behind(engine: &RouteEngine, asked: Instant, began: &Notify) {
     began.notified().await;
     engine.set_unpromised();
     let soonest = Instant::now() + BEHIND_MAX;
@@ -186,27 +191,33 @@ async fn left_behind(engine: &Engine, asked: Instant, began: &Notify) {
 
 impl Router {
     /// Has a prompt computed. A failure is counted, unless the prompt was refused: that may be the client's.
-    async fn compute(&self, mut seat: Seat, asked: Asked, sizes: Option<&Sizes>, began: &Notify) -> Outcome {
-        let (engine, begin) = (Arc::clone(&seat.engine), Instant::now());
+    async fn compute(
+        &self,
+        mut share: LoadShare,
+        asked: RouteRequest,
+        sizes: Option<&PromptSizes>,
+        began: &Notify,
+    ) -> Outcome {
+        let (engine, begin) = (Arc::clone(&share.engine), Instant::now());
         let limit = Duration::from_millis(self.options.prefill_timeout.as_millis());
         let breaks = Arc::clone(&asked.breaks);
-        let ask = watch::ask(&engine, asked, limit);
+        let ask = watch::ask_within(&engine, asked, limit);
         let answer = first(ask, left_behind(&engine, begin, began)).await;
         let answer = answer.unwrap_or(Err(ForwardError::Silent(watch::SILENCE_MAX)));
-        breaks.note(&answer);
-        seat.note_answer(code_of(answer.as_ref().map(Response::status)));
-        seat.note_end();
+        breaks.count_break(&answer);
+        share.note_answer(code_of(answer.as_ref().map(Response::status)));
+        share.note_end();
         match &answer {
             Ok(_) | Err(ForwardError::Status(_)) => engine.was_in_time(Instant::now()),
             // The prompt may be a long one. No request waits for what the engine's server says of that.
             Err(ForwardError::Late(_)) if engine.is_late_once() => {
-                tokio::spawn(watch::judge(Arc::clone(&engine)));
+                tokio::spawn(watch::judge_engine(Arc::clone(&engine)));
             }
             Err(_) => engine.set_down(Instant::now()),
         }
         let answer = answer.map_err(|error| {
-            let failure = Failure::from(&error);
-            if failure != Failure::Refused {
+            let failure = PromptFailure::from(&error);
+            if failure != PromptFailure::Refused {
                 tracing::warn!(engine = %engine.address, %error, "a prompt was not computed there");
                 self.counters.failure(failure);
             }
@@ -216,14 +227,14 @@ impl Router {
         let Some(sizes) = sizes else {
             return Ok(Computed { answer, params: Bytes::new(), usage: Usage::default() });
         };
-        let params = entry(said, PARAMS).filter(|params| params.starts_with('{'));
-        let usage = Usage::read(said, params);
+        let params = find_entry(said, PARAMS).filter(|params| params.starts_with('{'));
+        let usage = Usage::of_answer(said, params);
         usage.prompt_tokens.into_iter().for_each(|tokens| self.token_bytes.learn(sizes, tokens));
         let Some(params) = params.map(|params| answer.body().slice_ref(params.as_bytes())) else {
-            self.counters.failure(Failure::NoParams);
+            self.counters.failure(PromptFailure::NoParams);
             let remedy = "its answer has no kv_transfer_params: start vLLM there with Pillion's connector";
             tracing::warn!(engine = %engine.address, "{remedy}");
-            return Err(Failure::NoParams);
+            return Err(PromptFailure::NoParams);
         };
         Ok(Computed { answer, params, usage })
     }

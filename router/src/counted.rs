@@ -56,7 +56,7 @@ impl<B, F: FnMut(Usage)> Counted<B, F> {
     }
 
     /// Takes bytes of the stream; what of them is whole, or too long to be held.
-    fn take(&mut self, data: &Bytes) -> Option<Bytes> {
+    fn take_whole(&mut self, data: &Bytes) -> Option<Bytes> {
         if self.held.is_empty() && data.ends_with(b"\n\n") {
             return Some(data.clone());
         }
@@ -97,7 +97,7 @@ impl<B: Body<Data = Bytes> + Unpin, F: FnMut(Usage) + Unpin> Body for Counted<B,
                     Some(std::mem::take(&mut self.held).into()).filter(|rest: &Bytes| !rest.is_empty())
                 }
                 Ok(Some(frame)) => match frame.into_data() {
-                    Ok(data) => self.take(&data),
+                    Ok(data) => self.take_whole(&data),
                     Err(other) => return Poll::Ready(Some(Ok(other))),
                 },
             };

@@ -11,7 +11,7 @@ use sidecar::pages::metrics::figures::{counter, counters};
 
 /// Counters of one router, all of them there before the first prompt.
 #[derive(Debug)]
-pub(super) struct Counters {
+pub(super) struct RouteCounters {
     registry: Registry,
     /// Prompts by where they went, and why not to two.
     prompts: IntCounterVec,
@@ -29,7 +29,7 @@ pub(super) struct Counters {
 
 sidecar::named! {
     /// Why an engine did not compute a prompt, or computed it for nobody.
-    pub(super) enum Failure {
+    pub(super) enum PromptFailure {
         Unreachable = "unreachable",
         Broken = "broken",
         Status = "status",
@@ -55,9 +55,9 @@ pub(super) const CLIENT: &str = "client";
 pub(super) const CONNECTIONS: &str = "connections";
 pub(super) const SLOW: &str = "slow";
 
-// === impl Counters ===
+// === impl RouteCounters ===
 
-impl Counters {
+impl RouteCounters {
     pub(super) fn new() -> Result<Self, prometheus::Error> {
         let registry = Registry::new();
         let prompts = "Requests by where they went. Prompts: pair, or why to one engine alone. Others: stored, everywhere (all engines), other (one engine), refused.";
@@ -77,7 +77,7 @@ impl Counters {
         for way in Whole::ALL.map(Whole::name).into_iter().chain([PAIR, OTHER, EVERYWHERE, REFUSED]) {
             prompts.with_label_values(&[way]);
         }
-        for failure in Failure::ALL {
+        for failure in PromptFailure::ALL {
             failures.with_label_values(&[failure.name()]);
         }
         for reason in [MEMORY, CLIENT, SLOW, CONNECTIONS] {
@@ -91,7 +91,7 @@ impl Counters {
         self.prompts.with_label_values(&[way]).inc();
     }
 
-    pub(super) fn failure(&self, failure: Failure) {
+    pub(super) fn failure(&self, failure: PromptFailure) {
         self.failures.with_label_values(&[failure.name()]).inc();
     }
 
@@ -102,16 +102,16 @@ impl Counters {
     }
 }
 
-// === impl Failure ===
+// === impl PromptFailure ===
 
-impl Failure {
+impl PromptFailure {
     /// Whether it is known while the engine that answers may still wait. That one ends its own wait for a prompt that is late.
     pub(super) fn is_soon(self) -> bool {
         !matches!(self, Self::Silent | Self::Late)
     }
 }
 
-impl From<&ForwardError> for Failure {
+impl From<&ForwardError> for PromptFailure {
     fn from(error: &ForwardError) -> Self {
         match error {
             ForwardError::Unreachable(_) => Self::Unreachable,
@@ -128,7 +128,7 @@ impl From<&ForwardError> for Failure {
 pub(super) fn code_of(answer: Result<StatusCode, &ForwardError>) -> Result<StatusCode, &'static str> {
     answer.or_else(|error| match error {
         ForwardError::Status(status) => Ok(*status),
-        error => Err(Failure::from(error).name()),
+        error => Err(PromptFailure::from(error).name()),
     })
 }
 
@@ -138,7 +138,7 @@ mod tests {
 
     #[test]
     fn every_failure_has_its_counter_from_the_start() {
-        let page = Counters::new().unwrap().page(Vec::new());
+        let page = RouteCounters::new().unwrap().page(Vec::new());
         for reason in ["unreachable", "broken", "status", "refused", "silent", "late", "no_params"] {
             let line = format!("pillion_route_prefill_failures_total{{reason=\"{reason}\"}} 0\n");
             assert!(page.contains(&line), "{line}{page}");

@@ -7,7 +7,7 @@ use std::time::Duration;
 use hyper::StatusCode;
 use tokio::time::Instant;
 
-use super::address::Address;
+use super::address::EngineAddress;
 use super::figures::{DROPPED, EngineFigures};
 use super::forward::Forwarder;
 use super::tls::TowardsEngines;
@@ -23,8 +23,8 @@ const RECENT_HALF: Duration = Duration::from_secs(60);
 pub(super) const LENGTH_AGE_MAX: Duration = Duration::from_secs(60);
 
 #[derive(Debug)]
-pub(super) struct Engine {
-    pub(super) address: Address,
+pub(super) struct RouteEngine {
+    pub(super) address: EngineAddress,
     pub(super) forwarder: Forwarder,
     /// Work under way: tokens of prompts, or requests.
     load: AtomicU64,
@@ -74,8 +74,8 @@ struct Recent {
 
 /// A share of an engine's load, given back on drop.
 #[derive(Debug)]
-pub(super) struct Seat {
-    pub(super) engine: Arc<Engine>,
+pub(super) struct LoadShare {
+    pub(super) engine: Arc<RouteEngine>,
     pub(super) weight: u64,
     /// True if its request tries an engine after a failure.
     pub(super) is_trial: bool,
@@ -86,14 +86,14 @@ pub(super) struct Seat {
 
 /// A prompt under way, awaited by a decode engine.
 #[derive(Debug)]
-pub(super) struct Awaited(Arc<Engine>, Instant);
+pub(super) struct AwaitedPrompt(Arc<RouteEngine>, Instant);
 
-// === impl Engine ===
+// === impl RouteEngine ===
 
-impl Engine {
+impl RouteEngine {
     /// Returns an engine of the role of this name.
     pub(super) fn new(
-        address: Address,
+        address: EngineAddress,
         role: &'static str,
         tls: Option<Arc<TowardsEngines>>,
         number: u32,
@@ -122,13 +122,13 @@ impl Engine {
 
     /// Returns the count of its conversations of the last minutes.
     pub(super) fn lately(&self, now: Instant) -> f64 {
-        self.recent.lock().unwrap_or_else(PoisonError::into_inner).left(now)
+        self.recent.lock().unwrap_or_else(PoisonError::into_inner).remaining_load(now)
     }
 
     /// Notes a share of a conversation as given to this engine.
     pub(super) fn note_given(&self, share: f64, now: Instant) {
         let mut recent = self.recent.lock().unwrap_or_else(PoisonError::into_inner);
-        *recent = Recent { sum: recent.left(now) + share, at: Some(now) };
+        *recent = Recent { sum: recent.remaining_load(now) + share, at: Some(now) };
     }
 
     fn down(&self) -> MutexGuard<'_, Option<Down>> {
@@ -166,9 +166,9 @@ impl Engine {
     }
 
     /// Notes the wait of a decode engine for a prompt of this one, until the guard is dropped.
-    pub(super) fn await_prompt(self: &Arc<Self>, now: Instant) -> Awaited {
+    pub(super) fn await_prompt(self: &Arc<Self>, now: Instant) -> AwaitedPrompt {
         self.awaited.lock().unwrap_or_else(PoisonError::into_inner).push(now);
-        Awaited(Arc::clone(self), now)
+        AwaitedPrompt(Arc::clone(self), now)
     }
 
     /// Returns the begin of the longest wait for a prompt of this engine.
@@ -239,31 +239,38 @@ impl Engine {
         self.down().is_none_or(|down| down.until <= now)
     }
 
-    /// Adds `weight` to its work until the seat is dropped, for a request sent at once. The first request after a pause is a trial: without
+    /// Adds `weight` to its work until the share is dropped, for a request sent at once. The first request after a pause is a trial: without
     /// its answer the engine is left alone as long again.
-    pub(super) fn seat(self: &Arc<Self>, weight: u64, now: Instant) -> Seat {
+    pub(super) fn add_share(self: &Arc<Self>, weight: u64, now: Instant) -> LoadShare {
         let mut down = self.down();
         let due = down.as_mut().filter(|down| down.until <= now);
         let is_trial = due.map(|down| (down.until, down.tried) = (now + down.pause, true)).is_some();
         drop(down);
         self.load.fetch_add(weight, Ordering::Relaxed);
         self.figures.open.add(i64::from(weight > 0));
-        Seat { engine: Arc::clone(self), weight, is_trial, begin: now, is_answered: false, is_success: false }
+        LoadShare {
+            engine: Arc::clone(self),
+            weight,
+            is_trial,
+            begin: now,
+            is_answered: false,
+            is_success: false,
+        }
     }
 }
 
 // === impl Recent ===
 
 impl Recent {
-    fn left(&self, now: Instant) -> f64 {
+    fn remaining_load(&self, now: Instant) -> f64 {
         let age = self.at.map_or(Duration::ZERO, |at| now.saturating_duration_since(at));
         self.sum * (-age.as_secs_f64() / RECENT_HALF.as_secs_f64()).exp2()
     }
 }
 
-// === impl Seat ===
+// === impl LoadShare ===
 
-impl Seat {
+impl LoadShare {
     /// Returns true if its engine has no other work, and the request is no trial: an engine on trial may be away.
     pub(super) fn is_alone(&self, now: Instant) -> bool {
         self.engine.load.load(Ordering::Relaxed) == self.weight && self.engine.is_up(now)
@@ -291,7 +298,7 @@ impl Seat {
     }
 }
 
-impl Drop for Awaited {
+impl Drop for AwaitedPrompt {
     fn drop(&mut self) {
         let mut awaited = self.0.awaited.lock().unwrap_or_else(PoisonError::into_inner);
         let own = awaited.iter().position(|since| *since == self.1);
@@ -299,7 +306,7 @@ impl Drop for Awaited {
     }
 }
 
-impl Drop for Seat {
+impl Drop for LoadShare {
     fn drop(&mut self) {
         self.engine.load.fetch_sub(self.weight, Ordering::Relaxed);
         if self.weight > 0 {

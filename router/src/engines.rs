@@ -5,9 +5,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use prometheus::proto::MetricFamily;
 use tokio::time::Instant;
 
-use super::address::Address;
+use super::address::EngineAddress;
 use super::affinity::{Affinity, Trail};
-use super::engine::{Engine, Seat};
+use super::engine::{LoadShare, RouteEngine};
 use super::tls::TowardsEngines;
 
 /// The engine that has a prompt's beginning is passed over once it has this much more to do than the average.
@@ -24,7 +24,7 @@ const GONE_MAX: usize = 64;
 
 sidecar::named! {
     /// What engines do with prompts.
-    pub(super) enum Role {
+    pub(super) enum EngineRole {
         /// They compute them: load is tokens that they do not have yet.
         Prefill = "prefill",
         /// They answer them: load is requests.
@@ -34,27 +34,27 @@ sidecar::named! {
 
 /// All engines of one role.
 #[derive(Debug)]
-pub(super) struct Engines {
+pub(super) struct RouteEngines {
     list: Mutex<RoleEngines>,
     /// TLS towards engines with https.
     tls: Option<Arc<TowardsEngines>>,
-    role: Role,
+    role: EngineRole,
     affinity: Affinity,
 }
 
 /// The engines of a role at one time.
 #[derive(Debug, Default)]
 struct RoleEngines {
-    all: Arc<[Arc<Engine>]>,
+    all: Arc<[Arc<RouteEngine>]>,
     /// Former engines, the last first.
-    gone: Vec<Arc<Engine>>,
+    gone: Vec<Arc<RouteEngine>>,
     /// The number of the last one.
     made: u32,
 }
 
-// === impl Role ===
+// === impl EngineRole ===
 
-impl Role {
+impl EngineRole {
     /// An engine with so much under way is not passed over: requests that a step computes together, or two steps of a prompt.
     fn load_floor(self) -> f64 {
         match self {
@@ -72,17 +72,17 @@ impl Role {
     }
 }
 
-// === impl Engines ===
+// === impl RouteEngines ===
 
-impl Engines {
+impl RouteEngines {
     /// No engines so far. Later ones with https need `tls`.
-    pub(super) fn new(role: Role, tls: Option<Arc<TowardsEngines>>) -> Self {
+    pub(super) fn new(role: EngineRole, tls: Option<Arc<TowardsEngines>>) -> Self {
         Self { list: Mutex::default(), tls, role, affinity: Affinity::default() }
     }
 
     /// Makes these addresses those of all engines. An engine with one of them keeps its state. An engine without gets no more
     /// requests, and goes on with those under way.
-    pub(super) fn update(&self, addresses: Vec<Address>) {
+    pub(super) fn update(&self, addresses: Vec<EngineAddress>) {
         let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
         let (before, mut made) = (Arc::clone(&list.all), list.made);
         let mut known: Vec<_> = before.iter().chain(&list.gone).cloned().collect();
@@ -90,7 +90,7 @@ impl Engines {
             Some(at) => known.remove(at),
             None => {
                 made += 1;
-                Engine::new(address, self.role.name(), self.tls.clone(), made)
+                RouteEngine::new(address, self.role.name(), self.tls.clone(), made)
             }
         };
         let all: Arc<[_]> = addresses.into_iter().map(engine).collect();
@@ -104,7 +104,7 @@ impl Engines {
     }
 
     /// All engines of the role.
-    pub(super) fn all(&self) -> Arc<[Arc<Engine>]> {
+    pub(super) fn all(&self) -> Arc<[Arc<RouteEngine>]> {
         Arc::clone(&self.list.lock().unwrap_or_else(PoisonError::into_inner).all)
     }
 
@@ -120,37 +120,37 @@ impl Engines {
     }
 
     /// Those that are up and have not said their length lately.
-    pub(super) fn lengths_due(&self, now: Instant) -> Vec<Arc<Engine>> {
-        let due = |engine: &&Arc<Engine>| engine.is_up(now) && engine.is_length_due(now);
+    pub(super) fn lengths_due(&self, now: Instant) -> Vec<Arc<RouteEngine>> {
+        let due = |engine: &&Arc<RouteEngine>| engine.is_up(now) && engine.is_length_due(now);
         self.all().iter().filter(due).map(Arc::clone).collect()
     }
 
     /// The best engine for a prompt of `weight` tokens, if one is up, with what it has to do of it. One that is `spared` is taken where
     /// no other is up.
-    pub(super) fn take(
+    pub(super) fn take_share(
         &self,
         trail: &Trail,
         weight: u64,
-        spared: Option<&Engine>,
+        spared: Option<&RouteEngine>,
         now: Instant,
-    ) -> Option<Seat> {
+    ) -> Option<LoadShare> {
         let known = self.affinity.known(trail);
         let best =
             self.ranked(trail, weight, spared, now).into_iter().next().filter(|best| best.is_up(now))?;
-        Some(best.seat(known.rest(best.number, weight, trail).max(1), now))
+        Some(best.add_share(known.remaining_tokens(best.number, weight, trail).max(1), now))
     }
 
     /// Notes that an engine has a prompt, or is to have it.
-    pub(super) fn note(&self, trail: &Trail, engine: &Engine, now: Instant) {
+    pub(super) fn note_prompt(&self, trail: &Trail, engine: &RouteEngine, now: Instant) {
         let known = self.affinity.known(trail);
         let is_turn = known.is_own && known.rank(engine.number).is_some();
         engine.note_given(if is_turn { TURN_SHARE } else { 1.0 }, now);
-        self.affinity.note(trail, engine.number);
+        self.affinity.note_holder(trail, engine.number);
     }
 
     /// Notes that an engine stores what has this hash.
-    pub(super) fn bind(&self, hash: u64, engine: &Engine) {
-        self.affinity.note(&Trail::bound(hash), engine.number);
+    pub(super) fn bind(&self, hash: u64, engine: &RouteEngine) {
+        self.affinity.note_holder(&Trail::bound(hash), engine.number);
     }
 
     /// The figures of all engines. Two engines of one address show those of the first one.
@@ -158,7 +158,7 @@ impl Engines {
         let all = self.all();
         let firsts = all.iter().enumerate();
         let firsts = firsts.filter(|(at, engine)| all[..*at].iter().all(|one| one.address != engine.address));
-        let gather = |engine: &Engine| engine.figures.gather(engine.is_up(now), engine.under_way());
+        let gather = |engine: &RouteEngine| engine.figures.gather(engine.is_up(now), engine.under_way());
         firsts.flat_map(|(_, engine)| gather(engine)).collect()
     }
 
@@ -168,23 +168,27 @@ impl Engines {
         &self,
         trail: &Trail,
         weight: u64,
-        spared: Option<&Engine>,
+        spared: Option<&RouteEngine>,
         now: Instant,
-    ) -> Vec<Arc<Engine>> {
+    ) -> Vec<Arc<RouteEngine>> {
         let (all, known) = (self.all(), self.affinity.known(trail));
         let owner = all.iter().filter(|engine| trail.is_bound && known.rank(engine.number) == Some(0));
         if let [owner] = owner.collect::<Vec<_>>()[..] {
             return vec![Arc::clone(owner)];
         }
-        let loads: Vec<_> = all.iter().map(|engine| Load::of(engine, now)).collect();
-        let most =
-            Load::most(&loads, all.iter().filter(|engine| engine.is_up(now)).count(), weight, self.role);
+        let loads: Vec<_> = all.iter().map(|engine| LoadFigures::of_engine(engine, now)).collect();
+        let most = LoadFigures::most(
+            &loads,
+            all.iter().filter(|engine| engine.is_up(now)).count(),
+            weight,
+            self.role,
+        );
         let up = all.iter().zip(&loads).filter(|(engine, _)| engine.is_up(now));
         let soonest = up.map(|(_, load)| load.under_way + weight as f64).fold(f64::INFINITY, f64::min);
         let mut ranked: Vec<_> = all.iter().zip(&loads).collect();
         ranked.sort_by_cached_key(|(engine, load)| {
             let is_spared = spared.is_some_and(|spared| spared.address == engine.address);
-            let rest = known.rest(engine.number, weight, trail) as f64;
+            let rest = known.remaining_tokens(engine.number, weight, trail) as f64;
             let has_too_much = load.under_way + rest > most.under_way;
             // What many share is worth no more than its own computation, and draws no more than an equal share.
             let is_worse = load.under_way + rest > soonest || load.lately + 1.0 > most.lately;
@@ -199,28 +203,28 @@ impl Engines {
 }
 
 /// The addresses of those `engines` beyond `others`.
-fn missing(engines: &[Arc<Engine>], others: &[Arc<Engine>]) -> String {
-    let is_other = |engine: &&Arc<Engine>| others.iter().any(|other| Arc::ptr_eq(other, engine));
+fn missing(engines: &[Arc<RouteEngine>], others: &[Arc<RouteEngine>]) -> String {
+    let is_other = |engine: &&Arc<RouteEngine>| others.iter().any(|other| Arc::ptr_eq(other, engine));
     let missing = engines.iter().filter(|engine| !is_other(engine)).map(|engine| engine.address.to_string());
     missing.collect::<Vec<_>>().join(", ")
 }
 
 /// What an engine has to do, and what it was given lately.
 #[derive(Copy, Clone, Debug)]
-struct Load {
+struct LoadFigures {
     under_way: f64,
     lately: f64,
 }
 
-// === impl Load ===
+// === impl LoadFigures ===
 
-impl Load {
-    fn of(engine: &Engine, now: Instant) -> Self {
+impl LoadFigures {
+    fn of_engine(engine: &RouteEngine, now: Instant) -> Self {
         Self { under_way: engine.under_way() as f64, lately: engine.lately(now) }
     }
 
     /// The most that an engine may have with one more prompt of this weight.
-    fn most(all: &[Self], up: usize, weight: u64, role: Role) -> Self {
+    fn most(all: &[Self], up: usize, weight: u64, role: EngineRole) -> Self {
         let most = |sum: f64| (sum / up.max(1) as f64 * LOAD_OVER_AVERAGE).ceil();
         let under_way = most(all.iter().map(|load| load.under_way).sum::<f64>() + weight as f64);
         let lately = most(all.iter().map(|load| load.lately).sum::<f64>() + 1.0);
@@ -228,7 +232,7 @@ impl Load {
     }
 
     /// Orders engines, the one with the least first. A thousandth of a request is the grain.
-    fn score(self, role: Role) -> u64 {
+    fn score(self, role: EngineRole) -> u64 {
         ((self.lately + self.under_way / role.request_weight()) * 1000.0) as u64
     }
 }
@@ -238,37 +242,37 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::affinity::Mark;
+    use crate::affinity::PromptMark;
     use crate::engine::{DOWN, DOWN_MAX, LENGTH_AGE_MAX};
 
-    fn address(port: u16) -> Address {
+    fn address(port: u16) -> EngineAddress {
         let url = format!("http://engine:{}", 8000 + port).parse().expect("a URL");
-        Address::new(url, ([127, 0, 0, 1], 8000 + port).into())
+        EngineAddress::new(url, ([127, 0, 0, 1], 8000 + port).into())
     }
 
-    fn of_role(count: u16, role: Role) -> Engines {
-        let engines = Engines::new(role, None);
+    fn of_role(count: u16, role: EngineRole) -> RouteEngines {
+        let engines = RouteEngines::new(role, None);
         engines.update((0..count).map(address).collect());
         engines
     }
 
-    fn engines(count: u16) -> Engines {
-        of_role(count, Role::Decode)
+    fn engines(count: u16) -> RouteEngines {
+        of_role(count, EngineRole::Decode)
     }
 
     /// A prompt of one mark.
     fn trail(hash: u64, is_own: bool) -> Trail {
-        Trail { marks: vec![Mark { hash, bytes: 100, is_own }], bytes: 100, ..Trail::default() }
+        Trail { marks: vec![PromptMark { hash, bytes: 100, is_own }], bytes: 100, ..Trail::default() }
     }
 
     #[test]
     fn prompts_go_to_who_has_and_was_given_least() {
-        let (engines, now, other) = (of_role(2, Role::Prefill), Instant::now(), Trail::default());
-        let take = |at| engines.take(&other, 10, None, at);
+        let (engines, now, other) = (of_role(2, EngineRole::Prefill), Instant::now(), Trail::default());
+        let take = |at| engines.take_share(&other, 10, None, at);
         let first = take(now).expect("one");
         let second = take(now).expect("one");
         assert_ne!(first.engine.address, second.engine.address);
-        engines.note(&other, &engines.all()[0], now);
+        engines.note_prompt(&other, &engines.all()[0], now);
         assert_eq!(
             take(now).expect("one").engine.address,
             engines.all()[1].address,
@@ -283,26 +287,26 @@ mod tests {
 
     #[test]
     fn of_a_known_prompt_only_the_rest_is_load() {
-        let (engines, now) = (of_role(2, Role::Prefill), Instant::now());
-        engines.note(&trail(1, true), &engines.all()[1], now);
+        let (engines, now) = (of_role(2, EngineRole::Prefill), Instant::now());
+        engines.note_prompt(&trail(1, true), &engines.all()[1], now);
         let mut longer = trail(1, true);
         longer.bytes = 400;
-        let seat = engines.take(&longer, 1000, None, now).expect("one");
-        assert_eq!((&seat.engine.address, seat.weight), (&engines.all()[1].address, 750));
+        let share = engines.take_share(&longer, 1000, None, now).expect("one");
+        assert_eq!((&share.engine.address, share.weight), (&engines.all()[1].address, 750));
     }
 
     #[test]
     fn a_seat_is_alone_at_an_engine_that_is_up_and_has_nothing_else_to_do() {
         let (engines, now) = (engines(1), Instant::now());
-        let first = engines.all()[0].seat(10, now);
+        let first = engines.all()[0].add_share(10, now);
         assert!(first.is_alone(now));
-        let second = engines.all()[0].seat(5, now);
+        let second = engines.all()[0].add_share(5, now);
         assert!(!first.is_alone(now) && !second.is_alone(now));
         drop(first);
         assert!(second.is_alone(now));
         engines.all()[0].set_down(now);
         drop(second);
-        assert!(!engines.all()[0].seat(5, now + DOWN).is_alone(now + DOWN), "a trial");
+        assert!(!engines.all()[0].add_share(5, now + DOWN).is_alone(now + DOWN), "a trial");
     }
 
     #[test]
@@ -316,14 +320,14 @@ mod tests {
             assert!(!engine.is_up(now + pause - Duration::from_millis(1)));
             now += pause;
             assert!(engine.is_up(now));
-            let trial = engine.seat(1, now);
+            let trial = engine.add_share(1, now);
             assert!(!engine.is_up(now), "a second request passes it by");
             assert_eq!(engines.ranked(&Trail::default(), 1, None, now)[1].address, engine.address);
             engine.set_down(now);
             drop(trial);
         }
         now += DOWN_MAX;
-        let trial = engine.seat(1, now);
+        let trial = engine.add_share(1, now);
         assert!(engine.is_up(now + DOWN_MAX), "another one tries it where the first has heard nothing yet");
         drop(trial);
         engine.set_up();
@@ -363,14 +367,14 @@ mod tests {
         let first = |trail: &Trail| engines.ranked(trail, 1, None, now)[0].clone();
         let own = trail(7, true);
         let favourite = engines.all()[2].clone();
-        (0..50).for_each(|_| engines.note(&own, &favourite, now));
+        (0..50).for_each(|_| engines.note_prompt(&own, &favourite, now));
         assert_eq!(first(&own).address, favourite.address, "however much it was given lately");
-        let seats: Vec<_> = (0..8).map(|_| favourite.seat(1, now)).collect();
+        let shares: Vec<_> = (0..8).map(|_| favourite.add_share(1, now)).collect();
         assert_ne!(first(&own).address, favourite.address, "it has all that there is to do");
         let others: Vec<_> =
-            engines.all().iter().flat_map(|engine| (0..8).map(|_| engine.seat(1, now))).collect();
+            engines.all().iter().flat_map(|engine| (0..8).map(|_| engine.add_share(1, now))).collect();
         assert_ne!(first(&own).address, favourite.address);
-        drop(seats);
+        drop(shares);
         assert_eq!(first(&own).address, favourite.address);
         drop(others);
         favourite.set_down(now);
@@ -386,9 +390,10 @@ mod tests {
         let (engines, now) = (engines(4), Instant::now());
         for _ in 0..100 {
             let best = engines.ranked(&trail(7, false), 1, None, now)[0].clone();
-            engines.note(&trail(7, false), &best, now);
+            engines.note_prompt(&trail(7, false), &best, now);
         }
-        let lately = engines.all().iter().map(|engine| Load::of(engine, now).lately).collect::<Vec<_>>();
+        let lately =
+            engines.all().iter().map(|engine| LoadFigures::of_engine(engine, now).lately).collect::<Vec<_>>();
         assert!(lately.iter().all(|given| (20.0..=32.0).contains(given)), "{lately:?}");
     }
 
@@ -396,14 +401,14 @@ mod tests {
     fn an_engine_that_stays_or_comes_back_keeps_its_state() {
         let (engines, now) = (engines(3), Instant::now());
         let [first, second, third] = [0, 1, 2].map(|at| engines.all()[at].clone());
-        engines.note(&trail(7, true), &second, now);
+        engines.note_prompt(&trail(7, true), &second, now);
         second.set_down(now);
-        let _seat = second.seat(3, now);
+        let _share = second.add_share(3, now);
         engines.update(vec![address(1), address(3), address(2)]);
         let all = engines.all();
         assert!(Arc::ptr_eq(&all[0], &second) && Arc::ptr_eq(&all[2], &third));
         assert!((all[1].number, &all[1].address) == (4, &address(3)));
-        assert!(!all[0].is_up(now) && Load::of(&all[0], now).under_way == 3.0);
+        assert!(!all[0].is_up(now) && LoadFigures::of_engine(&all[0], now).under_way == 3.0);
         // The second engine left.
         engines.update(vec![address(0), address(2)]);
         assert!(Arc::ptr_eq(&engines.all()[0], &first));

@@ -7,17 +7,17 @@ use hyper::body::Bytes;
 use hyper::{Response, StatusCode};
 
 use super::counters::code_of;
-use super::engine::Engine;
-use super::forward::{Answer, Asked, ForwardError};
-use super::server::failure;
+use super::engine::RouteEngine;
+use super::forward::{Answer, ForwardError, RouteRequest};
+use super::server::make_failure;
 use super::{Router, watch};
 
 // === impl Router ===
 
 impl Router {
     /// Tells a request to all engines at once. The answer is that of one of them, or names those that did not take it.
-    pub(super) async fn tell_everywhere(&self, asked: &Asked) -> Response<Answer> {
-        let mut engines: Vec<Arc<Engine>> = Vec::new();
+    pub(super) async fn tell_everywhere(&self, asked: &RouteRequest) -> Response<Answer> {
+        let mut engines: Vec<Arc<RouteEngine>> = Vec::new();
         for engine in self.decode.all().iter().chain(&*self.prefill.all()) {
             if engines.iter().all(|known| known.address.socket != engine.address.socket) {
                 engines.push(Arc::clone(engine));
@@ -28,16 +28,16 @@ impl Router {
             .map(|engine| {
                 let (engine, asked) = (Arc::clone(engine), asked.clone());
                 tokio::spawn(async move {
-                    let heard = watch::living(&engine, engine.forwarder.hear(asked)).await;
-                    engine.figures.count_answer(code_of(heard.as_ref().map(Response::status)));
-                    heard
+                    let answer = watch::await_living(&engine, engine.forwarder.ask_any_status(asked)).await;
+                    engine.figures.count_answer(code_of(answer.as_ref().map(Response::status)));
+                    answer
                 })
             })
             .collect();
         let (mut taken, mut problems, mut status) = (None, Vec::new(), None);
         for (engine, telling) in engines.iter().zip(telling) {
-            let heard = telling.await.unwrap_or_else(|error| Err(ForwardError::Broken(error.to_string())));
-            let (refusal, text) = match heard {
+            let answer = telling.await.unwrap_or_else(|error| Err(ForwardError::Broken(error.to_string())));
+            let (refusal, text) = match answer {
                 Ok(answer) if answer.status().is_success() => {
                     taken.get_or_insert(answer);
                     continue;
@@ -53,14 +53,14 @@ impl Router {
                 taken.map(|body: Bytes| Full::new(body).map_err(|never| match never {}).boxed_unsync())
             }
             (_, status) => {
-                asked.noted.failed("an engine did not take it");
+                asked.noted.note_failure("an engine did not take it");
                 let text = format!(
                     "{} of {} engines did not take it; ask again once each does: {}",
                     problems.len(),
                     engines.len(),
                     problems.join("; ")
                 );
-                failure(status.unwrap_or(StatusCode::BAD_GATEWAY), &text)
+                make_failure(status.unwrap_or(StatusCode::BAD_GATEWAY), &text)
             }
         }
     }

@@ -36,7 +36,7 @@ pub(super) struct First {
 
 /// The parts of an engine's event that decide whether its token is passed on.
 #[derive(Deserialize)]
-struct Event {
+struct TokenEvent {
     choices: Vec<Choice>,
 }
 
@@ -74,19 +74,19 @@ fn is_set(value: &Value) -> bool {
 }
 
 /// The request for the engine that computes the prompt: a stream of one token, with the ids of it and of the prompt.
-pub(super) fn prefill(request: &Fields) -> serde_json::Result<Fields> {
+pub(super) fn make_token_request(request: &Fields) -> serde_json::Result<Fields> {
     let mut made = requests::make_prefill(Api::Completions, request)?;
-    made.set("stream", true);
-    made.set("return_token_ids", true);
+    made.set_field("stream", true);
+    made.set_field("return_token_ids", true);
     Ok(made)
 }
 
 /// What that engine's `answer` to a request gives, where prompt and answer have at most `length_max` tokens; `None`: the usual way is
 /// the right one.
-pub(super) fn read(answer: &[u8], request: &Fields, length_max: u64) -> Option<First> {
+pub(super) fn read_first_token(answer: &[u8], request: &Fields, length_max: u64) -> Option<First> {
     let event = std::str::from_utf8(answer).ok()?.strip_suffix(DONE)?;
     let line = event.strip_prefix("data: ")?.strip_suffix("\n\n").filter(|line| !line.contains('\n'))?;
-    let [choice] = <[Choice; 1]>::try_from(serde_json::from_str::<Event>(line).ok()?.choices).ok()?;
+    let [choice] = <[Choice; 1]>::try_from(serde_json::from_str::<TokenEvent>(line).ok()?.choices).ok()?;
     // One that stops here has no rest. Without a text, or with a part of a letter, what follows is told otherwise behind a prompt.
     let is_whole = !choice.text.is_empty() && !choice.text.contains('\u{fffd}');
     if !is_whole || choice.finish_reason? != "length" || choice.token_ids.len() != 1 {
@@ -130,10 +130,10 @@ fn as_first(line: &str) -> Option<String> {
 
 impl First {
     /// The request for the engine that goes on with `request`: its prompt has one token more than the other engine saves.
-    pub(super) fn rest(self, request: &Fields) -> Fields {
+    pub(super) fn remaining_request(self, request: &Fields) -> Fields {
         let mut rest = requests::make_decode(request, requests::make_params(Some(self.ids.len() - 1)));
-        rest.set("prompt", self.ids);
-        rest.set("max_tokens", self.left);
+        rest.set_field("prompt", self.ids);
+        rest.set_field("max_tokens", self.left);
         rest
     }
 }
@@ -151,24 +151,25 @@ mod tests {
     fn asked() -> Fields {
         let request =
             json!({ "model": "m", "prompt": "a b", "max_tokens": 4, "stream": true, "temperature": 0 });
-        Fields::read(&request.to_string().into()).expect("an object")
+        Fields::parse_object(&request.to_string().into()).expect("an object")
     }
 
     fn is_split(request: &Fields) -> bool {
-        may_be_split(request, &Prompt::read(Api::Completions, request))
+        may_be_split(request, &Prompt::read_request(Api::Completions, request))
     }
 
     #[test]
     fn the_event_is_that_of_a_longer_stream_and_the_rest_goes_on_behind_it() {
-        let first = read(ANSWER.as_bytes(), &asked(), 6).expect("exact");
+        let first = read_first_token(ANSWER.as_bytes(), &asked(), 6).expect("exact");
         let event = r#"data: {"id":"cmpl-1","object":"text_completion","created":7,"model":"m","choices":[{"index":0,"text":" \"token_ids\":[é","logprobs":null,"finish_reason":null,"stop_reason":null,"prompt_token_ids":null,"token_ids":null}]}"#;
         assert_eq!(first.event, format!("{event}\n\n"));
-        let rest: Value = serde_json::from_slice(&first.rest(&asked()).payload().joined()).expect("JSON");
+        let rest: Value =
+            serde_json::from_slice(&first.remaining_request(&asked()).payload().joined()).expect("JSON");
         assert_eq!((&rest["prompt"], &rest["max_tokens"]), (&json!([5, 6, 9]), &json!(3)));
         let params = &rest[requests::PARAMS];
         assert_eq!((&params["do_remote_prefill"], &params["pillion"]["tokens"]), (&json!(true), &json!(2)));
         assert_eq!(rest["stream"], true);
-        assert_eq!(read(ANSWER.as_bytes(), &asked(), 5), None, "which an engine would refuse");
+        assert_eq!(read_first_token(ANSWER.as_bytes(), &asked(), 5), None, "which an engine would refuse");
     }
 
     #[test]
@@ -188,7 +189,7 @@ mod tests {
         for (from, to) in changes {
             let answer = ANSWER.replacen(from, to, 1);
             assert_ne!(answer, ANSWER, "{from}");
-            assert_eq!(read(answer.as_bytes(), &asked(), 6), None, "{to}");
+            assert_eq!(read_first_token(answer.as_bytes(), &asked(), 6), None, "{to}");
         }
     }
 
@@ -197,7 +198,7 @@ mod tests {
         assert!(is_split(&asked()));
         let with = |name: &str, value: &Value| {
             let mut request = asked();
-            request.set(name, value);
+            request.set_field(name, value);
             is_split(&request)
         };
         let same = json!({
@@ -221,7 +222,7 @@ mod tests {
         let deep = format!("{}{}", "[".repeat(200), "]".repeat(200));
         let tools = asked().payload().joined();
         let tools = [b"{\"tools\":", deep.as_bytes(), b",", &tools[1..]].concat();
-        let request = Fields::read(&tools.into()).expect("JSON");
+        let request = Fields::parse_object(&tools.into()).expect("JSON");
         assert!(!is_split(&request), "a field that is not read");
         let mut request = asked();
         request.remove("max_tokens");

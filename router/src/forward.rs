@@ -21,13 +21,13 @@ use hyper_util::rt::TokioExecutor;
 use serde_json::value::RawValue;
 
 use super::access::Noted;
-use super::address::Address;
+use super::address::EngineAddress;
 use super::affinity::Trail;
-use super::api::{Api, Target};
+use super::api::{Api, RequestTarget};
 use super::body::{Fields, Payload, PayloadBody};
 use super::connector::Connector;
-use super::lead::{self, Lead};
-use super::memory::Room;
+use super::first_frames::{self, FirstFrames};
+use super::memory::BodyRoom;
 use super::prompt::{self, Prompt};
 use super::requests;
 use super::tls::TowardsEngines;
@@ -48,10 +48,10 @@ const OF_A_CONNECTION: [HeaderName; 7] =
 
 /// A request, read whole.
 #[derive(Clone, Debug)]
-pub(super) struct Asked {
+pub(super) struct RouteRequest {
     pub(super) method: Method,
     pub(super) path: String,
-    pub(super) target: Target,
+    pub(super) target: RequestTarget,
     pub(super) headers: HeaderMap,
     pub(super) body: Payload,
     /// By which engines are chosen.
@@ -59,11 +59,11 @@ pub(super) struct Asked {
     pub(super) breaks: Arc<Breaks>,
     pub(super) noted: Arc<Noted>,
     /// Its room in the memory for bodies, as long as there is a copy of it.
-    pub(super) _room: Option<Arc<Room>>,
+    pub(super) _room: Option<Arc<BodyRoom>>,
 }
 
 /// A request, and of a prompt that two engines may work on its fields, which then are all of its body.
-pub(super) type Parsed = (Asked, Option<PromptAsked>);
+pub(super) type Parsed = (RouteRequest, Option<PromptAsked>);
 
 /// A prompt that two engines may work on.
 #[derive(Debug)]
@@ -81,9 +81,9 @@ pub(super) struct Breaks(AtomicU32);
 
 /// An engine's answer once something of it is there.
 #[derive(Debug)]
-pub(super) struct Opened {
+pub(super) struct OpenedAnswer {
     pub(super) answer: Response<Incoming>,
-    pub(super) lead: VecDeque<Frame<Bytes>>,
+    pub(super) first_frames: VecDeque<Frame<Bytes>>,
     /// Whether the engine has given the prompt up: by its status, or in a stream by an event before anything of an answer.
     pub(super) given_up: bool,
 }
@@ -110,7 +110,7 @@ pub(super) enum ForwardError {
 /// Keeps connections to one engine.
 #[derive(Clone, Debug)]
 pub(super) struct Forwarder {
-    to: Address,
+    to: EngineAddress,
     client: Client<Connector, PayloadBody>,
 }
 
@@ -121,19 +121,19 @@ struct Continued {
     rest: Option<Answer>,
 }
 
-// === impl Asked ===
+// === impl RouteRequest ===
 
-impl Asked {
+impl RouteRequest {
     /// The router's own question for a page of an engine.
     pub(super) fn page(path: &str, headers: HeaderMap) -> Self {
-        let (method, path, target) = (Method::GET, path.into(), Target::One);
+        let (method, path, target) = (Method::GET, path.into(), RequestTarget::One);
         let (body, trail, breaks, noted) =
             (Payload::default(), Arc::default(), Arc::default(), Arc::default());
         Self { method, path, target, headers, body, trail, breaks, noted, _room: None }
     }
 
     /// Reads the body, without what the client says to connectors; else what the client is told.
-    pub(super) fn parse(mut self, body: Bytes) -> Result<Parsed, String> {
+    pub(super) fn parse_body(mut self, body: Bytes) -> Result<Parsed, String> {
         let api = self.api();
         let no_json = |error| format!("the body is no JSON: {error}; send UTF-8, and no NaN or Infinity");
         let Some(mut fields) = self.fields(&body, api.is_some()).map_err(no_json)? else {
@@ -146,7 +146,7 @@ impl Asked {
             self.body = if spoken { fields.payload() } else { body.into() };
             return Ok((self, None));
         };
-        let mut prompt = Prompt::read(api, &fields);
+        let mut prompt = Prompt::read_request(api, &fields);
         if let Some(session) = self.headers.get(SESSION).and_then(|session| session.to_str().ok()) {
             prompt.trail.session = Some(prompt::session_hash(session));
         }
@@ -162,7 +162,7 @@ impl Asked {
             return Ok(None);
         }
         if body.trim_ascii_start().starts_with(b"{") {
-            return Fields::read(body).map(Some);
+            return Fields::parse_object(body).map(Some);
         }
         serde_json::from_slice::<&RawValue>(body).map(|_| None)
     }
@@ -170,7 +170,7 @@ impl Asked {
     /// The API of a prompt that two engines may work on. Asked again, nothing changes but who answers.
     pub(super) fn api(&self) -> Option<Api> {
         match self.target {
-            Target::Prompt(api) => Some(api),
+            RequestTarget::Prompt(api) => Some(api),
             _ => None,
         }
     }
@@ -185,11 +185,11 @@ impl Asked {
 
 impl Breaks {
     /// Counts an engine that did.
-    pub(super) fn note<T>(&self, answer: &Result<T, ForwardError>) {
+    pub(super) fn count_break<T>(&self, answer: &Result<T, ForwardError>) {
         self.0.fetch_add(matches!(answer, Err(ForwardError::Broken(_))).into(), Ordering::Relaxed);
     }
 
-    pub(super) fn count(&self) -> u32 {
+    pub(super) fn break_count(&self) -> u32 {
         self.0.load(Ordering::Relaxed)
     }
 }
@@ -197,20 +197,20 @@ impl Breaks {
 // === impl Forwarder ===
 
 impl Forwarder {
-    pub(super) fn new(to: Address, tls: Option<Arc<TowardsEngines>>) -> Self {
+    pub(super) fn new(to: EngineAddress, tls: Option<Arc<TowardsEngines>>) -> Self {
         let connector = Connector::new(to.socket, tls);
         let client = Client::builder(TokioExecutor::new()).pool_idle_timeout(IDLE_MAX).build(connector);
         Self { to, client }
     }
 
     /// Asks an engine; the answer's head. Dropping the future, or the answer, hangs up.
-    async fn send(&self, asked: Asked) -> Result<Response<Incoming>, ForwardError> {
+    async fn send_request(&self, asked: RouteRequest) -> Result<Response<Incoming>, ForwardError> {
         let mut request = Request::new(asked.body.body());
         let broken = |error: &dyn std::error::Error| ForwardError::Broken(error.to_string());
         *request.uri_mut() = self.to.at(&asked.path).map_err(|error| broken(&error))?;
         *request.method_mut() = asked.method;
         *request.headers_mut() = asked.headers;
-        clean(request.headers_mut());
+        remove_connection_headers(request.headers_mut());
         let mut answer = self.client.request(request).await.map_err(|error| match error.is_connect() {
             true => ForwardError::Unreachable(with_cause(&error)),
             false => broken(&error),
@@ -224,29 +224,31 @@ impl Forwarder {
     }
 
     /// Asks an engine, and waits until something of its answer can be passed.
-    pub(super) async fn open(&self, asked: Asked) -> Result<Opened, ForwardError> {
-        let mut answer = self.send(asked).await?;
+    pub(super) async fn open_answer(&self, asked: RouteRequest) -> Result<OpenedAnswer, ForwardError> {
+        let mut answer = self.send_request(asked).await?;
         if answer.status() == StatusCode::INTERNAL_SERVER_ERROR {
-            return Ok(Opened { answer, lead: VecDeque::new(), given_up: true });
+            return Ok(OpenedAnswer { answer, first_frames: VecDeque::new(), given_up: true });
         }
         let is_stream = is_of(answer.headers(), EVENTS);
-        let lead = lead::read(answer.body_mut(), is_stream, lead::TIME_MAX).await;
-        let Lead { frames, given_up } = lead.map_err(|error| ForwardError::Broken(error.to_string()))?;
-        Ok(Opened { answer, lead: frames, given_up })
+        let first_frames =
+            first_frames::read_first_frames(answer.body_mut(), is_stream, first_frames::TIME_MAX).await;
+        let FirstFrames { frames, given_up } =
+            first_frames.map_err(|error| ForwardError::Broken(error.to_string()))?;
+        Ok(OpenedAnswer { answer, first_frames: frames, given_up })
     }
 
     /// Asks an engine, and reads all of its answer, whatever its status is.
-    pub(super) async fn hear(&self, asked: Asked) -> Result<Response<Bytes>, ForwardError> {
-        let (mut head, body) = self.send(asked).await?.into_parts();
+    pub(super) async fn ask_any_status(&self, asked: RouteRequest) -> Result<Response<Bytes>, ForwardError> {
+        let (mut head, body) = self.send_request(asked).await?.into_parts();
         let body = Limited::new(body, ANSWER_BYTES_MAX).collect().await;
         let body = body.map_err(|error| ForwardError::Broken(error.to_string()))?.to_bytes();
-        clean(&mut head.headers);
+        remove_connection_headers(&mut head.headers);
         Ok(Response::from_parts(head, body))
     }
 
     /// Asks an engine, and reads all of its answer.
-    pub(super) async fn ask(&self, asked: Asked) -> Result<Response<Bytes>, ForwardError> {
-        let answer = self.hear(asked).await?;
+    pub(super) async fn ask_success(&self, asked: RouteRequest) -> Result<Response<Bytes>, ForwardError> {
+        let answer = self.ask_any_status(asked).await?;
         if answer.status().is_success() { Ok(answer) } else { Err(ForwardError::Status(answer.status())) }
     }
 }
@@ -271,7 +273,7 @@ pub(super) fn is_of(headers: &HeaderMap, wanted: &str) -> bool {
 }
 
 /// Removes what belongs to one connection, also what its `Connection` header names.
-pub(super) fn clean(headers: &mut HeaderMap) {
+pub(super) fn remove_connection_headers(headers: &mut HeaderMap) {
     let named: Vec<HeaderName> = headers
         .get_all(CONNECTION)
         .iter()
@@ -285,16 +287,17 @@ pub(super) fn clean(headers: &mut HeaderMap) {
     headers.remove("keep-alive");
 }
 
-// === impl Opened ===
+// === impl OpenedAnswer ===
 
-impl Opened {
+impl OpenedAnswer {
     pub(super) fn status(&self) -> StatusCode {
         self.answer.status()
     }
 
     /// The id of the response that the engine stores: the first one that its answer states.
     pub(super) fn response_id(&self) -> Option<String> {
-        let said = self.lead.iter().filter_map(Frame::data_ref).flatten().copied().take(ID_WITHIN_BYTES);
+        let said =
+            self.first_frames.iter().filter_map(Frame::data_ref).flatten().copied().take(ID_WITHIN_BYTES);
         let said = String::from_utf8_lossy(&said.collect::<Vec<_>>()).into_owned();
         let (_, behind) = said.split_once("\"id\"")?;
         let id = behind.trim_start().strip_prefix(':')?.trim_start().strip_prefix('"')?;
@@ -304,7 +307,7 @@ impl Opened {
 
 /// A stream that begins with `first`, with the head of the answer that it is from. It goes on with the body of `rest`, which is asked for
 /// once that was sent. What is no stream is told as vLLM tells an error within one.
-pub(super) fn continued(
+pub(super) fn continue_stream(
     mut head: response::Parts,
     first: Bytes,
     rest: impl Future<Output = Response<Answer>> + Send + 'static,
@@ -321,7 +324,7 @@ pub(super) fn continued(
         Full::new(told).map_err(|never| match never {}).boxed_unsync()
     };
     let body = Continued { first: Some(first), asking: Some(Box::pin(asking)), rest: None };
-    clean(&mut head.headers);
+    remove_connection_headers(&mut head.headers);
     Response::from_parts(head, body.boxed_unsync())
 }
 

@@ -8,10 +8,10 @@ use hyper::header::{CONTENT_TYPE, HeaderValue};
 use hyper::{HeaderMap, Method};
 use serde_json::Value;
 
-use super::api::Target;
+use super::api::RequestTarget;
 use super::body::Payload;
-use super::forward::Asked;
-use super::lead;
+use super::first_frames;
+use super::forward::RouteRequest;
 use super::requests::PARAMS;
 
 /// The bodies for the two engines of a request with this path and body; `None` where it is refused, or goes on as it is.
@@ -25,9 +25,10 @@ pub fn read_request(path: &str, body: &[u8]) -> Option<[Value; 2]> {
     let (method, path) = (Method::POST, path.to_owned());
     let (payload, trail, breaks, noted) =
         (Payload::default(), Arc::default(), Arc::default(), Arc::default());
-    let target = Target::of(&method, &path);
-    let asked = Asked { method, path, target, headers, body: payload, trail, breaks, noted, _room: None };
-    let (_, prompt) = asked.parse(Bytes::copy_from_slice(body)).ok()?;
+    let target = RequestTarget::of_request(&method, &path);
+    let asked =
+        RouteRequest { method, path, target, headers, body: payload, trail, breaks, noted, _room: None };
+    let (_, prompt) = asked.parse_body(Bytes::copy_from_slice(body)).ok()?;
     let prompt = prompt?;
     // What nests deeper than serde_json reads is JSON all the same.
     let read = |payload: Payload| serde_json::from_slice::<Value>(&payload.joined()).unwrap_or_default();
@@ -47,11 +48,13 @@ pub fn judge_stream(stream: &[u8], frame_bytes: usize) -> bool {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime");
     runtime.block_on(async {
         let mut body = Payload::from(frames).body();
-        let lead = lead::read(&mut body, true, lead::TIME_MAX).await.expect("infallible");
+        let first_frames = first_frames::read_first_frames(&mut body, true, first_frames::TIME_MAX)
+            .await
+            .expect("infallible");
         let mut held: Vec<u8> =
-            lead.frames.into_iter().filter_map(|frame| frame.into_data().ok()).flatten().collect();
+            first_frames.frames.into_iter().filter_map(|frame| frame.into_data().ok()).flatten().collect();
         held.extend_from_slice(&body.collect().await.expect("infallible").to_bytes());
         assert_eq!(held, stream);
-        lead.given_up
+        first_frames.given_up
     })
 }

@@ -9,8 +9,8 @@ use tokio::time::{Instant, timeout_at};
 
 use super::counters::{CLIENT, MEMORY, SLOW};
 use super::forward::Answer;
-use super::memory::{Full, Room};
-use super::server::failure;
+use super::memory::{BodyRoom, Full};
+use super::server::make_failure;
 
 /// The longest request: a million tokens as JSON, several times.
 pub(super) const REQUEST_BYTES_MAX: usize = 64 << 20;
@@ -23,7 +23,7 @@ const FIRST_BYTES_MAX: u64 = 1 << 20;
 
 /// Why there is no body.
 #[derive(Debug, Eq, PartialEq)]
-pub(super) enum Unread {
+pub(super) enum UnreadBody {
     Stalled,
     Broken(String),
     /// Bodies of requests take all of `--request-memory`.
@@ -34,7 +34,7 @@ pub(super) enum Unread {
 
 /// Reads all of a request's body. Something of it comes within each `PART_TIME_MAX`, and after the first one `BYTES_PER_SECOND_MIN` each
 /// second.
-pub(super) async fn read<B>(body: B, mut room: Room) -> Result<(Bytes, Room), Unread>
+pub(super) async fn read_body<B>(body: B, mut room: BodyRoom) -> Result<(Bytes, BodyRoom), UnreadBody>
 where
     B: Body<Data = Bytes, Error: Into<Box<dyn std::error::Error + Send + Sync>>> + Unpin,
 {
@@ -46,12 +46,14 @@ where
         let sent = Duration::from_secs_f64(bytes as f64 / BYTES_PER_SECOND_MIN as f64);
         (begin + sent).min(Instant::now()) + PART_TIME_MAX
     };
-    while let Some(frame) = timeout_at(end(whole.len()), body.frame()).await.map_err(|_| Unread::Stalled)? {
-        let frame = frame.map_err(|error| Unread::Broken(error.to_string()))?;
+    while let Some(frame) =
+        timeout_at(end(whole.len()), body.frame()).await.map_err(|_| UnreadBody::Stalled)?
+    {
+        let frame = frame.map_err(|error| UnreadBody::Broken(error.to_string()))?;
         let data = frame.data_ref().map_or(&[][..], |data| data);
         room.grow(data.len()).map_err(|full| match full {
-            Full::All => Unread::NoRoom,
-            Full::Client => Unread::ClientFull,
+            Full::All => UnreadBody::NoRoom,
+            Full::Client => UnreadBody::ClientFull,
         })?;
         whole.extend_from_slice(data);
     }
@@ -59,9 +61,9 @@ where
     Ok((whole.into(), room))
 }
 
-// === impl Unread ===
+// === impl UnreadBody ===
 
-impl Unread {
+impl UnreadBody {
     /// The label of metrics; none where the client broke off, or sent more than a request may have.
     pub(super) fn label(&self) -> Option<&'static str> {
         match self {
@@ -78,7 +80,7 @@ impl Unread {
     }
 
     /// What the client is told.
-    pub(super) fn told(&self) -> Response<Answer> {
+    pub(super) fn to_response(&self) -> Response<Answer> {
         let (status, text) = match self {
             Self::Stalled => {
                 let (pause, rate) = (PART_TIME_MAX.as_secs(), BYTES_PER_SECOND_MIN >> 10);
@@ -102,7 +104,7 @@ impl Unread {
                 (StatusCode::SERVICE_UNAVAILABLE, text.into())
             }
         };
-        failure(status, &text)
+        make_failure(status, &text)
     }
 }
 
@@ -118,8 +120,8 @@ mod tests {
     use std::net::IpAddr;
 
     use super::*;
-    use crate::lead::tests::Stalled;
-    use crate::memory::Memory;
+    use crate::first_frames::tests::Stalled;
+    use crate::memory::BodyMemory;
 
     const CLIENT_OF_TESTS: IpAddr = IpAddr::V4(std::net::Ipv4Addr::LOCALHOST);
 
@@ -157,36 +159,36 @@ mod tests {
 
     #[test]
     fn a_body_that_comes_too_slowly_is_not_waited_for_and_one_by_a_slow_link_is() {
-        let memory = Memory::new(2 * REQUEST_BYTES_MAX as u64);
+        let memory = BodyMemory::new(2 * REQUEST_BYTES_MAX as u64);
         let read_of = |bytes| {
             paused().block_on(async {
                 let body = Trickle { parts: 100, bytes, next: Box::pin(sleep(Duration::ZERO)) };
-                read(body, memory.room(CLIENT_OF_TESTS)).await.map(|(whole, _)| whole.len())
+                read_body(body, memory.room(CLIENT_OF_TESTS)).await.map(|(whole, _)| whole.len())
             })
         };
-        assert_eq!(read_of(1), Err(Unread::Stalled));
+        assert_eq!(read_of(1), Err(UnreadBody::Stalled));
         assert_eq!(read_of(125_000), Ok(12_500_000), "images by 1 Mbit/s");
     }
 
     #[test]
     fn a_body_of_which_nothing_comes_is_not_waited_for() {
-        let memory = Memory::new(100);
+        let memory = BodyMemory::new(100);
         let begun = || Stalled([Bytes::from_static(b"a part")].into());
-        let none = paused().block_on(read(begun(), memory.room(CLIENT_OF_TESTS))).unwrap_err();
-        assert_eq!((none, memory.used().all), (Unread::Stalled, 0));
+        let none = paused().block_on(read_body(begun(), memory.room(CLIENT_OF_TESTS))).unwrap_err();
+        assert_eq!((none, memory.used().all), (UnreadBody::Stalled, 0));
     }
 
     #[test]
     fn bodies_have_a_budget_in_all_and_each_client_half_of_it() {
-        let memory = Memory::new(100);
+        let memory = BodyMemory::new(100);
         let of = |client: u8, bytes: usize| {
             let body = http_body_util::Full::new(Bytes::from(vec![b'a'; bytes]));
-            paused().block_on(read(body, memory.room([10, 0, 0, client].into())))
+            paused().block_on(read_body(body, memory.room([10, 0, 0, client].into())))
         };
         let first = of(1, 40).unwrap();
-        assert_eq!(of(1, 11).unwrap_err(), Unread::ClientFull);
+        assert_eq!(of(1, 11).unwrap_err(), UnreadBody::ClientFull);
         let second = of(2, 50).unwrap();
-        assert_eq!(of(3, 11).unwrap_err(), Unread::NoRoom);
+        assert_eq!(of(3, 11).unwrap_err(), UnreadBody::NoRoom);
         drop(first);
         let third = of(1, 50).unwrap();
         drop((second, third));

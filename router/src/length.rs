@@ -8,9 +8,9 @@ use hyper::header::AUTHORIZATION;
 use serde_json::Value;
 use tokio::time::Instant;
 
-use super::engine::Engine;
-use super::engines::Engines;
-use super::forward::{Asked, ForwardError};
+use super::engine::RouteEngine;
+use super::engines::RouteEngines;
+use super::forward::{ForwardError, RouteRequest};
 use super::watch;
 
 /// How long an engine that lives has to say it, and how long none is asked again.
@@ -27,7 +27,7 @@ pub(super) struct Lengths {
 
 impl Lengths {
     /// Has those engines asked that are up and have not said their length lately. No request waits for an answer.
-    pub(super) fn ask(&self, engines: &Engines, headers: &HeaderMap) {
+    pub(super) fn ask_lengths(&self, engines: &RouteEngines, headers: &HeaderMap) {
         let now = Instant::now();
         let due = engines.lengths_due(now);
         let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
@@ -37,15 +37,15 @@ impl Lengths {
         *next = Some(now + PAUSE);
         for engine in due {
             let headers = headers.get(AUTHORIZATION).map(|token| (AUTHORIZATION, token.clone()));
-            tokio::spawn(hear(engine, headers.into_iter().collect()));
+            tokio::spawn(update_length(engine, headers.into_iter().collect()));
         }
     }
 }
 
 /// Asks one engine. Where it was down, this is the request that tries it.
-async fn hear(engine: Arc<Engine>, headers: HeaderMap) {
-    let _trial = engine.seat(0, Instant::now());
-    let answer = watch::ask(&engine, Asked::page("/v1/models", headers), PAUSE).await;
+async fn update_length(engine: Arc<RouteEngine>, headers: HeaderMap) {
+    let _trial = engine.add_share(0, Instant::now());
+    let answer = watch::ask_within(&engine, RouteRequest::page("/v1/models", headers), PAUSE).await;
     match answer {
         // First tokens do not wait for an engine that is down.
         Err(ForwardError::Unreachable(_) | ForwardError::Broken(_) | ForwardError::Silent(_)) => {
@@ -55,7 +55,8 @@ async fn hear(engine: Arc<Engine>, headers: HeaderMap) {
         _ => engine.set_up(),
     }
     let length = answer.map_err(|error| error.to_string());
-    let length = length.and_then(|answer| read(answer.body()).ok_or_else(|| "its answer has none".into()));
+    let length =
+        length.and_then(|answer| parse_length(answer.body()).ok_or_else(|| "its answer has none".into()));
     match length {
         Ok(length) => engine.set_length(length, Instant::now()),
         Err(why) if engine.is_length_missed_first() => {
@@ -67,7 +68,7 @@ async fn hear(engine: Arc<Engine>, headers: HeaderMap) {
 }
 
 /// The length that an engine's list of models states; the least where it has several models.
-fn read(models: &[u8]) -> Option<u64> {
+fn parse_length(models: &[u8]) -> Option<u64> {
     let models: Value = serde_json::from_slice(models).ok()?;
     let lengths = models["data"].as_array()?.iter().map(|model| model["max_model_len"].as_u64());
     lengths.collect::<Option<Vec<_>>>()?.into_iter().min()
@@ -79,8 +80,8 @@ mod tests {
     use std::net::TcpListener;
 
     use super::*;
-    use crate::address::Address;
-    use crate::engines::Role;
+    use crate::address::EngineAddress;
+    use crate::engines::EngineRole;
 
     #[test]
     fn an_engine_that_answers_is_back_also_where_it_does_not_say_its_length() {
@@ -92,20 +93,20 @@ mod tests {
         ] {
             let listener = TcpListener::bind("127.0.0.1:0").unwrap();
             let socket = listener.local_addr().unwrap();
-            let address = Address::new(format!("http://{socket}").parse().unwrap(), socket);
+            let address = EngineAddress::new(format!("http://{socket}").parse().unwrap(), socket);
             let serving = std::thread::spawn(move || {
                 let (mut stream, _) = listener.accept().unwrap();
                 let lines = BufReader::new(stream.try_clone().unwrap()).lines();
                 lines.map_while(Result::ok).find(String::is_empty).unwrap();
                 stream.write_all(answer.as_bytes()).unwrap();
             });
-            let engines = Engines::new(Role::Decode, None);
+            let engines = RouteEngines::new(EngineRole::Decode, None);
             engines.update(vec![address]);
             let engine = Arc::clone(&engines.all()[0]);
             // Its pause is over: the question is its trial.
             engine.set_down(Instant::now() - Duration::from_secs(5));
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-            runtime.block_on(hear(Arc::clone(&engine), HeaderMap::new()));
+            runtime.block_on(update_length(Arc::clone(&engine), HeaderMap::new()));
             serving.join().unwrap();
             assert_eq!(engine.is_up(Instant::now()), is_up, "{answer}");
         }

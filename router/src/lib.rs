@@ -22,12 +22,12 @@ mod engine;
 mod engines;
 mod everywhere;
 mod figures;
+mod first_frames;
 mod first_token;
 mod forward;
 pub mod fuzzed;
 mod handed_over;
 mod intake;
-mod lead;
 mod length;
 mod listed;
 mod memory;
@@ -59,19 +59,19 @@ use tokio::time::Instant;
 use self::access::{AccessLog, Noted, Writer};
 pub use self::address::EngineUrl;
 use self::affinity::Trail;
-use self::api::{Api, Target, without_slash};
+use self::api::{Api, RequestTarget, without_slash};
 use self::body::Payload;
 use self::computing::Computing;
-use self::counters::{Counters, EVERYWHERE, OTHER, REFUSED, code_of};
-use self::engine::{Engine, Seat};
-use self::engines::{Engines, Role};
-use self::forward::{Answer, Asked, ForwardError, Opened};
-use self::intake::Unread;
+use self::counters::{EVERYWHERE, OTHER, REFUSED, RouteCounters, code_of};
+use self::engine::{LoadShare, RouteEngine};
+use self::engines::{EngineRole, RouteEngines};
+use self::forward::{Answer, ForwardError, OpenedAnswer, RouteRequest};
+use self::intake::UnreadBody;
 use self::length::Lengths;
-use self::memory::Memory;
+use self::memory::BodyMemory;
 use self::prompt::Whole;
-pub use self::server::serve;
-use self::server::{failure, plain};
+pub use self::server::serve_router;
+use self::server::{make_answer, make_failure};
 use self::tls::RouteTls;
 use self::tokens::TokenBytes;
 use sidecar::config::{IpPort, Level, LogFormat, Size, Time};
@@ -85,7 +85,7 @@ const REFUSAL_PAUSE: Duration = Duration::from_secs(60);
 
 /// Options of `pillion route`.
 #[derive(Args, Clone, Debug)]
-pub struct Options {
+pub struct RouteOptions {
     /// An engine that computes prompts, http://HOST:PORT or https://HOST:PORT of its OpenAI server; repeat it for each
     ///
     /// Each address of a host's name is an engine of its own, as of a headless Service. A name with IPv4 and IPv6 addresses stands for those of
@@ -131,8 +131,8 @@ pub struct Options {
     ///
     /// Who is asked together with the other engine waits for 30 s at most, whatever --prefill-timeout says, and then computes the prompt too.
     /// Where prompts take longer, give prefill-first.
-    #[arg(long, env = "PILLION_ORDER", value_enum, default_value_t = Order::ByLoad, value_name = "by-load|prefill-first|at-once")]
-    pub order: Order,
+    #[arg(long, env = "PILLION_ORDER", value_enum, default_value_t = AskOrder::ByLoad, value_name = "by-load|prefill-first|at-once")]
+    pub order: AskOrder,
     /// Stream the first token as soon as the prompt is computed, where the stream stays that of one engine
     ///
     /// The engine that computes the prompt has the first token: it goes to the client at once, and the other engine goes on behind
@@ -183,7 +183,7 @@ pub struct Options {
 
 /// When the engine that answers is asked.
 #[derive(Copy, Clone, Debug, Eq, PartialEq, ValueEnum)]
-pub enum Order {
+pub enum AskOrder {
     /// With the other one where it has nothing else to do, so that a prompt does not wait its turn; else, and a very long one, once it is
     /// computed.
     ByLoad,
@@ -196,19 +196,19 @@ pub enum Order {
 /// What clients are answered with.
 #[derive(Debug)]
 struct Router {
-    prefill: Engines,
-    decode: Engines,
-    options: Options,
+    prefill: RouteEngines,
+    decode: RouteEngines,
+    options: RouteOptions,
     tls: RouteTls,
-    counters: Counters,
+    counters: RouteCounters,
     access: Option<AccessLog>,
     lengths: Lengths,
     token_bytes: TokenBytes,
-    memory: Arc<Memory>,
+    memory: Arc<BodyMemory>,
     /// Long bodies are read one by one: of each a copy of its longest name may be made.
     long_bodies: Semaphore,
     /// When the log last told of a body without room.
-    refusal_told: Mutex<Option<Instant>>,
+    refusal_logged: Mutex<Option<Instant>>,
     /// Set after SIGTERM.
     is_draining: AtomicBool,
 }
@@ -216,13 +216,13 @@ struct Router {
 // === impl Router ===
 
 impl Router {
-    fn new(options: Options) -> anyhow::Result<(Self, Option<Writer>)> {
+    fn new(options: RouteOptions) -> anyhow::Result<(Self, Option<Writer>)> {
         let tls = RouteTls::from_options(&options).map_err(anyhow::Error::msg)?;
-        let engines = |role| Engines::new(role, tls.engines.clone());
-        let (prefill, decode) = (engines(Role::Prefill), engines(Role::Decode));
+        let engines = |role| RouteEngines::new(role, tls.engines.clone());
+        let (prefill, decode) = (engines(EngineRole::Prefill), engines(EngineRole::Decode));
         let (lengths, token_bytes) = (Lengths::default(), TokenBytes::default());
-        let (memory, long_bodies) = (Memory::new(options.request_memory.as_bytes()), Semaphore::new(1));
-        let (counters, refusal_told) = (Counters::new()?, Mutex::default());
+        let (memory, long_bodies) = (BodyMemory::new(options.request_memory.as_bytes()), Semaphore::new(1));
+        let (counters, refusal_logged) = (RouteCounters::new()?, Mutex::default());
         let started = options
             .access_log
             .then(|| AccessLog::start_writer(options.log_format, counters.lines_dropped.clone()));
@@ -238,7 +238,7 @@ impl Router {
             token_bytes,
             memory,
             long_bodies,
-            refusal_told,
+            refusal_logged,
             is_draining: AtomicBool::new(false),
         };
         Ok((router, writer))
@@ -257,7 +257,7 @@ impl Router {
             }
             // Streams go on while the page is made.
             let page = tokio::task::spawn_blocking(move || router.page()).await.unwrap_or_default();
-            plain(StatusCode::OK, "text/plain; version=0.0.4", page)
+            make_answer(StatusCode::OK, "text/plain; version=0.0.4", page)
         })
     }
 
@@ -269,29 +269,29 @@ impl Router {
     ) -> Response<Answer> {
         let (head, body) = request.into_parts();
         let path = without_slash(head.uri.path_and_query().map_or("/", |path| path.as_str()));
-        let target = Target::of(&head.method, &path);
-        if let Target::Nowhere(reason) = target {
+        let target = RequestTarget::of_request(&head.method, &path);
+        if let RequestTarget::Nowhere(reason) = target {
             self.count_way(&noted, REFUSED);
-            noted.failed(reason);
-            return failure(StatusCode::NOT_IMPLEMENTED, reason);
+            noted.note_failure(reason);
+            return make_failure(StatusCode::NOT_IMPLEMENTED, reason);
         }
-        let (body, room) = match intake::read(body, self.memory.room(client)).await {
+        let (body, room) = match intake::read_body(body, self.memory.room(client)).await {
             Ok(read) => read,
             Err(unread) => {
                 self.refused(&unread);
-                noted.failed(unread.why());
-                return unread.told();
+                noted.note_failure(unread.why());
+                return unread.to_response();
             }
         };
         noted.notes().request_bytes = body.len() as u64;
         let (breaks, room) = (Arc::default(), Some(Arc::new(room)));
         let trail = match &target {
-            Target::Stored(id) => Trail::bound(prompt::response_hash(id)),
+            RequestTarget::Stored(id) => Trail::bound(prompt::response_hash(id)),
             _ => Trail::default(),
         };
         let (payload, trail) = (Payload::default(), Arc::new(trail));
         let (method, headers) = (head.method, head.headers);
-        let asked = Asked {
+        let asked = RouteRequest {
             method,
             path,
             target,
@@ -303,32 +303,32 @@ impl Router {
             _room: room,
         };
         let parsed = if body.len() < LONG_BYTES {
-            asked.parse(body)
+            asked.parse_body(body)
         } else {
             let _turn = self.long_bodies.acquire().await;
-            tokio::task::spawn_blocking(|| asked.parse(body)).await.expect("no body lets it panic")
+            tokio::task::spawn_blocking(|| asked.parse_body(body)).await.expect("no body lets it panic")
         };
         match parsed {
             Ok((asked, Some(prompt))) => self.route(&asked, &prompt).await,
             Ok((asked, None)) => self.pass(asked).await,
             Err(text) => {
-                noted.failed("the body is no JSON");
-                failure(StatusCode::BAD_REQUEST, &text)
+                noted.note_failure("the body is no JSON");
+                make_failure(StatusCode::BAD_REQUEST, &text)
             }
         }
     }
 
     /// What is no prompt: by the engine that has it, by all, or by any.
-    async fn pass(&self, asked: Asked) -> Response<Answer> {
+    async fn pass(&self, asked: RouteRequest) -> Response<Answer> {
         match asked.target {
-            Target::Everywhere => {
+            RequestTarget::Everywhere => {
                 self.count_way(&asked.noted, EVERYWHERE);
                 return self.tell_everywhere(&asked).await;
             }
-            Target::Stored(_) => self.count_way(&asked.noted, Whole::Stored.name()),
+            RequestTarget::Stored(_) => self.count_way(&asked.noted, Whole::Stored.name()),
             _ => self.count_way(&asked.noted, OTHER),
         }
-        self.answer(asked).await
+        self.answer_once(asked).await
     }
 
     /// Counts a request by where it goes.
@@ -338,16 +338,16 @@ impl Router {
     }
 
     /// Counts a request whose body was not taken.
-    fn refused(&self, unread: &Unread) {
+    fn refused(&self, unread: &UnreadBody) {
         let Some(reason) = unread.label() else { return };
         self.counters.refused.with_label_values(&[reason]).inc();
-        if !matches!(unread, Unread::NoRoom | Unread::ClientFull) {
+        if !matches!(unread, UnreadBody::NoRoom | UnreadBody::ClientFull) {
             return;
         }
-        let (now, mut told) =
-            (Instant::now(), self.refusal_told.lock().unwrap_or_else(PoisonError::into_inner));
-        if told.is_none_or(|at| now >= at + REFUSAL_PAUSE) {
-            *told = Some(now);
+        let (now, mut reported) =
+            (Instant::now(), self.refusal_logged.lock().unwrap_or_else(PoisonError::into_inner));
+        if reported.is_none_or(|at| now >= at + REFUSAL_PAUSE) {
+            *reported = Some(now);
             tracing::warn!(
                 "requests are refused, since bodies take all of --request-memory, or those of one client half of it; give it more"
             );
@@ -371,36 +371,40 @@ impl Router {
         let counts = json!({ "prefill_up": prefill, "decode_up": decode, "draining": is_draining });
         let is_ready = decode > 0 && !is_draining;
         let status = if is_ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
-        plain(status, "application/json", counts.to_string())
+        make_answer(status, "application/json", counts.to_string())
     }
 
     /// Asks an engine that answers: its answer, and the engine where it gave the prompt up. `computing` lives as long as the answer is read.
-    async fn open(
+    async fn open_answer(
         &self,
-        spared: Option<&Engine>,
-        asked: Asked,
+        spared: Option<&RouteEngine>,
+        asked: RouteRequest,
         computing: Option<Computing>,
-    ) -> (Response<Answer>, Option<Arc<Engine>>) {
-        match self.send(spared, asked).await {
-            Ok((opened, seat)) => {
-                let given_up = opened.given_up.then(|| Arc::clone(&seat.engine));
+    ) -> (Response<Answer>, Option<Arc<RouteEngine>>) {
+        match self.send_to_engine(spared, asked).await {
+            Ok((opened, share)) => {
+                let given_up = opened.given_up.then(|| Arc::clone(&share.engine));
                 if given_up.is_none() && opened.status().is_success() {
                     computing.iter().for_each(Computing::answer_began);
                 }
-                (passing::pass(opened, seat, computing).await, given_up)
+                (passing::pass_answer(opened, share, computing).await, given_up)
             }
             Err(failure) => (failure, None),
         }
     }
 
     /// The answer of one engine, whatever it is.
-    async fn answer(&self, asked: Asked) -> Response<Answer> {
-        self.open(None, asked, None).await.0
+    async fn answer_once(&self, asked: RouteRequest) -> Response<Answer> {
+        self.open_answer(None, asked, None).await.0
     }
 
     /// Asks the first engine that begins to answer, in the order for this beginning, which is that of the time when it is asked; what the
     /// client is told where none does. A prompt may be what ends engines: where two broke off on it, another one is not asked.
-    async fn send(&self, spared: Option<&Engine>, asked: Asked) -> Result<(Opened, Seat), Response<Answer>> {
+    async fn send_to_engine(
+        &self,
+        spared: Option<&RouteEngine>,
+        asked: RouteRequest,
+    ) -> Result<(OpenedAnswer, LoadShare), Response<Answer>> {
         let (mut problems, mut status) = (Vec::new(), StatusCode::BAD_GATEWAY);
         let breaks_max = u32::from(asked.api().is_some());
         let mut ranked = self.decode.ranked(&asked.trail, 1, spared, Instant::now()).into_iter().peekable();
@@ -410,23 +414,23 @@ impl Router {
             );
         }
         while let Some(engine) = ranked.next() {
-            if asked.breaks.count() > breaks_max {
+            if asked.breaks.break_count() > breaks_max {
                 problems.push("engines broke off on it, so no other one is asked".into());
                 break;
             }
-            let mut seat = engine.seat(1, Instant::now());
+            let mut share = engine.add_share(1, Instant::now());
             asked.noted.notes().decode = Some(engine.address.to_string());
             if !asked.trail.is_bound {
-                self.decode.note(&asked.trail, &engine, Instant::now());
+                self.decode.note_prompt(&asked.trail, &engine, Instant::now());
             }
-            let opened = engine.forwarder.open(asked.clone());
+            let opened = engine.forwarder.open_answer(asked.clone());
             // There is none after the last: it is waited for, since an engine that was stopped may go on.
             let answer = match ranked.peek() {
-                Some(_) => watch::living(&engine, opened).await,
+                Some(_) => watch::await_living(&engine, opened).await,
                 None => opened.await,
             };
-            asked.breaks.note(&answer);
-            seat.note_answer(code_of(answer.as_ref().map(Opened::status)));
+            asked.breaks.count_break(&answer);
+            share.note_answer(code_of(answer.as_ref().map(OpenedAnswer::status)));
             let error = match answer {
                 // It is up, and has no room: vLLM's limits of its queue.
                 Ok(opened)
@@ -438,7 +442,7 @@ impl Router {
                 }
                 // Another one stored it: nothing here knows which.
                 Ok(opened)
-                    if matches!(asked.target, Target::Stored(_))
+                    if matches!(asked.target, RequestTarget::Stored(_))
                         && opened.status() == StatusCode::NOT_FOUND
                         && ranked.peek().is_some() =>
                 {
@@ -451,7 +455,7 @@ impl Router {
                     {
                         self.decode.bind(prompt::response_hash(&id), &engine);
                     }
-                    return Ok((opened, seat));
+                    return Ok((opened, share));
                 }
                 // Nothing of an answer was sent, and of one that stands still none will be: it is hung up on.
                 Err(error) => {
@@ -464,7 +468,7 @@ impl Router {
             problems.push(format!("{}: {error}", engine.address));
         }
         let text = format!("there is no answer from --decode: {}", problems.join("; "));
-        asked.noted.failed(text.as_str());
-        Err(failure(status, &text))
+        asked.noted.note_failure(text.as_str());
+        Err(make_failure(status, &text))
     }
 }

@@ -6,13 +6,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The memory for bodies.
 #[derive(Debug)]
-pub(super) struct Memory {
+pub(super) struct BodyMemory {
     bytes_max: usize,
-    used: Mutex<Used>,
+    used: Mutex<UsedMemory>,
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Used {
+pub(super) struct UsedMemory {
     pub(super) all: usize,
     /// Clients that have some of it.
     pub(super) clients: HashMap<IpAddr, usize>,
@@ -20,8 +20,8 @@ pub(super) struct Used {
 
 /// The room of one body, given back on drop.
 #[derive(Debug)]
-pub(super) struct Room {
-    memory: Arc<Memory>,
+pub(super) struct BodyRoom {
+    memory: Arc<BodyMemory>,
     client: IpAddr,
     bytes: usize,
 }
@@ -33,27 +33,27 @@ pub(super) enum Full {
     Client,
 }
 
-// === impl Memory ===
+// === impl BodyMemory ===
 
-impl Memory {
+impl BodyMemory {
     pub(super) fn new(bytes_max: u64) -> Arc<Self> {
         let bytes_max = usize::try_from(bytes_max).unwrap_or(usize::MAX);
         Arc::new(Self { bytes_max, used: Mutex::default() })
     }
 
-    pub(super) fn used(&self) -> MutexGuard<'_, Used> {
+    pub(super) fn used(&self) -> MutexGuard<'_, UsedMemory> {
         self.used.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// No room yet, for a body of this client.
-    pub(super) fn room(self: &Arc<Self>, client: IpAddr) -> Room {
-        Room { memory: Arc::clone(self), client, bytes: 0 }
+    pub(super) fn room(self: &Arc<Self>, client: IpAddr) -> BodyRoom {
+        BodyRoom { memory: Arc::clone(self), client, bytes: 0 }
     }
 }
 
-// === impl Room ===
+// === impl BodyRoom ===
 
-impl Room {
+impl BodyRoom {
     /// Takes room for so many bytes more.
     pub(super) fn grow(&mut self, bytes: usize) -> Result<(), Full> {
         let mut used = self.memory.used();
@@ -71,7 +71,7 @@ impl Room {
     }
 }
 
-impl Drop for Room {
+impl Drop for BodyRoom {
     fn drop(&mut self) {
         let mut used = self.memory.used();
         used.all -= self.bytes;

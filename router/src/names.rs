@@ -8,7 +8,7 @@ use std::time::Duration;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
-use super::address::{Address, EngineUrl};
+use super::address::{EngineAddress, EngineUrl};
 
 /// Name servers have so long to answer. The names of one list are looked up at once.
 const LOOKUP_TIME_MAX: Duration = Duration::from_secs(5);
@@ -40,7 +40,7 @@ fn of_one_family(mut found: Vec<SocketAddr>) -> Vec<SocketAddr> {
 
 impl Names {
     /// Looks up the names of a list by `look_up`. A failed lookup keeps the addresses of the last one.
-    pub(super) async fn refresh<F>(&mut self, urls: &[&EngineUrl], look_up: impl Fn(EngineUrl) -> F)
+    pub(super) async fn refresh_names<F>(&mut self, urls: &[&EngineUrl], look_up: impl Fn(EngineUrl) -> F)
     where
         F: Future<Output = Result<Vec<SocketAddr>>> + Send + 'static,
     {
@@ -82,13 +82,13 @@ impl Names {
     }
 
     /// The addresses of the engines of these URLs, in their order.
-    pub(super) fn addresses(&self, urls: &[EngineUrl]) -> Vec<Address> {
+    pub(super) fn addresses(&self, urls: &[EngineUrl]) -> Vec<EngineAddress> {
         let of = |url: &EngineUrl| match url.literal() {
             Some(socket) => vec![socket],
             None => self.known.get(url).cloned().unwrap_or_default(),
         };
         urls.iter()
-            .flat_map(|url| of(url).into_iter().map(|socket| Address::new(url.clone(), socket)))
+            .flat_map(|url| of(url).into_iter().map(|socket| EngineAddress::new(url.clone(), socket)))
             .collect()
     }
 }
@@ -114,7 +114,7 @@ mod tests {
             }
         };
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
-        runtime.block_on(names.refresh(&urls.each_ref(), look_up));
+        runtime.block_on(names.refresh_names(&urls.each_ref(), look_up));
         names.addresses(&urls).iter().map(ToString::to_string).collect()
     }
 
@@ -146,7 +146,7 @@ mod tests {
         let url: EngineUrl = "http://slow:1".parse().unwrap();
         let runtime =
             tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
-        runtime.block_on(names.refresh(&[&url], |_| std::future::pending()));
+        runtime.block_on(names.refresh_names(&[&url], |_| std::future::pending()));
         assert!(names.failing.contains(&url) && names.known.is_empty());
     }
 }

@@ -11,11 +11,11 @@ use tokio::time::{Instant, sleep};
 use super::api::Api;
 use super::body::Fields;
 use super::computing::{self, Computing, Outcome};
-use super::counters::{Failure, PAIR};
-use super::engine::{Engine, Seat};
-use super::forward::{Answer, Asked, PromptAsked, continued};
+use super::counters::{PAIR, PromptFailure};
+use super::engine::{LoadShare, RouteEngine};
+use super::forward::{Answer, PromptAsked, RouteRequest, continue_stream};
 use super::prompt::Whole;
-use super::{Order, Router, first_token, requests};
+use super::{AskOrder, Router, first_token, requests};
 use sidecar::pages::connections::first;
 
 /// By load, longer prompts wait for the prefill engine alone. A decode engine waits 30 s: at 2,000 tokens a second this many are done.
@@ -27,94 +27,110 @@ const REFUSAL_TIME_MAX: Duration = Duration::from_millis(250);
 
 impl Router {
     /// Answers a prompt by two engines, or by a decode engine alone.
-    pub(super) async fn route(self: Arc<Self>, asked: &Asked, prompt: &PromptAsked) -> Response<Answer> {
+    pub(super) async fn route(
+        self: Arc<Self>,
+        asked: &RouteRequest,
+        prompt: &PromptAsked,
+    ) -> Response<Answer> {
         let (tokens, fields) = (self.token_bytes.tokens(&prompt.prompt.sizes()), &prompt.fields);
         let whole = prompt.prompt.whole.or((tokens < self.options.min_remote_tokens).then_some(Whole::Short));
-        let seat = match whole {
-            None => self.seat_prefill(asked, tokens, None).ok_or(Whole::NoPrefill),
+        let share = match whole {
+            None => self.take_prefill_share(asked, tokens, None).ok_or(Whole::NoPrefill),
             Some(whole) => Err(whole),
         };
-        let seat = match seat {
+        let share = match share {
             // The prefill engine may still be down: no client waits for a trial.
-            Ok(seat) if seat.is_trial => {
-                self.start(seat, asked, prompt).let_go();
+            Ok(share) if share.is_trial => {
+                self.start_prefill(share, asked, prompt).unpin();
                 Err(Whole::NoPrefill)
             }
-            seat => seat,
+            share => share,
         };
-        let seat = match seat {
-            Ok(seat) => seat,
+        let share = match share {
+            Ok(share) => share,
             Err(whole) => {
                 self.count_way(&asked.noted, whole.name());
-                return self.answer(asked.with(fields)).await;
+                return self.answer_once(asked.with(fields)).await;
             }
         };
         self.count_way(&asked.noted, PAIR);
-        asked.noted.notes().prefill = Some(seat.engine.address.to_string());
+        asked.noted.notes().prefill = Some(share.engine.address.to_string());
         let begins = self.options.first_token
             && prompt.api == Api::Completions
             && first_token::may_be_split(fields, &prompt.prompt);
-        let engine = Arc::clone(&seat.engine);
-        let (answer, given_up) = match first_token::prefill(fields).ok().filter(|_| begins) {
-            Some(prefill) => match Arc::clone(&self).begin(seat, tokens, asked, fields, &prefill).await {
-                Ok(stream) => return stream,
-                Err(opened) => opened,
-            },
+        let engine = Arc::clone(&share.engine);
+        let (answer, given_up) = match first_token::make_token_request(fields).ok().filter(|_| begins) {
+            Some(prefill) => {
+                match Arc::clone(&self).begin_stream(share, tokens, asked, fields, &prefill).await {
+                    Ok(stream) => return stream,
+                    Err(opened) => opened,
+                }
+            }
             None => {
-                let at_once = self.is_at_once(&seat, tokens);
-                self.pair(seat, tokens, at_once, None, asked, prompt).await
+                let at_once = self.is_at_once(&share, tokens);
+                self.pair(share, tokens, at_once, None, asked, prompt).await
             }
         };
-        let Some(decode) = given_up.filter(|_| asked.breaks.count() == 0) else { return answer };
+        let Some(decode) = given_up.filter(|_| asked.breaks.break_count() == 0) else { return answer };
         // The client has no byte yet. Both engines drop the prompt before two others get it.
         drop(answer);
         self.retried(&[&engine, &decode]);
-        let Some(seat) = self.seat_prefill(asked, tokens, Some(&engine)) else {
-            return self.open(Some(&decode), asked.with(fields), None).await.0;
+        let Some(share) = self.take_prefill_share(asked, tokens, Some(&engine)) else {
+            return self.open_answer(Some(&decode), asked.with(fields), None).await.0;
         };
-        asked.noted.notes().prefill = Some(seat.engine.address.to_string());
+        asked.noted.notes().prefill = Some(share.engine.address.to_string());
         // By load, the second attempt is computed first.
-        let at_once = self.options.order == Order::AtOnce;
-        self.pair(seat, tokens, at_once, Some(&decode), asked, prompt).await.0
+        let at_once = self.options.order == AskOrder::AtOnce;
+        self.pair(share, tokens, at_once, Some(&decode), asked, prompt).await.0
     }
 
     /// Takes a prefill engine, `spared` only if no other is up.
-    fn seat_prefill(&self, asked: &Asked, tokens: u64, spared: Option<&Engine>) -> Option<Seat> {
-        let seat = self.prefill.take(&asked.trail, tokens, spared, Instant::now())?;
-        self.prefill.note(&asked.trail, &seat.engine, Instant::now());
-        Some(seat)
+    fn take_prefill_share(
+        &self,
+        asked: &RouteRequest,
+        tokens: u64,
+        spared: Option<&RouteEngine>,
+    ) -> Option<LoadShare> {
+        let share = self.prefill.take_share(&asked.trail, tokens, spared, Instant::now())?;
+        self.prefill.note_prompt(&asked.trail, &share.engine, Instant::now());
+        Some(share)
     }
 
     /// Returns true if the decode engine of a prompt is asked together with its prefill engine. By load, the prefill engine has answered
     /// before: its first prompt may take longer than a decode engine waits.
-    fn is_at_once(&self, seat: &Seat, tokens: u64) -> bool {
+    fn is_at_once(&self, share: &LoadShare, tokens: u64) -> bool {
         match self.options.order {
-            Order::ByLoad => {
+            AskOrder::ByLoad => {
                 tokens <= AT_ONCE_TOKENS_MAX
-                    && seat.engine.answered().is_some()
-                    && seat.is_alone(Instant::now())
+                    && share.engine.answered().is_some()
+                    && share.is_alone(Instant::now())
             }
-            Order::PrefillFirst => false,
-            Order::AtOnce => true,
+            AskOrder::PrefillFirst => false,
+            AskOrder::AtOnce => true,
         }
     }
 
-    fn start(self: &Arc<Self>, seat: Seat, asked: &Asked, prompt: &PromptAsked) -> Computing {
+    fn start_prefill(
+        self: &Arc<Self>,
+        share: LoadShare,
+        asked: &RouteRequest,
+        prompt: &PromptAsked,
+    ) -> Computing {
         let sizes = Arc::new(prompt.prompt.sizes());
-        Computing::start(Arc::clone(self), seat, asked.with(&prompt.prefill), Some(sizes))
+        Computing::ask_engine(Arc::clone(self), share, asked.with(&prompt.prefill), Some(sizes))
     }
 
     /// Counts a second attempt of a prompt, after its decode engine gave it up.
-    fn retried(&self, engines: &[&Arc<Engine>]) {
+    fn retried(&self, engines: &[&Arc<RouteEngine>]) {
         self.counters.retries.inc();
         engines.iter().for_each(|engine| engine.figures.retries.inc());
     }
 
     /// Returns the outcome of a prompt, `None` if its engine shows no work. Prompts of more than [`AT_ONCE_TOKENS_MAX`] may take all of
     /// `--prefill-timeout`.
-    async fn worked(&self, computing: &Computing, engine: &Engine, tokens: u64) -> Option<Arc<Outcome>> {
+    async fn worked(&self, computing: &Computing, engine: &RouteEngine, tokens: u64) -> Option<Arc<Outcome>> {
         let stalled = async {
-            computing::stalled(engine, Instant::now()).await;
+            computing::await_stall(engine, Instant::now()).await;
             if tokens > AT_ONCE_TOKENS_MAX && engine.is_up(Instant::now()) {
                 pending().await
             }
@@ -122,26 +138,26 @@ impl Router {
         first(computing.outcome(), stalled).await
     }
 
-    /// Answers a prompt by the engine of `seat` and a decode engine, `spared` only if there is no other. Also returns the decode engine if
+    /// Answers a prompt by the engine of `share` and a decode engine, `spared` only if there is no other. Also returns the decode engine if
     /// it gave the prompt up before anything of an answer, as a strict one does without enough KV.
     async fn pair(
         self: &Arc<Self>,
-        seat: Seat,
+        share: LoadShare,
         tokens: u64,
         at_once: bool,
-        spared: Option<&Engine>,
-        asked: &Asked,
+        spared: Option<&RouteEngine>,
+        asked: &RouteRequest,
         prompt: &PromptAsked,
-    ) -> (Response<Answer>, Option<Arc<Engine>>) {
-        let (fields, engine) = (&prompt.fields, Arc::clone(&seat.engine));
-        let computing = self.start(seat, asked, prompt);
+    ) -> (Response<Answer>, Option<Arc<RouteEngine>>) {
+        let (fields, engine) = (&prompt.fields, Arc::clone(&share.engine));
+        let computing = self.start_prefill(share, asked, prompt);
         if !at_once && let Some(outcome) = self.worked(&computing, &engine, tokens).await {
             return match &*outcome {
                 Ok(computed) => {
                     let params =
                         RawValue::from_string(String::from_utf8_lossy(&computed.params).into_owned());
                     let fields = requests::make_decode(fields, params.expect("JSON of an answer"));
-                    self.open(spared, asked.with(&fields), Some(computing)).await
+                    self.open_answer(spared, asked.with(&fields), Some(computing)).await
                 }
                 Err(failure) => self.open_alone(spared, asked.with(fields), &engine, *failure).await,
             };
@@ -150,7 +166,7 @@ impl Router {
         let failing = async {
             match *outcome.await {
                 // The decode engine may refuse it too: then the client is wrong, and has one answer.
-                Err(Failure::Refused) => sleep(REFUSAL_TIME_MAX).await,
+                Err(PromptFailure::Refused) => sleep(REFUSAL_TIME_MAX).await,
                 Err(failure) if failure.is_soon() => {}
                 _ => pending().await,
             }
@@ -158,7 +174,7 @@ impl Router {
         let known = computing.outcome();
         let waiting = asked.with(&requests::make_decode(fields, requests::make_params(None)));
         let awaited = engine.await_prompt(Instant::now());
-        let opened = first(self.open(spared, waiting, Some(computing)), failing).await;
+        let opened = first(self.open_answer(spared, waiting, Some(computing)), failing).await;
         drop(awaited);
         // A decode engine may give the prompt up in the same moment: it waited without effect too.
         let failure = match &opened {
@@ -169,7 +185,7 @@ impl Router {
             (Some(opened), None) => opened,
             // The client has no byte yet: the prompt goes to a decode engine again, without a wait.
             (_, failure) => {
-                let failure = failure.unwrap_or(Failure::Broken);
+                let failure = failure.unwrap_or(PromptFailure::Broken);
                 self.open_alone(spared, asked.with(fields), &engine, failure).await
             }
         }
@@ -178,14 +194,14 @@ impl Router {
     /// Asks a decode engine to compute and answer a prompt, after `engine` failed to compute it.
     async fn open_alone(
         &self,
-        spared: Option<&Engine>,
-        asked: Asked,
-        engine: &Engine,
-        failure: Failure,
-    ) -> (Response<Answer>, Option<Arc<Engine>>) {
+        spared: Option<&RouteEngine>,
+        asked: RouteRequest,
+        engine: &RouteEngine,
+        failure: PromptFailure,
+    ) -> (Response<Answer>, Option<Arc<RouteEngine>>) {
         asked.noted.notes().prefill_failure = Some(failure.name());
-        let opened = self.open(spared, asked, None).await;
-        if failure == Failure::Refused && opened.0.status().is_success() {
+        let opened = self.open_answer(spared, asked, None).await;
+        if failure == PromptFailure::Refused && opened.0.status().is_success() {
             self.counters.failure(failure);
             let remedy =
                 "it refused a prompt that another engine answers: give both the same models and adapters";
@@ -196,21 +212,21 @@ impl Router {
 
     /// Has a prompt computed, and streams its first token before a decode engine is asked. Returns the decode engine's answer as an error
     /// if the token would change the stream.
-    async fn begin(
+    async fn begin_stream(
         self: Arc<Self>,
-        seat: Seat,
+        share: LoadShare,
         tokens: u64,
-        asked: &Asked,
+        asked: &RouteRequest,
         fields: &Fields,
         prefill: &Fields,
-    ) -> Result<Response<Answer>, (Response<Answer>, Option<Arc<Engine>>)> {
-        self.lengths.ask(&self.decode, &asked.headers);
-        let engine = Arc::clone(&seat.engine);
-        let computing = Computing::start(Arc::clone(&self), seat, asked.with(prefill), None);
+    ) -> Result<Response<Answer>, (Response<Answer>, Option<Arc<RouteEngine>>)> {
+        self.lengths.ask_lengths(&self.decode, &asked.headers);
+        let engine = Arc::clone(&share.engine);
+        let computing = Computing::ask_engine(Arc::clone(&self), share, asked.with(prefill), None);
         let waiting = || asked.with(&requests::make_decode(fields, requests::make_params(None)));
         let Some(outcome) = self.worked(&computing, &engine, tokens).await else {
             let _awaited = engine.await_prompt(Instant::now());
-            return Err(self.open(None, waiting(), Some(computing)).await);
+            return Err(self.open_answer(None, waiting(), Some(computing)).await);
         };
         let answer = match &*outcome {
             Ok(computed) => computed.answer.clone(),
@@ -219,20 +235,20 @@ impl Router {
         let (head, answer) = answer.into_parts();
         // A decode engine refuses too long a prompt before the first event.
         let length_max = self.decode.length_max(Instant::now()).unwrap_or(0);
-        let Some(first) = first_token::read(&answer, fields, length_max) else {
-            return Err(self.open(None, waiting(), Some(computing)).await);
+        let Some(first) = first_token::read_first_token(&answer, fields, length_max) else {
+            return Err(self.open_answer(None, waiting(), Some(computing)).await);
         };
         self.counters.first_tokens.inc();
         let (asked, fields) = (asked.clone(), fields.clone());
         // The event goes out before the decode engine is asked.
-        Ok(continued(head, first.event.clone(), async move {
-            let asked = asked.with(&first.rest(&fields));
-            let (answer, given_up) = self.open(None, asked.clone(), Some(computing)).await;
-            let Some(decode) = given_up.filter(|_| asked.breaks.count() == 0) else { return answer };
+        Ok(continue_stream(head, first.event.clone(), async move {
+            let asked = asked.with(&first.remaining_request(&fields));
+            let (answer, given_up) = self.open_answer(None, asked.clone(), Some(computing)).await;
+            let Some(decode) = given_up.filter(|_| asked.breaks.break_count() == 0) else { return answer };
             // The client has no byte of the rest yet, and the prefill engine's KV is still kept.
             drop(answer);
             self.retried(&[&decode]);
-            self.open(Some(&decode), asked, None).await.0
+            self.open_answer(Some(&decode), asked, None).await.0
         }))
     }
 }

@@ -11,34 +11,38 @@ use hyper::{Response, StatusCode};
 
 use super::computing::{Computing, HandOver};
 use super::counted::Counted;
-use super::engine::Seat;
-use super::forward::{Answer, EVENTS, Opened, clean, is_of, may_be_json};
-use super::server::failure;
+use super::engine::LoadShare;
+use super::forward::{Answer, EVENTS, OpenedAnswer, is_of, may_be_json, remove_connection_headers};
+use super::server::make_failure;
 use super::usage::{self, Usage};
 
 /// An answer that is no stream is changed up to this length: one of 100,000 tokens with logprobs.
 const WHOLE_BYTES_MAX: u64 = 16 << 20;
 
 /// An engine's body, and what must live as long as it is read.
-struct Held {
-    lead: VecDeque<Frame<Bytes>>,
+struct PassedBody {
+    first_frames: VecDeque<Frame<Bytes>>,
     body: Incoming,
     has_ended: bool,
     computing: Option<Computing>,
-    seat: Seat,
+    share: LoadShare,
 }
 
 /// The answer of an engine as the client gets it: as it comes, byte for byte but for the cached tokens of a prompt that another engine computed.
-/// `seat` and `computing` are dropped when it ends or the client goes.
-pub(super) async fn pass(opened: Opened, seat: Seat, computing: Option<Computing>) -> Response<Answer> {
+/// `share` and `computing` are dropped when it ends or the client goes.
+pub(super) async fn pass_answer(
+    opened: OpenedAnswer,
+    share: LoadShare,
+    computing: Option<Computing>,
+) -> Response<Answer> {
     let (mut head, body) = opened.answer.into_parts();
     // A length stays true: the body is the same.
     let length = head.headers.get(CONTENT_LENGTH).cloned();
-    clean(&mut head.headers);
+    remove_connection_headers(&mut head.headers);
     let computed = computing.as_ref().filter(|_| head.status.is_success());
-    let cached = computed.map(|computing| (computing.cached(), computing.hand_over(&seat.engine)));
+    let cached = computed.map(|computing| (computing.cached(), computing.hand_over(&share.engine)));
     let is_stream = is_of(&head.headers, EVENTS);
-    let held = Held { lead: opened.lead, body, has_ended: false, computing, seat };
+    let held = PassedBody { first_frames: opened.first_frames, body, has_ended: false, computing, share };
     let is_short = held.size_hint().exact().is_some_and(|bytes| bytes <= WHOLE_BYTES_MAX);
     let body = match cached {
         Some((cached, mut hand_over)) if is_stream => {
@@ -52,7 +56,7 @@ pub(super) async fn pass(opened: Opened, seat: Seat, computing: Option<Computing
             }
             Err(error) => {
                 let text = format!("the answer ended before its end: {error}");
-                return failure(StatusCode::BAD_GATEWAY, &text);
+                return make_failure(StatusCode::BAD_GATEWAY, &text);
             }
         },
         _ => {
@@ -76,14 +80,14 @@ async fn with_cached(
     }
     let cached = cached.await;
     let json = str::from_utf8(&answer).unwrap_or_default();
-    hand_over.judge(Usage::read(json, None));
+    hand_over.judge(Usage::of_answer(json, None));
     let made = cached.and_then(|cached| usage::with_cached(json, cached));
     made.map_or(answer, Bytes::from)
 }
 
-// === impl Held ===
+// === impl PassedBody ===
 
-impl Body for Held {
+impl Body for PassedBody {
     type Data = Bytes;
     type Error = hyper::Error;
 
@@ -91,7 +95,7 @@ impl Body for Held {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
-        if let Some(frame) = self.lead.pop_front() {
+        if let Some(frame) = self.first_frames.pop_front() {
             return Poll::Ready(Some(Ok(frame)));
         }
         let polled = Pin::new(&mut self.body).poll_frame(context);
@@ -100,11 +104,11 @@ impl Body for Held {
     }
 
     fn is_end_stream(&self) -> bool {
-        self.lead.is_empty() && self.body.is_end_stream()
+        self.first_frames.is_empty() && self.body.is_end_stream()
     }
 
     fn size_hint(&self) -> SizeHint {
-        let held: usize = self.lead.iter().filter_map(Frame::data_ref).map(Bytes::len).sum();
+        let held: usize = self.first_frames.iter().filter_map(Frame::data_ref).map(Bytes::len).sum();
         self.body
             .size_hint()
             .exact()
@@ -112,12 +116,12 @@ impl Body for Held {
     }
 }
 
-impl Drop for Held {
+impl Drop for PassedBody {
     fn drop(&mut self) {
         // The client has its whole answer: what the other engine does shows whether it works.
         if self.has_ended || self.is_end_stream() {
-            self.computing.iter_mut().for_each(Computing::let_go);
-            self.seat.note_end();
+            self.computing.iter_mut().for_each(Computing::unpin);
+            self.share.note_end();
         }
     }
 }

@@ -4,10 +4,10 @@ use std::hash::Hasher;
 
 use twox_hash::XxHash3_64;
 
-use super::affinity::{Mark, Trail};
+use super::affinity::{PromptMark, Trail};
 use super::api::Api;
-use super::body::{Fields, each_element, each_entry, entry, text_bytes};
-use super::tokens::Sizes;
+use super::body::{Fields, each_element, each_entry, find_entry, text_bytes};
+use super::tokens::PromptSizes;
 
 /// A prompt that is no conversation has marks at multiples of so many bytes.
 const BLOCK_BYTES: usize = 1024;
@@ -41,7 +41,7 @@ const MARKER: &str = "cache_control";
 /// A prompt, as far as the choice of engines depends on it.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct Prompt {
-    sizes: Sizes,
+    sizes: PromptSizes,
     pub(super) trail: Trail,
     /// Why one engine must do both parts, whatever the prompt's length.
     pub(super) whole: Option<Whole>,
@@ -68,7 +68,7 @@ sidecar::named! {
 }
 
 /// A prompt while it is read. Nothing of it is kept but sums.
-struct Reading {
+struct PromptReading {
     /// Of all that was read.
     digest: XxHash3_64,
     /// Bytes that `digest` has read.
@@ -78,18 +78,18 @@ struct Reading {
     /// How many texts and lists of token ids there were.
     pieces: u64,
     has_media: bool,
-    marks: Vec<Mark>,
+    marks: Vec<PromptMark>,
 }
 
 // === impl Prompt ===
 
 impl Prompt {
     /// The prompt of a request. What vLLM would refuse may be read as anything.
-    pub(super) fn read(api: Api, request: &Fields) -> Self {
-        let mut reading = Reading::new();
+    pub(super) fn read_request(api: Api, request: &Fields) -> Self {
+        let mut reading = PromptReading::new();
         // What comes before all messages in a template, or parts the KV of equal prompts.
         for name in ["model", "cache_salt", "tools"] {
-            reading.digest(name, request.get(name).unwrap_or_default());
+            reading.digest_field(name, request.get(name).unwrap_or_default());
         }
         // What a template writes into the prompt beside texts counts as its JSON.
         for name in ["tools", "documents"] {
@@ -107,7 +107,7 @@ impl Prompt {
         reading.has_media |=
             ["prompt_embeds", "features", "content_parts"].iter().any(|name| request.is_set(name));
         let sampling = request.get("sampling_params").unwrap_or("null");
-        let prompt_logprobs = entry(sampling, "prompt_logprobs").is_some_and(|said| said != "null");
+        let prompt_logprobs = find_entry(sampling, "prompt_logprobs").is_some_and(|said| said != "null");
         // An echo has logprobs of its own where the answer has any, and that of a chat always.
         let echo_logprobs = request.is_set("echo") && (request.is_set("logprobs") || api == Api::Chat);
         let whole = if reading.has_media {
@@ -118,9 +118,10 @@ impl Prompt {
             request.is_set("use_beam_search").then_some(Whole::BeamSearch)
         };
         let model = XxHash3_64::oneshot(request.get("model").unwrap_or_default().as_bytes());
-        let sizes = Sizes { model, ids: reading.ids, text_bytes: reading.text_bytes };
+        let sizes = PromptSizes { model, ids: reading.ids, text_bytes: reading.text_bytes };
         let is_one = reading.pieces == 1 && api == Api::Completions && sizes.ids + sizes.text_bytes > 0;
-        let before = request.get("previous_response_id").and_then(text).filter(|_| api == Api::Responses);
+        let before =
+            request.get("previous_response_id").and_then(string_content).filter(|_| api == Api::Responses);
         let is_stored = before.is_some() || api == Api::Responses && request.is_set("background");
         let whole = if is_stored { Some(Whole::Stored) } else { whole };
         let session = before.map_or_else(|| session(api, request), |id| Some(response_hash(id)));
@@ -130,7 +131,7 @@ impl Prompt {
     }
 
     /// What its tokens are counted by; of all its prompts.
-    pub(super) fn sizes(&self) -> Sizes {
+    pub(super) fn sizes(&self) -> PromptSizes {
         self.sizes
     }
 }
@@ -138,14 +139,14 @@ impl Prompt {
 /// A hash of the user that a request names. Messages of Anthropic's form name one in their metadata.
 fn session(api: Api, request: &Fields) -> Option<u64> {
     let user = match api {
-        Api::Messages => entry(request.get("metadata")?, "user_id"),
+        Api::Messages => find_entry(request.get("metadata")?, "user_id"),
         _ => request.get("user"),
     };
-    Some(session_hash(text(user?)?))
+    Some(session_hash(string_content(user?)?))
 }
 
 /// What a JSON string has between its quotation marks, if it is one and has any.
-fn text(json: &str) -> Option<&str> {
+fn string_content(json: &str) -> Option<&str> {
     json.strip_prefix('"')?.strip_suffix('"').filter(|text| !text.is_empty())
 }
 
@@ -163,15 +164,15 @@ pub(super) fn session_hash(name: &str) -> u64 {
     XxHash3_64::oneshot_with_seed(SEED, name.as_bytes())
 }
 
-// === impl Reading ===
+// === impl PromptReading ===
 
-impl Reading {
+impl PromptReading {
     fn new() -> Self {
         let (digest, marks) = (XxHash3_64::with_seed(0), Vec::new());
         Self { digest, digested: 0, ids: 0, text_bytes: 0, pieces: 0, has_media: false, marks }
     }
 
-    fn digest(&mut self, name: &str, json: &str) {
+    fn digest_field(&mut self, name: &str, json: &str) {
         self.digest.write(name.as_bytes());
         self.digest.write(b":");
         self.digest.write(json.as_bytes());
@@ -192,7 +193,7 @@ impl Reading {
         if self.marks.len() == MARKS_FIRST + MARKS_LAST {
             self.marks.remove(MARKS_FIRST);
         }
-        self.marks.push(Mark { hash: self.digest.finish(), bytes: self.digested, is_own });
+        self.marks.push(PromptMark { hash: self.digest.finish(), bytes: self.digested, is_own });
     }
 
     /// Reads a text, token ids, or a list of either.
@@ -258,14 +259,14 @@ impl Reading {
             "role" => {
                 role = Some(value);
                 self.count_text(value);
-                self.digest(name, value);
+                self.digest_field(name, value);
             }
             "content" => self.read_content(value, DEPTH_MAX),
             name => {
                 if OF_MESSAGES.contains(&name) {
                     self.count_json(value);
                 }
-                self.digest(name, value);
+                self.digest_field(name, value);
             }
         });
         role
@@ -275,13 +276,13 @@ impl Reading {
     fn read_content(&mut self, json: &str, depth: u32) {
         if json.starts_with('"') {
             self.count_text(json);
-            self.digest("text", json);
+            self.digest_field("text", json);
             return;
         }
         each_element(json, |part| {
             if part.starts_with('"') {
                 self.count_text(part);
-                self.digest("text", part);
+                self.digest_field("text", part);
             } else {
                 self.read_part(part, depth);
             }
@@ -299,17 +300,17 @@ impl Reading {
             "text" => {
                 is_text = true;
                 self.count_text(value);
-                self.digest(name, value);
+                self.digest_field(name, value);
             }
             "content" if depth > 0 => self.read_content(value, depth - 1),
             name => {
                 if matches!(name, "input" | "thinking") {
                     self.count_json(value);
                 }
-                self.digest(name, value);
+                self.digest_field(name, value);
             }
         });
-        self.has_media |= !is_text && entry(json, "type").is_none();
+        self.has_media |= !is_text && find_entry(json, "type").is_none();
     }
 }
 
@@ -320,11 +321,11 @@ mod tests {
     use super::*;
 
     fn fields(request: &Value) -> Fields {
-        Fields::read(&request.to_string().into()).expect("an object")
+        Fields::parse_object(&request.to_string().into()).expect("an object")
     }
 
     fn read_as(api: Api, request: Value) -> Prompt {
-        Prompt::read(api, &fields(&request))
+        Prompt::read_request(api, &fields(&request))
     }
 
     fn read(request: Value) -> Prompt {
@@ -441,9 +442,9 @@ mod tests {
                     Api::Responses => "input",
                     _ => "messages",
                 };
-                Prompt::read(
+                Prompt::read_request(
                     api,
-                    &Fields::read(&format!("{{\"{}\":{text}}}", name(api)).into()).expect("JSON"),
+                    &Fields::parse_object(&format!("{{\"{}\":{text}}}", name(api)).into()).expect("JSON"),
                 );
             }
         }

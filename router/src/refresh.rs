@@ -10,7 +10,7 @@ use tokio::time::sleep;
 
 use super::listed::EngineList;
 use super::names::{self, Names};
-use super::{Options, Router};
+use super::{RouteOptions, Router};
 use sidecar::pages::connections::first;
 
 /// Keeps a router's engines up to date.
@@ -21,7 +21,7 @@ pub(super) struct Refresher {
     listed: EngineList,
     names: Names,
     /// Errors of files, each of them told in the log.
-    told: Vec<String>,
+    reported: Vec<String>,
 }
 
 // === impl Refresher ===
@@ -29,18 +29,18 @@ pub(super) struct Refresher {
 impl Refresher {
     /// A refresher for the engines of the options. Fails if their file is malformed.
     pub(super) fn new(router: Arc<Router>) -> Result<Self, String> {
-        let Options { engines: file, prefill, decode, .. } = &router.options;
+        let RouteOptions { engines: file, prefill, decode, .. } = &router.options;
         let (file, named) = (file.clone(), EngineList { prefill: prefill.clone(), decode: decode.clone() });
         let listed = file.as_deref().map_or(Ok(named), EngineList::read_file)?;
         let listed = listed.checkable(router.tls.engines.is_some())?;
-        Ok(Self { router, file, listed, names: Names::default(), told: Vec::new() })
+        Ok(Self { router, file, listed, names: Names::default(), reported: Vec::new() })
     }
 
     /// Looks all names up, and gives the router their engines.
     pub(super) async fn resolve(&mut self) {
         let EngineList { prefill, decode } = &self.listed;
         let urls: Vec<_> = prefill.iter().chain(decode).collect();
-        self.names.refresh(&urls, names::look_up).await;
+        self.names.refresh_names(&urls, names::look_up).await;
         self.router.prefill.update(self.names.addresses(prefill));
         self.router.decode.update(self.names.addresses(decode));
     }
@@ -51,7 +51,7 @@ impl Refresher {
         let reading = spawn_blocking(move || {
             let listed =
                 file.map(|file| EngineList::read_file(&file)?.checkable(router.tls.engines.is_some()));
-            (listed, router.tls.refresh())
+            (listed, router.tls.refresh_sides())
         });
         let (listed, mut problems) = reading.await.expect("no file lets it panic");
         match listed {
@@ -59,10 +59,10 @@ impl Refresher {
             Some(Err(error)) => problems.push(error),
             None => {}
         }
-        for problem in problems.iter().filter(|problem| !self.told.contains(problem)) {
+        for problem in problems.iter().filter(|problem| !self.reported.contains(problem)) {
             tracing::error!("{problem}; what was read before stays in use");
         }
-        self.told = problems;
+        self.reported = problems;
     }
 
     /// Reads files and resolves names at each interval, and at once after each `reload`.
@@ -72,7 +72,7 @@ impl Refresher {
             if first(sleep(pause), reload.notified()).await.is_none() {
                 tracing::info!("SIGHUP: files are read, and names are resolved");
                 // The log repeats errors after a signal.
-                self.told.clear();
+                self.reported.clear();
             }
             self.read_files().await;
             self.resolve().await;

@@ -20,15 +20,15 @@ pub(super) fn make_prefill(api: Api, request: &Fields) -> serde_json::Result<Fie
         ["stream_options", "min_tokens", "best_of", "logprobs", "top_logprobs", "logprob_token_ids"];
     let one_token = |made: &mut Fields, limit: &str| {
         of_answers.iter().for_each(|name| _ = made.remove(name));
-        made.set("n", 1);
-        made.set(limit, 1);
+        made.set_field("n", 1);
+        made.set_field(limit, 1);
     };
-    made.set("stream", false);
+    made.set_field("stream", false);
     match api {
         Api::Completions | Api::Chat => {
             one_token(&mut made, "max_tokens");
             if made.get("max_completion_tokens").is_some() {
-                made.set("max_completion_tokens", 1);
+                made.set_field("max_completion_tokens", 1);
             }
         }
         Api::Generate => {
@@ -37,27 +37,27 @@ pub(super) fn make_prefill(api: Api, request: &Fields) -> serde_json::Result<Fie
             made.set_object(SAMPLING, &sampling);
             made.remove("stream_options");
         }
-        Api::Messages => made.set("max_tokens", 1),
+        Api::Messages => made.set_field("max_tokens", 1),
         Api::Responses => {
             // No client asks this engine for stored responses.
             ["top_logprobs", "include", "request_id"].iter().for_each(|name| _ = made.remove(name));
-            made.set("max_output_tokens", 1);
-            made.set("store", false);
-            made.set("background", false);
+            made.set_field("max_output_tokens", 1);
+            made.set_field("store", false);
+            made.set_field("background", false);
         }
     }
     let params = json!({
         "do_remote_decode": true, "do_remote_prefill": false,
         "remote_engine_id": null, "remote_block_ids": null, "remote_host": null, "remote_port": null,
     });
-    made.set(PARAMS, params);
+    made.set_field(PARAMS, params);
     Ok(made)
 }
 
 /// Returns the request for the decode engine, with the prefill engine's parameters, or with expected ones.
 pub(super) fn make_decode(request: &Fields, params: impl Serialize) -> Fields {
     let mut made = request.clone();
-    made.set(PARAMS, params);
+    made.set_field(PARAMS, params);
     made
 }
 
@@ -94,7 +94,7 @@ mod tests {
     use super::*;
 
     fn fields(request: &Value) -> Fields {
-        Fields::read(&request.to_string().into()).expect("an object")
+        Fields::parse_object(&request.to_string().into()).expect("an object")
     }
 
     fn value(request: &Fields) -> Value {

@@ -33,7 +33,7 @@ use super::counters::CONNECTIONS;
 use super::forward::Answer;
 use super::refresh::Refresher;
 use super::tls::TowardsClients;
-use super::{Options, REQUEST_ID, Router, connector};
+use super::{REQUEST_ID, RouteOptions, Router, connector};
 use sidecar::clients::listener;
 use sidecar::pages::connections::{Admitted, Connections, first};
 
@@ -61,7 +61,7 @@ struct Clients {
 }
 
 /// A client's connection, and its place among all.
-struct Client {
+struct ClientConnection {
     stream: TcpStream,
     address: IpAddr,
     admitted: Arc<Admitted>,
@@ -79,8 +79,8 @@ struct Answered {
 
 /// Runs until `end` and for `--drain-time` after it, then until the last answer has ended, for `grace` at most. Each `reload` has files read
 /// and names looked up again.
-pub fn serve(
-    options: Options,
+pub fn serve_router(
+    options: RouteOptions,
     reload: Arc<Notify>,
     end: impl Future<Output = ()> + 'static,
     grace: Duration,
@@ -187,20 +187,20 @@ impl Clients {
     fn admit_client(&self, stream: TcpStream, client: SocketAddr) {
         match self.connections.admit() {
             Some(admitted) => {
-                let client = Client { stream, address: client.ip(), admitted: Arc::new(admitted) };
-                tokio::spawn(client.serve(Arc::clone(&self.router), self.ended.clone()));
+                let client = ClientConnection { stream, address: client.ip(), admitted: Arc::new(admitted) };
+                tokio::spawn(client.serve_requests(Arc::clone(&self.router), self.ended.clone()));
             }
             None => self.router.counters.refused.with_label_values(&[CONNECTIONS]).inc(),
         }
     }
 }
 
-// === impl Client ===
+// === impl ClientConnection ===
 
-impl Client {
+impl ClientConnection {
     /// Serves the client until it leaves, or after the router has `ended` until its answer is over. It hangs up on a client without a TLS
     /// session in time, and on one to make room for another.
-    async fn serve(self, router: Arc<Router>, ended: Receiver<()>) {
+    async fn serve_requests(self, router: Arc<Router>, ended: Receiver<()>) {
         let Self { stream, address, admitted } = self;
         let _ = stream.set_nodelay(true);
         let closing = admitted.closing();
@@ -239,7 +239,7 @@ async fn converse<S: AsyncRead + AsyncWrite + Unpin>(
     let has_asked = AtomicBool::new(false);
     let service = service_fn(|mut request| {
         has_asked.store(true, Ordering::Relaxed);
-        let (router, busy) = (Arc::clone(&router), Busy::begin(&admitted));
+        let (router, busy) = (Arc::clone(&router), Busy::mark_busy(&admitted));
         give_id(request.headers_mut());
         let (own, noted) = (router.own_page(&request), Arc::default());
         let log = router.access.as_ref().filter(|_| own.is_none());
@@ -282,7 +282,7 @@ async fn ending(ended: &mut Receiver<()>, has_asked: &AtomicBool) {
 // === impl Busy ===
 
 impl Busy {
-    fn begin(admitted: &Arc<Admitted>) -> Self {
+    fn mark_busy(admitted: &Arc<Admitted>) -> Self {
         admitted.set_busy();
         Self(Arc::clone(admitted))
     }
@@ -328,7 +328,7 @@ impl Body for Answered {
     }
 }
 
-pub(super) fn plain(status: StatusCode, content: &'static str, text: String) -> Response<Answer> {
+pub(super) fn make_answer(status: StatusCode, content: &'static str, text: String) -> Response<Answer> {
     let body = Full::new(Bytes::from(text)).map_err(|never| match never {}).boxed_unsync();
     let mut response = Response::new(body);
     *response.status_mut() = status;
@@ -337,9 +337,9 @@ pub(super) fn plain(status: StatusCode, content: &'static str, text: String) -> 
 }
 
 /// As vLLM's own server says that something is wrong.
-pub(super) fn failure(status: StatusCode, text: &str) -> Response<Answer> {
+pub(super) fn make_failure(status: StatusCode, text: &str) -> Response<Answer> {
     let error = json!({ "error": { "message": text, "type": "pillion_route", "param": null, "code": status.as_u16() } });
-    plain(status, "application/json", error.to_string())
+    make_answer(status, "application/json", error.to_string())
 }
 
 #[cfg(test)]
@@ -347,25 +347,25 @@ mod tests {
     use clap::{Args, Command, FromArgMatches};
 
     use super::*;
-    use crate::intake::Unread;
+    use crate::intake::UnreadBody;
     use crate::tls::tests::issued;
 
     #[test]
     fn what_is_refused_is_counted_by_its_reason() {
         let arguments = ["route", "--prefill=http://p:1", "--decode=http://d:1"];
-        let matches = Options::augment_args(Command::new("route")).get_matches_from(arguments);
-        let (router, _) = Router::new(Options::from_arg_matches(&matches).unwrap()).unwrap();
+        let matches = RouteOptions::augment_args(Command::new("route")).get_matches_from(arguments);
+        let (router, _) = Router::new(RouteOptions::from_arg_matches(&matches).unwrap()).unwrap();
         let count = |reason| router.counters.refused.with_label_values(&[reason]).get();
         for reason in ["memory", "client", "slow", "connections"] {
             let line = format!("pillion_route_requests_refused_total{{reason=\"{reason}\"}} 0\n");
             assert!(router.page().contains(&line), "there from the start: {line}");
         }
         for unread in [
-            Unread::Stalled,
-            Unread::Stalled,
-            Unread::NoRoom,
-            Unread::ClientFull,
-            Unread::Broken(String::new()),
+            UnreadBody::Stalled,
+            UnreadBody::Stalled,
+            UnreadBody::NoRoom,
+            UnreadBody::ClientFull,
+            UnreadBody::Broken(String::new()),
         ] {
             router.refused(&unread);
         }

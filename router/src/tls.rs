@@ -8,7 +8,7 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::version::TLS13;
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
 
-use super::Options;
+use super::RouteOptions;
 
 /// The protocol inside of TLS, at both sides.
 const HTTP_1: &[u8] = b"http/1.1";
@@ -44,16 +44,16 @@ pub(super) struct RouteTls {
 
 impl RouteTls {
     /// The sides with files in the options.
-    pub(super) fn from_options(options: &Options) -> Result<Self, String> {
+    pub(super) fn from_options(options: &RouteOptions) -> Result<Self, String> {
         let pair = options.tls_cert.iter().chain(&options.tls_key).cloned().collect();
         let ca = options.engine_ca.iter().cloned().collect();
         Ok(Self { clients: Side::read_files(pair, server)?, engines: Side::read_files(ca, client)? })
     }
 
     /// Reads all files again, for connections from now on. Returns their errors.
-    pub(super) fn refresh(&self) -> Vec<String> {
-        let clients = self.clients.as_ref().map_or(Ok(()), |side| side.refresh());
-        let engines = self.engines.as_ref().map_or(Ok(()), |side| side.refresh());
+    pub(super) fn refresh_sides(&self) -> Vec<String> {
+        let clients = self.clients.as_ref().map_or(Ok(()), |side| side.refresh_files());
+        let engines = self.engines.as_ref().map_or(Ok(()), |side| side.refresh_files());
         [clients, engines].into_iter().filter_map(Result::err).collect()
     }
 }
@@ -70,7 +70,7 @@ impl<T> Side<T> {
             return Ok(None);
         }
         let contents = contents(&files)?;
-        let made = Arc::new(make(&contents).map_err(|error| named(&files, &error))?);
+        let made = Arc::new(make(&contents).map_err(|error| name_files(&files, &error))?);
         Ok(Some(Arc::new(Self { files, make, last: Mutex::new(SideRead { contents, made }) })))
     }
 
@@ -80,12 +80,12 @@ impl<T> Side<T> {
     }
 
     /// Reads the files again. Malformed files change nothing.
-    fn refresh(&self) -> Result<(), String> {
+    fn refresh_files(&self) -> Result<(), String> {
         let contents = contents(&self.files)?;
         if self.last.lock().unwrap_or_else(PoisonError::into_inner).contents == contents {
             return Ok(());
         }
-        let made = Arc::new((self.make)(&contents).map_err(|error| named(&self.files, &error))?);
+        let made = Arc::new((self.make)(&contents).map_err(|error| name_files(&self.files, &error))?);
         *self.last.lock().unwrap_or_else(PoisonError::into_inner) = SideRead { contents, made };
         tracing::info!(files = ?self.files, "new connections have the certificates that are in their files now");
         Ok(())
@@ -102,7 +102,7 @@ fn contents(files: &[PathBuf]) -> Result<Vec<Vec<u8>>, String> {
 }
 
 /// An error behind the names of its files.
-fn named(files: &[PathBuf], error: &str) -> String {
+fn name_files(files: &[PathBuf], error: &str) -> String {
     let files: Vec<_> = files.iter().map(|file| file.display().to_string()).collect();
     format!("{}: {error}", files.join(", "))
 }
@@ -173,10 +173,10 @@ pub(crate) mod tests {
         let folder = tempfile::tempdir().unwrap();
         let side = issued(folder.path());
         let first = side.current();
-        side.refresh().unwrap();
+        side.refresh_files().unwrap();
         assert!(Arc::ptr_eq(&first, &side.current()), "nothing has changed");
         issue(folder.path());
-        side.refresh().unwrap();
+        side.refresh_files().unwrap();
         let second = side.current();
         assert!(!Arc::ptr_eq(&first, &second));
         for (name, content, why) in [
@@ -185,14 +185,14 @@ pub(crate) mod tests {
             ("tls.crt", String::new(), "there is no certificate"),
         ] {
             std::fs::write(folder.path().join(name), content).unwrap();
-            let error = side.refresh().unwrap_err();
+            let error = side.refresh_files().unwrap_err();
             assert!(error.contains(name) && error.contains(why), "{error}");
             assert!(Arc::ptr_eq(&second, &side.current()));
         }
         std::fs::remove_file(folder.path().join("tls.crt")).unwrap();
-        assert!(side.refresh().unwrap_err().contains("cannot read"));
+        assert!(side.refresh_files().unwrap_err().contains("cannot read"));
         issue(folder.path());
-        side.refresh().unwrap();
+        side.refresh_files().unwrap();
         assert!(!Arc::ptr_eq(&second, &side.current()));
     }
 }

@@ -20,7 +20,7 @@ pub(super) struct TokenBytes(Mutex<HashMap<u64, f64>>);
 
 /// What the tokens of a prompt are counted by.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(super) struct Sizes {
+pub(super) struct PromptSizes {
     /// A hash of the model's name.
     pub(super) model: u64,
     /// Tokens that are given as such.
@@ -32,14 +32,14 @@ pub(super) struct Sizes {
 
 impl TokenBytes {
     /// Tokens of a prompt, as far as they are known.
-    pub(super) fn tokens(&self, sizes: &Sizes) -> u64 {
+    pub(super) fn tokens(&self, sizes: &PromptSizes) -> u64 {
         let known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let bytes = known.get(&sizes.model).copied().unwrap_or(FIRST_BYTES);
         sizes.ids + (sizes.text_bytes as f64 / bytes).ceil() as u64
     }
 
     /// Learns from a prompt that an engine says to have so many tokens.
-    pub(super) fn learn(&self, sizes: &Sizes, tokens: u64) {
+    pub(super) fn learn(&self, sizes: &PromptSizes, tokens: u64) {
         if sizes.ids > 0 || sizes.text_bytes == 0 || tokens == 0 {
             return;
         }
@@ -66,7 +66,11 @@ mod tests {
     fn bytes_of_a_token_are_learned_for_each_model() {
         let read = |model: &str, text: &str| {
             let request = json!({ "model": model, "prompt": text });
-            Prompt::read(Api::Completions, &Fields::read(&request.to_string().into()).unwrap()).sizes()
+            Prompt::read_request(
+                Api::Completions,
+                &Fields::parse_object(&request.to_string().into()).unwrap(),
+            )
+            .sizes()
         };
         let (known, text) = (TokenBytes::default(), "a".repeat(400));
         assert_eq!(known.tokens(&read("m", &text)), 400, "nothing is known yet");

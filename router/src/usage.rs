@@ -1,7 +1,7 @@
 //! How many tokens of a prompt were cached, as answers state it. The engine that answers has all of a prompt from the other one, so what
 //! it states is that one's: the router writes it. No I/O.
 
-use super::body::entry;
+use super::body::find_entry;
 
 /// Where an answer, or an event of one, has its usage.
 const PLACES: [&[&str]; 3] = [&["usage"], &["response", "usage"], &["message", "usage"]];
@@ -25,16 +25,16 @@ impl Usage {
     pub(super) fn of_events(events: &str) -> Self {
         let stated = events.lines().rev().filter_map(|line| line.strip_prefix("data:"));
         let stated = stated.map(str::trim).find(|json| states_cached(json.as_bytes()));
-        stated.map_or_else(Self::default, |json| Self::read(json, None))
+        stated.map_or_else(Self::default, |json| Self::of_answer(json, None))
     }
 
     /// That of an answer; `params` are its `kv_transfer_params`, which have the number also where usage has no details.
-    pub(super) fn read(answer: &str, params: Option<&str>) -> Self {
-        let usage = find(answer).unwrap_or("null");
+    pub(super) fn of_answer(answer: &str, params: Option<&str>) -> Self {
+        let usage = find_usage(answer).unwrap_or("null");
         let read = number(usage, CACHE_READ);
         let prompt_tokens =
             number(usage, "prompt_tokens").or_else(|| Some(number(usage, INPUT)? + read.unwrap_or(0)));
-        let details = DETAILS.iter().find_map(|name| number(entry(usage, name)?, CACHED));
+        let details = DETAILS.iter().find_map(|name| number(find_entry(usage, name)?, CACHED));
         let said = params.and_then(|params| number(params, "remote_prefill_cached_tokens"));
         Self { prompt_tokens, cached_tokens: said.or(details).or(read) }
     }
@@ -42,9 +42,9 @@ impl Usage {
 
 /// An answer, or the JSON of an event, with this number of cached tokens; `None` where it states none.
 pub(super) fn with_cached(json: &str, cached: u64) -> Option<String> {
-    let usage = find(json)?;
+    let usage = find_usage(json)?;
     let mut edits = Vec::new();
-    for details in DETAILS.iter().filter_map(|name| entry(usage, name)) {
+    for details in DETAILS.iter().filter_map(|name| find_entry(usage, name)) {
         edits.extend(number_text(details, CACHED).map(|text| (text, cached)));
     }
     if let (Some(input), Some(read)) = (number_text(usage, INPUT), number_text(usage, CACHE_READ)) {
@@ -82,17 +82,17 @@ pub(super) fn states_cached(bytes: &[u8]) -> bool {
     has("\"usage\"") && (has(CACHED) || has(CACHE_READ))
 }
 
-fn find(json: &str) -> Option<&str> {
-    let walk = |place: &&[&str]| place.iter().try_fold(json, |json, name| entry(json, name));
+fn find_usage(json: &str) -> Option<&str> {
+    let walk = |place: &&[&str]| place.iter().try_fold(json, |json, name| find_entry(json, name));
     PLACES.iter().find_map(walk).filter(|usage| usage.starts_with('{'))
 }
 
 fn number_text<'a>(json: &'a str, name: &str) -> Option<&'a str> {
-    entry(json, name).filter(|text| text.parse::<u64>().is_ok())
+    find_entry(json, name).filter(|text| text.parse::<u64>().is_ok())
 }
 
 fn number(json: &str, name: &str) -> Option<u64> {
-    entry(json, name)?.parse().ok()
+    find_entry(json, name)?.parse().ok()
 }
 
 #[cfg(test)]
@@ -126,11 +126,14 @@ mod tests {
     fn the_number_is_that_of_the_parameters_or_of_usage() {
         let answer = r#"{"usage":{"prompt_tokens":900,"prompt_tokens_details":{"cached_tokens":3}}}"#;
         let usage = |cached| Usage { prompt_tokens: Some(900), cached_tokens: cached };
-        assert_eq!(Usage::read(answer, None), usage(Some(3)));
-        assert_eq!(Usage::read(answer, Some(r#"{"remote_prefill_cached_tokens":896}"#)), usage(Some(896)));
+        assert_eq!(Usage::of_answer(answer, None), usage(Some(3)));
+        assert_eq!(
+            Usage::of_answer(answer, Some(r#"{"remote_prefill_cached_tokens":896}"#)),
+            usage(Some(896))
+        );
         let messages = r#"{"usage":{"input_tokens":4,"cache_read_input_tokens":896}}"#;
-        assert_eq!(Usage::read(messages, None), usage(Some(896)));
-        assert_eq!(Usage::read("{}", None), Usage::default());
+        assert_eq!(Usage::of_answer(messages, None), usage(Some(896)));
+        assert_eq!(Usage::of_answer("{}", None), Usage::default());
         let events = format!("data: {{}}\n\nevent: a\ndata: {answer}\n\ndata: [DONE]\n\n");
         assert_eq!(Usage::of_events(&events), usage(Some(3)));
         assert_eq!(Usage::of_events("data: [DONE]\n\n"), Usage::default());

@@ -20,7 +20,7 @@ use shm_protocol::pool::SEGMENT_ALIGN;
 use shm_protocol::random::Random;
 use shm_protocol::region::{Access, Region};
 use tiers::ssd::{Backend, Log, Missing, Opened};
-use tools::bench::tier::{BenchTier, Load, Times, key};
+use tools::bench::tier::{BenchTier, TierLoad, Times, make_key};
 
 const POOL_BYTES: u64 = 256 << 20;
 const GIB: f64 = (1u64 << 30) as f64;
@@ -42,7 +42,7 @@ fn start(path: &Path, bytes: u64) -> (BenchTier, Arc<Region>) {
     let len = (SEGMENT_ALIGN + POOL_BYTES) as usize;
     let pool = Arc::new(Region::map(fd.as_fd(), len, Access::ReadWrite).expect("map"));
     let opened = Opened::open(path, bytes, Missing::Create).unwrap_or_else(|error| panic!("{error}"));
-    let tier = BenchTier::start(opened, &pool, wanted()).unwrap_or_else(|error| panic!("{error}"));
+    let tier = BenchTier::start_device(opened, &pool, wanted()).unwrap_or_else(|error| panic!("{error}"));
     (tier, pool)
 }
 
@@ -54,7 +54,7 @@ fn fill(pool: &Region) {
 }
 
 /// The figures of a load, as JSON members.
-fn figures(name: &str, load: Load, times: &mut Times, cpu: f64) -> String {
+fn figures(name: &str, load: TierLoad, times: &mut Times, cpu: f64) -> String {
     let gib = (load.block_bytes * load.count) as f64 / GIB;
     let (p50, p99) = (times.part_us(0.5), times.part_us(0.99));
     format!(
@@ -70,14 +70,14 @@ fn rss_bytes() -> u64 {
     pages * 4096
 }
 
-/// Microseconds of a probe over 1,024 keys that are there, of those that `key` numbers from 0 on, and that are not; medians.
+/// Microseconds of a probe over 1,024 keys that are there, of those that `make_key` numbers from 0 on, and that are not; medians.
 fn ask(log: &mut Log, blocks: u64) -> String {
     let mut random = Random(3);
     let mut probe = |base: u64, range: u64, hits: usize| {
         let mut times: Vec<f64> = (0..200)
             .map(|_| {
                 let hashes: Vec<BlockHash> =
-                    (0..1024).map(|_| key(base + random.next() % range.max(1)).hash).collect();
+                    (0..1024).map(|_| make_key(base + random.next() % range.max(1)).hash).collect();
                 let start = Instant::now();
                 assert_eq!(log.probe(0, 0, &hashes), hits);
                 start.elapsed().as_nanos() as f64 / 1000.0
@@ -90,12 +90,12 @@ fn ask(log: &mut Log, blocks: u64) -> String {
     format!("\"probe_1024_us\":{there:.1},\"probe_1024_absent_us\":{absent:.1}")
 }
 
-fn parse(text: &str) -> (&str, Load, u64) {
+fn parse(text: &str) -> (&str, TierLoad, u64) {
     let (command, numbers) = text.split_once(':').expect("COMMAND:BLOCK_BYTES:COUNT:DEPTH:FIRST");
     let numbers: Vec<u64> = numbers.split(':').map(|number| number.parse().expect("a number")).collect();
     let [block_bytes, count, depth, first] = numbers[..] else { panic!("{text}: four numbers") };
     assert!(block_bytes * depth <= POOL_BYTES, "the pool has {POOL_BYTES} bytes");
-    (command, Load { block_bytes, count, depth }, first)
+    (command, TierLoad { block_bytes, count, depth }, first)
 }
 
 fn main() {
@@ -123,8 +123,8 @@ fn main() {
         let (command, load, first) = parse(command);
         let cpu = cpu_s();
         let times = match command {
-            "write" => tier.write(load, first),
-            "read" => tier.read(load, first),
+            "write" => tier.write_blocks(load, first),
+            "read" => tier.read_blocks(load, first),
             _ => panic!("{command}: write or read"),
         };
         let mut times = times.unwrap_or_else(|error| panic!("{error}"));

@@ -17,7 +17,7 @@ use std::time::Duration;
 use mesh::transport::rdma::{self, Rdma};
 use mesh::transport::tcp::{self, Limits, Security, Tcp, Tls};
 use mesh::transport::{Transport, Up};
-use tools::bench::node::{self, BOOT, DEADLINE, Memory, PEER, Reader, Sizes};
+use tools::bench::node::{self, BOOT, BlockSizes, DEADLINE, NodeMemory, NodeReader, PEER};
 
 /// The name in the certificates.
 const NAME: &str = "pillion.mesh";
@@ -33,9 +33,9 @@ fn main() {
     }
 }
 
-fn sizes(words: &[&str]) -> Sizes {
+fn sizes(words: &[&str]) -> BlockSizes {
     let number = |at: usize| words[at].parse().expect("a number");
-    Sizes { blocks: number(0), block_bytes: number(1) }
+    BlockSizes { blocks: number(0), block_bytes: number(1) }
 }
 
 fn security(words: &[&str]) -> Security {
@@ -52,7 +52,7 @@ fn security(words: &[&str]) -> Security {
 /// A transport, where it serves, and what it tells.
 type Started = (Arc<dyn Transport>, SocketAddr, Receiver<Up>);
 
-fn start(name: &str, words: &[&str], memory: &Memory) -> Started {
+fn start(name: &str, words: &[&str], memory: &NodeMemory) -> Started {
     let (sender, ups) = channel();
     let (node, security, blocks) = (node::name_of(name), security(words), memory.blocks.clone());
     let up = move |up| drop(sender.send(up));
@@ -80,19 +80,19 @@ fn start(name: &str, words: &[&str], memory: &Memory) -> Started {
 }
 
 fn serve(words: &[&str]) {
-    let memory = Memory::with_blocks(sizes(words)).expect("memory");
+    let memory = NodeMemory::with_blocks(sizes(words)).expect("memory");
     let (transport, address, ups) = start("owner", words, &memory);
-    transport.join(PEER, node::peer("reader", address));
+    transport.join(PEER, node::make_peer("reader", address));
     println!("{address}");
     // What decides, on a thread of its own as in a sidecar.
-    std::thread::spawn(move || node::serve(&*transport, &ups, &memory));
+    std::thread::spawn(move || node::serve_blocks(&*transport, &ups, &memory));
     std::io::stdin().lines().for_each(drop);
 }
 
 fn fetch(address: SocketAddr, words: &[&str]) {
-    let memory = Memory::without_blocks(sizes(words)).expect("memory");
+    let memory = NodeMemory::without_blocks(sizes(words)).expect("memory");
     let (transport, _, ups) = start("reader", words, &memory);
-    let mut reader = Reader::new(transport, ups, &memory, "owner", address);
+    let mut reader = NodeReader::new(transport, ups, &memory, "owner", address);
     let mut get = |numbers| reader.fetch(numbers).unwrap_or_else(|error| panic!("{error}"));
     let all = 0..memory.places.len();
     for line in std::io::stdin().lock().lines() {

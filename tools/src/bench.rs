@@ -26,7 +26,7 @@ const GIB: f64 = (1u64 << 30) as f64;
 
 /// Options of `pillion bench`.
 #[derive(Args, Clone, Debug)]
-pub struct Options {
+pub struct BenchOptions {
     /// Print one line of JSON
     #[arg(long, global = true)]
     pub json: bool,
@@ -38,13 +38,13 @@ pub struct Options {
 #[derive(Clone, Debug, Subcommand)]
 pub enum What {
     /// Measure a disk: direct I/O alone, and blocks through the SSD tier. Nothing stays on the disk.
-    Disk(disk::Options),
+    Disk(disk::DiskOptions),
     /// Measure copies in memory: memcpy, and blocks between an engine's memory and the pool.
-    Copy(copy::Options),
+    Copy(copy::CopyOptions),
     /// Measure the round trip of a query to a running sidecar.
-    Ring(ring::Options),
+    Ring(ring::RingOptions),
     /// Measure blocks from a peer over TCP: plain sockets, and the mesh.
-    Peer(peer::Options),
+    Peer(peer::PeerOptions),
 }
 
 /// A benchmark that was not run to its end.
@@ -62,7 +62,7 @@ pub enum BenchError {
 
 /// Figures by name, in the order in which they are shown.
 #[derive(Debug)]
-pub struct Figures(Vec<(String, Value)>);
+pub struct BenchFigures(Vec<(String, Value)>);
 
 // === impl BenchError ===
 
@@ -76,23 +76,23 @@ impl BenchError {
     }
 }
 
-// === impl Figures ===
+// === impl BenchFigures ===
 
-impl Figures {
+impl BenchFigures {
     fn new(bench: &str) -> Self {
         Self(vec![("bench".into(), bench.into())])
     }
 
-    fn add(&mut self, name: impl Into<String>, value: impl Into<Value>) {
+    fn add_figure(&mut self, name: impl Into<String>, value: impl Into<Value>) {
         self.0.push((name.into(), value.into()));
     }
 
     /// The medians of a limit and of Pillion's own, in GiB/s, and the second as a part of the first.
     fn compare(&mut self, name: &str, limit: (&str, &mut [f64]), own: (&str, &mut [f64])) {
         let (most, reached) = (median(limit.1), median(own.1));
-        self.add(format!("{}_{name}_gib_s", limit.0), rounded(most));
-        self.add(format!("{}_{name}_gib_s", own.0), rounded(reached));
-        self.add(format!("{name}_ratio"), rounded(reached / most));
+        self.add_figure(format!("{}_{name}_gib_s", limit.0), rounded(most));
+        self.add_figure(format!("{}_{name}_gib_s", own.0), rounded(reached));
+        self.add_figure(format!("{name}_ratio"), rounded(reached / most));
     }
 
     fn line(self) -> String {
@@ -141,18 +141,18 @@ fn memory(bytes: u64) -> Result<(std::os::fd::OwnedFd, Arc<Region>), BenchError>
 }
 
 /// Runs it; what is to be printed at its end. `say` prints what must be told before.
-pub fn run(options: &Options, say: impl Fn(&str)) -> Result<String, BenchError> {
+pub fn run_bench(options: &BenchOptions, say: impl Fn(&str)) -> Result<String, BenchError> {
     let figures = match &options.what {
-        What::Disk(options) => disk::measure(options)?,
-        What::Copy(options) => copy::measure(options)?,
-        What::Ring(options) => ring::measure(options)?,
-        What::Peer(options) => peer::measure(options, say)?,
+        What::Disk(options) => disk::measure_disk(options)?,
+        What::Copy(options) => copy::measure_copy(options)?,
+        What::Ring(options) => ring::measure_ring(options)?,
+        What::Peer(options) => peer::measure_peer(options, say)?,
     };
     Ok(if options.json { figures.line() } else { figures.table() })
 }
 
 /// The numbers of a range, each once, in the same random order every time.
-pub fn shuffled(numbers: std::ops::Range<u64>) -> Vec<u64> {
+pub fn shuffle_numbers(numbers: std::ops::Range<u64>) -> Vec<u64> {
     let (mut random, mut order): (_, Vec<u64>) = (Random(2), numbers.collect());
     for at in (1..order.len()).rev() {
         order.swap(at, (random.next() % (at as u64 + 1)) as usize);

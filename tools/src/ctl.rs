@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand};
 use serde_json::{Value, json};
 
-pub use self::client::{CtlError, FROZEN, Target, request};
+pub use self::client::{ControlTarget, CtlError, FROZEN, send_request};
 use sidecar::config::{self, Level, default_control_socket, default_socket};
 
 /// Bytes of the longest list of keys that is read from standard input: more than the sidecar takes.
@@ -16,7 +16,7 @@ const INPUT_BYTES_MAX: u64 = 1 << 20;
 
 /// Options of `pillion ctl`.
 #[derive(Args, Clone, Debug)]
-pub struct Options {
+pub struct CtlOptions {
     /// The sidecar's control socket [default: as pillion serve]
     #[arg(long, global = true, env = "PILLION_CONTROL_SOCKET", value_name = "PATH")]
     pub control_socket: Option<PathBuf>,
@@ -30,12 +30,12 @@ pub struct Options {
     #[arg(long, global = true, value_name = "FILE")]
     pub token_file: Option<PathBuf>,
     #[command(subcommand)]
-    pub ask: Ask,
+    pub ask: CtlRequest,
 }
 
 /// What is asked of a sidecar, or told it.
 #[derive(Clone, Debug, Subcommand)]
-pub enum Ask {
+pub enum CtlRequest {
     /// Print what the sidecar knows of its namespaces: facts, engines, and the number of blocks in memory, on disks
     /// and at peers.
     Namespaces {
@@ -65,22 +65,22 @@ pub enum Ask {
 }
 
 /// Asks, and returns what is to be printed.
-pub fn ask(options: &Options) -> Result<String, CtlError> {
+pub fn ask_sidecar(options: &CtlOptions) -> Result<String, CtlError> {
     let target = options.target()?;
-    let post = |path, body: &Value| request(&target, "POST", path, &body.to_string());
+    let post = |path, body: &Value| send_request(&target, "POST", path, &body.to_string());
     match &options.ask {
-        Ask::Namespaces { namespace: None } => request(&target, "GET", "/namespaces", ""),
-        Ask::Namespaces { namespace: Some(wanted) } => {
-            entry(&request(&target, "GET", "/namespaces", "")?, wanted)
+        CtlRequest::Namespaces { namespace: None } => send_request(&target, "GET", "/namespaces", ""),
+        CtlRequest::Namespaces { namespace: Some(wanted) } => {
+            entry(&send_request(&target, "GET", "/namespaces", "")?, wanted)
         }
-        Ask::Lookup { namespace, keys } => {
+        CtlRequest::Lookup { namespace, keys } => {
             let keys = if keys.is_empty() { read_keys(std::io::stdin().lock())? } else { keys.clone() };
             post("/lookup", &json!({ "namespace": namespace, "keys": keys }))
         }
-        Ask::Evict { namespace } => post("/evict", &json!({ "namespace": namespace })),
-        Ask::LogLevel { level: None } => request(&target, "GET", "/log-level", ""),
-        Ask::LogLevel { level: Some(level) } => post("/log-level", &json!({ "level": level.name() })),
-        Ask::Drain => post("/drain", &json!({})),
+        CtlRequest::Evict { namespace } => post("/evict", &json!({ "namespace": namespace })),
+        CtlRequest::LogLevel { level: None } => send_request(&target, "GET", "/log-level", ""),
+        CtlRequest::LogLevel { level: Some(level) } => post("/log-level", &json!({ "level": level.name() })),
+        CtlRequest::Drain => post("/drain", &json!({})),
     }
 }
 
@@ -100,17 +100,17 @@ fn read_keys(from: impl Read) -> Result<Vec<String>, CtlError> {
     Ok(text.split_whitespace().map(str::to_owned).collect())
 }
 
-// === impl Options ===
+// === impl CtlOptions ===
 
-impl Options {
-    fn target(&self) -> Result<Target, CtlError> {
+impl CtlOptions {
+    fn target(&self) -> Result<ControlTarget, CtlError> {
         match (&self.address, &self.token_file) {
             (Some(address), Some(file)) => {
-                Ok(Target::Tcp { address: address.clone(), token: config::read_token(file)? })
+                Ok(ControlTarget::Tcp { address: address.clone(), token: config::read_token(file)? })
             }
             (None, None) => {
                 let beside = || default_control_socket(&self.socket.clone().unwrap_or_else(default_socket));
-                Ok(Target::Unix(self.control_socket.clone().unwrap_or_else(beside)))
+                Ok(ControlTarget::Unix(self.control_socket.clone().unwrap_or_else(beside)))
             }
             _ => Err(CtlError::Pair),
         }

@@ -15,7 +15,7 @@ use clap::Args;
 use serde::Serialize;
 use thiserror::Error;
 
-pub(crate) use self::host::{hello, unreached};
+pub(crate) use self::host::{explain_unreached, send_probe};
 use sidecar::config;
 
 /// Bytes of the largest configuration that is read: the facts of one record, and room.
@@ -23,7 +23,7 @@ const FILE_BYTES_MAX: u64 = 1 << 20;
 
 /// Options of `pillion doctor`.
 #[derive(Args, Clone, Debug)]
-pub struct Options {
+pub struct DoctorOptions {
     /// Configurations of two engines, each as pillion ctl namespaces NAMESPACE prints it. Without them this host is
     /// checked
     #[arg(value_names = ["A.json", "B.json"], num_args = 2)]
@@ -54,7 +54,7 @@ pub struct Options {
 /// How bad it is.
 #[derive(Copy, Clone, Debug, Eq, Ord, PartialEq, PartialOrd, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Level {
+pub enum FindingLevel {
     /// As it should be, or of no harm.
     Ok,
     /// Some engines or features are not served.
@@ -69,7 +69,7 @@ pub struct Finding {
     /// What was looked at, in one word.
     pub check: String,
     /// How bad it is.
-    pub level: Level,
+    pub level: FindingLevel,
     pub text: String,
     /// What to change, where something should be.
     pub remedy: Option<String>,
@@ -89,33 +89,36 @@ pub enum DoctorError {
 }
 
 /// Looks at what the options name.
-pub fn examine(options: &Options) -> Result<Vec<Finding>, DoctorError> {
+pub fn examine_node(options: &DoctorOptions) -> Result<Vec<Finding>, DoctorError> {
     if let [one, other] = options.pair.as_slice() {
-        return Ok(pair::compare(&pair::Engine::read(one)?, &pair::Engine::read(other)?));
+        return Ok(pair::compare_engines(
+            &pair::PairEngine::read_file(one)?,
+            &pair::PairEngine::read_file(other)?,
+        ));
     }
     let socket = options.socket.clone().unwrap_or_else(config::default_socket);
-    let mut found = host::look(&socket);
-    if found.iter().any(|finding| finding.check == host::SIDECAR && finding.level == Level::Ok) {
+    let mut found = host::check_host(&socket);
+    if found.iter().any(|finding| finding.check == host::SIDECAR && finding.level == FindingLevel::Ok) {
         let beside = || config::default_control_socket(&socket);
-        found.extend(control::look(&options.control_socket.clone().unwrap_or_else(beside)));
+        found.extend(control::check_namespaces(&options.control_socket.clone().unwrap_or_else(beside)));
     }
     found.extend(engines::check_engines());
-    found.extend(options.ssd.iter().map(disk::look));
-    found.extend(mesh::look(&options.mesh, options.dram));
+    found.extend(options.ssd.iter().map(disk::check_disk));
+    found.extend(mesh::check_mesh(&options.mesh, options.dram));
     Ok(found)
 }
 
 /// The findings as a person reads them, or as JSON.
-pub fn report(findings: &[Finding], json: bool) -> String {
+pub fn report_findings(findings: &[Finding], json: bool) -> String {
     if json {
         return serde_json::to_string_pretty(findings).expect("texts alone") + "\n";
     }
     let mut report = String::new();
     for Finding { check, level, text, remedy } in findings {
         let level = match level {
-            Level::Ok => "ok  ",
-            Level::Warn => "warn",
-            Level::Fail => "FAIL",
+            FindingLevel::Ok => "ok  ",
+            FindingLevel::Warn => "warn",
+            FindingLevel::Fail => "FAIL",
         };
         writeln!(report, "{level}  {check}: {text}").expect("a String takes all");
         if let Some(remedy) = remedy {
@@ -126,19 +129,19 @@ pub fn report(findings: &[Finding], json: bool) -> String {
 }
 
 /// Whether nothing must be changed.
-pub fn passes(findings: &[Finding]) -> bool {
-    findings.iter().all(|finding| finding.level < Level::Fail)
+pub fn findings_pass(findings: &[Finding]) -> bool {
+    findings.iter().all(|finding| finding.level < FindingLevel::Fail)
 }
 
 // === impl Finding ===
 
 impl Finding {
     fn ok(check: impl Into<String>, text: impl Into<String>) -> Self {
-        Self { check: check.into(), level: Level::Ok, text: text.into(), remedy: None }
+        Self { check: check.into(), level: FindingLevel::Ok, text: text.into(), remedy: None }
     }
 
     fn bad(
-        level: Level,
+        level: FindingLevel,
         check: impl Into<String>,
         text: impl Into<String>,
         remedy: impl Into<String>,

@@ -11,14 +11,14 @@ const WEIGHTS: &str = "weights";
 
 /// Where the model is whose facts are asked for.
 #[derive(clap::Args, Debug)]
-pub struct Options {
+pub struct FactsOptions {
     /// Folder of the model's safetensors files.
     #[arg(long, value_name = "DIR")]
     weights: PathBuf,
 }
 
 /// Lines of `name=value` for what is known, and behind `#` every other fact with what makes two engines agree on it.
-pub fn report(options: &Options) -> io::Result<String> {
+pub fn report_facts(options: &FactsOptions) -> io::Result<String> {
     let shown = options.weights.display();
     let told = |error: io::Error| {
         let text = format!(
@@ -49,10 +49,15 @@ mod tests {
     fn files_are_digested_and_every_other_fact_is_named() {
         let directory = std::env::temp_dir().join(format!("pillion-facts-{}", std::process::id()));
         std::fs::create_dir_all(&directory).expect("a new directory");
-        let options = Options { weights: directory.clone() };
-        assert!(report(&options).expect_err("nothing is there").to_string().contains("no safetensors files"));
+        let options = FactsOptions { weights: directory.clone() };
+        assert!(
+            report_facts(&options)
+                .expect_err("nothing is there")
+                .to_string()
+                .contains("no safetensors files")
+        );
         std::fs::write(directory.join("model.safetensors"), [0; 16]).expect("room");
-        let text = report(&options).expect("a file is there");
+        let text = report_facts(&options).expect("a file is there");
         let known = weight_files::digest(&directory).expect("readable").expect("a file is there");
         assert!(text.starts_with(&format!("weights={known}\n# ")), "{text}");
         for name in ["weights_live", "page_form", "none_hash", "config"] {
@@ -60,7 +65,7 @@ mod tests {
         }
         assert!(!text.contains("# weights:"), "{text}");
         std::fs::remove_dir_all(&directory).expect("made above");
-        let gone = report(&options).expect_err("the folder is gone").to_string();
+        let gone = report_facts(&options).expect_err("the folder is gone").to_string();
         assert!(gone.contains(&directory.display().to_string()) && gone.contains("--weights DIR"), "{gone}");
     }
 }

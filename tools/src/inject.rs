@@ -28,7 +28,7 @@ const INJECT: &str = "pillion/inject";
 
 /// Options of `pillion inject`.
 #[derive(Args, Clone, Debug)]
-pub struct Options {
+pub struct InjectOptions {
     /// Memory for KV blocks, such as 30GiB
     #[arg(long, value_name = "SIZE", required_unless_present = "remove")]
     pub dram: Option<Size>,
@@ -54,7 +54,7 @@ pub struct Options {
     /// Who copies blocks on a GPU: the engine, or the faster sidecar. The sidecar needs the GPU, by the engine's
     /// resource claim or the nodes' NVIDIA runtime
     #[arg(long, value_enum, default_value = "engine")]
-    pub copy: Copies,
+    pub copy: CopySide,
     /// Role of the connector: whether it saves blocks, loads them, or both
     #[arg(long, value_enum, default_value = "kv_both")]
     pub kv_role: KvRole,
@@ -95,7 +95,7 @@ pub struct Options {
 
 /// Who writes loaded blocks into a GPU.
 #[derive(Copy, Clone, Debug, Eq, PartialEq, ValueEnum)]
-pub enum Copies {
+pub enum CopySide {
     Engine,
     Sidecar,
 }
@@ -164,9 +164,9 @@ struct ObjectRecords {
     annotations: Option<Before>,
 }
 
-// === impl Options ===
+// === impl InjectOptions ===
 
-impl Options {
+impl InjectOptions {
     /// The memory for blocks.
     fn dram(&self) -> Size {
         self.dram.expect("it is required where something is put in")
@@ -207,11 +207,11 @@ impl FromStr for Mount {
 }
 
 /// Reads manifests and writes them with sidecars, or without; `notes` gets refusals and the work left to do.
-pub fn serve(
+pub fn inject_stream(
     input: impl Read,
     mut output: impl Write,
     mut notes: impl Write,
-    options: &Options,
+    options: &InjectOptions,
 ) -> Result<(), InjectError> {
     let mut source = Vec::new();
     input.take(INPUT_BYTES_MAX + 1).read_to_end(&mut source)?;
@@ -219,7 +219,7 @@ pub fn serve(
         return Err(InjectError::TooLarge);
     }
     let source = String::from_utf8(source).map_err(|_| InjectError::Encoding)?;
-    let done = inject(&source, options)?;
+    let done = inject_manifests(&source, options)?;
     output.write_all(done.text.as_bytes())?;
     output.flush()?;
     for note in &done.notes {
@@ -229,7 +229,7 @@ pub fn serve(
 }
 
 /// The manifests with a sidecar in each pod of vLLM.
-pub fn inject(source: &str, options: &Options) -> Result<Output, InjectError> {
+pub fn inject_manifests(source: &str, options: &InjectOptions) -> Result<Output, InjectError> {
     checked(options)?;
     // A line may end as on other systems, and the first one begin with a byte order mark.
     let source = source.replace("\r\n", "\n").replace('\r', "\n");
@@ -270,7 +270,7 @@ pub fn inject(source: &str, options: &Options) -> Result<Output, InjectError> {
 // === impl Output ===
 
 impl Output {
-    fn outcome(&self, options: &Options) -> Result<(), InjectError> {
+    fn outcome(&self, options: &InjectOptions) -> Result<(), InjectError> {
         if self.refused > 0 {
             return Err(InjectError::Refused(self.refused));
         }
@@ -286,7 +286,7 @@ impl Output {
 }
 
 /// Refuses options in contradiction to each other.
-fn checked(options: &Options) -> Result<(), InjectError> {
+fn checked(options: &InjectOptions) -> Result<(), InjectError> {
     #[derive(Parser)]
     struct Serve {
         #[command(flatten)]
@@ -308,7 +308,7 @@ fn checked(options: &Options) -> Result<(), InjectError> {
 }
 
 /// What a pod with a sidecar needs beside it, and this program does not write.
-fn not_added(options: &Options) -> &'static str {
+fn not_added(options: &InjectOptions) -> &'static str {
     if options.peer.is_empty() {
         "no NetworkPolicy was written, so port 9440 is open to all that reach a pod: admit only Prometheus there, as \
          deploy/kubernetes/copy-engine.yaml does"
@@ -319,7 +319,7 @@ fn not_added(options: &Options) -> &'static str {
 }
 
 /// A document with its objects changed: it is one, or a list of them.
-fn document(root: &Node, options: &Options, output: &mut Output) -> Node {
+fn document(root: &Node, options: &InjectOptions, output: &mut Output) -> Node {
     let mut changed = root.clone();
     let is_list = root.text_at(&["kind"]).is_some_and(|kind| kind.ends_with("List"));
     match changed.get_mut("items") {
@@ -334,7 +334,7 @@ fn document(root: &Node, options: &Options, output: &mut Output) -> Node {
 }
 
 /// An object with its pods changed; as it was where it is refused.
-fn object(before: &Node, options: &Options, output: &mut Output) -> Node {
+fn object(before: &Node, options: &InjectOptions, output: &mut Output) -> Node {
     let label = label(before);
     let mut notes = Vec::new();
     match changed(before, options, &mut notes, &mut output.found) {
@@ -358,7 +358,7 @@ fn label(object: &Node) -> String {
 
 fn changed(
     before: &Node,
-    options: &Options,
+    options: &InjectOptions,
     notes: &mut Vec<String>,
     found: &mut bool,
 ) -> Result<Node, String> {
@@ -466,11 +466,11 @@ fn annotate(object: &mut Node, mut records: ObjectRecords) -> Result<(), String>
         }
         value => {
             records.annotations = value.map(|_| Before::Null);
-            metadata.set("annotations", Node::Map(Vec::new()));
+            metadata.set_entry("annotations", Node::Map(Vec::new()));
         }
     }
     let text = serde_json::to_string(&records).expect("records are JSON");
-    metadata.get_mut("annotations").expect("it was made").set(INJECTED, Node::string(text));
+    metadata.get_mut("annotations").expect("it was made").set_entry(INJECTED, Node::string(text));
     Ok(())
 }
 
@@ -485,7 +485,7 @@ fn pods(object: &Node) -> Vec<Vec<String>> {
         match node {
             Node::Map(entries) => {
                 for (key, value) in entries {
-                    if let Some(key) = key.text() {
+                    if let Some(key) = key.scalar_text() {
                         path.push(key.to_owned());
                         walk(value, path, found);
                         path.pop();

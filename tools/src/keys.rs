@@ -7,27 +7,27 @@ use shm_protocol::key::{Derivation, Derived};
 
 #[derive(Serialize)]
 #[serde(untagged)]
-enum Answer {
+enum KeysAnswer {
     Derived(Derived),
     Refused { error: String },
 }
 
 /// Answers every line until the end of the input. A question that has no answer is answered by its reason.
-pub fn serve(mut questions: impl BufRead, mut answers: impl Write) -> io::Result<()> {
+pub fn answer_questions(mut questions: impl BufRead, mut answers: impl Write) -> io::Result<()> {
     let mut line = Vec::new();
     while questions.read_until(b'\n', &mut line)? > 0 {
-        writeln!(answers, "{}", answer(&line))?;
+        writeln!(answers, "{}", answer_question(&line))?;
         line.clear();
     }
     answers.flush()
 }
 
 /// The answer to one question, without a line end.
-pub fn answer(line: &[u8]) -> String {
+pub fn answer_question(line: &[u8]) -> String {
     let derived = serde_json::from_slice(line)
         .map_err(|error| error.to_string())
         .and_then(|question: Derivation| question.derive().map_err(|error| error.to_string()));
-    let answer = derived.map_or_else(|error| Answer::Refused { error }, Answer::Derived);
+    let answer = derived.map_or_else(|error| KeysAnswer::Refused { error }, KeysAnswer::Derived);
     serde_json::to_string(&answer).expect("texts and lists")
 }
 
@@ -46,7 +46,7 @@ mod tests {
             r#"{"algo":"sha256_cbor","block_size":2,"token_ids":[]}"#,
         ];
         let mut answers = Vec::new();
-        serve(questions.join("\n").as_bytes(), &mut answers).expect("memory");
+        answer_questions(questions.join("\n").as_bytes(), &mut answers).expect("memory");
         let answers: Vec<Value> = String::from_utf8(answers)
             .expect("UTF-8")
             .lines()

@@ -9,23 +9,23 @@ use serde_json::{Value, json};
 const TABLE: (&str, &str) = ("MeshOptions", "mesh.");
 
 /// The commands and options that --help shows, in its order; a command of a command goes behind it, as `ctl evict`.
-pub fn commands(program: &Command) -> Vec<Value> {
+pub fn list_commands(program: &Command) -> Vec<Value> {
     let shown =
         program.get_subcommands().filter(|command| !command.is_hide_set() && command.get_name() != "help");
     shown.flat_map(|command| below(command, command.get_name())).collect()
 }
 
 /// The variables of the environment that options of any command have.
-pub fn variables(program: &Command) -> BTreeSet<String> {
+pub fn list_variables(program: &Command) -> BTreeSet<String> {
     let own =
         program.get_arguments().filter_map(Arg::get_env).map(|name| name.to_string_lossy().into_owned());
-    own.chain(program.get_subcommands().flat_map(variables)).collect()
+    own.chain(program.get_subcommands().flat_map(list_variables)).collect()
 }
 
 fn below(command: &Command, name: &str) -> Vec<Value> {
     let about = command.get_long_about().or_else(|| command.get_about()).map(ToString::to_string);
     let mut found = vec![json!({"name": name, "about": about, "options": options(command)})];
-    for mut nested in commands(command) {
+    for mut nested in list_commands(command) {
         nested["name"] = json!(format!("{name} {}", nested["name"].as_str().unwrap_or_default()));
         found.push(nested);
     }
@@ -95,7 +95,7 @@ mod tests {
     fn an_option_is_described_by_all_its_names() {
         let mut program = Command::new("pillion").subcommand(Options::augment_args(Command::new("serve")));
         program.build();
-        let program = commands(&program);
+        let program = list_commands(&program);
         let serve = program[0]["options"].as_array().unwrap();
         let of = |flag: &str| serve.iter().find(|option| option["flag"] == flag).unwrap();
         let ssd = of("ssd");
@@ -110,7 +110,7 @@ mod tests {
         let outer = Command::new("outer").subcommand(inner).subcommand(Command::new("secret").hide(true));
         let mut program = Command::new("program").subcommand(outer).subcommand(Command::new("last"));
         program.build();
-        let listed = commands(&program);
+        let listed = list_commands(&program);
         let names: Vec<_> = listed.iter().map(|command| command["name"].as_str().unwrap()).collect();
         assert_eq!(names, ["outer", "outer inner", "last"]);
         assert_eq!(listed[1]["about"], "What it does");

@@ -15,7 +15,7 @@ use ratatui::style::{Color, Stylize};
 use ratatui::text::Line;
 use ratatui::widgets::{Block, Paragraph, Row, Table, Wrap};
 
-use crate::ctl::{CtlError, Target, request};
+use crate::ctl::{ControlTarget, CtlError, send_request};
 use sidecar::config::{HTTP_DEFAULT, IpPort, Time};
 use sidecar::pages::overview::{Overview, Samples, Section};
 use sidecar::system::clock;
@@ -28,7 +28,7 @@ const PICTURE: Duration = Duration::from_millis(100);
 
 /// Options of `pillion top`.
 #[derive(Args, Clone, Debug)]
-pub struct Options {
+pub struct TopOptions {
     /// Address of the sidecar's pages, its --http
     #[arg(long, env = "PILLION_HTTP", default_value_t = HTTP_DEFAULT, value_name = "IP:PORT")]
     pub http: IpPort,
@@ -47,10 +47,10 @@ struct Look {
 }
 
 /// Shows the tables until a key ends it, or prints them once.
-pub fn show(options: &Options, print: impl FnOnce(&str)) -> anyhow::Result<()> {
-    let first = look(options.http.0)?;
+pub fn show_tables(options: &TopOptions, print: impl FnOnce(&str)) -> anyhow::Result<()> {
+    let first = scrape_sidecar(options.http.0)?;
     if options.once || !std::io::stdout().is_terminal() {
-        print(&text(&Overview::new(&first.samples, None, clock::since_1970())));
+        print(&table_text(&Overview::new(&first.samples, None, clock::since_1970())));
         return Ok(());
     }
     let looks = look_every(options.http.0, Duration::from_millis(options.every.as_millis().max(100)));
@@ -80,7 +80,7 @@ fn look_every(http: SocketAddr, every: Duration) -> mpsc::Receiver<Result<Look, 
     thread::spawn(move || {
         loop {
             thread::sleep(every);
-            if sender.send(look(http)).is_err() {
+            if sender.send(scrape_sidecar(http)).is_err() {
                 return;
             }
         }
@@ -93,8 +93,8 @@ fn now() -> Instant {
     Instant::now()
 }
 
-fn look(http: SocketAddr) -> Result<Look, CtlError> {
-    let page = request(&Target::Pages(http), "GET", "/metrics", "")?;
+fn scrape_sidecar(http: SocketAddr) -> Result<Look, CtlError> {
+    let page = send_request(&ControlTarget::Pages(http), "GET", "/metrics", "")?;
     Ok(Look { at: now(), samples: Samples::read(&page) })
 }
 
@@ -145,7 +145,7 @@ fn table(section: &Section) -> Table<'_> {
 }
 
 /// The tables as lines, for a file or another program.
-fn text(overview: &Overview) -> String {
+fn table_text(overview: &Overview) -> String {
     let mut lines = vec![overview.heading.clone()];
     lines.extend(overview.alarms.iter().map(|alarm| format!("! {alarm}")));
     for section in &overview.sections {

@@ -4,12 +4,12 @@
 use std::path::{Path, PathBuf};
 
 use clap::Parser;
-use tools::inject::{self, Options, Output};
+use tools::inject::{self, InjectOptions, Output};
 
 #[derive(Parser)]
 struct Arguments {
     #[command(flatten)]
-    options: Options,
+    options: InjectOptions,
 }
 
 const MESH: &[&str] = &["--peer=mesh:9441", "--mesh-secret=pillion-mesh", "--node-id=$(POD_NAME)"];
@@ -27,7 +27,7 @@ const CASES: &[(&str, &[&str])] = &[
     ("leader-worker-set", &["--kv-role=kv_producer"]),
 ];
 
-fn options(more: &[&str]) -> Result<Options, String> {
+fn options(more: &[&str]) -> Result<InjectOptions, String> {
     let required: &[&str] = match more.contains(&"--remove") {
         true => &[],
         false => &["--dram=30GiB", "--image=registry.example/pillion:0.3.0"],
@@ -37,7 +37,7 @@ fn options(more: &[&str]) -> Result<Options, String> {
 }
 
 fn output(source: &str, more: &[&str]) -> Result<Output, String> {
-    inject::inject(source, &options(more)?).map_err(|error| error.to_string())
+    inject::inject_manifests(source, &options(more)?).map_err(|error| error.to_string())
 }
 
 /// The manifests with sidecars; what was refused otherwise.
@@ -164,7 +164,8 @@ fn what_is_refused_does_not_keep_others_from_their_sidecars() {
     assert!(done.text.starts_with(&engine("command: [run.sh]")));
     let arguments = options(&[]).unwrap();
     let (mut text, mut notes) = (Vec::new(), Vec::new());
-    let error = inject::serve(source.as_bytes(), &mut text, &mut notes, &arguments).unwrap_err().to_string();
+    let error =
+        inject::inject_stream(source.as_bytes(), &mut text, &mut notes, &arguments).unwrap_err().to_string();
     assert!(error.starts_with("1 of the manifests"), "{error}");
     let notes = String::from_utf8(notes).unwrap();
     assert!(notes.contains("pillion inject: Deployment a is left unchanged: its command is not"), "{notes}");

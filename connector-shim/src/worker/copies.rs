@@ -13,7 +13,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use copy_engine::EngineMemory;
-use copy_engine::cuda::{CudaError, Event, Gpu};
+use copy_engine::cuda::{CudaError, Gpu, StreamEvent};
 
 use self::fetch::{Fetch, Step};
 use super::link::{Job, Link, settle};
@@ -50,7 +50,7 @@ pub(super) trait Mark: std::fmt::Debug + Send {
     fn passed(&self) -> Result<bool, CudaError>;
 }
 
-impl Mark for Event {
+impl Mark for StreamEvent {
     fn passed(&self) -> Result<bool, CudaError> {
         self.passed()
     }

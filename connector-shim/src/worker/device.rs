@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use copy_engine::cuda::{self, CudaError, DeviceMemory, Event, Exported, Gpu};
+use copy_engine::cuda::{self, CudaError, DeviceMemory, Exported, Gpu, StreamEvent};
 use shm_protocol::handshake::{self, CudaAllocation, CudaMemory};
 
 use super::copies::Copies;
@@ -41,7 +41,7 @@ pub(super) struct Device {
 #[derive(Debug)]
 struct Used {
     handle: u64,
-    last: Arc<Event>,
+    last: Arc<StreamEvent>,
 }
 
 #[derive(Debug)]
@@ -57,7 +57,7 @@ struct Retired {
     link: Arc<Link>,
     since: Instant,
     /// Behind the last use of its words, one on each stream; taken once nothing can use them any more.
-    passed: Option<Vec<Arc<Event>>>,
+    passed: Option<Vec<Arc<StreamEvent>>>,
 }
 
 // === impl Device ===
@@ -202,7 +202,7 @@ impl Retired {
     /// Whether neither side's streams use it. A sidecar that lives ended its copies within a second of the hang-up.
     fn is_over(&self) -> bool {
         let silent = self.link.connection.sidecar_is_gone() || clock::now() - self.since > SETTLE;
-        let passed = |marks: &Vec<Arc<Event>>| marks.iter().all(|mark| mark.passed() == Ok(true));
+        let passed = |marks: &Vec<Arc<StreamEvent>>| marks.iter().all(|mark| mark.passed() == Ok(true));
         silent && self.passed.as_ref().is_some_and(passed)
     }
 }
@@ -214,7 +214,7 @@ fn show(
     pointers: &[u64],
     cuts: Vec<u64>,
 ) -> Result<Vec<u64>, ShimError> {
-    let exports = pointers.iter().map(|pointer| cuda::export(*pointer).map_err(ShimError::Export));
+    let exports = pointers.iter().map(|pointer| cuda::export_allocation(*pointer).map_err(ShimError::Export));
     let exports = exports.collect::<Result<Vec<_>, _>>()?;
     let allocations = place(worker, pointers, &exports)?;
     let named = |export: &Exported| CudaAllocation { handle: export.handle, bytes: export.bytes };

@@ -63,7 +63,7 @@ pub(super) fn open_memory(
     };
     if staged {
         let staging = Staging::new(&opened.memory)?;
-        (worker.staging, worker.regions) = (Some(staging.slots()), vec![staging.place()]);
+        (worker.staging, worker.regions) = (Some(staging.slots()), vec![staging.block_region()]);
         opened.descriptors = vec![export(&staging.file(), Copier::Engine)?];
         opened.staging = Some(staging);
     }

@@ -8,16 +8,16 @@ use shm_protocol::handshake::BlockRegion;
 use shm_protocol::region::Region;
 
 use super::lanes::Lanes;
-use super::plan::{Piece, Pitched, Plan, plan};
-use super::{CudaError, Gpu, Imported, Stream, gpu};
-use crate::Direction;
+use super::plan::{CopyPlan, CopyRun, Pitched, plan_copies};
+use super::{CudaError, Gpu, GpuStream, Imported, gpu};
+use crate::PoolDirection;
 
 /// Pieces from which a batch is worth its call: a copy of its own costs 3 us to enqueue, and no more on the wire.
 const BATCH_PIECES_MIN: usize = 16;
 
 /// Where the blocks of a rank lie on its GPU.
 #[derive(Debug)]
-pub struct Blocks {
+pub struct DeviceBlocks {
     bases: Vec<u64>,
     regions: Vec<BlockRegion>,
     blocks: u32,
@@ -29,17 +29,17 @@ pub struct Blocks {
 /// A stream that copies blocks, with all that its copies touch: dropping it waits for them first.
 #[derive(Debug)]
 pub struct CopyStream {
-    stream: Stream,
+    stream: GpuStream,
     lanes: Lanes,
-    blocks: Arc<Blocks>,
+    blocks: Arc<DeviceBlocks>,
     pool: Arc<Region>,
     /// Bytes of the pool's parts that were locked one by one.
     slice_bytes: u64,
 }
 
-// === impl Blocks ===
+// === impl DeviceBlocks ===
 
-impl Blocks {
+impl DeviceBlocks {
     /// The blocks of another process, in memory opened from its handles. The handshake has checked the regions.
     pub fn imported(imported: Vec<Imported>, regions: &[BlockRegion], blocks: u32) -> Self {
         let bases = imported.iter().map(Imported::base).collect();
@@ -69,17 +69,17 @@ impl CopyStream {
     /// A new stream that copies between `blocks` and `pool`, which is locked in slices of `slice_bytes` from its start.
     pub fn new(
         gpu: &Arc<Gpu>,
-        blocks: &Arc<Blocks>,
+        blocks: &Arc<DeviceBlocks>,
         pool: &Arc<Region>,
         slice_bytes: u64,
     ) -> Result<Self, CudaError> {
         let lanes = Lanes::new(gpu, blocks.regions.iter().map(|region| region.bytes))?;
         let (blocks, pool) = (Arc::clone(blocks), Arc::clone(pool));
-        Ok(Self { stream: Stream::new(gpu)?, lanes, blocks, pool, slice_bytes })
+        Ok(Self { stream: GpuStream::new(gpu)?, lanes, blocks, pool, slice_bytes })
     }
 
     /// The stream itself, for words and events around the copies.
-    pub fn stream(&self) -> &Stream {
+    pub fn stream(&self) -> &GpuStream {
         &self.stream
     }
 
@@ -92,13 +92,13 @@ impl CopyStream {
     /// do not exist are refused before anything is enqueued. Pool memory must be locked.
     pub fn enqueue(
         &self,
-        direction: Direction,
+        direction: PoolDirection,
         cut: &Range<u64>,
         blocks: &[(u32, u64)],
     ) -> Result<(), CudaError> {
-        self.check(cut, blocks)?;
-        let Blocks { bases, regions, .. } = &*self.blocks;
-        let Plan { pitched, scattered } = plan(bases, regions, self.slice_bytes, cut, blocks);
+        self.check_copies(cut, blocks)?;
+        let DeviceBlocks { bases, regions, .. } = &*self.blocks;
+        let CopyPlan { pitched, scattered } = plan_copies(bases, regions, self.slice_bytes, cut, blocks);
         self.lanes.share(&self.stream, |streams| {
             for (copy, stream) in pitched.iter().zip(streams.iter().cycle()) {
                 self.pitched(direction, copy, stream)?;
@@ -111,7 +111,12 @@ impl CopyStream {
         })
     }
 
-    fn pieces(&self, direction: Direction, pieces: &[Piece], stream: &Stream) -> Result<(), CudaError> {
+    fn pieces(
+        &self,
+        direction: PoolDirection,
+        pieces: &[CopyRun],
+        stream: &GpuStream,
+    ) -> Result<(), CudaError> {
         match gpu::memcpy_batch().filter(|_| pieces.len() >= BATCH_PIECES_MIN) {
             None => pieces.iter().try_for_each(|piece| self.single(direction, piece, stream)),
             Some(function) => self.batch(direction, pieces, function, stream),
@@ -119,7 +124,7 @@ impl CopyStream {
     }
 
     /// The safety of every copy below rests on this.
-    fn check(&self, cut: &Range<u64>, blocks: &[(u32, u64)]) -> Result<(), CudaError> {
+    fn check_copies(&self, cut: &Range<u64>, blocks: &[(u32, u64)]) -> Result<(), CudaError> {
         let inside = |&(block, slot): &(u32, u64)| {
             let end = slot.checked_add(cut.end);
             self.blocks.holds(block) && end.is_some_and(|end| end <= self.pool.len() as u64)
@@ -130,34 +135,34 @@ impl CopyStream {
         }
     }
 
-    fn host(&self, piece: &Piece) -> u64 {
+    fn host(&self, piece: &CopyRun) -> u64 {
         let at = self.pool.bytes_at(piece.host as usize, piece.bytes as usize);
         at.expect("checked before the plan was made").as_ptr() as u64
     }
 
-    fn single(&self, direction: Direction, piece: &Piece, stream: &Stream) -> Result<(), CudaError> {
+    fn single(&self, direction: PoolDirection, piece: &CopyRun, stream: &GpuStream) -> Result<(), CudaError> {
         let (host, bytes, stream) = (self.host(piece), piece.bytes as usize, stream.handle());
         let result = match direction {
             // SAFETY: both ranges exist (`check`) and live as long as `self`, whose drop waits for the streams.
-            Direction::ToEngine => unsafe {
+            PoolDirection::ToEngine => unsafe {
                 sys::cuMemcpyHtoDAsync_v2(piece.device, host as *const _, bytes, stream)
             },
             // SAFETY: as above; the pool's bytes are this copy's own until it ends.
-            Direction::ToPool => unsafe {
+            PoolDirection::ToPool => unsafe {
                 sys::cuMemcpyDtoHAsync_v2(host as *mut _, piece.device, bytes, stream)
             },
         };
-        CudaError::check("cuMemcpyAsync", result)
+        CudaError::check_call("cuMemcpyAsync", result)
     }
 
-    fn pitched(&self, direction: Direction, copy: &Pitched, stream: &Stream) -> Result<(), CudaError> {
+    fn pitched(&self, direction: PoolDirection, copy: &Pitched, stream: &GpuStream) -> Result<(), CudaError> {
         let host = self.host(&copy.first);
         let (unified, no_array) = (sys::CUmemorytype::CU_MEMORYTYPE_UNIFIED, std::ptr::null_mut());
         let (device_side, host_side) =
             ((copy.first.device, copy.device_pitch as usize), (host, copy.host_pitch as usize));
         let (source, target) = match direction {
-            Direction::ToEngine => (host_side, device_side),
-            Direction::ToPool => (device_side, host_side),
+            PoolDirection::ToEngine => (host_side, device_side),
+            PoolDirection::ToPool => (device_side, host_side),
         };
         let request = sys::CUDA_MEMCPY2D {
             srcXInBytes: 0,
@@ -180,22 +185,22 @@ impl CopyStream {
         // SAFETY: `request` is read during the call; every row lies in a block and a slot that exist (`check`), which live
         // as long as `self`, whose drop waits for the streams.
         let enqueued = unsafe { sys::cuMemcpy2DAsync_v2(&raw const request, stream.handle()) };
-        CudaError::check("cuMemcpy2DAsync", enqueued)
+        CudaError::check_call("cuMemcpy2DAsync", enqueued)
     }
 
     fn batch(
         &self,
-        direction: Direction,
-        pieces: &[Piece],
+        direction: PoolDirection,
+        pieces: &[CopyRun],
         function: gpu::MemcpyBatch,
-        stream: &Stream,
+        stream: &GpuStream,
     ) -> Result<(), CudaError> {
         let mut device: Vec<u64> = pieces.iter().map(|piece| piece.device).collect();
         let mut host: Vec<u64> = pieces.iter().map(|piece| self.host(piece)).collect();
         let mut sizes: Vec<usize> = pieces.iter().map(|piece| piece.bytes as usize).collect();
         let (targets, sources) = match direction {
-            Direction::ToEngine => (&mut device, &mut host),
-            Direction::ToPool => (&mut host, &mut device),
+            PoolDirection::ToEngine => (&mut device, &mut host),
+            PoolDirection::ToPool => (&mut host, &mut device),
         };
         let no_hint =
             sys::CUmemLocation { type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_INVALID, id: 0 };
@@ -221,7 +226,7 @@ impl CopyStream {
                 stream.handle(),
             )
         };
-        CudaError::check("cuMemcpyBatchAsync", enqueued)
+        CudaError::check_call("cuMemcpyBatchAsync", enqueued)
     }
 }
 

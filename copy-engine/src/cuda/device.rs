@@ -15,9 +15,9 @@ use rustix::fs::MemfdFlags;
 use shm_protocol::handshake::BlockRegion;
 use shm_protocol::region::{Access, Region};
 
-use super::{Blocks, CopyStream, CudaError, Gpu, Registered};
+use super::{CopyStream, CudaError, DeviceBlocks, Gpu, Registered};
 use crate::host::read_all;
-use crate::{CopyError, Direction};
+use crate::{CopyError, PoolDirection};
 
 /// Memory is locked in whole pages; the first one holds the word of the batches that ended.
 const PAGE: u64 = 4096;
@@ -31,9 +31,9 @@ const FILL_ALONE_BYTES: u64 = 2 << 20;
 /// One rank's KV memory in its own process.
 #[derive(Debug)]
 pub struct DeviceMemory {
-    here: Arc<Blocks>,
+    here: Arc<DeviceBlocks>,
     gpu: Arc<Gpu>,
-    copies: Mutex<Copies>,
+    copies: Mutex<DeviceCopies>,
     region: Arc<Region>,
     /// Bytes of each half.
     half: u64,
@@ -41,7 +41,7 @@ pub struct DeviceMemory {
 }
 
 #[derive(Debug)]
-struct Copies {
+struct DeviceCopies {
     /// First, so that it is dropped first, which waits for its copies.
     stream: CopyStream,
     locked: Registered,
@@ -68,15 +68,15 @@ impl DeviceMemory {
         blocks: u32,
         batch_bytes: u64,
     ) -> Result<Self, CopyError> {
-        let here = Arc::new(Blocks::own(bases.to_vec(), regions, blocks));
+        let here = Arc::new(DeviceBlocks::own(bases.to_vec(), regions, blocks));
         let half = here.block_bytes().max(batch_bytes).next_multiple_of(PAGE);
-        let bytes = lead(here.block_bytes()) + 2 * half;
+        let bytes = halves_offset(here.block_bytes()) + 2 * half;
         let file = rustix::fs::memfd_create("pillion-bounce", MemfdFlags::CLOEXEC)?;
         rustix::fs::ftruncate(&file, bytes)?;
         let region = Arc::new(Region::map(file.as_fd(), bytes as usize, Access::ReadWrite)?);
         let stream = CopyStream::new(gpu, &here, &region, bytes)?;
         let locked = Registered::new(gpu, &region, 0, bytes as usize)?;
-        let copies = Mutex::new(Copies { stream, locked, begun: 0 });
+        let copies = Mutex::new(DeviceCopies { stream, locked, begun: 0 });
         Ok(Self { here, gpu: Arc::clone(gpu), copies, region, half, blocks })
     }
 
@@ -102,20 +102,20 @@ impl DeviceMemory {
         blocks: &[(u32, u64)],
     ) -> Result<u64, CopyError> {
         self.gpu.bind()?;
-        self.check(cut, blocks)?;
+        self.check_batch(cut, blocks)?;
         let mut copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
         let batch = copies.begun + 1;
         // The batch before the last one used the same half.
-        self.wait(&copies.stream, batch.saturating_sub(2))?;
-        let first = lead(self.block_bytes()) + batch % 2 * self.half;
+        self.wait_batch(&copies.stream, batch.saturating_sub(2))?;
+        let first = halves_offset(self.block_bytes()) + batch % 2 * self.half;
         self.fill(pool, cut, blocks, first)?;
         let cut_bytes = cut.end - cut.start;
         // Parts lie end to end; a block's own first byte would lie that much before its part.
         let places = (0..).zip(blocks).map(|(n, (block, _))| (*block, first + n * cut_bytes - cut.start));
         let enqueued =
-            copies.stream.enqueue(Direction::ToEngine, cut, &places.collect::<Vec<_>>()).and_then(|()| {
+            copies.stream.enqueue(PoolDirection::ToEngine, cut, &places.collect::<Vec<_>>()).and_then(|()| {
                 // SYNC POINT(bounce): the copies before the word.
-                copies.stream.stream().write(&copies.locked, 0, batch)
+                copies.stream.stream().write_word(&copies.locked, 0, batch)
             });
         if let Err(error) = enqueued {
             // Some may be on their way, into blocks that are about to be called failed.
@@ -127,7 +127,7 @@ impl DeviceMemory {
     }
 
     /// The last batch that has ended; an error that one of them met is found here.
-    pub fn ended(&self) -> Result<u64, CudaError> {
+    pub fn last_ended(&self) -> Result<u64, CudaError> {
         // SYNC POINT(bounce): acquire pairs with the stream's store.
         let ended = self.region.word64(0).load(Ordering::Acquire);
         let copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
@@ -142,7 +142,7 @@ impl DeviceMemory {
         Ok(copies.stream.stream().synchronize()?)
     }
 
-    fn check(&self, cut: &Range<u64>, blocks: &[(u32, u64)]) -> Result<(), CopyError> {
+    fn check_batch(&self, cut: &Range<u64>, blocks: &[(u32, u64)]) -> Result<(), CopyError> {
         assert!(blocks.len() <= self.batch_blocks(cut), "a batch of more than fits");
         match blocks.iter().find(|(block, _)| !self.holds(*block)) {
             None => Ok(()),
@@ -150,7 +150,7 @@ impl DeviceMemory {
         }
     }
 
-    fn wait(&self, stream: &CopyStream, batch: u64) -> Result<(), CudaError> {
+    fn wait_batch(&self, stream: &CopyStream, batch: u64) -> Result<(), CudaError> {
         // SYNC POINT(bounce): as in `ended`.
         while self.region.word64(0).load(Ordering::Acquire) < batch {
             stream.stream().is_idle()?;
@@ -202,7 +202,7 @@ impl DeviceMemory {
 }
 
 /// Where the halves begin: behind the word, and by so much that a block's first byte would lie inside whatever its part is.
-fn lead(block_bytes: u64) -> u64 {
+fn halves_offset(block_bytes: u64) -> u64 {
     PAGE + block_bytes.next_multiple_of(PAGE)
 }
 
@@ -221,7 +221,7 @@ impl StageStream {
         let stream = self.stream.stream();
         stream.gpu().bind()?;
         let whole = 0..self.stream.block_bytes();
-        let enqueued = self.stream.enqueue(Direction::ToPool, &whole, blocks);
+        let enqueued = self.stream.enqueue(PoolDirection::ToPool, &whole, blocks);
         // Whatever was enqueued ends before its slots are used again.
         while !stream.is_idle()? {
             std::thread::sleep(POLL);

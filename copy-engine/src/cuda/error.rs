@@ -18,7 +18,7 @@ pub struct CudaError {
 
 impl CudaError {
     /// Turns a driver's answer into a result.
-    pub(super) fn check(call: &'static str, result: sys::CUresult) -> Result<(), Self> {
+    pub(super) fn check_call(call: &'static str, result: sys::CUresult) -> Result<(), Self> {
         match result {
             sys::CUresult::CUDA_SUCCESS => Ok(()),
             error => Err(Self::new(call, error)),

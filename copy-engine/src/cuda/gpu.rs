@@ -47,7 +47,7 @@ pub fn is_present() -> bool {
     *PRESENT.get_or_init(|| {
         // SAFETY: opening a library runs its initialisers; libcuda's are made for any process and thread.
         let library = unsafe { sys::is_culib_present() };
-        library && count().is_ok_and(|count| count > 0)
+        library && count_gpus().is_ok_and(|count| count > 0)
     })
 }
 
@@ -56,17 +56,17 @@ pub fn is_present() -> bool {
 pub fn driver_version() -> Result<i32, CudaError> {
     let mut version = 0;
     // SAFETY: `version` is valid to be written.
-    CudaError::check("cuDriverGetVersion", unsafe { sys::cuDriverGetVersion(&raw mut version) })?;
+    CudaError::check_call("cuDriverGetVersion", unsafe { sys::cuDriverGetVersion(&raw mut version) })?;
     Ok(version)
 }
 
 /// GPUs that this process may use. Initialises the driver.
-fn count() -> Result<i32, CudaError> {
+fn count_gpus() -> Result<i32, CudaError> {
     // SAFETY: the only valid flags are 0; repeated calls are allowed.
-    CudaError::check("cuInit", unsafe { sys::cuInit(0) })?;
+    CudaError::check_call("cuInit", unsafe { sys::cuInit(0) })?;
     let mut count = 0;
     // SAFETY: `count` is valid to be written.
-    CudaError::check("cuDeviceGetCount", unsafe { sys::cuDeviceGetCount(&raw mut count) })?;
+    CudaError::check_call("cuDeviceGetCount", unsafe { sys::cuDeviceGetCount(&raw mut count) })?;
     Ok(count)
 }
 
@@ -75,15 +75,15 @@ fn count() -> Result<i32, CudaError> {
 impl Gpu {
     /// Every GPU that this process sees, or why it cannot be used: one in exclusive mode leaves the others usable.
     pub fn all() -> Result<Vec<Result<Arc<Self>, CudaError>>, CudaError> {
-        Ok((0..count()?).map(|ordinal| Self::retain(device(ordinal)?)).collect())
+        Ok((0..count_gpus()?).map(|ordinal| Self::retain(device(ordinal)?)).collect())
     }
 
     /// The GPU whose context is current on this thread.
     pub fn of_thread() -> Result<Arc<Self>, CudaError> {
-        count()?;
+        count_gpus()?;
         let mut device = 0;
         // SAFETY: `device` is valid to be written.
-        CudaError::check("cuCtxGetDevice", unsafe { sys::cuCtxGetDevice(&raw mut device) })?;
+        CudaError::check_call("cuCtxGetDevice", unsafe { sys::cuCtxGetDevice(&raw mut device) })?;
         Self::retain(device)
     }
 
@@ -92,7 +92,7 @@ impl Gpu {
         let mut context = std::ptr::null_mut();
         // SAFETY: `context` is valid to be written and `device` is one the driver named.
         let retained = unsafe { sys::cuDevicePrimaryCtxRetain(&raw mut context, device) };
-        CudaError::check("cuDevicePrimaryCtxRetain", retained)?;
+        CudaError::check_call("cuDevicePrimaryCtxRetain", retained)?;
         Ok(Arc::new(Self { device, context, primary: true, uuid, address }))
     }
 
@@ -102,7 +102,7 @@ impl Gpu {
         let mut context = std::ptr::null_mut();
         // SAFETY: `context` is valid to be written and `device` is one the driver named.
         let made = unsafe { sys::cuCtxCreate_v2(&raw mut context, 0, self.device) };
-        CudaError::check("cuCtxCreate", made)?;
+        CudaError::check_call("cuCtxCreate", made)?;
         let address = self.address.clone();
         Ok(Arc::new(Self { device: self.device, context, primary: false, uuid: self.uuid, address }))
     }
@@ -113,14 +113,14 @@ impl Gpu {
     }
 
     /// Its PCI address as the kernel writes it.
-    pub fn address(&self) -> &str {
+    pub fn pci_address(&self) -> &str {
         &self.address
     }
 
     /// Makes its context the current one of this thread, which every other call of this module needs.
     pub fn bind(&self) -> Result<(), CudaError> {
         // SAFETY: the context lives as long as `self`.
-        CudaError::check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.context) })
+        CudaError::check_call("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.context) })
     }
 
     /// Whether its memory can be shown to another process: of an allocation made for that, and freed.
@@ -128,10 +128,10 @@ impl Gpu {
         self.bind()?;
         let mut pointer = 0;
         // SAFETY: `pointer` is valid to be written.
-        CudaError::check("cuMemAlloc", unsafe { sys::cuMemAlloc_v2(&raw mut pointer, 1) })?;
-        let exported = super::export(pointer);
+        CudaError::check_call("cuMemAlloc", unsafe { sys::cuMemAlloc_v2(&raw mut pointer, 1) })?;
+        let exported = super::export_allocation(pointer);
         // SAFETY: allocated above, and nobody else was told of it.
-        CudaError::check("cuMemFree", unsafe { sys::cuMemFree_v2(pointer) })?;
+        CudaError::check_call("cuMemFree", unsafe { sys::cuMemFree_v2(pointer) })?;
         exported.map(drop)
     }
 }
@@ -151,14 +151,14 @@ impl Drop for Gpu {
 fn device(ordinal: i32) -> Result<sys::CUdevice, CudaError> {
     let mut device = 0;
     // SAFETY: `device` is valid to be written.
-    CudaError::check("cuDeviceGet", unsafe { sys::cuDeviceGet(&raw mut device, ordinal) })?;
+    CudaError::check_call("cuDeviceGet", unsafe { sys::cuDeviceGet(&raw mut device, ordinal) })?;
     Ok(device)
 }
 
 fn uuid_of(device: sys::CUdevice) -> Result<[u8; 16], CudaError> {
     let mut uuid = sys::CUuuid { bytes: [0; 16] };
     // SAFETY: `uuid` is valid to be written.
-    CudaError::check("cuDeviceGetUuid", unsafe { sys::cuDeviceGetUuid_v2(&raw mut uuid, device) })?;
+    CudaError::check_call("cuDeviceGetUuid", unsafe { sys::cuDeviceGetUuid_v2(&raw mut uuid, device) })?;
     Ok(uuid.bytes.map(|byte| byte as u8))
 }
 
@@ -166,7 +166,7 @@ fn address_of(device: sys::CUdevice) -> Result<String, CudaError> {
     let mut text = [0_u8; ADDRESS_BYTES];
     // SAFETY: `text` is valid to be written up to the length that is passed.
     let asked = unsafe { sys::cuDeviceGetPCIBusId(text.as_mut_ptr().cast(), ADDRESS_BYTES as i32, device) };
-    CudaError::check("cuDeviceGetPCIBusId", asked)?;
+    CudaError::check_call("cuDeviceGetPCIBusId", asked)?;
     let name = text.split(|byte| *byte == 0).next().unwrap_or_default();
     Ok(String::from_utf8_lossy(name).to_lowercase())
 }

@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use super::{CudaError, Event, Gpu, Stream};
+use super::{CudaError, Gpu, GpuStream, StreamEvent};
 
 /// Streams that share small copies, the first among them: one moves scattered pieces of 32 KiB at 42 GB/s, four at 48.
 const LANES: usize = 4;
@@ -15,8 +15,8 @@ const SMALL_BYTES: u64 = 128 << 10;
 /// The streams beside the first.
 #[derive(Debug)]
 pub(super) struct Lanes {
-    begin: Event,
-    beside: Vec<(Stream, Event)>,
+    begin: StreamEvent,
+    beside: Vec<(GpuStream, StreamEvent)>,
 }
 
 // === impl Lanes ===
@@ -25,15 +25,15 @@ impl Lanes {
     /// Those for blocks of such runs.
     pub(super) fn new(gpu: &Arc<Gpu>, mut run_bytes: impl Iterator<Item = u64>) -> Result<Self, CudaError> {
         let count = if run_bytes.any(|bytes| bytes < SMALL_BYTES) { LANES - 1 } else { 0 };
-        let lane = |_| Ok((Stream::new(gpu)?, Event::new(gpu)?));
-        Ok(Self { begin: Event::new(gpu)?, beside: (0..count).map(lane).collect::<Result<_, _>>()? })
+        let lane = |_| Ok((GpuStream::new(gpu)?, StreamEvent::new(gpu)?));
+        Ok(Self { begin: StreamEvent::new(gpu)?, beside: (0..count).map(lane).collect::<Result<_, _>>()? })
     }
 
     /// Lets `copies` be enqueued on several streams as if they were `first` alone, also where that fails on the way.
     pub(super) fn share(
         &self,
-        first: &Stream,
-        copies: impl FnOnce(&[&Stream]) -> Result<(), CudaError>,
+        first: &GpuStream,
+        copies: impl FnOnce(&[&GpuStream]) -> Result<(), CudaError>,
     ) -> Result<(), CudaError> {
         let mut streams = vec![first];
         if !self.beside.is_empty() {

@@ -31,19 +31,19 @@ pub struct Registered {
 
 impl Imported {
     /// Opens another process' allocation, which must hold `bytes`. The GPU must be the one it lies on.
-    pub fn open(gpu: &Arc<Gpu>, handle: [u8; 64], bytes: u64) -> Result<Self, CudaError> {
+    pub fn open_handle(gpu: &Arc<Gpu>, handle: [u8; 64], bytes: u64) -> Result<Self, CudaError> {
         gpu.bind()?;
         let handle = sys::CUipcMemHandle { reserved: handle.map(|byte| byte as std::ffi::c_char) };
         let mut base = 0;
         let flags = sys::CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
         // SAFETY: `base` is valid to be written; the driver checks the handle.
         let opened = unsafe { sys::cuIpcOpenMemHandle_v2(&raw mut base, handle, flags) };
-        CudaError::check("cuIpcOpenMemHandle", opened)?;
+        CudaError::check_call("cuIpcOpenMemHandle", opened)?;
         let imported = Self { gpu: Arc::clone(gpu), base };
         let (mut start, mut held) = (0, 0);
         // SAFETY: both results are valid to be written.
         let found = unsafe { sys::cuMemGetAddressRange_v2(&raw mut start, &raw mut held, base) };
-        CudaError::check("cuMemGetAddressRange", found)?;
+        CudaError::check_call("cuMemGetAddressRange", found)?;
         match start == base && held as u64 >= bytes {
             true => Ok(imported),
             false => Err(CudaError::missing("cuIpcOpenMemHandle", "the allocation is smaller than stated")),
@@ -79,11 +79,11 @@ impl Registered {
         };
         let flags = sys::CU_MEMHOSTREGISTER_PORTABLE | sys::CU_MEMHOSTREGISTER_DEVICEMAP | read_only;
         // SAFETY: the range is mapped as long as `region`, which this value keeps, lives; it is unlocked before.
-        CudaError::check("cuMemHostRegister", unsafe { sys::cuMemHostRegister_v2(host, len, flags) })?;
+        CudaError::check_call("cuMemHostRegister", unsafe { sys::cuMemHostRegister_v2(host, len, flags) })?;
         let mut registered = Self { gpu: Arc::clone(gpu), region: Arc::clone(region), start, len, device: 0 };
         // SAFETY: the result is valid to be written, and `host` was registered just now.
         let seen = unsafe { sys::cuMemHostGetDevicePointer_v2(&raw mut registered.device, host, 0) };
-        CudaError::check("cuMemHostGetDevicePointer", seen)?;
+        CudaError::check_call("cuMemHostGetDevicePointer", seen)?;
         Ok(registered)
     }
 

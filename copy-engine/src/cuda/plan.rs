@@ -15,7 +15,7 @@ const PITCH_MAX: u64 = (1 << 31) - 1;
 
 /// One run of bytes on both sides.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(super) struct Piece {
+pub(super) struct CopyRun {
     /// Address on the GPU.
     pub(super) device: u64,
     /// Offset in the pool.
@@ -26,26 +26,26 @@ pub(super) struct Piece {
 /// Equal pieces at equal distances.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(super) struct Pitched {
-    pub(super) first: Piece,
+    pub(super) first: CopyRun,
     pub(super) device_pitch: u64,
     pub(super) host_pitch: u64,
     pub(super) rows: usize,
 }
 
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
-pub(super) struct Plan {
+pub(super) struct CopyPlan {
     pub(super) pitched: Vec<Pitched>,
-    pub(super) scattered: Vec<Piece>,
+    pub(super) scattered: Vec<CopyRun>,
 }
 
 /// The copies of part `cut` (a byte range of each block) of `blocks`: (block, pool offset of its first byte).
-pub(super) fn plan(
+pub(super) fn plan_copies(
     bases: &[u64],
     regions: &[BlockRegion],
     slice_bytes: u64,
     cut: &Range<u64>,
     blocks: &[(u32, u64)],
-) -> Plan {
+) -> CopyPlan {
     let mut pieces = Vec::new();
     let mut at = 0;
     for region in regions {
@@ -53,12 +53,12 @@ pub(super) fn plan(
         if inside.start < inside.end {
             let base = bases[region.fd as usize] + region.offset + (inside.start - at);
             let bytes = inside.end - inside.start;
-            let piece = |&(block, slot): &(u32, u64)| Piece {
+            let piece = |&(block, slot): &(u32, u64)| CopyRun {
                 device: base + u64::from(block) * region.stride,
                 host: slot + inside.start,
                 bytes,
             };
-            blocks.iter().map(piece).for_each(|piece| push(&mut pieces, slice_bytes, piece));
+            blocks.iter().map(piece).for_each(|piece| push_run(&mut pieces, slice_bytes, piece));
         }
         at += region.bytes;
     }
@@ -66,24 +66,24 @@ pub(super) fn plan(
 }
 
 /// Adds a piece, cut at the ends of slices and joined to the last one where both sides go on.
-fn push(pieces: &mut Vec<Piece>, slice_bytes: u64, mut piece: Piece) {
+fn push_run(pieces: &mut Vec<CopyRun>, slice_bytes: u64, mut piece: CopyRun) {
     while piece.bytes > 0 {
         let here = piece.bytes.min(slice_bytes - piece.host % slice_bytes);
-        let goes_on = |last: &&mut Piece| {
+        let goes_on = |last: &&mut CopyRun| {
             last.device + last.bytes == piece.device
                 && last.host + last.bytes == piece.host
                 && !piece.host.is_multiple_of(slice_bytes)
         };
         match pieces.last_mut().filter(goes_on) {
             Some(last) => last.bytes += here,
-            None => pieces.push(Piece { bytes: here, ..piece }),
+            None => pieces.push(CopyRun { bytes: here, ..piece }),
         }
-        piece = Piece { device: piece.device + here, host: piece.host + here, bytes: piece.bytes - here };
+        piece = CopyRun { device: piece.device + here, host: piece.host + here, bytes: piece.bytes - here };
     }
 }
 
-fn arrange(pieces: &[Piece], slice_bytes: u64) -> Plan {
-    let mut plan = Plan::default();
+fn arrange(pieces: &[CopyRun], slice_bytes: u64) -> CopyPlan {
+    let mut plan = CopyPlan::default();
     let mut rest = pieces;
     while let Some(first) = rest.first() {
         let rows = equal_distances(rest, slice_bytes);
@@ -101,13 +101,13 @@ fn arrange(pieces: &[Piece], slice_bytes: u64) -> Plan {
 }
 
 /// How many pieces from the first on are equally long and equally far apart, on each side, and in one slice.
-fn equal_distances(pieces: &[Piece], slice_bytes: u64) -> usize {
+fn equal_distances(pieces: &[CopyRun], slice_bytes: u64) -> usize {
     let [one, two, ..] = pieces else { return pieces.len() };
     let pitch = |from: u64, to: u64| to.checked_sub(from).filter(|p| (one.bytes..=PITCH_MAX).contains(p));
     let (Some(device), Some(host)) = (pitch(one.device, two.device), pitch(one.host, two.host)) else {
         return 1;
     };
-    let equal = |pair: &[Piece]| {
+    let equal = |pair: &[CopyRun]| {
         pair[1].bytes == one.bytes
             && pair[0].device + device == pair[1].device
             && pair[0].host + host == pair[1].host
@@ -137,9 +137,9 @@ mod tests {
         wanted
     }
 
-    fn bytes_planned(plan: &Plan) -> BTreeMap<u64, u64> {
+    fn bytes_planned(plan: &CopyPlan) -> BTreeMap<u64, u64> {
         let rows = plan.pitched.iter().flat_map(|p| {
-            (0..p.rows as u64).map(move |row| Piece {
+            (0..p.rows as u64).map(move |row| CopyRun {
                 device: p.first.device + row * p.device_pitch,
                 host: p.first.host + row * p.host_pitch,
                 ..p.first
@@ -161,11 +161,11 @@ mod tests {
     #[test]
     fn consecutive_blocks_are_one_copy_and_a_layer_group_of_them_is_one_pitched_copy() {
         let blocks: Vec<(u32, u64)> = (0..640).map(|i| (100 + i, 4096 + u64::from(i) * 64)).collect();
-        let whole = plan(&[0], &BLOCK_OUTERMOST, SLICE, &(0..64), &blocks);
-        let all = Piece { device: 6400, host: 4096, bytes: 640 * 64 };
-        assert_eq!(whole, Plan { pitched: vec![], scattered: vec![all] });
-        let group = plan(&[0], &BLOCK_OUTERMOST, SLICE, &(16..32), &blocks);
-        let first = Piece { device: 6416, host: 4112, bytes: 16 };
+        let whole = plan_copies(&[0], &BLOCK_OUTERMOST, SLICE, &(0..64), &blocks);
+        let all = CopyRun { device: 6400, host: 4096, bytes: 640 * 64 };
+        assert_eq!(whole, CopyPlan { pitched: vec![], scattered: vec![all] });
+        let group = plan_copies(&[0], &BLOCK_OUTERMOST, SLICE, &(16..32), &blocks);
+        let first = CopyRun { device: 6416, host: 4112, bytes: 16 };
         assert_eq!(group.pitched, [Pitched { first, device_pitch: 64, host_pitch: 64, rows: 640 }]);
         assert!(group.scattered.is_empty());
     }
@@ -175,7 +175,7 @@ mod tests {
         let layer = |i: u64| BlockRegion { fd: 0, offset: i * 100_000, stride: 16, bytes: 16 };
         let regions: Vec<_> = (0..4).map(layer).collect();
         let blocks: Vec<(u32, u64)> = (0..40).map(|i| (i, u64::from(i) * 64)).collect();
-        let plan = plan(&[0], &regions, SLICE, &(0..64), &blocks);
+        let plan = plan_copies(&[0], &regions, SLICE, &(0..64), &blocks);
         assert_eq!((plan.pitched.len(), plan.scattered.len()), (4, 0));
         assert!(plan.pitched.iter().all(|p| (p.device_pitch, p.host_pitch, p.rows) == (16, 64, 40)));
     }
@@ -183,7 +183,7 @@ mod tests {
     #[test]
     fn scattered_and_falling_blocks_are_pieces_of_a_batch() {
         let blocks: Vec<(u32, u64)> = (0..40).map(|i| (40 - i, u64::from(i) * 64)).collect();
-        let plan = plan(&[0], &BLOCK_OUTERMOST, SLICE, &(0..64), &blocks);
+        let plan = plan_copies(&[0], &BLOCK_OUTERMOST, SLICE, &(0..64), &blocks);
         assert_eq!((plan.pitched.len(), plan.scattered.len()), (0, 40));
     }
 
@@ -206,10 +206,10 @@ mod tests {
             }
             let blocks: Vec<(u32, u64)> = ids.into_iter().zip(slots.iter().map(|s| s * 24)).collect();
             let cut = from..(from + length).min(24);
-            let made = plan(&[0, 1_000_000], &regions, slice, &cut, &blocks);
-            let last = |p: &Piece| (p.host + p.bytes - 1) / slice;
+            let made = plan_copies(&[0, 1_000_000], &regions, slice, &cut, &blocks);
+            let last = |p: &CopyRun| (p.host + p.bytes - 1) / slice;
             prop_assert!(made.scattered.iter().all(|p| p.host / slice == last(p)));
-            let end = |p: &Pitched| last(&Piece { host: p.first.host + (p.rows as u64 - 1) * p.host_pitch, ..p.first });
+            let end = |p: &Pitched| last(&CopyRun { host: p.first.host + (p.rows as u64 - 1) * p.host_pitch, ..p.first });
             prop_assert!(made.pitched.iter().all(|p| p.first.host / slice == end(p)));
             prop_assert_eq!(bytes_planned(&made), bytes_wanted(&regions, &cut, &blocks));
         }

@@ -8,7 +8,7 @@ use super::{CudaError, Gpu, Registered};
 
 /// A queue of the GPU: own, or borrowed from the engine.
 #[derive(Debug)]
-pub struct Stream {
+pub struct GpuStream {
     gpu: Arc<Gpu>,
     handle: sys::CUstream,
     owned: bool,
@@ -16,30 +16,30 @@ pub struct Stream {
 
 /// A place in a stream.
 #[derive(Debug)]
-pub struct Event {
+pub struct StreamEvent {
     gpu: Arc<Gpu>,
     handle: sys::CUevent,
 }
 
 // SAFETY: handles may be used from any thread; the driver locks for itself.
-unsafe impl Send for Stream {}
+unsafe impl Send for GpuStream {}
 // SAFETY: as above.
-unsafe impl Sync for Stream {}
+unsafe impl Sync for GpuStream {}
 // SAFETY: as above.
-unsafe impl Send for Event {}
+unsafe impl Send for StreamEvent {}
 // SAFETY: as above.
-unsafe impl Sync for Event {}
+unsafe impl Sync for StreamEvent {}
 
-// === impl Stream ===
+// === impl GpuStream ===
 
-impl Stream {
+impl GpuStream {
     /// A stream that waits for no other.
     pub fn new(gpu: &Arc<Gpu>) -> Result<Self, CudaError> {
         gpu.bind()?;
         let mut handle = std::ptr::null_mut();
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: `handle` is valid to be written.
-        CudaError::check("cuStreamCreate", unsafe { sys::cuStreamCreate(&raw mut handle, flags) })?;
+        CudaError::check_call("cuStreamCreate", unsafe { sys::cuStreamCreate(&raw mut handle, flags) })?;
         Ok(Self { gpu: Arc::clone(gpu), handle, owned: true })
     }
 
@@ -61,11 +61,11 @@ impl Stream {
     }
 
     /// Enqueues the store of a word; everything enqueued before is visible with it.
-    pub fn write(&self, words: &Registered, offset: usize, value: u64) -> Result<(), CudaError> {
+    pub fn write_word(&self, words: &Registered, offset: usize, value: u64) -> Result<(), CudaError> {
         let address = words.device_address(offset);
         // SAFETY: the address is registered memory, aligned to 8 bytes by the callers' layouts (the driver checks too).
         let enqueued = unsafe { sys::cuStreamWriteValue64_v2(self.handle, address, value, 0) };
-        CudaError::check("cuStreamWriteValue64", enqueued)
+        CudaError::check_call("cuStreamWriteValue64", enqueued)
     }
 
     /// Enqueues a wait until a word is at least `value`, compared cyclically.
@@ -74,32 +74,34 @@ impl Stream {
         let flags = sys::CUstreamWaitValue_flags::CU_STREAM_WAIT_VALUE_GEQ as u32;
         // SAFETY: as in `write`.
         let enqueued = unsafe { sys::cuStreamWaitValue64_v2(self.handle, address, value, flags) };
-        CudaError::check("cuStreamWaitValue64", enqueued)
+        CudaError::check_call("cuStreamWaitValue64", enqueued)
     }
 
     /// An event that passes when everything enqueued so far has.
-    pub fn record(&self) -> Result<Event, CudaError> {
-        let event = Event::new(&self.gpu)?;
+    pub fn record(&self) -> Result<StreamEvent, CudaError> {
+        let event = StreamEvent::new(&self.gpu)?;
         self.mark(&event)?;
         Ok(event)
     }
 
     /// Makes an event one that passes when everything enqueued so far has.
-    pub fn mark(&self, event: &Event) -> Result<(), CudaError> {
+    pub fn mark(&self, event: &StreamEvent) -> Result<(), CudaError> {
         // SAFETY: both handles live.
-        CudaError::check("cuEventRecord", unsafe { sys::cuEventRecord(event.handle, self.handle) })
+        CudaError::check_call("cuEventRecord", unsafe { sys::cuEventRecord(event.handle, self.handle) })
     }
 
     /// What is enqueued from now on begins once an event's place of now was reached.
-    pub(super) fn wait_for(&self, event: &Event) -> Result<(), CudaError> {
+    pub(super) fn wait_for(&self, event: &StreamEvent) -> Result<(), CudaError> {
         // SAFETY: both handles live.
-        CudaError::check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(self.handle, event.handle, 0) })
+        CudaError::check_call("cuStreamWaitEvent", unsafe {
+            sys::cuStreamWaitEvent(self.handle, event.handle, 0)
+        })
     }
 
     /// Blocks until everything enqueued has passed.
     pub fn synchronize(&self) -> Result<(), CudaError> {
         // SAFETY: the handle lives.
-        CudaError::check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.handle) })
+        CudaError::check_call("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.handle) })
     }
 
     /// Whether everything enqueued has passed; an error that a copy met is found here.
@@ -107,12 +109,12 @@ impl Stream {
         // SAFETY: the handle lives.
         match unsafe { sys::cuStreamQuery(self.handle) } {
             sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
-            result => CudaError::check("cuStreamQuery", result).map(|()| true),
+            result => CudaError::check_call("cuStreamQuery", result).map(|()| true),
         }
     }
 }
 
-impl Drop for Stream {
+impl Drop for GpuStream {
     fn drop(&mut self) {
         if self.owned && self.gpu.bind().is_ok() {
             // SAFETY: made by `new` and destroyed once; the driver lets what is enqueued end.
@@ -121,15 +123,15 @@ impl Drop for Stream {
     }
 }
 
-// === impl Event ===
+// === impl StreamEvent ===
 
-impl Event {
+impl StreamEvent {
     pub(super) fn new(gpu: &Arc<Gpu>) -> Result<Self, CudaError> {
         gpu.bind()?;
         let mut handle = std::ptr::null_mut();
         let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
         // SAFETY: `handle` is valid to be written.
-        CudaError::check("cuEventCreate", unsafe { sys::cuEventCreate(&raw mut handle, flags) })?;
+        CudaError::check_call("cuEventCreate", unsafe { sys::cuEventCreate(&raw mut handle, flags) })?;
         Ok(Self { gpu: Arc::clone(gpu), handle })
     }
 
@@ -138,12 +140,12 @@ impl Event {
         // SAFETY: the handle lives.
         match unsafe { sys::cuEventQuery(self.handle) } {
             sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
-            result => CudaError::check("cuEventQuery", result).map(|()| true),
+            result => CudaError::check_call("cuEventQuery", result).map(|()| true),
         }
     }
 }
 
-impl Drop for Event {
+impl Drop for StreamEvent {
     fn drop(&mut self) {
         if self.gpu.bind().is_ok() {
             // SAFETY: made by `new` and destroyed once; the driver keeps it until the streams that wait for it passed.

@@ -346,7 +346,10 @@ fn a_data_thread_that_stands_still_is_told_by_probes_and_doctor() {
     let asking = std::thread::spawn({
         let target = sidecar.control();
         move || {
-            (ctl::request(&target, "GET", "/namespaces", ""), ctl::request(&target, "GET", "/log-level", ""))
+            (
+                ctl::send_request(&target, "GET", "/namespaces", ""),
+                ctl::send_request(&target, "GET", "/log-level", ""),
+            )
         }
     });
     answers("/readyz", "503");
@@ -465,7 +468,7 @@ fn an_engine_is_shown_what_its_ranks_bind_it_to() {
     };
     let mut ranks = [open(0, 0), open(1, 1)];
     assert_eq!(ranks[1].welcome.namespace, "", "the other rank has a part in it");
-    let known = || ctl::request(&control, "GET", "/namespaces", "").unwrap();
+    let known = || ctl::send_request(&control, "GET", "/namespaces", "").unwrap();
     assert!(known().contains("\"namespaces\": []"), "{}", known());
     ranks.iter_mut().for_each(|rank| rank.post(WorkerRequest::Join { run, step: 0 }));
     let bound = |session: &Session, weights| {

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::Value;
-use tools::ctl::{self, CtlError, Target};
+use tools::ctl::{self, ControlTarget, CtlError};
 
 use super::watch;
 
@@ -77,13 +77,13 @@ impl Sidecar {
     }
 
     /// Where it is controlled.
-    pub(crate) fn control(&self) -> Target {
-        Target::Unix(self.socket.with_extension("control.sock"))
+    pub(crate) fn control(&self) -> ControlTarget {
+        ControlTarget::Unix(self.socket.with_extension("control.sock"))
     }
 
     /// What a control request is answered.
     pub(crate) fn ask(&self, method: &str, path: &str, body: &Value) -> Result<Value, CtlError> {
-        let answer = ctl::request(&self.control(), method, path, &body.to_string())?;
+        let answer = ctl::send_request(&self.control(), method, path, &body.to_string())?;
         Ok(serde_json::from_str(&answer).expect("JSON"))
     }
 

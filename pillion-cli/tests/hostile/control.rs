@@ -6,7 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 
 use serde_json::json;
-use tools::ctl::{self, CtlError, Target};
+use tools::ctl::{self, ControlTarget, CtlError};
 
 use crate::client::{WATCHDOG, watch};
 use crate::scene::Scene;
@@ -37,7 +37,7 @@ fn say(scene: &Scene, request: &[u8]) -> String {
 
 /// An ordinary request, which must be answered whatever went on before.
 fn assert_answers(scene: &Scene) {
-    let page = ctl::request(&Target::Unix(socket(scene)), "GET", "/namespaces", "").unwrap();
+    let page = ctl::send_request(&ControlTarget::Unix(socket(scene)), "GET", "/namespaces", "").unwrap();
     assert!(page.contains("\"good\""), "{page}");
 }
 
@@ -67,7 +67,7 @@ fn requests_that_are_none_are_refused() {
     }
     let keys: Vec<String> = (0..4097).map(|_| "0".repeat(32)).collect();
     let lookup = json!({ "namespace": "0".repeat(32), "keys": keys }).to_string();
-    let many = ctl::request(&Target::Unix(socket(&scene)), "POST", "/lookup", &lookup);
+    let many = ctl::send_request(&ControlTarget::Unix(socket(&scene)), "POST", "/lookup", &lookup);
     assert!(
         matches!(&many, Err(CtlError::Refused { text, .. }) if text.contains("4096 at most")),
         "{many:?}"

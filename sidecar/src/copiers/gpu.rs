@@ -23,8 +23,8 @@ use std::sync::mpsc::{Receiver, RecvError, Sender, TryRecvError, channel};
 use std::thread;
 use std::time::Duration;
 
-use copy_engine::Direction;
-use copy_engine::cuda::{Blocks, CopyStream, CudaError, Gpu, Imported, Registered};
+use copy_engine::PoolDirection;
+use copy_engine::cuda::{CopyStream, CudaError, DeviceBlocks, Gpu, Imported, Registered};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::MemfdFlags;
 use shm_protocol::gate;
@@ -221,9 +221,10 @@ impl Thread {
         let place = asked.contexts.enter((cuda.uuid, cuda.pid), gpu, beside)?;
         let gpu = place.context();
         let open = || -> Result<_, CudaError> {
-            let open = |a: &shm_protocol::handshake::CudaAllocation| Imported::open(gpu, a.handle, a.bytes);
+            let open =
+                |a: &shm_protocol::handshake::CudaAllocation| Imported::open_handle(gpu, a.handle, a.bytes);
             let imported = cuda.allocations.iter().map(open).collect::<Result<_, _>>()?;
-            let blocks = Arc::new(Blocks::imported(imported, &worker.regions, worker.blocks));
+            let blocks = Arc::new(DeviceBlocks::imported(imported, &worker.regions, worker.blocks));
             let stream = || CopyStream::new(gpu, &blocks, &asked.pool, SLICE_BYTES as u64);
             Ok((stream()?, stream()?, Words::new(gpu, &asked.memory)?))
         };
@@ -355,14 +356,14 @@ impl Thread {
         let Words { header: fences, loads, own: page } = &self.words;
         stream.wait_at_least(page, own::GO, batch)?;
         stream.wait_at_least(loads, gate_word(transfer.op), gate::value_open_for(transfer.op))?;
-        stream.write(fences, header::FENCE_STARTED, batch)?;
+        stream.write_word(fences, header::FENCE_STARTED, batch)?;
         let cut = self.byte_range(&step.cuts);
-        self.load.enqueue(Direction::ToEngine, &cut, &transfer.blocks[step.blocks.clone()])?;
+        self.load.enqueue(PoolDirection::ToEngine, &cut, &transfer.blocks[step.blocks.clone()])?;
         if whole {
-            stream.write(loads, load_word(transfer.op), load_word_value(transfer.op, step.cuts.end))?;
+            stream.write_word(loads, load_word(transfer.op), load_word_value(transfer.op, step.cuts.end))?;
         }
-        stream.write(fences, header::FENCE_ENDED, batch)?;
-        stream.write(page, own::LOADED, batch)?;
+        stream.write_word(fences, header::FENCE_ENDED, batch)?;
+        stream.write_word(page, own::LOADED, batch)?;
         // SYNC POINT(go): everything is enqueued.
         page.region().word64(own::GO).store(batch, Ordering::Release);
         self.asked.seat.enqueued((cut.end - cut.start) * step.blocks.len() as u64);
@@ -376,8 +377,8 @@ impl Thread {
         let Some(mut transfer) = next else { return Ok(false) };
         let whole = [self.block_bytes()];
         let step = transfer.step(&whole, BATCH_BYTES_MAX);
-        self.save.enqueue(Direction::ToPool, &(0..whole[0]), &transfer.blocks[step.blocks.clone()])?;
-        self.save.stream().write(&self.words.own, own::SAVED, self.saves.batches + 1)?;
+        self.save.enqueue(PoolDirection::ToPool, &(0..whole[0]), &transfer.blocks[step.blocks.clone()])?;
+        self.save.stream().write_word(&self.words.own, own::SAVED, self.saves.batches + 1)?;
         transfer.advance(&step);
         self.saves.fly(transfer, whole.len());
         Ok(true)

@@ -84,7 +84,7 @@ impl Pinned {
     /// The CPUs near each GPU, those of one node once; waits as [`Pinned::gpus`].
     pub fn near(&self) -> Vec<Near> {
         let mut nodes = Vec::new();
-        for near in self.gpus().iter().flatten().filter_map(|gpu| Near::device(gpu.address())) {
+        for near in self.gpus().iter().flatten().filter_map(|gpu| Near::device(gpu.pci_address())) {
             if !nodes.contains(&near) {
                 nodes.push(near);
             }

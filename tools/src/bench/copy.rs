@@ -8,7 +8,7 @@ use copy_engine::{CopyError, HostMemory};
 use shm_protocol::handshake::BlockRegion;
 use shm_protocol::region::Access;
 
-use super::{BenchError, Figures, GIB, ROUNDS, median, memory, rounded};
+use super::{BenchError, BenchFigures, GIB, ROUNDS, median, memory, rounded};
 use sidecar::config::{COPY_THREADS_DEFAULT, Size};
 use sidecar::system::clock::Clock;
 
@@ -16,7 +16,7 @@ const THREADS_MAX: usize = 256;
 
 /// Options of `pillion bench copy`.
 #[derive(Args, Clone, Debug)]
-pub struct Options {
+pub struct CopyOptions {
     /// Threads that copy at the same time, as --copy-threads of pillion serve
     #[arg(long, value_name = "COUNT", default_value_t = COPY_THREADS_DEFAULT)]
     pub threads: usize,
@@ -29,7 +29,7 @@ pub struct Options {
 }
 
 /// GiB/s of `threads` threads that each copy their blocks, all from the same moment on.
-pub(super) fn timed<E: Send>(
+pub(super) fn time_copies<E: Send>(
     threads: usize,
     bytes: u64,
     copy: impl Fn(usize) -> Result<(), E> + Sync,
@@ -55,7 +55,7 @@ pub(super) fn timed<E: Send>(
 }
 
 /// Threads copy equal parts, of which each touches no other.
-pub(super) fn measure(options: &Options) -> Result<Figures, BenchError> {
+pub(super) fn measure_copy(options: &CopyOptions) -> Result<BenchFigures, BenchError> {
     let (threads, block) = (options.threads, options.block_size.as_bytes());
     if !(1..=THREADS_MAX).contains(&threads) {
         return Err(BenchError::option("threads", threads, "it must be 1 to 256"));
@@ -78,7 +78,7 @@ pub(super) fn measure(options: &Options) -> Result<Figures, BenchError> {
     let of = |thread: usize| (0..each).map(move |at| thread as u64 * each + at);
     let (mut limit, mut save, mut load) = (vec![], vec![], vec![]);
     for _ in 0..ROUNDS {
-        limit.push(timed(threads, bytes, |thread| -> Result<(), BenchError> {
+        limit.push(time_copies(threads, bytes, |thread| -> Result<(), BenchError> {
             let mut to = parts[thread].lock().unwrap_or_else(PoisonError::into_inner);
             let from = &from[thread * part..];
             to.chunks_mut(block as usize).zip(from.chunks(block as usize)).for_each(|(to, from)| {
@@ -86,22 +86,22 @@ pub(super) fn measure(options: &Options) -> Result<Figures, BenchError> {
             });
             Ok(())
         })?);
-        let saved = timed(threads, bytes, |thread| {
+        let saved = time_copies(threads, bytes, |thread| {
             of(thread).try_for_each(|at| engine.save_block(at as u32, &pool, at * block))
         });
         save.push(saved.map_err(failed)?);
-        let loaded = timed(threads, bytes, |thread| {
+        let loaded = time_copies(threads, bytes, |thread| {
             of(thread).try_for_each(|at| engine.load_block(&pool, at * block, at as u32))
         });
         load.push(loaded.map_err(failed)?);
     }
-    let mut figures = Figures::new("copy");
-    figures.add("threads", threads);
+    let mut figures = BenchFigures::new("copy");
+    figures.add_figure("threads", threads);
     let (most, save, load) = (median(&mut limit), median(&mut save), median(&mut load));
     for (name, value) in [("memcpy_gib_s", most), ("save_gib_s", save), ("load_gib_s", load)] {
-        figures.add(name, rounded(value));
+        figures.add_figure(name, rounded(value));
     }
-    figures.add("save_ratio", rounded(save / most));
-    figures.add("load_ratio", rounded(load / most));
+    figures.add_figure("save_ratio", rounded(save / most));
+    figures.add_figure("load_ratio", rounded(load / most));
     Ok(figures)
 }

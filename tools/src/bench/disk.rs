@@ -9,8 +9,8 @@ use shm_protocol::region::Region;
 use tiers::ssd::raw::{Direction, Raw};
 use tiers::ssd::{Missing, Opened};
 
-use super::tier::{BenchTier, Load};
-use super::{BenchError, Figures, GIB, ROUNDS, memory, shuffled};
+use super::tier::{BenchTier, TierLoad};
+use super::{BenchError, BenchFigures, GIB, ROUNDS, memory, shuffle_numbers};
 use sidecar::config::{Size, SsdIo};
 use sidecar::system::clock::Clock;
 
@@ -21,7 +21,7 @@ const BLOCK_BYTES: std::ops::RangeInclusive<u64> = 4096..=64 << 20;
 
 /// Options of `pillion bench disk`.
 #[derive(Args, Clone, Debug)]
-pub struct Options {
+pub struct DiskOptions {
     /// Folder on the disk; nine times --size must be free there for some seconds
     #[arg(long, value_name = "DIR")]
     pub path: PathBuf,
@@ -74,7 +74,7 @@ pub(super) fn block_bytes(size: Size) -> Result<u32, BenchError> {
 }
 
 /// Refuses what cannot be measured before anything is written.
-pub(super) fn measure(options: &Options) -> Result<Figures, BenchError> {
+pub(super) fn measure_disk(options: &DiskOptions) -> Result<BenchFigures, BenchError> {
     let block = u64::from(block_bytes(options.block_size)?);
     let count = options.size.as_bytes() / block;
     if count == 0 {
@@ -85,10 +85,10 @@ pub(super) fn measure(options: &Options) -> Result<Figures, BenchError> {
         return Err(BenchError::option("path", options.path.display(), problem));
     }
     let (_fd, pool) = memory(SEGMENT_ALIGN + block * DEPTH * POSTED)?;
-    measure_on(options, Load { block_bytes: block, count, depth: DEPTH * POSTED }, &pool)
+    measure_on(options, TierLoad { block_bytes: block, count, depth: DEPTH * POSTED }, &pool)
 }
 
-fn measure_on(options: &Options, load: Load, pool: &Arc<Region>) -> Result<Figures, BenchError> {
+fn measure_on(options: &DiskOptions, load: TierLoad, pool: &Arc<Region>) -> Result<BenchFigures, BenchError> {
     // Room for so many times what a round writes, beside what a log keeps free: all that it is given in a run, so that it moves
     // nothing.
     let room = |times: u64| {
@@ -99,31 +99,31 @@ fn measure_on(options: &Options, load: Load, pool: &Arc<Region>) -> Result<Figur
     let mut raw = Raw::new(opened, pool, wanted)
         .map_err(|error| BenchError::failed("no direct I/O", format!("{error}: pass --ssd-io threads")))?;
     let block = u32::try_from(load.block_bytes).expect("within its limits");
-    let (written, read) = ((0..load.count).collect::<Vec<_>>(), shuffled(0..load.count));
-    let mut tier = BenchTier::start(nameless(&options.path, "log", room(8))?, pool, wanted)?;
+    let (written, read) = ((0..load.count).collect::<Vec<_>>(), shuffle_numbers(0..load.count));
+    let mut tier = BenchTier::start_device(nameless(&options.path, "log", room(8))?, pool, wanted)?;
     // What was never written is slower to write.
     let fills = 2;
-    tier.write(Load { count: fills * load.count, ..load }, 0)?;
+    tier.write_blocks(TierLoad { count: fills * load.count, ..load }, 0)?;
     raw_run(&mut raw, Direction::Write, block, &written, clock)?;
     let gib_s = |seconds: f64| (load.block_bytes * load.count) as f64 / GIB / seconds;
     let (mut limits, mut own, mut times) = ([vec![], vec![]], [vec![], vec![]], vec![]);
     for round in 0..ROUNDS as u64 {
         let first = (fills + round) * load.count;
         limits[0].push(gib_s(raw_run(&mut raw, Direction::Write, block, &written, clock)?));
-        own[0].push(gib_s(tier.write(load, first)?.seconds));
+        own[0].push(gib_s(tier.write_blocks(load, first)?.seconds));
         limits[1].push(gib_s(raw_run(&mut raw, Direction::Read, block, &read, clock)?));
-        let reads = tier.read(load, first)?;
+        let reads = tier.read_blocks(load, first)?;
         own[1].push(gib_s(reads.seconds));
         times.push(reads);
     }
-    let mut figures = Figures::new("disk");
-    figures.add("io", raw.backend().name());
+    let mut figures = BenchFigures::new("disk");
+    figures.add_figure("io", raw.backend().name());
     for (name, (limit, own)) in ["write", "read"].into_iter().zip(limits.iter_mut().zip(&mut own)) {
         figures.compare(name, ("raw", limit), ("tier", own));
     }
     for (name, part) in [("p50", 0.5), ("p99", 0.99)] {
         let mut found: Vec<f64> = times.iter_mut().map(|times| times.part_us(part)).collect();
-        figures.add(format!("tier_read_{name}_us"), super::rounded(super::median(&mut found)));
+        figures.add_figure(format!("tier_read_{name}_us"), super::rounded(super::median(&mut found)));
     }
     Ok(figures)
 }

@@ -12,7 +12,7 @@ use shm_protocol::blocks::Blocks;
 use shm_protocol::key::NamespaceDigest;
 use shm_protocol::pool::{SEGMENT_ALIGN, SlotRef};
 
-use super::tier::key;
+use super::tier::make_key;
 use super::{BenchError, memory};
 use sidecar::system::clock::Clock;
 
@@ -26,20 +26,20 @@ pub const DEADLINE: Duration = Duration::from_secs(60);
 
 /// How many blocks there are, and of how many bytes each.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub struct Sizes {
+pub struct BlockSizes {
     pub blocks: u32,
     pub block_bytes: u32,
 }
 
 /// A node's memory, and where each block lies in it: at the same place on every node.
 #[derive(Clone, Debug)]
-pub struct Memory {
+pub struct NodeMemory {
     pub blocks: Blocks,
     pub places: Vec<(Label, u64)>,
 }
 
 /// The end that fetches.
-pub struct Reader {
+pub struct NodeReader {
     transport: Arc<dyn Transport>,
     ups: Receiver<Up>,
     places: Vec<(Label, u64)>,
@@ -48,7 +48,7 @@ pub struct Reader {
 }
 
 /// The other end, by its name.
-pub fn peer(name: &str, address: SocketAddr) -> Peer {
+pub fn make_peer(name: &str, address: SocketAddr) -> Peer {
     Peer { node: name_of(name), boot: Some(BOOT), address }
 }
 
@@ -58,7 +58,7 @@ pub fn name_of(name: &str) -> NodeId {
 }
 
 /// Answers what a peer asks, for as long as the transport lives. What a sidecar's data thread decides is decided here.
-pub fn serve(transport: &dyn Transport, ups: &Receiver<Up>, memory: &Memory) {
+pub fn serve_blocks(transport: &dyn Transport, ups: &Receiver<Up>, memory: &NodeMemory) {
     let grant = |&(label, offset): &(Label, u64)| {
         (label, Grant { slot: SlotRef { offset, generation: 0 }, checksum: None })
     };
@@ -81,23 +81,27 @@ pub fn serve(transport: &dyn Transport, ups: &Receiver<Up>, memory: &Memory) {
     }
 }
 
-// === impl Memory ===
+// === impl NodeMemory ===
 
-impl Memory {
+impl NodeMemory {
     /// Memory with all blocks in it.
-    pub fn with_blocks(sizes: Sizes) -> Result<Self, BenchError> {
+    pub fn with_blocks(sizes: BlockSizes) -> Result<Self, BenchError> {
         let block = u64::from(sizes.block_bytes);
         let (_fd, region) = memory(SEGMENT_ALIGN + block * u64::from(sizes.blocks))?;
         let place = |number: u64| {
-            let label =
-                Label { namespace: NAMESPACE, group: 0, hash: key(number).hash, bytes: sizes.block_bytes };
+            let label = Label {
+                namespace: NAMESPACE,
+                group: 0,
+                hash: make_key(number).hash,
+                bytes: sizes.block_bytes,
+            };
             (label, SEGMENT_ALIGN + number * block)
         };
         Ok(Self { blocks: Blocks::new(region), places: (0..u64::from(sizes.blocks)).map(place).collect() })
     }
 
     /// Memory for them, without the bytes that are to come.
-    pub fn without_blocks(sizes: Sizes) -> Result<Self, BenchError> {
+    pub fn without_blocks(sizes: BlockSizes) -> Result<Self, BenchError> {
         let memory = Self::with_blocks(sizes)?;
         let zeros = vec![0; sizes.block_bytes as usize];
         for (_, offset) in &memory.places {
@@ -107,18 +111,18 @@ impl Memory {
     }
 }
 
-// === impl Reader ===
+// === impl NodeReader ===
 
-impl Reader {
+impl NodeReader {
     /// Fetches from the node of that name at `address`, into `memory`, the one that the transport was started with.
     pub fn new(
         transport: Arc<dyn Transport>,
         ups: Receiver<Up>,
-        memory: &Memory,
+        memory: &NodeMemory,
         name: &str,
         address: SocketAddr,
     ) -> Self {
-        transport.join(PEER, peer(name, address));
+        transport.join(PEER, make_peer(name, address));
         Self { transport, ups, places: memory.places.clone(), ticket: 0, clock: Clock::start() }
     }
 
@@ -146,7 +150,7 @@ impl Reader {
     }
 
     /// How many blocks there are.
-    pub fn blocks(&self) -> usize {
+    pub fn block_count(&self) -> usize {
         self.places.len()
     }
 }

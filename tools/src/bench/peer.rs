@@ -15,10 +15,10 @@ use clap::Args;
 use mesh::transport::Transport;
 use mesh::transport::tcp::{Config, STREAMS_DEFAULT, STREAMS_MAX, Security, Tcp};
 
-use super::copy::timed;
+use super::copy::time_copies;
 use super::disk::block_bytes;
-use super::node::{self, BOOT, Memory, PEER, Reader, Sizes};
-use super::{BenchError, Figures, GIB, ROUNDS, median, part, rounded};
+use super::node::{self, BOOT, BlockSizes, NodeMemory, NodeReader, PEER};
+use super::{BenchError, BenchFigures, GIB, ROUNDS, median, part, rounded};
 use sidecar::config::{IpPort, Size};
 use sidecar::system::clock::Clock;
 
@@ -39,7 +39,7 @@ const ONES: usize = 200;
 
 /// Options of `pillion bench peer`.
 #[derive(Args, Clone, Debug)]
-pub struct Options {
+pub struct PeerOptions {
     /// Address at which pillion bench peer --serve runs on the other host [default: both ends here, on loopback]
     #[arg(value_name = "HOST:PORT", conflicts_with_all = ["serve", "size", "block_size"])]
     pub address: Option<String>,
@@ -61,8 +61,8 @@ pub struct Options {
 /// What is read from, by plain sockets and by the mesh.
 struct Owner {
     listener: TcpListener,
-    memory: Memory,
-    sizes: Sizes,
+    memory: NodeMemory,
+    sizes: BlockSizes,
     mesh: SocketAddr,
     connections: AtomicUsize,
 }
@@ -70,13 +70,13 @@ struct Owner {
 /// Plain sockets to an owner.
 struct Plain(Vec<Mutex<TcpStream>>);
 
-fn sizes(options: &Options) -> Result<Sizes, BenchError> {
+fn sizes(options: &PeerOptions) -> Result<BlockSizes, BenchError> {
     let block_bytes = block_bytes(options.block_size)?;
     let blocks = options.size.as_bytes() / u64::from(block_bytes);
     let blocks = u32::try_from(blocks).ok().filter(|blocks| *blocks > 0).ok_or_else(|| {
         BenchError::option("size", options.size, "it must hold 1 to 2^32 blocks of --block-size")
     })?;
-    Ok(Sizes { blocks, block_bytes })
+    Ok(BlockSizes { blocks, block_bytes })
 }
 
 fn read_words<const N: usize>(mut from: impl Read) -> io::Result<[u64; N]> {
@@ -93,7 +93,7 @@ fn write_words(mut to: impl Write, words: &[u64]) -> io::Result<()> {
     to.write_all(&words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<u8>>())
 }
 
-fn tcp(name: &str, listen: SocketAddr, streams: usize, memory: &Memory) -> Result<Started, BenchError> {
+fn tcp(name: &str, listen: SocketAddr, streams: usize, memory: &NodeMemory) -> Result<Started, BenchError> {
     let (sender, ups) = channel();
     let config = Config { listen, streams, ..Config::new(node::name_of(name), BOOT, Security::Plaintext) };
     let tcp = Tcp::start(config, memory.blocks.clone(), move |up| drop(sender.send(up)));
@@ -107,17 +107,17 @@ type Started = (SocketAddr, Arc<dyn Transport>, std::sync::mpsc::Receiver<mesh::
 // === impl Owner ===
 
 impl Owner {
-    /// Serves by the mesh from now on, and by plain sockets once [`Owner::serve`] runs.
-    fn start(at: SocketAddr, sizes: Sizes) -> Result<Arc<Self>, BenchError> {
-        let unheard = |error: io::Error| {
+    /// Serves by the mesh from now on, and by plain sockets once [`Owner::serve_plain`] runs.
+    fn serve_mesh(at: SocketAddr, sizes: BlockSizes) -> Result<Arc<Self>, BenchError> {
+        let not_listening = |error: io::Error| {
             BenchError::option(
                 "serve",
                 at,
                 &format!("{error}: name an address of this host, and a free port"),
             )
         };
-        let listener = TcpListener::bind(at).map_err(unheard)?;
-        let memory = Memory::with_blocks(sizes)?;
+        let listener = TcpListener::bind(at).map_err(not_listening)?;
+        let memory = NodeMemory::with_blocks(sizes)?;
         let next = match at.port() {
             0 => 0,
             port => port.checked_add(1).ok_or_else(|| {
@@ -126,19 +126,19 @@ impl Owner {
         };
         let (mesh, transport, ups) = tcp(OWNER, (at.ip(), next).into(), 1, &memory)?;
         // Where a reader is found is of no use: nobody fetches from it.
-        transport.join(PEER, node::peer(READER, at));
+        transport.join(PEER, node::make_peer(READER, at));
         let kept = memory.clone();
-        thread::spawn(move || node::serve(&*transport, &ups, &kept));
+        thread::spawn(move || node::serve_blocks(&*transport, &ups, &kept));
         Ok(Arc::new(Self { listener, memory, sizes, mesh, connections: AtomicUsize::new(0) }))
     }
 
-    fn address(&self) -> Result<SocketAddr, BenchError> {
+    fn plain_address(&self) -> Result<SocketAddr, BenchError> {
         let address = self.listener.local_addr();
         address.map_err(|error| BenchError::failed("a socket has no address", error.to_string()))
     }
 
     /// Serves plain sockets, each on a thread of its own, until this process ends.
-    fn serve(self: &Arc<Self>) {
+    fn serve_plain(self: &Arc<Self>) {
         for stream in self.listener.incoming().flatten() {
             if self.connections.fetch_add(1, Ordering::Relaxed) >= CONNECTIONS_MAX {
                 self.connections.fetch_sub(1, Ordering::Relaxed);
@@ -158,7 +158,7 @@ impl Owner {
         stream.set_nodelay(true)?;
         stream.set_read_timeout(Some(SILENT_MAX))?;
         stream.set_write_timeout(Some(SILENT_MAX))?;
-        let Sizes { blocks, block_bytes } = self.sizes;
+        let BlockSizes { blocks, block_bytes } = self.sizes;
         write_words(stream, &[MAGIC, blocks.into(), block_bytes.into(), self.mesh.port().into()])?;
         loop {
             let [first, count] = read_words::<REQUEST_WORDS>(stream)?;
@@ -175,7 +175,7 @@ impl Owner {
 
 impl Plain {
     /// Connects; the sizes, and where the mesh is.
-    fn connect(address: &str, streams: usize) -> Result<(Self, Sizes, SocketAddr), BenchError> {
+    fn connect_streams(address: &str, streams: usize) -> Result<(Self, BlockSizes, SocketAddr), BenchError> {
         let absent = |error: io::Error| {
             let remedy = format!("run pillion bench peer --serve {address} there");
             BenchError::failed("nobody serves", format!("{address}: {error}: {remedy}"))
@@ -186,14 +186,14 @@ impl Plain {
         };
         let (mut plain, mut found) = (Vec::new(), None);
         for _ in 0..streams {
-            let stream = connect(address).map_err(absent)?;
+            let stream = connect_any(address).map_err(absent)?;
             let greeting = read_words::<GREETING_WORDS>(&stream).map_err(|_| other())?;
             let [MAGIC, blocks, block_bytes, port] = greeting else { return Err(other()) };
             let sizes = u32::try_from(blocks).ok().zip(u32::try_from(block_bytes).ok());
             let (blocks, block_bytes) = sizes.filter(|(blocks, _)| *blocks > 0).ok_or_else(other)?;
             let ip = stream.peer_addr().map_err(absent)?.ip();
             let port = u16::try_from(port).map_err(|_| other())?;
-            found = Some((Sizes { blocks, block_bytes }, SocketAddr::new(ip, port)));
+            found = Some((BlockSizes { blocks, block_bytes }, SocketAddr::new(ip, port)));
             plain.push(Mutex::new(stream));
         }
         let (sizes, mesh) = found.expect("there is a stream");
@@ -204,7 +204,7 @@ impl Plain {
     fn fetch(
         &self,
         stream: usize,
-        memory: &Memory,
+        memory: &NodeMemory,
         numbers: std::ops::Range<usize>,
     ) -> Result<(), BenchError> {
         let stream = self.0[stream].lock().unwrap_or_else(PoisonError::into_inner);
@@ -232,17 +232,17 @@ impl Plain {
     }
 
     /// Fetches all blocks, of which each stream has an equal part; GiB/s.
-    fn fetch_all(&self, memory: &Memory) -> Result<f64, BenchError> {
+    fn fetch_all(&self, memory: &NodeMemory) -> Result<f64, BenchError> {
         let (streams, count) = (self.0.len(), memory.places.len());
         let bytes = memory.places.iter().map(|(label, _)| u64::from(label.bytes)).sum();
-        timed(streams, bytes, |stream| {
+        time_copies(streams, bytes, |stream| {
             self.fetch(stream, memory, stream * count / streams..(stream + 1) * count / streams)
         })
     }
 }
 
 /// The first address of a name that somebody answers at.
-fn connect(address: &str) -> io::Result<TcpStream> {
+fn connect_any(address: &str) -> io::Result<TcpStream> {
     let mut failed = io::Error::new(io::ErrorKind::NotFound, "the host has no address");
     for address in address.to_socket_addrs()? {
         match TcpStream::connect_timeout(&address, CONNECT_MAX) {
@@ -259,7 +259,7 @@ fn connect(address: &str) -> io::Result<TcpStream> {
 }
 
 /// Serves until this process ends, or measures; `say` tells where it serves.
-pub(super) fn measure(options: &Options, say: impl Fn(&str)) -> Result<Figures, BenchError> {
+pub(super) fn measure_peer(options: &PeerOptions, say: impl Fn(&str)) -> Result<BenchFigures, BenchError> {
     if !(1..=STREAMS_MAX).contains(&options.streams) {
         let problem = format!("it must be 1 to {STREAMS_MAX}");
         return Err(BenchError::option("streams", options.streams, &problem));
@@ -268,27 +268,27 @@ pub(super) fn measure(options: &Options, say: impl Fn(&str)) -> Result<Figures, 
         return measure_from(address, options.streams);
     }
     let owner =
-        Owner::start(options.serve.map_or((Ipv4Addr::LOCALHOST, 0).into(), |at| at.0), sizes(options)?)?;
-    let address = owner.address()?;
+        Owner::serve_mesh(options.serve.map_or((Ipv4Addr::LOCALHOST, 0).into(), |at| at.0), sizes(options)?)?;
+    let address = owner.plain_address()?;
     if options.serve.is_some() {
         say(&format!(
             "serving {} at {address}: run pillion bench peer HOST:{} on the other host\n",
             options.size,
             address.port()
         ));
-        owner.serve();
+        owner.serve_plain();
         return Err(BenchError::failed("the listener has ended", "start it again"));
     }
-    thread::spawn(move || owner.serve());
+    thread::spawn(move || owner.serve_plain());
     measure_from(&address.to_string(), options.streams)
 }
 
-fn measure_from(address: &str, streams: usize) -> Result<Figures, BenchError> {
-    let (plain, sizes, mesh) = Plain::connect(address, streams)?;
-    let memory = Memory::without_blocks(sizes)?;
+fn measure_from(address: &str, streams: usize) -> Result<BenchFigures, BenchError> {
+    let (plain, sizes, mesh) = Plain::connect_streams(address, streams)?;
+    let memory = NodeMemory::without_blocks(sizes)?;
     let (_, transport, ups) = tcp(READER, (Ipv4Addr::LOCALHOST, 0).into(), streams, &memory)?;
-    let mut reader = Reader::new(transport, ups, &memory, OWNER, mesh);
-    let (all, clock) = (0..reader.blocks(), Clock::start());
+    let mut reader = NodeReader::new(transport, ups, &memory, OWNER, mesh);
+    let (all, clock) = (0..reader.block_count(), Clock::start());
     let gib = (u64::from(sizes.block_bytes) * u64::from(sizes.blocks)) as f64 / GIB;
     // Connections, and checksums that the owner has from then on.
     reader.fetch(all.clone())?;
@@ -304,11 +304,11 @@ fn measure_from(address: &str, streams: usize) -> Result<Figures, BenchError> {
             own_us.push(reader.fetch(number..number + 1)? * 1e6);
         }
     }
-    let mut figures = Figures::new("peer");
-    figures.add("streams", streams);
+    let mut figures = BenchFigures::new("peer");
+    figures.add_figure("streams", streams);
     figures.compare("fetch", ("plain", &mut limit), ("mesh", &mut own));
-    figures.add("plain_block_us", rounded(median(&mut limit_us)));
-    figures.add("mesh_block_us", rounded(median(&mut own_us)));
-    figures.add("mesh_block_p99_us", rounded(part(&mut own_us, 0.99)));
+    figures.add_figure("plain_block_us", rounded(median(&mut limit_us)));
+    figures.add_figure("mesh_block_us", rounded(median(&mut own_us)));
+    figures.add_figure("mesh_block_p99_us", rounded(part(&mut own_us, 0.99)));
     Ok(figures)
 }

@@ -14,7 +14,7 @@ use shm_protocol::ring::Producer;
 use shm_protocol::session::{RegionRing, Ring, SessionMemory};
 use shm_protocol::{message::Message, transport, wait};
 
-use super::{BenchError, Figures, ROUNDS, median, part, rounded};
+use super::{BenchError, BenchFigures, ROUNDS, median, part, rounded};
 use crate::doctor::{self, Finding};
 use sidecar::config::default_socket;
 use sidecar::system::clock::Clock;
@@ -31,7 +31,7 @@ const ASLEEP_PART: u32 = 100;
 
 /// Options of `pillion bench ring`.
 #[derive(Args, Clone, Debug)]
-pub struct Options {
+pub struct RingOptions {
     /// The sidecar's socket [default: as pillion serve]
     #[arg(long, env = "PILLION_SOCKET", value_name = "PATH")]
     pub socket: Option<PathBuf>,
@@ -41,7 +41,7 @@ pub struct Options {
 }
 
 /// An engine without ranks: its questions go all the way, and are answered without a look at what is kept.
-struct Engine {
+struct RingEngine {
     memory: SessionMemory,
     submissions: Producer<RegionRing>,
     doorbell: OwnedFd,
@@ -50,21 +50,21 @@ struct Engine {
     op: u64,
 }
 
-// === impl Engine ===
+// === impl RingEngine ===
 
-impl Engine {
-    fn connect(options: &Options) -> Result<Self, BenchError> {
+impl RingEngine {
+    fn connect_sidecar(options: &RingOptions) -> Result<Self, BenchError> {
         let path = options.socket.clone().unwrap_or_else(default_socket);
         let shown = path.display();
         let socket = transport::connect(&path, CONNECT_MAX).map_err(|errno| {
-            let Finding { text, remedy, .. } = doctor::unreached(&path, errno);
+            let Finding { text, remedy, .. } = doctor::explain_unreached(&path, errno);
             BenchError::failed(
                 "the ring cannot be measured",
                 format!("{text}: {}", remedy.unwrap_or_default()),
             )
         })?;
         let look = format!("pillion doctor --socket {shown} says more");
-        let (welcome, descriptors) = match doctor::hello(&socket, "pillion bench") {
+        let (welcome, descriptors) = match doctor::send_probe(&socket, "pillion bench") {
             Some((Some(Reply::Welcome(welcome)), descriptors)) => (welcome, descriptors),
             Some((Some(Reply::Refused { reason, .. }), _)) => {
                 return Err(BenchError::failed("the sidecar refuses the connection", reason));
@@ -79,13 +79,13 @@ impl Engine {
         let mut engine =
             Self { memory, submissions, doorbell, _socket: socket, clock: Clock::start(), op: 0 };
         engine.memory.write_key(0, 0, &BlockHash::from_words([1, 2, 3, 4]));
-        engine.post(SchedulerRequest::Open { log: 0 })?;
+        engine.post_request(SchedulerRequest::Open { log: 0 })?;
         let append = Append { keys: Keys::new(0, 0..1), chunks: [0; 6], promised: false, tail: false };
-        engine.post(SchedulerRequest::Append(append))?;
+        engine.post_request(SchedulerRequest::Append(append))?;
         Ok(engine)
     }
 
-    fn post(&mut self, request: SchedulerRequest) -> Result<(), BenchError> {
+    fn post_request(&mut self, request: SchedulerRequest) -> Result<(), BenchError> {
         if !self.submissions.has_room(0).is_ok_and(|room| room) {
             return Err(BenchError::failed("the ring is full", "look at the sidecar's log, and restart it"));
         }
@@ -96,10 +96,10 @@ impl Engine {
     }
 
     /// Microseconds of one question.
-    fn ask(&mut self) -> Result<f64, BenchError> {
+    fn time_question(&mut self) -> Result<f64, BenchError> {
         self.op += 1;
         let (op, began) = (self.op, self.clock.now());
-        self.post(SchedulerRequest::Query(Query {
+        self.post_request(SchedulerRequest::Query(Query {
             op,
             keys: Keys::new(0, 0..1),
             arriving: false,
@@ -122,7 +122,7 @@ impl Engine {
         (0..count)
             .map(|_| {
                 thread::sleep(pause);
-                self.ask()
+                self.time_question()
             })
             .collect()
     }
@@ -155,8 +155,8 @@ fn words(count: u32) -> Vec<f64> {
 }
 
 /// Words are timed while the sidecar has nothing to do for this engine. A count below that of the rounds is rounded up to it.
-pub(super) fn measure(options: &Options) -> Result<Figures, BenchError> {
-    let mut engine = Engine::connect(options)?;
+pub(super) fn measure_ring(options: &RingOptions) -> Result<BenchFigures, BenchError> {
+    let mut engine = RingEngine::connect_sidecar(options)?;
     engine.ask_often(WARM_UP, Duration::ZERO)?;
     let (mut word, mut awake) = (Vec::new(), Vec::new());
     for _ in 0..ROUNDS {
@@ -165,10 +165,10 @@ pub(super) fn measure(options: &Options) -> Result<Figures, BenchError> {
         awake.extend(engine.ask_often(count, Duration::ZERO)?);
     }
     let mut asleep = engine.ask_often(options.count.div_ceil(ASLEEP_PART), PAUSE)?;
-    let mut figures = Figures::new("ring");
-    figures.add("word_us", rounded(median(&mut word)));
-    figures.add("query_us", rounded(median(&mut awake)));
-    figures.add("query_p99_us", rounded(part(&mut awake, 0.99)));
-    figures.add("query_asleep_us", rounded(median(&mut asleep)));
+    let mut figures = BenchFigures::new("ring");
+    figures.add_figure("word_us", rounded(median(&mut word)));
+    figures.add_figure("query_us", rounded(median(&mut awake)));
+    figures.add_figure("query_p99_us", rounded(part(&mut awake, 0.99)));
+    figures.add_figure("query_asleep_us", rounded(median(&mut asleep)));
     Ok(figures)
 }

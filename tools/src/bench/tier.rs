@@ -11,7 +11,7 @@ use shm_protocol::random::Random;
 use shm_protocol::region::Region;
 use tiers::ssd::{Backend, Config, Device, Ended, Log, Opened, Refused, Up};
 
-use super::{BenchError, shuffled};
+use super::{BenchError, shuffle_numbers};
 use sidecar::system::clock::{self, Clock};
 
 const NAMESPACE: NamespaceDigest = NamespaceDigest([7; 16]);
@@ -21,7 +21,7 @@ const LATE_MS: u64 = 60_000;
 
 /// What is written or read, and how many at a time.
 #[derive(Copy, Clone, Debug)]
-pub struct Load {
+pub struct TierLoad {
     pub block_bytes: u64,
     pub count: u64,
     pub depth: u64,
@@ -48,7 +48,7 @@ pub struct BenchTier {
 }
 
 /// The key of a block that is known by its number.
-pub fn key(number: u64) -> BlockKey {
+pub fn make_key(number: u64) -> BlockKey {
     let mut random = Random(number);
     let words = [number, random.next(), random.next(), random.next()];
     BlockKey { namespace: 0, group: 0, hash: BlockHash::from_words(words) }
@@ -59,7 +59,11 @@ pub fn key(number: u64) -> BlockKey {
 impl BenchTier {
     /// On an opened device, whose earlier blocks have been found when this returns. Slots are those of `pool`, from its second
     /// segment on.
-    pub fn start(opened: Opened, pool: &Arc<Region>, wanted: Option<Backend>) -> Result<Self, BenchError> {
+    pub fn start_device(
+        opened: Opened,
+        pool: &Arc<Region>,
+        wanted: Option<Backend>,
+    ) -> Result<Self, BenchError> {
         let devices = vec![opened.geometry()];
         let log = Log::new(Config { devices, write_bytes_max: WRITE_BYTES_MAX, late_ms: LATE_MS });
         let (sender, ups) = channel();
@@ -85,17 +89,17 @@ impl BenchTier {
 
     fn pump(&mut self) -> Result<(), BenchError> {
         match self.ups.recv_timeout(Duration::from_millis(50)) {
-            Ok(up) => self.take(up)?,
+            Ok(up) => self.take_event(up)?,
             Err(_) => self.log.tick(self.now_ms(), &mut Vec::new()),
         }
         while let Ok(up) = self.ups.try_recv() {
-            self.take(up)?;
+            self.take_event(up)?;
         }
         self.device.post(self.log.drain_jobs());
         Ok(())
     }
 
-    fn take(&mut self, up: Up) -> Result<(), BenchError> {
+    fn take_event(&mut self, up: Up) -> Result<(), BenchError> {
         match up {
             Up::Note(note) => tracing::warn!("{note}"),
             Up::Recovered(found) => self.log.recovered(&found, |_, _| Some(0)),
@@ -120,9 +124,9 @@ impl BenchTier {
     }
 
     /// Runs a load to its end; `begin` says whether there was room for the block.
-    fn run(
+    fn run_load(
         &mut self,
-        load: Load,
+        load: TierLoad,
         mut begin: impl FnMut(&mut Log, u64, SlotRef) -> Result<bool, BenchError>,
     ) -> Result<Times, BenchError> {
         let slot = |at| SlotRef { offset: SEGMENT_ALIGN + at * load.block_bytes, generation: 0 };
@@ -148,9 +152,9 @@ impl BenchTier {
     }
 
     /// Writes blocks that are numbered from `first` on.
-    pub fn write(&mut self, load: Load, first: u64) -> Result<Times, BenchError> {
-        self.run(load, |log, number, slot| {
-            match log.write(key(first + number), NAMESPACE, load.block_bytes, slot) {
+    pub fn write_blocks(&mut self, load: TierLoad, first: u64) -> Result<Times, BenchError> {
+        self.run_load(load, |log, number, slot| {
+            match log.write(make_key(first + number), NAMESPACE, load.block_bytes, slot) {
                 Ok(_) => Ok(true),
                 Err(Refused::Busy) => Ok(false),
                 Err(refused) => {
@@ -165,13 +169,15 @@ impl BenchTier {
     }
 
     /// Reads them in random order; the tier verifies each.
-    pub fn read(&mut self, load: Load, first: u64) -> Result<Times, BenchError> {
-        let order = shuffled(first..first + load.count);
-        self.run(load, |log, number, slot| match log.read(0, &key(order[number as usize]), slot, 1) {
-            Some(_) => Ok(true),
-            None => {
-                let problem = "its segment was reused before it was read: raise --size";
-                Err(BenchError::failed("a block is missing", problem))
+    pub fn read_blocks(&mut self, load: TierLoad, first: u64) -> Result<Times, BenchError> {
+        let order = shuffle_numbers(first..first + load.count);
+        self.run_load(load, |log, number, slot| {
+            match log.read(0, &make_key(order[number as usize]), slot, 1) {
+                Some(_) => Ok(true),
+                None => {
+                    let problem = "its segment was reused before it was read: raise --size";
+                    Err(BenchError::failed("a block is missing", problem))
+                }
             }
         })
     }

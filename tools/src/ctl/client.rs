@@ -31,7 +31,7 @@ const ANSWER_BYTES_MAX: usize = 64 << 20;
 
 /// Where a sidecar is controlled.
 #[derive(Clone, Debug)]
-pub enum Target {
+pub enum ControlTarget {
     Unix(PathBuf),
     Tcp {
         address: String,
@@ -75,18 +75,23 @@ pub enum CtlError {
 }
 
 #[derive(Deserialize)]
-struct Failure {
+struct FailureBody {
     error: String,
 }
 
 /// Makes a request, with a body of JSON unless that is empty; the answer's body if all went well.
-pub fn request(target: &Target, method: &str, path: &str, body: &str) -> Result<String, CtlError> {
+pub fn send_request(
+    target: &ControlTarget,
+    method: &str,
+    path: &str,
+    body: &str,
+) -> Result<String, CtlError> {
     request_within(target.time_max(path), target, method, path, body)
 }
 
 fn request_within(
     limit: Duration,
-    target: &Target,
+    target: &ControlTarget,
     method: &str,
     path: &str,
     body: &str,
@@ -96,7 +101,7 @@ fn request_within(
         tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build().map_err(unable)?;
     let exchange = async {
         let mut request = Request::builder().method(method).uri(path).header(HOST, "pillion");
-        if let Target::Tcp { token, .. } = target {
+        if let ControlTarget::Tcp { token, .. } = target {
             request = request.header(AUTHORIZATION, format!("Bearer {token}"));
         }
         let request = request.header(CONTENT_TYPE, "application/json").body(body.to_owned());
@@ -113,23 +118,25 @@ fn request_within(
             Err(unable(problem))
         };
         match target {
-            Target::Unix(path) => {
+            ControlTarget::Unix(path) => {
                 let stream = UnixStream::connect(path).await.map_err(|error| match error.kind() {
                     ErrorKind::NotFound | ErrorKind::ConnectionRefused => CtlError::Absent(path.clone()),
                     ErrorKind::PermissionDenied => CtlError::Forbidden(path.clone()),
                     _ => unable(error),
                 })?;
-                send(stream, request).await
+                exchange_http(stream, request).await
             }
-            Target::Tcp { address, .. } => send(connect(address).await?, request).await,
-            Target::Pages(address) => send(connect(&address.to_string()).await?, request).await,
+            ControlTarget::Tcp { address, .. } => exchange_http(connect(address).await?, request).await,
+            ControlTarget::Pages(address) => {
+                exchange_http(connect(&address.to_string()).await?, request).await
+            }
         }
     };
     let late = CtlError::Late { target: target.name(), limit };
     runtime.block_on(async { tokio::time::timeout(limit, exchange).await }).unwrap_or(Err(late))
 }
 
-async fn send(
+async fn exchange_http(
     stream: impl AsyncRead + AsyncWrite + Send + Unpin + 'static,
     request: Request<String>,
 ) -> Result<String, CtlError> {
@@ -145,14 +152,14 @@ async fn send(
     if status == StatusCode::OK {
         return Ok(text);
     }
-    let failure: Failure =
+    let failure: FailureBody =
         serde_json::from_str(&text).map_err(|_| CtlError::Answer(format!("status {status}")))?;
     Err(CtlError::Refused { status, text: failure.error })
 }
 
-// === impl Target ===
+// === impl ControlTarget ===
 
-impl Target {
+impl ControlTarget {
     fn name(&self) -> String {
         match self {
             Self::Unix(path) => path.display().to_string(),
@@ -189,7 +196,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("p.control.sock");
         let _frozen = std::os::unix::net::UnixListener::bind(&path).unwrap();
-        let target = Target::Unix(path.clone());
+        let target = ControlTarget::Unix(path.clone());
         let error = request_within(Duration::from_millis(50), &target, "GET", "/namespaces", "").unwrap_err();
         let text = error.to_string();
         assert!(text.starts_with(path.to_str().unwrap()) && text.contains("restart it"), "{text}");
@@ -197,10 +204,10 @@ mod tests {
 
     #[test]
     fn an_answer_is_waited_for_as_long_as_a_living_sidecar_may_take() {
-        let unix = Target::Unix("/p.control.sock".into());
+        let unix = ControlTarget::Unix("/p.control.sock".into());
         let seconds = ["/namespaces", "/evict"].map(|path| unix.time_max(path).as_secs());
         assert_eq!(seconds, [12, 62]);
-        let pages = Target::Pages("127.0.0.1:9440".parse().unwrap());
+        let pages = ControlTarget::Pages("127.0.0.1:9440".parse().unwrap());
         assert_eq!(pages.time_max("/metrics").as_secs(), 3);
     }
 }

@@ -6,35 +6,35 @@ use std::path::Path;
 use serde::Deserialize;
 use shm_protocol::prefill::PrefillRate;
 
-use super::pair::Engine;
-use super::{Finding, Level, states};
-use crate::ctl::{self, CtlError, Target};
+use super::pair::PairEngine;
+use super::{Finding, FindingLevel, states};
+use crate::ctl::{self, ControlTarget, CtlError};
 
 /// As the sidecar answers it.
 #[derive(Deserialize)]
-struct Page {
-    namespaces: Vec<Namespace>,
-    peers: Vec<Peer>,
+struct NamespacesPage {
+    namespaces: Vec<PageNamespace>,
+    peers: Vec<PagePeer>,
 }
 
 #[derive(Deserialize)]
-struct Namespace {
+struct PageNamespace {
     namespace: String,
     memory_blocks: u64,
     #[serde(default)]
     disk_blocks: u64,
     #[serde(flatten)]
-    engine: Option<Engine>,
+    engine: Option<PairEngine>,
 }
 
 #[derive(Deserialize)]
-struct Peer {
+struct PagePeer {
     blocks: u64,
 }
 
 /// What memory of other sizes would have found, by multiples of `--dram`.
 #[derive(Deserialize)]
-struct Forecast {
+struct ForecastPage {
     asked_blocks: u64,
     hit_blocks: BTreeMap<String, u64>,
 }
@@ -61,34 +61,34 @@ struct SourceRate {
 }
 
 /// Looks at what is kept, and at the engines of every namespace.
-pub(super) fn look(socket: &Path) -> Vec<Finding> {
-    let target = Target::Unix(socket.to_owned());
-    let get = |path| ctl::request(&target, "GET", path, "");
+pub(super) fn check_namespaces(socket: &Path) -> Vec<Finding> {
+    let target = ControlTarget::Unix(socket.to_owned());
+    let get = |path| ctl::send_request(&target, "GET", path, "");
     match get("/namespaces") {
         Ok(page) => {
             let mut found = judge(&page);
             // A sidecar of an older release has no such pages.
-            found.extend(get("/forecast").ok().as_deref().and_then(foretold));
+            found.extend(get("/forecast").ok().as_deref().and_then(forecast_finding));
             found.extend(get("/rates").ok().as_deref().map(weigh).unwrap_or_default());
             found
         }
-        Err(error) => vec![unheard(&error)],
+        Err(error) => vec![unanswered_finding(&error)],
     }
 }
 
 /// An error whose text ends with the remedy.
-fn unheard(error: &CtlError) -> Finding {
+fn unanswered_finding(error: &CtlError) -> Finding {
     let text = error.to_string();
     let (text, remedy) = text.split_once(": ").unwrap_or((&text, "look at the sidecar's log"));
-    Finding::bad(Level::Warn, "control", format!("namespaces were not checked: {text}"), remedy)
+    Finding::bad(FindingLevel::Warn, "control", format!("namespaces were not checked: {text}"), remedy)
 }
 
 fn judge(page: &str) -> Vec<Finding> {
-    let Page { namespaces, peers } = match serde_json::from_str(page) {
+    let NamespacesPage { namespaces, peers } = match serde_json::from_str(page) {
         Ok(page) => page,
-        Err(error) => return vec![unheard(&CtlError::Answer(error.to_string()))],
+        Err(error) => return vec![unanswered_finding(&CtlError::Answer(error.to_string()))],
     };
-    let sum = |blocks: fn(&Namespace) -> u64| namespaces.iter().map(blocks).sum::<u64>();
+    let sum = |blocks: fn(&PageNamespace) -> u64| namespaces.iter().map(blocks).sum::<u64>();
     let known: u64 = peers.iter().map(|peer| peer.blocks).sum();
     let text = format!(
         "{} namespaces, {} blocks in memory and {} on disks; {} peers are known to keep {known}",
@@ -103,16 +103,16 @@ fn judge(page: &str) -> Vec<Finding> {
         Some((namespace.engine.as_ref()?.facts(), blocks))
     });
     found.extend(states::check_states(kept));
-    for Namespace { namespace, engine, .. } in namespaces {
-        let engine = engine.map(|engine| engine.named(format!("namespace {namespace}")));
-        engine.iter().for_each(|engine| engine.look(&mut found));
+    for PageNamespace { namespace, engine, .. } in namespaces {
+        let engine = engine.map(|engine| engine.with_name(format!("namespace {namespace}")));
+        engine.iter().for_each(|engine| engine.check_engine(&mut found));
     }
     found
 }
 
 /// What other sizes of `--dram` would have found, once anything was asked for.
-fn foretold(page: &str) -> Option<Finding> {
-    let Forecast { asked_blocks, hit_blocks } = serde_json::from_str(page).ok()?;
+fn forecast_finding(page: &str) -> Option<Finding> {
+    let ForecastPage { asked_blocks, hit_blocks } = serde_json::from_str(page).ok()?;
     let share = |(room, blocks): (&String, &u64)| {
         format!("{room}: {:.1} %", 100.0 * *blocks as f64 / asked_blocks as f64)
     };
@@ -164,17 +164,17 @@ mod tests {
             "3 namespaces, 5 blocks in memory and 4 on disks; 1 peers are known to keep 7"
         );
         let bad: Vec<_> = found[1..].iter().map(|finding| (finding.check.as_str(), finding.level)).collect();
-        assert_eq!(bad, [("barred", Level::Fail), ("none_hash", Level::Fail)], "{found:?}");
+        assert_eq!(bad, [("barred", FindingLevel::Fail), ("none_hash", FindingLevel::Fail)], "{found:?}");
         assert!(found[1].text.contains("namespace 0c"), "{found:?}");
-        assert_eq!(judge("[]")[0].level, Level::Warn);
+        assert_eq!(judge("[]")[0].level, FindingLevel::Warn);
     }
 
     #[test]
     fn what_more_memory_would_find_is_told_once_anything_was_asked_for() {
         let page =
             |asked: u64| format!(r#"{{"asked_blocks": {asked}, "hit_blocks": {{"0.5": 20, "2": 50}}}}"#);
-        assert!(foretold(&page(200)).unwrap().text.ends_with("0.5: 10.0 %, 2: 25.0 %"));
-        assert_eq!(foretold(&page(0)), None);
+        assert!(forecast_finding(&page(200)).unwrap().text.ends_with("0.5: 10.0 %, 2: 25.0 %"));
+        assert_eq!(forecast_finding(&page(0)), None);
     }
 
     #[test]
@@ -195,8 +195,8 @@ mod tests {
 
     #[test]
     fn a_socket_that_is_not_there_is_said_with_what_to_do() {
-        let found = look(Path::new("/nonexistent/p.control.sock"));
-        assert_eq!((found.len(), found[0].level), (1, Level::Warn));
+        let found = check_namespaces(Path::new("/nonexistent/p.control.sock"));
+        assert_eq!((found.len(), found[0].level), (1, FindingLevel::Warn));
         assert!(found[0].remedy.as_ref().unwrap().contains("--control-socket PATH"), "{found:?}");
     }
 }

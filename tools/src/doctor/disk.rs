@@ -4,7 +4,7 @@ use std::path::Path;
 
 use rustix::fs::{Access, FileType};
 
-use super::{Finding, Level};
+use super::{Finding, FindingLevel};
 use sidecar::config::Disk;
 use sidecar::ports::disks;
 
@@ -12,9 +12,10 @@ const STAT_BLOCK_BYTES: u64 = 512;
 const MIB: u64 = 1 << 20;
 
 /// What is wrong with it, or nothing.
-pub(super) fn look(disk: &Disk) -> Finding {
-    let bad =
-        |text: String, remedy: &str| Finding::bad(Level::Fail, "ssd", format!("{disk}: {text}"), remedy);
+pub(super) fn check_disk(disk: &Disk) -> Finding {
+    let bad = |text: String, remedy: &str| {
+        Finding::bad(FindingLevel::Fail, "ssd", format!("{disk}: {text}"), remedy)
+    };
     let file = match disks::locate(disk) {
         Ok(file) => file,
         Err(tiers::Error::Device { problem, remedy, .. }) => return bad(problem, &remedy),
@@ -52,23 +53,23 @@ mod tests {
     use super::*;
 
     fn at(path: &Path, rest: &str) -> Finding {
-        look(&format!("{}:{rest}", path.display()).parse().unwrap())
+        check_disk(&format!("{}:{rest}", path.display()).parse().unwrap())
     }
 
     #[test]
     fn a_disk_is_judged_before_anything_is_written_there() {
         let folder = tempfile::tempdir_in(std::env::current_exe().unwrap().parent().unwrap()).unwrap();
-        assert_eq!(at(folder.path(), "64MiB:create").level, Level::Ok);
+        assert_eq!(at(folder.path(), "64MiB:create").level, FindingLevel::Ok);
         let file = folder.path().join("file");
-        assert_eq!(at(&file, "64MiB:create").level, Level::Ok);
+        assert_eq!(at(&file, "64MiB:create").level, FindingLevel::Ok);
         let missing = at(&file, "64MiB");
         assert!(missing.remedy.is_some_and(|remedy| remedy.contains(":create")), "{}", missing.text);
         assert!(std::fs::read_dir(folder.path()).unwrap().next().is_none(), "nothing was created");
         let full = at(folder.path(), "900000GiB:create");
-        assert!(full.level == Level::Fail && full.text.contains("MiB free"), "{full:?}");
+        assert!(full.level == FindingLevel::Fail && full.text.contains("MiB free"), "{full:?}");
         let unmounted = at(Path::new("/"), "64MiB");
         assert!(
-            unmounted.level == Level::Fail && unmounted.text.contains("on the disk of /"),
+            unmounted.level == FindingLevel::Fail && unmounted.text.contains("on the disk of /"),
             "{unmounted:?}"
         );
         let absent = at(&folder.path().join("absent/file"), "64MiB");

@@ -4,7 +4,7 @@ use std::fs;
 use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 
-use super::{Finding, Level};
+use super::{Finding, FindingLevel};
 
 /// Minor versions of vLLM 0 with all tests: the newest and the three before, as in `python/pillion/vllm_compat.py`.
 const TESTED: RangeInclusive<u32> = 30..=33;
@@ -58,7 +58,7 @@ fn judge_version(version: &str) -> Option<Finding> {
         true => format!("vLLM {version} is older than 0.{first}, the oldest that is tested as a whole"),
         false => format!("vLLM {version} is newer than 0.{last}, the newest that is tested"),
     };
-    Some(Finding::bad(Level::Warn, CHECK, text, remedy))
+    Some(Finding::bad(FindingLevel::Warn, CHECK, text, remedy))
 }
 
 /// Process numbers and command lines, as far as this user may read them.
@@ -77,7 +77,7 @@ fn judge_command(pid: String, words: &[String]) -> Option<Finding> {
     (has(CONNECTOR) && has(OFFLOADING)).then(|| {
         let text = format!("process {pid} has {OFFLOADING}, so vLLM runs its own connector without Pillion");
         let remedy = format!("start vLLM without {OFFLOADING}, or without --kv-transfer-config");
-        Finding::bad(Level::Fail, CHECK, text, remedy)
+        Finding::bad(FindingLevel::Fail, CHECK, text, remedy)
     })
 }
 
@@ -92,8 +92,8 @@ mod tests {
     #[test]
     fn an_untested_vllm_is_a_warning() {
         let levels = |versions: [&str; 3]| versions.map(|version| judge_version(version).unwrap().level);
-        assert_eq!(levels(["0.30.0", "0.32.0+cpu", "0.33.1rc1"]), [Level::Ok; 3]);
-        assert_eq!(levels(["0.29.0", "0.34.0", "1.0.0"]), [Level::Warn; 3]);
+        assert_eq!(levels(["0.30.0", "0.32.0+cpu", "0.33.1rc1"]), [FindingLevel::Ok; 3]);
+        assert_eq!(levels(["0.29.0", "0.34.0", "1.0.0"]), [FindingLevel::Warn; 3]);
         assert!(judge_version("0.29.1").unwrap().text.contains("older than 0.30"));
         assert!(judge_version("0.34.0").unwrap().remedy.unwrap().contains("0.30 to 0.33"));
         assert_eq!(judge_version("dev"), None);
@@ -117,7 +117,7 @@ mod tests {
         assert_eq!(judge_command("7".into(), &words("vllm serve m --kv-offloading-size 4")), None);
         for option in ["--kv-offloading-size=4", "--kv_offloading_size 4"] {
             let found = judge_command("7".into(), &words(&format!("{ours} {option}"))).unwrap();
-            assert!(found.level == Level::Fail && found.text.contains("process 7"), "{found:?}");
+            assert!(found.level == FindingLevel::Fail && found.text.contains("process 7"), "{found:?}");
         }
     }
 }

@@ -13,7 +13,7 @@ use shm_protocol::handshake::{self, Hello, PROBE_RUN, Reply, Role};
 use shm_protocol::transport;
 
 use super::mesh::NICS;
-use super::{Finding, Level};
+use super::{Finding, FindingLevel};
 use crate::ctl::FROZEN;
 
 /// What the batched copies were made for; see docs/decisions/0007.
@@ -32,7 +32,7 @@ const SHM: &str = "/dev/shm";
 pub(super) const SIDECAR: &str = "sidecar";
 
 /// Looks at everything; `socket` is where a sidecar should be.
-pub(super) fn look(socket: &Path) -> Vec<Finding> {
+pub(super) fn check_host(socket: &Path) -> Vec<Finding> {
     let mut found = gpus();
     found.extend([pid_namespace(), shm(), memlock(), hugepages(), io_uring(), rdma()]);
     found.push(sidecar(socket));
@@ -43,19 +43,23 @@ fn gpus() -> Vec<Finding> {
     if !cuda::is_present() {
         let text = "libcuda cannot be opened or finds no GPU: only engines on the CPU are served";
         let remedy = "on a GPU host, give the container the GPUs and the driver's libraries (NVIDIA container toolkit)";
-        return vec![Finding::bad(Level::Warn, "gpu", text, remedy)];
+        return vec![Finding::bad(FindingLevel::Warn, "gpu", text, remedy)];
     }
     let version = cuda::driver_version().unwrap_or(0);
     let text = format!("the driver supports CUDA {}.{}", version / 1000, version % 1000 / 10);
     let driver = match version >= DRIVER_MIN {
         true => Finding::ok("driver", text),
-        false => {
-            Finding::bad(Level::Fail, "driver", text, "install a driver of branch 570 or later: CUDA 12.8")
-        }
+        false => Finding::bad(
+            FindingLevel::Fail,
+            "driver",
+            text,
+            "install a driver of branch 570 or later: CUDA 12.8",
+        ),
     };
     let remedy = "check its compute mode (nvidia-smi -c DEFAULT ends exclusive mode) and its free memory";
-    let unusable =
-        |error: CudaError| Finding::bad(Level::Fail, "gpu", format!("a GPU cannot be used: {error}"), remedy);
+    let unusable = |error: CudaError| {
+        Finding::bad(FindingLevel::Fail, "gpu", format!("a GPU cannot be used: {error}"), remedy)
+    };
     let seen = match Gpu::all() {
         Err(error) => return vec![driver, unusable(error)],
         Ok(seen) => seen,
@@ -87,7 +91,7 @@ fn ipc(gpu: &Gpu) -> Finding {
             let text = format!("memory of {name} cannot be shared with another process: {error}");
             let remedy = "engines on this GPU run without the cache: use Linux without WSL, vGPU or MIG limits on CUDA \
                  IPC";
-            Finding::bad(Level::Fail, "cuda_ipc", text, remedy)
+            Finding::bad(FindingLevel::Fail, "cuda_ipc", text, remedy)
         }
     }
 }
@@ -102,14 +106,14 @@ fn pid_namespace() -> Finding {
     }
     let remedy = "an engine that is process 1 of its own container cannot share GPU memory with it: let pillion serve \
          be the container's command, since it runs below process 1 by itself";
-    Finding::bad(Level::Warn, "pid", text, remedy)
+    Finding::bad(FindingLevel::Warn, "pid", text, remedy)
 }
 
 fn shm() -> Finding {
     let Ok(room) = rustix::fs::statvfs(SHM) else {
         let text = format!("{SHM} cannot be examined");
         return Finding::bad(
-            Level::Warn,
+            FindingLevel::Warn,
             "shm",
             text,
             "mount a tmpfs there: engines on the CPU keep their KV in it",
@@ -122,7 +126,7 @@ fn shm() -> Finding {
     }
     let remedy = "enlarge it to hold the KV cache of an engine on the CPU: volumes: [{name: shm, emptyDir: {medium: \
          Memory}}] mounted at /dev/shm, or docker run --shm-size";
-    Finding::bad(Level::Warn, "shm", text, remedy)
+    Finding::bad(FindingLevel::Warn, "shm", text, remedy)
 }
 
 fn memlock() -> Finding {
@@ -135,7 +139,7 @@ fn memlock() -> Finding {
             let text = format!("only {} KiB may be locked", bytes / 1024);
             let remedy = "raise it where disks or network cards register memory: ulimit -l unlimited, docker run --ulimit memlock=-1, \
                           LimitMEMLOCK=infinity of systemd";
-            Finding::bad(Level::Warn, "memlock", text, remedy)
+            Finding::bad(FindingLevel::Warn, "memlock", text, remedy)
         }
     }
 }
@@ -159,7 +163,7 @@ fn io_uring() -> Finding {
             );
             let remedy = "let the seccomp profile allow io_uring_setup, io_uring_enter and io_uring_register, and set \
                  sysctl kernel.io_uring_disabled=0";
-            Finding::bad(Level::Warn, "io_uring", text, remedy)
+            Finding::bad(FindingLevel::Warn, "io_uring", text, remedy)
         }
     }
 }
@@ -178,12 +182,12 @@ fn rdma() -> Finding {
 fn sidecar(path: &Path) -> Finding {
     match transport::connect(path, PROBE_TIME_MAX) {
         Ok(socket) => greet(&socket, &path.display().to_string()),
-        Err(errno) => unreached(path, errno),
+        Err(errno) => explain_unreached(path, errno),
     }
 }
 
 /// Why nobody can connect to a sidecar's socket.
-pub(crate) fn unreached(path: &Path, errno: Errno) -> Finding {
+pub(crate) fn explain_unreached(path: &Path, errno: Errno) -> Finding {
     let shown = path.display();
     let bad = |level, text, remedy| Finding::bad(level, SIDECAR, text, remedy);
     match errno {
@@ -191,26 +195,28 @@ pub(crate) fn unreached(path: &Path, errno: Errno) -> Finding {
             let remedy = format!(
                 "start one with pillion serve --socket {shown}, and mount its folder into both containers"
             );
-            bad(Level::Warn, format!("no sidecar answers on {shown}"), remedy)
+            bad(FindingLevel::Warn, format!("no sidecar answers on {shown}"), remedy)
         }
         Errno::ACCESS | Errno::PERM => {
             let remedy =
                 "run this as the sidecar's user, or give pillion serve a --socket-group of this user";
-            bad(Level::Fail, format!("this user may not connect to {shown}"), remedy.into())
+            bad(FindingLevel::Fail, format!("this user may not connect to {shown}"), remedy.into())
         }
-        Errno::AGAIN => {
-            bad(Level::Fail, format!("a sidecar listens on {shown} and accepts no connection"), FROZEN.into())
-        }
+        Errno::AGAIN => bad(
+            FindingLevel::Fail,
+            format!("a sidecar listens on {shown} and accepts no connection"),
+            FROZEN.into(),
+        ),
         error => {
             let remedy = "another program may own this socket: pass another --socket PATH to both sides";
-            bad(Level::Fail, format!("{shown} cannot be connected to: {error}"), remedy.into())
+            bad(FindingLevel::Fail, format!("{shown} cannot be connected to: {error}"), remedy.into())
         }
     }
 }
 
 /// Says hello as a probe, and waits for the answer: the kernel takes connections for a data thread that stands still. `None`
 /// where nothing comes; a reply that this release does not know is none.
-pub(crate) fn hello(socket: &OwnedFd, engine: &str) -> Option<(Option<Reply>, Vec<OwnedFd>)> {
+pub(crate) fn send_probe(socket: &OwnedFd, engine: &str) -> Option<(Option<Reply>, Vec<OwnedFd>)> {
     let hello = Hello::new(engine.into(), 1, Role::Scheduler { run: PROBE_RUN });
     let hello = handshake::encode_hello(&hello, 0).expect("a hello within its rules");
     let sent = transport::send(socket, &hello, &[]);
@@ -223,9 +229,9 @@ pub(crate) fn hello(socket: &OwnedFd, engine: &str) -> Option<(Option<Reply>, Ve
 }
 
 fn greet(socket: &OwnedFd, shown: &str) -> Finding {
-    let bad = |text, remedy: &str| Finding::bad(Level::Fail, SIDECAR, text, remedy);
+    let bad = |text, remedy: &str| Finding::bad(FindingLevel::Fail, SIDECAR, text, remedy);
     let restart = "its data thread is stuck: look at its log and restart it";
-    let Some((reply, _)) = hello(socket, "pillion doctor") else {
+    let Some((reply, _)) = send_probe(socket, "pillion doctor") else {
         return bad(format!("a sidecar listens on {shown} and does not answer"), restart);
     };
     match reply {
@@ -252,15 +258,17 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("p.sock");
         let absent = sidecar(&path);
-        assert!(absent.level == Level::Warn && absent.remedy.unwrap().contains("pillion serve --socket"));
+        assert!(
+            absent.level == FindingLevel::Warn && absent.remedy.unwrap().contains("pillion serve --socket")
+        );
         let listener = transport::listen(&path).unwrap();
         let mute = sidecar(&path);
-        assert!(mute.level == Level::Fail && mute.text.contains("does not answer"), "{mute:?}");
+        assert!(mute.level == FindingLevel::Fail && mute.text.contains("does not answer"), "{mute:?}");
         drop(listener);
-        assert_eq!(sidecar(&path).level, Level::Warn, "a dead one's socket");
+        assert_eq!(sidecar(&path).level, FindingLevel::Warn, "a dead one's socket");
         let _other = std::os::unix::net::UnixListener::bind(folder.path().join("other")).unwrap();
-        assert_eq!(sidecar(&folder.path().join("other")).level, Level::Fail, "of another kind");
-        let forbidden = unreached(&path, Errno::ACCESS);
+        assert_eq!(sidecar(&folder.path().join("other")).level, FindingLevel::Fail, "of another kind");
+        let forbidden = explain_unreached(&path, Errno::ACCESS);
         assert!(forbidden.text.contains("this user may not connect"), "{forbidden:?}");
     }
 
@@ -272,10 +280,10 @@ mod tests {
 
     #[test]
     fn every_finding_that_is_not_ok_has_a_remedy() {
-        let found = look(Path::new("/nonexistent/p.sock"));
+        let found = check_host(Path::new("/nonexistent/p.sock"));
         for check in ["pid", "shm", "memlock", "hugepages", "io_uring", "rdma", "sidecar"] {
             assert!(found.iter().any(|finding| finding.check == check), "{check} in {found:?}");
         }
-        assert!(found.iter().all(|finding| (finding.level == Level::Ok) == finding.remedy.is_none()));
+        assert!(found.iter().all(|finding| (finding.level == FindingLevel::Ok) == finding.remedy.is_none()));
     }
 }

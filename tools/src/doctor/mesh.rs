@@ -11,7 +11,7 @@ use mesh::tls::Security;
 use mesh::transport::rdma;
 use rustix::process::{Resource, getrlimit};
 
-use super::{Finding, Level};
+use super::{Finding, FindingLevel};
 use sidecar::config::{IpPort, MeshOptions, Size, next_port};
 
 /// Where the kernel lists RDMA devices.
@@ -21,7 +21,7 @@ const MIB: u64 = 1 << 20;
 const IPC_LOCK: u32 = 14;
 
 /// What is wrong with what is given, or nothing. The pool is of `dram`.
-pub(super) fn look(options: &MeshOptions, dram: Option<Size>) -> Vec<Finding> {
+pub(super) fn check_mesh(options: &MeshOptions, dram: Option<Size>) -> Vec<Finding> {
     let mut found = Vec::new();
     if let Some(IpPort(listen)) = options.listen {
         found.extend(ports(listen, !options.nics.is_empty()));
@@ -45,7 +45,7 @@ fn refused(check: &str, error: &impl Display) -> Finding {
     let text = error.to_string();
     let (text, remedy) =
         text.rsplit_once(": ").unwrap_or((&text, "pass the mesh options as pillion serve takes them"));
-    Finding::bad(Level::Fail, check, text, remedy)
+    Finding::bad(FindingLevel::Fail, check, text, remedy)
 }
 
 // === addresses ===
@@ -72,15 +72,15 @@ fn port(at: SocketAddr, what: &str) -> Finding {
         Ok(_) => Finding::ok("mesh-listen", format!("{at} is free, for {what}")),
         Err((ErrorKind::AddrNotAvailable, _)) => {
             let text = format!("{} is not an address of this host", at.ip());
-            bad(Level::Fail, text, "pass one at which peers reach it, such as the pod's IP")
+            bad(FindingLevel::Fail, text, "pass one at which peers reach it, such as the pod's IP")
         }
         Err((ErrorKind::AddrInUse, _)) => {
             let text = format!("{at}, for {what}, is in use");
-            bad(Level::Warn, text, "a running sidecar may use it; otherwise pass another port")
+            bad(FindingLevel::Warn, text, "a running sidecar may use it; otherwise pass another port")
         }
         Err((_, error)) => {
             let text = format!("the sidecar cannot listen at {at}, for {what}: {error}");
-            bad(Level::Fail, text, "pass another port, above 1023")
+            bad(FindingLevel::Fail, text, "pass another port, above 1023")
         }
     }
 }
@@ -100,7 +100,7 @@ fn peer(name: &str, resolver: &dyn Resolve) -> Finding {
         Err(error) => error.to_string(),
     };
     let remedy = "create the headless Service of that name, with publishNotReadyAddresses, or correct --peer";
-    Finding::bad(Level::Fail, "peer", format!("{name} does not resolve here: {why}"), remedy)
+    Finding::bad(FindingLevel::Fail, "peer", format!("{name} does not resolve here: {why}"), remedy)
 }
 
 // === certificates ===
@@ -124,17 +124,17 @@ fn certificates(options: &MeshOptions) -> Finding {
 
 fn nic(name: &String) -> Finding {
     match rdma::check(std::slice::from_ref(name)) {
-        Ok(()) => Finding::ok("nics", format!("{name} is usable: {}", place(Path::new(NICS), name))),
+        Ok(()) => Finding::ok("nics", format!("{name} is usable: {}", describe_place(Path::new(NICS), name))),
         Err(error) => {
             let remedy =
                 "pass an existing NIC with an active port, and let the container see /dev/infiniband";
-            Finding::bad(Level::Fail, "nics", error.to_string(), remedy)
+            Finding::bad(FindingLevel::Fail, "nics", error.to_string(), remedy)
         }
     }
 }
 
 /// What kind of network a NIC is on, and where it hangs in the machine.
-fn place(nics: &Path, name: &str) -> String {
+fn describe_place(nics: &Path, name: &str) -> String {
     let read = |file: &str| {
         let text = std::fs::read_to_string(nics.join(name).join(file)).unwrap_or_default();
         Some(text.trim().to_owned()).filter(|text| !text.is_empty())
@@ -167,11 +167,11 @@ fn memlock(limit: Option<u64>, pools: Option<u64>) -> Finding {
         Some(pools) if pools <= limit => Finding::ok("nics-memlock", format!("{may}, enough for the pool")),
         Some(pools) => {
             let text = format!("only {may}, and each NIC registers the pool, {} MiB in all", pools / MIB);
-            Finding::bad(Level::Fail, "nics-memlock", text, raise)
+            Finding::bad(FindingLevel::Fail, "nics-memlock", text, raise)
         }
         None => {
             let text = format!("{may}; whether the NICs can register the pool depends on its size");
-            Finding::bad(Level::Warn, "nics-memlock", text, "pass --dram SIZE, as to pillion serve")
+            Finding::bad(FindingLevel::Warn, "nics-memlock", text, "pass --dram SIZE, as to pillion serve")
         }
     }
 }
@@ -186,7 +186,7 @@ mod tests {
     use super::*;
 
     fn one(options: &MeshOptions) -> Finding {
-        let found = look(options, None);
+        let found = check_mesh(options, None);
         assert_eq!(found.len(), 1, "{found:?}");
         found.into_iter().next().unwrap()
     }
@@ -197,7 +197,7 @@ mod tests {
 
     #[test]
     fn nothing_is_said_of_a_mesh_that_is_not_asked_for() {
-        assert!(look(&MeshOptions::default(), None).is_empty());
+        assert!(check_mesh(&MeshOptions::default(), None).is_empty());
     }
 
     #[test]
@@ -206,14 +206,14 @@ mod tests {
         let ip = Ipv4Addr::from(127 << 24 | std::process::id() & 0x00ff_ffff);
         let at = |port| SocketAddr::new(ip.into(), port);
         let levels = |found: &[Finding]| found.iter().map(|finding| finding.level).collect::<Vec<_>>();
-        let [ok, warn] = [Level::Ok, Level::Warn];
-        assert_eq!(levels(&look(&listen(&at(17_411).to_string()), None)), [ok, ok]);
+        let [ok, warn] = [FindingLevel::Ok, FindingLevel::Warn];
+        assert_eq!(levels(&check_mesh(&listen(&at(17_411).to_string()), None)), [ok, ok]);
         let _taken = TcpListener::bind(at(17_413)).unwrap();
         assert_eq!(levels(&ports(at(17_411), true)), [ok, ok, warn]);
         assert_eq!(levels(&ports(at(17_412), false)), [ok, warn]);
-        let far = look(&listen("192.0.2.1:9441"), None);
+        let far = check_mesh(&listen("192.0.2.1:9441"), None);
         assert!(
-            far[0].level == Level::Fail && far[0].text.contains("not an address of this host"),
+            far[0].level == FindingLevel::Fail && far[0].text.contains("not an address of this host"),
             "{far:?}"
         );
         let all = one(&listen("0.0.0.0:9441"));
@@ -239,15 +239,18 @@ mod tests {
 
     #[test]
     fn a_peer_is_a_name_that_resolves() {
-        assert_eq!(peer("pods:9441", &Names).level, Level::Ok);
+        assert_eq!(peer("pods:9441", &Names).level, FindingLevel::Ok);
         let mistyped = peer("pod:9441", &Names);
-        assert!(mistyped.level == Level::Fail && mistyped.text.contains("pod:9441 does not"), "{mistyped:?}");
+        assert!(
+            mistyped.level == FindingLevel::Fail && mistyped.text.contains("pod:9441 does not"),
+            "{mistyped:?}"
+        );
         assert!(
             mistyped.remedy.is_some_and(|remedy| remedy.contains("Service") && remedy.contains("--peer"))
         );
-        assert_eq!(peer("pods", &Names).level, Level::Fail, "without a port");
+        assert_eq!(peer("pods", &Names).level, FindingLevel::Fail, "without a port");
         let options = MeshOptions { peer: vec!["127.0.0.1:9441".into()], ..MeshOptions::default() };
-        assert_eq!(one(&options).level, Level::Ok);
+        assert_eq!(one(&options).level, FindingLevel::Ok);
     }
 
     /// A node's files in `folder`: a certificate that names `name` and ends in `year`.
@@ -279,10 +282,10 @@ mod tests {
     fn certificates_are_those_that_a_peer_accepts() {
         let folders = [(); 2].map(|()| tempfile::tempdir().unwrap());
         let good = files(folders[0].path(), "mesh", 2099);
-        assert_eq!(one(&good).level, Level::Ok, "{:?}", one(&good));
+        assert_eq!(one(&good).level, FindingLevel::Ok, "{:?}", one(&good));
         let bad = |options: MeshOptions, text: &str, remedy: &str| {
             let found = one(&options);
-            assert_eq!(found.level, Level::Fail);
+            assert_eq!(found.level, FindingLevel::Fail);
             assert!(
                 found.text.contains(text) && found.remedy.as_ref().unwrap().contains(remedy),
                 "{found:?}"
@@ -304,8 +307,8 @@ mod tests {
     #[test]
     fn a_nic_is_one_of_this_host() {
         let options = MeshOptions { nics: vec!["nic9".into()], ..MeshOptions::default() };
-        let found = look(&options, Some(Size::new(1)));
-        assert_eq!((found.len(), found[0].level), (2, Level::Fail), "{found:?}");
+        let found = check_mesh(&options, Some(Size::new(1)));
+        assert_eq!((found.len(), found[0].level), (2, FindingLevel::Fail), "{found:?}");
         assert!(found[0].text.contains("'nic9'") && found[0].remedy.is_some(), "{found:?}");
         let folder = tempfile::tempdir().unwrap();
         for (file, text) in [("ports/1/link_layer", "InfiniBand\n"), ("device/numa_node", "1\n")] {
@@ -313,17 +316,17 @@ mod tests {
             std::fs::create_dir_all(path.parent().unwrap()).unwrap();
             std::fs::write(path, text).unwrap();
         }
-        assert_eq!(place(folder.path(), "a"), "InfiniBand, NUMA node 1");
+        assert_eq!(describe_place(folder.path(), "a"), "InfiniBand, NUMA node 1");
         std::fs::write(folder.path().join("a/device/numa_node"), "-1\n").unwrap();
-        assert!(place(folder.path(), "a").ends_with("no NUMA node in particular"));
+        assert!(describe_place(folder.path(), "a").ends_with("no NUMA node in particular"));
     }
 
     #[test]
     fn every_nic_must_be_allowed_to_lock_the_pool() {
-        assert_eq!(memlock(None, Some(u64::MAX)).level, Level::Ok);
-        assert_eq!(memlock(Some(2 * MIB), Some(2 * MIB)).level, Level::Ok);
+        assert_eq!(memlock(None, Some(u64::MAX)).level, FindingLevel::Ok);
+        assert_eq!(memlock(Some(2 * MIB), Some(2 * MIB)).level, FindingLevel::Ok);
         let short = memlock(Some(2 * MIB), Some(3 * MIB));
-        assert!(short.level == Level::Fail && short.remedy.unwrap().contains("ulimit -l"));
+        assert!(short.level == FindingLevel::Fail && short.remedy.unwrap().contains("ulimit -l"));
         assert!(memlock(Some(MIB), None).remedy.unwrap().contains("--dram"));
     }
 }

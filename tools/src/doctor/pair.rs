@@ -7,20 +7,20 @@ use std::path::Path;
 use serde::Deserialize;
 use shm_protocol::namespace::{self, Facts};
 
-use super::{DoctorError, FILE_BYTES_MAX, Finding, Level};
+use super::{DoctorError, FILE_BYTES_MAX, Finding, FindingLevel};
 
 /// vLLM's policies for blocks that could not be loaded; the other one ends the request.
 const RECOMPUTE: &str = "recompute";
 
 /// One engine, as the control socket shows its namespace; the last two are for whoever wants them looked at too.
 #[derive(Debug, Deserialize)]
-pub(super) struct Engine {
+pub(super) struct PairEngine {
     #[serde(default)]
     name: String,
     facts: Facts,
     namespace: Option<String>,
     #[serde(default)]
-    barred: Vec<Closed>,
+    barred: Vec<PairBarred>,
     kv_load_failure_policy: Option<String>,
     #[serde(rename = "PYTHONHASHSEED")]
     seed: Option<String>,
@@ -28,15 +28,15 @@ pub(super) struct Engine {
 
 /// An engine that its sidecar has closed the namespace to.
 #[derive(Debug, Deserialize)]
-struct Closed {
+struct PairBarred {
     engine: String,
     difference: Option<f64>,
     limit: Option<f64>,
 }
 
-// === impl Closed ===
+// === impl PairBarred ===
 
-impl fmt::Display for Closed {
+impl fmt::Display for PairBarred {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { engine, difference, limit } = self;
         match difference.zip(*limit) {
@@ -50,21 +50,21 @@ impl fmt::Display for Closed {
     }
 }
 
-// === impl Engine ===
+// === impl PairEngine ===
 
-impl Engine {
-    pub(super) fn read(path: &Path) -> Result<Self, DoctorError> {
+impl PairEngine {
+    pub(super) fn read_file(path: &Path) -> Result<Self, DoctorError> {
         let unreadable = |source| DoctorError::Unreadable { path: path.to_owned(), source };
         let malformed = |text: String| DoctorError::Malformed { path: path.to_owned(), text };
         let mut text = String::new();
         let file = std::fs::File::open(path).map_err(unreadable)?;
         file.take(FILE_BYTES_MAX).read_to_string(&mut text).map_err(unreadable)?;
         let engine: Self = serde_json::from_str(&text).map_err(|error| malformed(error.to_string()))?;
-        Ok(engine.named(path.display().to_string()))
+        Ok(engine.with_name(path.display().to_string()))
     }
 
     /// The same under a name by which people know it.
-    pub(super) fn named(self, name: String) -> Self {
+    pub(super) fn with_name(self, name: String) -> Self {
         Self { name, ..self }
     }
 
@@ -74,13 +74,13 @@ impl Engine {
     }
 
     /// What is wrong with this one, whoever it is to share with.
-    pub(super) fn look(&self, found: &mut Vec<Finding>) {
+    pub(super) fn check_engine(&self, found: &mut Vec<Finding>) {
         let name = &self.name;
         let digest = namespace::digest(&self.facts).to_string();
         if let Some(stated) = self.namespace.as_ref().filter(|stated| **stated != digest) {
             let text = format!("{name} states namespace {stated}, and its facts make {digest}");
             found.push(Finding::bad(
-                Level::Warn,
+                FindingLevel::Warn,
                 "namespace",
                 text,
                 "pass the entry unchanged, as pillion ctl namespaces NAMESPACE prints it",
@@ -90,46 +90,51 @@ impl Engine {
             let text = format!("the namespace of {name} is closed to {closed}");
             let remedy = "its weights, code or settings differ under equal facts: find the difference and restart it, \
                  or set pillion.model_id to a text of its own";
-            found.push(Finding::bad(Level::Fail, "barred", text, remedy));
+            found.push(Finding::bad(FindingLevel::Fail, "barred", text, remedy));
         }
         let begins = |fact: &str, text| self.facts.get(fact).is_some_and(|value| value.starts_with(text));
         if begins("none_hash", "random ") {
             let text =
                 format!("the hashes of {name} start from a random value, so it shares with no other engine");
             let remedy = "set PYTHONHASHSEED to the same value on every engine";
-            found.push(Finding::bad(Level::Fail, "none_hash", text, remedy));
+            found.push(Finding::bad(FindingLevel::Fail, "none_hash", text, remedy));
         }
         if begins("weights", "private ") {
             let text = format!("the weights of {name} cannot be digested, so it shares with no other engine");
             let remedy = "set pillion.model_id to the same text on every engine with exactly these weights";
-            found.push(Finding::bad(Level::Fail, "weights", text, remedy));
+            found.push(Finding::bad(FindingLevel::Fail, "weights", text, remedy));
         }
         if let Some(policy) = self.kv_load_failure_policy.as_ref().filter(|policy| *policy != RECOMPUTE) {
             let text = format!(
                 "{name} has kv_load_failure_policy '{policy}': a block that cannot be loaded fails its request"
             );
             let remedy = "set kv_load_failure_policy to recompute in --kv-transfer-config";
-            found.push(Finding::bad(Level::Fail, "kv_load_failure_policy", text, remedy));
+            found.push(Finding::bad(FindingLevel::Fail, "kv_load_failure_policy", text, remedy));
         }
     }
 }
 
 /// What keeps two engines from sharing, the most telling first.
-pub(super) fn compare(one: &Engine, other: &Engine) -> Vec<Finding> {
+pub(super) fn compare_engines(one: &PairEngine, other: &PairEngine) -> Vec<Finding> {
     let mut found = Vec::new();
-    one.look(&mut found);
-    other.look(&mut found);
+    one.check_engine(&mut found);
+    other.check_engine(&mut found);
     if (one.seed.is_some() || other.seed.is_some()) && one.seed != other.seed {
         let shown =
             |seed: &Option<String>| seed.as_ref().map_or("not set".into(), |seed| format!("'{seed}'"));
         let text = format!("{} in {}, {} in {}", shown(&one.seed), one.name, shown(&other.seed), other.name);
-        found.push(Finding::bad(Level::Fail, "PYTHONHASHSEED", text, "set it to the same value on both"));
+        found.push(Finding::bad(
+            FindingLevel::Fail,
+            "PYTHONHASHSEED",
+            text,
+            "set it to the same value on both",
+        ));
     }
     for difference in namespace::differences(&one.facts, &other.facts) {
         let shown = |value: Option<&str>| value.map_or("nothing".into(), |value| format!("'{value}'"));
         let (ours, theirs) = (shown(difference.ours), shown(difference.theirs));
         let text = format!("{ours} in {}, {theirs} in {}", one.name, other.name);
-        found.push(Finding::bad(Level::Fail, difference.name, text, difference.remedy));
+        found.push(Finding::bad(FindingLevel::Fail, difference.name, text, difference.remedy));
     }
     if found.is_empty() {
         found.push(Finding::ok("namespace", format!("both are {}", namespace::digest(&one.facts))));
@@ -141,20 +146,20 @@ pub(super) fn compare(one: &Engine, other: &Engine) -> Vec<Finding> {
 mod tests {
     use super::*;
 
-    fn engine(name: &str, json: &str) -> Engine {
-        Engine { name: name.into(), ..serde_json::from_str(json).unwrap() }
+    fn engine(name: &str, json: &str) -> PairEngine {
+        PairEngine { name: name.into(), ..serde_json::from_str(json).unwrap() }
     }
 
-    fn levels(found: &[Finding]) -> Vec<(&str, Level)> {
+    fn levels(found: &[Finding]) -> Vec<(&str, FindingLevel)> {
         found.iter().map(|finding| (finding.check.as_str(), finding.level)).collect()
     }
 
     #[test]
     fn equal_facts_share() {
         let text = r#"{"facts": {"model": "tiny", "none_hash": "aa"}, "engines": 1, "kv_load_failure_policy": "recompute"}"#;
-        let found = compare(&engine("a", text), &engine("b", text));
-        assert_eq!(levels(&found), [("namespace", Level::Ok)]);
-        assert!(super::super::passes(&found));
+        let found = compare_engines(&engine("a", text), &engine("b", text));
+        assert_eq!(levels(&found), [("namespace", FindingLevel::Ok)]);
+        assert!(super::super::findings_pass(&found));
     }
 
     #[test]
@@ -163,8 +168,8 @@ mod tests {
             r#"{"facts": {"model": "tiny", "none_hash": "aa", "block_tokens": "16"}, "PYTHONHASHSEED": "0"}"#;
         let other = r#"{"facts": {"model": "tiny", "none_hash": "random of e", "block_tokens": "32"},
             "kv_load_failure_policy": "fail"}"#;
-        let found = compare(&engine("a", one), &engine("b", other));
-        let fail = Level::Fail;
+        let found = compare_engines(&engine("a", one), &engine("b", other));
+        let fail = FindingLevel::Fail;
         assert_eq!(
             levels(&found),
             [
@@ -177,7 +182,7 @@ mod tests {
         );
         assert!(found.iter().all(|finding| finding.remedy.is_some()));
         assert_eq!(found[4].text, "'16' in a, '32' in b");
-        assert!(!super::super::passes(&found));
+        assert!(!super::super::findings_pass(&found));
     }
 
     #[test]
@@ -185,8 +190,8 @@ mod tests {
         let open = r#"{"facts": {"model": "tiny"}}"#;
         let closed = r#"{"facts": {"model": "tiny"}, "barred": [
             {"engine": "e1", "difference": 0.4, "limit": 0.02, "layer": 3}, {"engine": "e2"}]}"#;
-        let found = compare(&engine("a", open), &engine("b", closed));
-        assert_eq!(levels(&found), [("barred", Level::Fail), ("barred", Level::Fail)]);
+        let found = compare_engines(&engine("a", open), &engine("b", closed));
+        assert_eq!(levels(&found), [("barred", FindingLevel::Fail), ("barred", FindingLevel::Fail)]);
         assert_eq!(
             found[0].text,
             "the namespace of b is closed to engine e1: its KV differs by 4.00e-1, with a limit of 2e-2"
@@ -201,7 +206,7 @@ mod tests {
     #[test]
     fn a_file_that_was_edited_is_noticed() {
         let edited = format!(r#"{{"namespace": "{}", "facts": {{"model": "tiny"}}}}"#, "0".repeat(32));
-        let found = compare(&engine("a", &edited), &engine("b", r#"{"facts": {"model": "tiny"}}"#));
-        assert_eq!(levels(&found), [("namespace", Level::Warn)]);
+        let found = compare_engines(&engine("a", &edited), &engine("b", r#"{"facts": {"model": "tiny"}}"#));
+        assert_eq!(levels(&found), [("namespace", FindingLevel::Warn)]);
     }
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use shm_protocol::namespace::{Facts, STATE_KIND};
 
-use super::{Finding, Level};
+use super::{Finding, FindingLevel};
 
 /// Facts with a value for each cache group of one engine.
 const OF_GROUPS: [&str; 7] =
@@ -48,7 +48,7 @@ pub(super) fn check_states<'a>(kept: impl Iterator<Item = (&'a Facts, u64)>) -> 
             "ask for prompts of more than {block_tokens} tokens; if pillion_saves_lost_to_reuse_total or \
              pillion_saves_dropped_total grows, give vLLM more KV memory, or the sidecar more --dram"
         );
-        Finding::bad(Level::Warn, "states", text, remedy)
+        Finding::bad(FindingLevel::Warn, "states", text, remedy)
     };
     without.map(finding).collect()
 }
@@ -74,7 +74,7 @@ mod tests {
     fn blocks_of_full_attention_without_a_state_are_a_warning() {
         let found_at =
             |blocks| found("Qwen3Next", blocks).iter().map(|finding| finding.level).collect::<Vec<_>>();
-        assert_eq!(found_at([7, 0, 3]), [Level::Warn], "a hit reads a state of each group");
+        assert_eq!(found_at([7, 0, 3]), [FindingLevel::Warn], "a hit reads a state of each group");
         assert!(found_at([7, 1, 3]).is_empty() && found_at([0, 0, 0]).is_empty());
         let finding = found("Qwen3Next", [7, 0, 0]).remove(0);
         assert!(finding.text.starts_with("7 blocks") && finding.text.contains("Qwen3Next"), "{finding:?}");

@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 
 use super::lists::{Lists, extend_list};
 use super::yaml::Node;
-use super::{Copies, INJECT, Options};
+use super::{CopySide, INJECT, InjectOptions};
 
 const CONNECTOR: &str = "PillionConnector";
 const OPTION: &str = "--kv-transfer-config";
@@ -87,7 +87,7 @@ pub(super) fn stays_out(container: &Node) -> Vec<String> {
 /// Puts the connector on the command line; nothing where it is there.
 pub(super) fn configure_connector(
     container: &mut Node,
-    options: &Options,
+    options: &InjectOptions,
     lists: &mut Lists,
 ) -> Result<(CommandChange, Option<String>), String> {
     for key in ["command", "args"] {
@@ -126,7 +126,7 @@ pub(super) fn restore_command(container: &mut Node, change: &CommandChange) -> R
     for key in ["command", "args"] {
         let Some(Node::List(items)) = container.get_mut(key) else { continue };
         let count = items.len();
-        items.retain(|item| item.text() != Some(added));
+        items.retain(|item| item.scalar_text() != Some(added));
         found |= items.len() < count;
         for item in items {
             if let Node::Scalar { text, .. } = item
@@ -164,7 +164,7 @@ fn substitute(container: &mut Node, old: &str, new: &str) -> Result<(), String> 
 /// The texts of the command line, in order, without comments of scripts.
 fn words(container: &Node) -> Vec<String> {
     let lists = ["command", "args"].map(|key| container.items_of(key));
-    lists.into_iter().flatten().filter_map(|item| item.text().map(uncommented)).collect()
+    lists.into_iter().flatten().filter_map(|item| item.scalar_text().map(uncommented)).collect()
 }
 
 /// A script with spaces in the place of its comments. Other texts stay as they are.
@@ -230,7 +230,7 @@ fn object(text: &str) -> Option<&str> {
 }
 
 /// This connector's settings, as vLLM reads them.
-fn settings(options: &Options, beside_another: bool) -> Value {
+fn settings(options: &InjectOptions, beside_another: bool) -> Value {
     let mut settings = json!({
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": "pillion.connector",
@@ -239,7 +239,7 @@ fn settings(options: &Options, beside_another: bool) -> Value {
     if !beside_another {
         settings["kv_load_failure_policy"] = json!("recompute");
     }
-    if options.copy == Copies::Engine {
+    if options.copy == CopySide::Engine {
         settings["kv_connector_extra_config"] = json!({"pillion.copy": "engine"});
     }
     settings
@@ -249,7 +249,7 @@ fn settings(options: &Options, beside_another: bool) -> Value {
 fn replace(
     container: &mut Node,
     value: &str,
-    options: &Options,
+    options: &InjectOptions,
 ) -> Result<(CommandChange, Option<String>), String> {
     let other: Value = serde_json::from_str(value).expect("it was read");
     let name = other["kv_connector"].as_str().unwrap_or_default().to_owned();
@@ -279,7 +279,7 @@ fn replace(
 }
 
 /// Adds the connector to the command line; the answer is the added text.
-fn add_connector(container: &mut Node, options: &Options, lists: &mut Lists) -> Result<String, String> {
+fn add_connector(container: &mut Node, options: &InjectOptions, lists: &mut Lists) -> Result<String, String> {
     let argument = format!("{OPTION}={}", settings(options, false));
     let words = words(container);
     if words.iter().any(|word| is_script(word)) {
@@ -338,7 +338,7 @@ fn places(text: &str) -> Vec<usize> {
 
 /// Adds the connector behind each name of vLLM's server in scripts. No shell reads any character of the text as its own, in any
 /// quotes.
-fn into_scripts(container: &mut Node, options: &Options) -> String {
+fn into_scripts(container: &mut Node, options: &InjectOptions) -> String {
     let settings = [
         ("kv_connector", CONNECTOR),
         ("kv_connector_module_path", "pillion.connector"),

@@ -28,7 +28,7 @@ pub(super) fn retain_items(map: &mut Node, key: &str, lists: &Lists, is_kept: im
     if items.is_empty() {
         match lists.get(key) {
             Some(Before::Empty) => {}
-            Some(Before::Null) => map.set(key, Node::plain("")),
+            Some(Before::Null) => map.set_entry(key, Node::plain("")),
             None => drop(map.take_key(key)),
         }
     }
@@ -55,7 +55,7 @@ pub(super) fn extend_list(
             if value.is_some() {
                 lists.insert(key.to_owned(), Before::Null);
             }
-            map.set(key, Node::List(added));
+            map.set_entry(key, Node::List(added));
         }
     }
     Ok(())

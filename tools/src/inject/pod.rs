@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::engine::{self, CommandChange};
 use super::lists::{LAST, Lists, extend_list, retain_items};
 use super::yaml::Node;
-use super::{Copies, Options, sidecar};
+use super::{CopySide, InjectOptions, sidecar};
 
 const HASH_SEED: &str = "PYTHONHASHSEED";
 const PYTHON_PATH: &str = "PYTHONPATH";
@@ -37,7 +37,7 @@ pub(super) struct Injected {
 }
 
 /// The place of vLLM's container; none if nothing in the pod runs vLLM.
-pub(super) fn find_engine(pod: &Node, options: &Options) -> Result<Option<usize>, String> {
+pub(super) fn find_engine(pod: &Node, options: &InjectOptions) -> Result<Option<usize>, String> {
     let is_meant = |container: &Node| match &options.container {
         Some(name) => container.text_at(&["name"]) == Some(name),
         None => engine::runs_vllm(container),
@@ -56,15 +56,19 @@ pub(super) fn find_engine(pod: &Node, options: &Options) -> Result<Option<usize>
 
 /// Whether somebody else put a sidecar into the pod.
 pub(super) fn has_sidecar(pod: &Node) -> bool {
-    ["containers", "initContainers"].iter().any(|list| pod.named(list, sidecar::NAME).is_some())
+    ["containers", "initContainers"].iter().any(|list| pod.named_item(list, sidecar::NAME).is_some())
 }
 
 /// Puts a sidecar into a pod with the engine at this place of its containers.
-pub(super) fn inject_sidecar(pod: &mut Node, place: usize, options: &Options) -> Result<Injected, String> {
+pub(super) fn inject_sidecar(
+    pod: &mut Node,
+    place: usize,
+    options: &InjectOptions,
+) -> Result<Injected, String> {
     let group = servable(pod, place, options)?.to_owned();
     names_free(pod, place)?;
     for mount in &options.mount {
-        if pod.named("volumes", &mount.volume).is_none() {
+        if pod.named_item("volumes", &mount.volume).is_none() {
             return Err(format!(
                 "--mount names the volume {}, which the pod does not have: add it to its volumes",
                 mount.volume
@@ -92,11 +96,11 @@ pub(super) fn inject_sidecar(pod: &mut Node, place: usize, options: &Options) ->
     let lists = &mut record.lists;
     extend_list(&mut container, "volumeMounts", sidecar::engine_mounts(options), LAST, lists)?;
     let claims = match options.copy {
-        Copies::Engine => Vec::new(),
-        Copies::Sidecar => claims(&container),
+        CopySide::Engine => Vec::new(),
+        CopySide::Sidecar => claims(&container),
     };
     extend_list(pod, "initContainers", sidecar::init_containers(options, &group, &claims), 0, lists)?;
-    extend_list(pod, "volumes", sidecar::volumes(options), LAST, lists)?;
+    extend_list(pod, "volumes", sidecar::make_volumes(options), LAST, lists)?;
     if let Some(Node::List(containers)) = pod.get_mut("containers") {
         containers[place] = container;
     }
@@ -138,7 +142,11 @@ pub(super) fn remove_sidecar(pod: &mut Node, record: &PodRecord) -> Result<(), S
 }
 
 /// Sets the seed shared by all engines of a namespace, and the way to the connector.
-fn set_variables(container: &mut Node, options: &Options, record: &mut PodRecord) -> Result<(), String> {
+fn set_variables(
+    container: &mut Node,
+    options: &InjectOptions,
+    record: &mut PodRecord,
+) -> Result<(), String> {
     let PodRecord { variables: before, lists, .. } = record;
     for name in [HASH_SEED, PYTHON_PATH] {
         let variables = container.items_of("env").iter();
@@ -146,7 +154,7 @@ fn set_variables(container: &mut Node, options: &Options, record: &mut PodRecord
             return Err(format!("its env has {name} twice: keep one"));
         }
     }
-    if container.named("env", HASH_SEED).is_none() {
+    if container.named_item("env", HASH_SEED).is_none() {
         extend_list(
             container,
             "env",
@@ -159,7 +167,7 @@ fn set_variables(container: &mut Node, options: &Options, record: &mut PodRecord
     if !options.brings_connector() {
         return Ok(());
     }
-    match container.named("env", PYTHON_PATH) {
+    match container.named_item("env", PYTHON_PATH) {
         None => {
             let value = Node::string(sidecar::CONNECTOR_FOLDER);
             extend_list(container, "env", vec![sidecar::make_variable(PYTHON_PATH, value)], LAST, lists)?;
@@ -195,7 +203,7 @@ fn names_free(pod: &Node, place: usize) -> Result<(), String> {
         return Err(format!("several containers have the name {name}: name them differently"));
     }
     for list in ["containers", "initContainers", "volumes"] {
-        if let Some(name) = sidecar::NAMES.iter().find(|name| pod.named(list, name).is_some()) {
+        if let Some(name) = sidecar::NAMES.iter().find(|name| pod.named_item(list, name).is_some()) {
             return Err(format!(
                 "its {list} have a {name} that `pillion inject` did not add: remove it or rename it"
             ));
@@ -220,7 +228,7 @@ fn claims(container: &Node) -> Vec<&str> {
 }
 
 /// The group of the engine's processes. An engine out of a sidecar's reach is refused.
-fn servable<'a>(pod: &'a Node, place: usize, options: &Options) -> Result<&'a str, String> {
+fn servable<'a>(pod: &'a Node, place: usize, options: &InjectOptions) -> Result<&'a str, String> {
     let shares_node = pod.get("hostNetwork").is_some_and(Node::is_true);
     if shares_node && !options.peer.is_empty() && options.node_id.is_none() {
         return Err("with hostNetwork every pod of a node has the node's name: pass --node-id '$(POD_NAME)'"
@@ -232,11 +240,11 @@ fn servable<'a>(pod: &'a Node, place: usize, options: &Options) -> Result<&'a st
         let own = container.at(&["securityContext", key]);
         own.or_else(|| pod.at(&["securityContext", key])).filter(|value| !value.is_null())
     };
-    let group = of("runAsGroup").and_then(Node::text);
+    let group = of("runAsGroup").and_then(Node::scalar_text);
     let is_decimal = |group: &str| {
         group.bytes().all(|digit| digit.is_ascii_digit()) && (group == "0" || !group.starts_with('0'))
     };
-    match (of("runAsUser").and_then(Node::text), group) {
+    match (of("runAsUser").and_then(Node::scalar_text), group) {
         (_, Some(group)) if is_decimal(group) => Ok(group),
         (_, Some(group)) => Err(format!("its runAsGroup is {group}: write it as a decimal number")),
         (Some("0"), None) => Ok("0"),

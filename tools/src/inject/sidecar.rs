@@ -2,7 +2,7 @@
 //! them.
 
 use super::yaml::Node;
-use super::{Copies, Options};
+use super::{CopySide, InjectOptions};
 use sidecar::config::Size;
 
 pub(super) const NAME: &str = "pillion";
@@ -24,12 +24,12 @@ pub(super) const SOCKET_FOLDER: &str = "/run/pillion";
 const POOL_FOLDER: &str = "/var/lib/pillion/pool";
 
 /// The init containers, in the order of their starts. `group` is the engine's, `claims` are of devices.
-pub(super) fn init_containers(options: &Options, group: &str, claims: &[&str]) -> Vec<Node> {
+pub(super) fn init_containers(options: &InjectOptions, group: &str, claims: &[&str]) -> Vec<Node> {
     let connector = options.brings_connector().then(|| connector(options, group));
     connector.into_iter().chain([container(options, group, claims)]).collect()
 }
 
-fn connector(options: &Options, group: &str) -> Node {
+fn connector(options: &InjectOptions, group: &str) -> Node {
     Node::map([
         ("name", Node::plain(CONNECTOR)),
         ("image", Node::string(&options.image)),
@@ -49,7 +49,7 @@ fn connector(options: &Options, group: &str) -> Node {
     ])
 }
 
-fn container(options: &Options, group: &str, claims: &[&str]) -> Node {
+fn container(options: &InjectOptions, group: &str, claims: &[&str]) -> Node {
     Node::map([
         ("name", Node::plain(NAME)),
         ("image", Node::string(&options.image)),
@@ -66,7 +66,7 @@ fn container(options: &Options, group: &str, claims: &[&str]) -> Node {
 }
 
 /// The volumes of a pod.
-pub(super) fn volumes(options: &Options) -> Vec<Node> {
+pub(super) fn make_volumes(options: &InjectOptions) -> Vec<Node> {
     let memory = |name: &str, size: String| {
         let folder = Node::map([("medium", Node::plain("Memory")), ("sizeLimit", Node::plain(size))]);
         Node::map([("name", Node::plain(format!("{NAME}-{name}"))), ("emptyDir", folder)])
@@ -87,7 +87,7 @@ pub(super) fn volumes(options: &Options) -> Vec<Node> {
 }
 
 /// The engine's mounts.
-pub(super) fn engine_mounts(options: &Options) -> Vec<Node> {
+pub(super) fn engine_mounts(options: &InjectOptions) -> Vec<Node> {
     let connector = options.brings_connector().then(|| mount(CONNECTOR, CONNECTOR_FOLDER, true));
     [mount("pillion-socket", SOCKET_FOLDER, true)].into_iter().chain(connector).collect()
 }
@@ -95,13 +95,13 @@ pub(super) fn engine_mounts(options: &Options) -> Vec<Node> {
 fn mount(volume: &str, path: &str, read_only: bool) -> Node {
     let mut mount = Node::map([("name", Node::plain(volume)), ("mountPath", Node::plain(path))]);
     if read_only {
-        mount.set("readOnly", Node::plain("true"));
+        mount.set_entry("readOnly", Node::plain("true"));
     }
     mount
 }
 
 /// The sidecar's command line.
-pub(super) fn list_arguments(options: &Options, group: &str) -> Vec<String> {
+pub(super) fn list_arguments(options: &InjectOptions, group: &str) -> Vec<String> {
     let mut arguments = vec![
         "serve".to_owned(),
         format!("--dram={}", exact(options.dram())),
@@ -112,7 +112,7 @@ pub(super) fn list_arguments(options: &Options, group: &str) -> Vec<String> {
         "--pool-view=/var/lib/pillion/view/blocks".to_owned(),
         "--log-format=json".to_owned(),
     ];
-    if options.copy == Copies::Engine {
+    if options.copy == CopySide::Engine {
         arguments.push("--gpu=off".to_owned());
     }
     if !options.peer.is_empty() {
@@ -133,12 +133,12 @@ pub(super) fn list_arguments(options: &Options, group: &str) -> Vec<String> {
     arguments
 }
 
-fn environment(options: &Options, claims: &[&str]) -> Node {
+fn environment(options: &InjectOptions, claims: &[&str]) -> Node {
     // On the pool's volume, which no engine mounts: an engine that runs as root may use every socket that it sees. `pillion serve`
     // and `pillion ctl` read the same variable.
     let mut variables =
         vec![make_variable("PILLION_CONTROL_SOCKET", Node::plain(format!("{POOL_FOLDER}/control.sock")))];
-    if options.copy == Copies::Sidecar && claims.is_empty() {
+    if options.copy == CopySide::Sidecar && claims.is_empty() {
         variables.push(make_variable("NVIDIA_VISIBLE_DEVICES", Node::plain("all")));
         variables.push(make_variable("NVIDIA_DRIVER_CAPABILITIES", Node::plain("compute,utility")));
     }
@@ -160,7 +160,7 @@ pub(super) fn make_variable(name: &str, value: Node) -> Node {
     Node::map([("name", Node::plain(name)), ("value", value)])
 }
 
-fn ports(options: &Options) -> Node {
+fn ports(options: &InjectOptions) -> Node {
     let mut ports = vec![("pillion", 9440)];
     if !options.peer.is_empty() {
         ports.extend([("pillion-mesh", 9441), ("pillion-blocks", 9442)]);
@@ -181,7 +181,7 @@ fn probe(path: &str, period_s: u32, failures: u32) -> Node {
     ])
 }
 
-fn resources(options: &Options, claims: &[&str]) -> Node {
+fn resources(options: &InjectOptions, claims: &[&str]) -> Node {
     let memory =
         options.memory.map_or_else(|| mebibytes(options.dram(), BESIDE_POOL_MIB), |size| mebibytes(size, 0));
     let mut resources = Node::map([
@@ -190,7 +190,7 @@ fn resources(options: &Options, claims: &[&str]) -> Node {
     ]);
     if !claims.is_empty() {
         let claims = claims.iter().map(|claim| Node::map([("name", Node::string(*claim))]));
-        resources.set("claims", Node::List(claims.collect()));
+        resources.set_entry("claims", Node::List(claims.collect()));
     }
     resources
 }
@@ -207,7 +207,7 @@ fn security(group: &str) -> Node {
     ])
 }
 
-fn mounts(options: &Options) -> Node {
+fn mounts(options: &InjectOptions) -> Node {
     let mut mounts = vec![
         mount("pillion-socket", SOCKET_FOLDER, false),
         mount("pillion-pool", POOL_FOLDER, false),

@@ -75,7 +75,7 @@ impl Node {
     }
 
     /// The text of a scalar.
-    pub(super) fn text(&self) -> Option<&str> {
+    pub(super) fn scalar_text(&self) -> Option<&str> {
         match self {
             Self::Scalar { text, .. } => Some(text),
             _ => None,
@@ -103,12 +103,12 @@ impl Node {
     /// The value of a map's key.
     pub(super) fn get(&self, key: &str) -> Option<&Self> {
         let Self::Map(entries) = self else { return None };
-        entries.iter().find(|(name, _)| name.text() == Some(key)).map(|(_, value)| value)
+        entries.iter().find(|(name, _)| name.scalar_text() == Some(key)).map(|(_, value)| value)
     }
 
     pub(super) fn get_mut(&mut self, key: &str) -> Option<&mut Self> {
         let Self::Map(entries) = self else { return None };
-        entries.iter_mut().find(|(name, _)| name.text() == Some(key)).map(|(_, value)| value)
+        entries.iter_mut().find(|(name, _)| name.scalar_text() == Some(key)).map(|(_, value)| value)
     }
 
     /// The value below these keys.
@@ -118,7 +118,7 @@ impl Node {
 
     /// The text below these keys.
     pub(super) fn text_at(&self, path: &[&str]) -> Option<&str> {
-        self.at(path)?.text()
+        self.at(path)?.scalar_text()
     }
 
     /// The items of the list below a key; none where there is no list.
@@ -127,12 +127,12 @@ impl Node {
     }
 
     /// The item of a list of named items.
-    pub(super) fn named(&self, list: &str, name: &str) -> Option<&Self> {
+    pub(super) fn named_item(&self, list: &str, name: &str) -> Option<&Self> {
         self.items_of(list).iter().find(|item| item.text_at(&["name"]) == Some(name))
     }
 
     /// Gives a key of a map a value, in the key's place or behind all others.
-    pub(super) fn set(&mut self, key: &str, value: Self) {
+    pub(super) fn set_entry(&mut self, key: &str, value: Self) {
         match self.get_mut(key) {
             Some(found) => *found = value,
             None => {
@@ -150,14 +150,14 @@ impl Node {
                 *plain &= is_word(value);
                 value.clone_into(text);
             }
-            _ => self.set(key, Self::string(value)),
+            _ => self.set_entry(key, Self::string(value)),
         }
     }
 
     /// Takes a key off a map.
     pub(super) fn take_key(&mut self, key: &str) -> Option<Self> {
         let Self::Map(entries) = self else { return None };
-        let place = entries.iter().position(|(name, _)| name.text() == Some(key))?;
+        let place = entries.iter().position(|(name, _)| name.scalar_text() == Some(key))?;
         Some(entries.remove(place).1)
     }
 }
@@ -222,13 +222,13 @@ fn read_tree(source: &str) -> Result<Option<Node>, String> {
 #[derive(Default)]
 struct Tree {
     root: Option<Node>,
-    open: Vec<Open>,
+    open: Vec<OpenCollection>,
     anchors: HashMap<usize, Node>,
     nodes: usize,
 }
 
 /// A collection before its end.
-struct Open {
+struct OpenCollection {
     node: Node,
     /// The key of the next value.
     key: Option<Node>,
@@ -258,7 +258,8 @@ impl Tree {
             }
             Event::MappingStart(anchor, tag) => self.open_node(Node::Map(Vec::new()), anchor, tag.as_deref()),
             Event::SequenceEnd | Event::MappingEnd => {
-                let Open { node, anchor, .. } = self.open.pop().expect("the parser pairs starts and ends");
+                let OpenCollection { node, anchor, .. } =
+                    self.open.pop().expect("the parser pairs starts and ends");
                 let node = merged(node)?;
                 self.place_node(node, anchor)
             }
@@ -272,7 +273,7 @@ impl Tree {
         {
             return Err(format!("a list or a map has the tag {}: leave it out", tag.suffix));
         }
-        self.open.push(Open { node, key: None, anchor });
+        self.open.push(OpenCollection { node, key: None, anchor });
         Ok(())
     }
 
@@ -287,16 +288,17 @@ impl Tree {
         if anchor > 0 {
             self.anchors.insert(anchor, node.clone());
         }
-        let Some(Open { node: parent, key, .. }) = self.open.last_mut() else {
+        let Some(OpenCollection { node: parent, key, .. }) = self.open.last_mut() else {
             self.root = Some(node);
             return Ok(());
         };
         match (parent, key.take()) {
             (Node::Map(entries), Some(name)) => {
-                let Some(text) = name.text() else {
+                let Some(text) = name.scalar_text() else {
                     return Err("a key is a list or a map: write a text".to_owned());
                 };
-                let known = entries.iter().find(|(other, _)| other.text() == Some(text) && !is_merge(other));
+                let known =
+                    entries.iter().find(|(other, _)| other.scalar_text() == Some(text) && !is_merge(other));
                 match known {
                     None => entries.push((name, node)),
                     // A chart may write a label twice.
@@ -338,7 +340,7 @@ fn merged(node: Node) -> Result<Node, String> {
         for map in maps {
             let Node::Map(brought) = map else { return Err("a merge key (<<) needs a map".to_owned()) };
             for (key, value) in brought {
-                if !own.iter().any(|(known, _)| known.text() == key.text()) {
+                if !own.iter().any(|(known, _)| known.scalar_text() == key.scalar_text()) {
                     own.push((key, value));
                 }
             }

@@ -66,7 +66,7 @@ impl Fetch {
         cuts: &[u64],
         mut delivered: impl FnMut(usize),
     ) -> Result<Step, CopyError> {
-        let ended = memory.ended()?;
+        let ended = memory.last_ended()?;
         let mut worked = false;
         while let Some(&(_, whole)) = self.flying.front().filter(|(batch, _)| *batch <= ended) {
             self.flying.pop_front();

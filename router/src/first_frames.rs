@@ -23,7 +23,7 @@ const ERROR_TIME_MAX: Duration = Duration::from_secs(1);
 
 /// What the begin of a stream shows.
 #[derive(Copy, Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
-enum Shown {
+enum StreamBegin {
     /// Comments, or no whole event.
     Nothing,
     Role,
@@ -33,53 +33,53 @@ enum Shown {
 
 /// The first frames of an answer, in their order.
 #[derive(Debug, Default)]
-pub(super) struct Lead {
+pub(super) struct FirstFrames {
     pub(super) frames: VecDeque<Frame<Bytes>>,
     /// Whether they are an error before anything of an answer.
     pub(super) given_up: bool,
 }
 
 /// The first frame of a body; of a stream of events as many as it takes until one says something, or `time_max` is over.
-pub(super) async fn read<B: Body<Data = Bytes> + Unpin>(
+pub(super) async fn read_first_frames<B: Body<Data = Bytes> + Unpin>(
     body: &mut B,
     is_stream: bool,
     time_max: Duration,
-) -> Result<Lead, B::Error> {
-    let mut lead = Lead::default();
+) -> Result<FirstFrames, B::Error> {
+    let mut first_frames = FirstFrames::default();
     let (mut until, mut unread, mut held) = (Instant::now() + time_max, Vec::new(), 0);
     loop {
-        let frame = if lead.frames.is_empty() {
+        let frame = if first_frames.frames.is_empty() {
             body.frame().await
         } else {
-            let Ok(frame) = timeout_at(until, body.frame()).await else { return Ok(lead) };
+            let Ok(frame) = timeout_at(until, body.frame()).await else { return Ok(first_frames) };
             frame
         };
-        let Some(frame) = frame.transpose()? else { return Ok(lead) };
+        let Some(frame) = frame.transpose()? else { return Ok(first_frames) };
         let data = frame.data_ref().map_or(&[][..], |data| data);
         unread.extend_from_slice(if is_stream { data } else { &[] });
         held += data.len();
-        lead.frames.push_back(frame);
+        first_frames.frames.push_back(frame);
         let shown = judge(&mut unread);
-        lead.given_up = shown == Shown::Error;
-        if !is_stream || shown >= Shown::Answer || held > BYTES_MAX {
-            return Ok(lead);
+        first_frames.given_up = shown == StreamBegin::Error;
+        if !is_stream || shown >= StreamBegin::Answer || held > BYTES_MAX {
+            return Ok(first_frames);
         }
-        if shown == Shown::Role {
+        if shown == StreamBegin::Role {
             until = Instant::now() + ERROR_TIME_MAX;
         }
     }
 }
 
 /// What a stream shows that goes on so. Whole events of no answer are removed.
-fn judge(unread: &mut Vec<u8>) -> Shown {
-    let mut shown = Shown::Nothing;
+fn judge(unread: &mut Vec<u8>) -> StreamBegin {
+    let mut shown = StreamBegin::Nothing;
     loop {
         if unread.starts_with(ERROR_EVENT) {
-            return Shown::Error;
+            return StreamBegin::Error;
         }
         let Some(end) = event_end(unread) else { return shown };
         shown = shown.max(said(&unread[..end]));
-        if shown == Shown::Answer {
+        if shown == StreamBegin::Answer {
             return shown;
         }
         unread.drain(..end);
@@ -97,13 +97,13 @@ fn event_end(unread: &[u8]) -> Option<usize> {
 }
 
 /// What an event says that is no error: nothing where it is a comment, the role where it is a part of a chat with that alone.
-fn said(event: &[u8]) -> Shown {
-    let Ok(event) = std::str::from_utf8(event) else { return Shown::Answer };
+fn said(event: &[u8]) -> StreamBegin {
+    let Ok(event) = std::str::from_utf8(event) else { return StreamBegin::Answer };
     let mut lines = event.lines().filter(|line| !line.is_empty() && !line.starts_with(':'));
-    let Some(line) = lines.next() else { return Shown::Nothing };
+    let Some(line) = lines.next() else { return StreamBegin::Nothing };
     let part = line.strip_prefix("data:").and_then(|part| serde_json::from_str::<Value>(part).ok());
     let is_role = lines.next().is_none() && part.is_some_and(|part| has_role_alone(&part));
-    if is_role { Shown::Role } else { Shown::Answer }
+    if is_role { StreamBegin::Role } else { StreamBegin::Answer }
 }
 
 fn has_role_alone(part: &Value) -> bool {
@@ -151,9 +151,10 @@ pub(super) mod tests {
     fn read_of(text: &str, frame_bytes: usize, time_max: Duration) -> (String, bool) {
         let frames = text.as_bytes().chunks(frame_bytes).map(Bytes::copy_from_slice).collect();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
-        let lead = runtime.block_on(read(&mut Stalled(frames), true, time_max)).unwrap();
-        let held: Vec<u8> = lead.frames.into_iter().flat_map(|frame| frame.into_data().unwrap()).collect();
-        (String::from_utf8(held).unwrap(), lead.given_up)
+        let first_frames = runtime.block_on(read_first_frames(&mut Stalled(frames), true, time_max)).unwrap();
+        let held: Vec<u8> =
+            first_frames.frames.into_iter().flat_map(|frame| frame.into_data().unwrap()).collect();
+        (String::from_utf8(held).unwrap(), first_frames.given_up)
     }
 
     #[test]

@@ -22,7 +22,8 @@ shm_protocol::named! {
         Version = "version",
         /// The number of connected engine processes is at its limit.
         Full = "full",
-        /// Its facts make another namespace than the expected one, or its blocks contradict the namespace's.
+        /// Its facts make another namespace than the expected one, or its blocks have another size than
+        /// others of the namespace.
         Namespace = "namespace",
         /// It contradicts the other processes of its engine.
         Contradiction = "contradiction",

@@ -1,5 +1,4 @@
-//! The thread that forecasts the hits of pools of other sizes: it replays every ended request in scaled-down
-//! pools.
+//! A thread forecasts the hits of pools of other sizes: it replays every ended request in scaled-down pools.
 //!
 //! The data thread never waits for it: a request is skipped if the queue is full.
 
@@ -15,7 +14,7 @@ use crate::core::Ended;
 use crate::error::StartError;
 use crate::pages::metrics::figures::{counter, counters, raise};
 
-/// Requests that wait in the queue.
+/// Largest number of queued requests.
 const WAITING_MAX: usize = 256;
 /// The lowest priority.
 const NICE: i32 = 19;
@@ -38,7 +37,7 @@ pub struct Foretold {
 // === impl Forecaster ===
 
 impl Forecaster {
-    /// Starts the thread, which ends when this value is dropped.
+    /// Starts the thread; it ends when this value is dropped.
     pub fn start(registry: &Registry, config: &dram::Config) -> Result<Self, StartError> {
         let foretold = Foretold::new(registry)?;
         let (config, shown) = (*config, foretold.clone());

@@ -43,8 +43,8 @@ pub struct Session {
     fences: (u64, u64),
     /// True if words or completions were stored since the last wake of the engine.
     dirty: bool,
-    /// The engine treats its hang-up as the sidecar's death, and the sidecar treats it as the engine's. A
-    /// rank's copies share the socket, so once the engine sees the hang-up, nothing writes into its blocks
+    /// The engine treats its hang-up as the death of the sidecar, and the sidecar as the death of the engine.
+    /// A rank's copies share the socket, so once the engine sees the hang-up, nothing writes into its blocks
     /// any more.
     pub socket: Arc<OwnedFd>,
     /// The engine's process. Its end is the engine's death even if another process holds the socket.
@@ -244,7 +244,7 @@ impl Session {
         self.announcements.publish()
     }
 
-    /// Writes the namespace and the run of the engine's binding.
+    /// Writes the namespace and the weights of the engine's binding.
     pub fn show_bound(&self, bound: Bound) {
         self.memory.store_bound(bound);
     }

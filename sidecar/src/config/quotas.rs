@@ -10,8 +10,8 @@ use super::{ConfigError, Size};
 
 /// Quotas of one sidecar: each has two metrics, and is compared with every new namespace.
 const QUOTAS_MAX: usize = 256;
-/// Hex digits of a namespace, and the fewest that name one: among a thousand namespaces two share their first
-/// eight digits once in ten thousand fleets.
+/// Hex digits of a namespace, and the least number of them in a quota: among a thousand namespaces two share
+/// their first eight digits once in ten thousand fleets.
 const DIGITS: usize = 32;
 const DIGITS_MIN: usize = 8;
 const OTHERS: &str = "others";
@@ -28,13 +28,13 @@ pub struct Quota {
 /// The namespaces of a quota.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum Whose {
-    /// Those that begin with these hex digits, usually one.
+    /// The namespaces with these first hex digits, usually one.
     Named(String),
     /// All namespaces without a quota of their own.
     Others,
 }
 
-/// Refuses quotas that overlap, because a namespace can have only one.
+/// Refuses overlapping quotas: a namespace can have only one.
 pub(super) fn check(quotas: &[Quota]) -> Result<(), ConfigError> {
     let range = |value: String, rule| Err(ConfigError::Range { option: "quota", value, rule });
     if quotas.len() > QUOTAS_MAX {

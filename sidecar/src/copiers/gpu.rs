@@ -1,10 +1,11 @@
 //! A rank on a GPU: a thread enqueues its copies and waits for their ends.
 //!
-//! A load is enqueued in batches, `[wait go][wait gate][write STARTED][copies][write load word][write
-//! ENDED]`, and the CPU stores `go` once all of it is enqueued: a started batch also ends, even if this
-//! process dies. The GPU itself checks the gate, so a frozen sidecar cannot write into blocks taken back by
-//! the engine. A batch behind a closed gate stays until the engine's process has ended: its rank is stuck.
-//! Other ranks go on, since every engine process has its own context ([`contexts`]).
+//! A load is enqueued in batches:
+//! `[wait go][wait gate][write STARTED][copies][write load word][write ENDED]`.
+//! The CPU stores `go` once all of it is enqueued: a started batch also ends, even if this process dies. The
+//! GPU itself checks the gate, so a frozen sidecar cannot write into blocks taken back by the engine. A batch
+//! behind a closed gate stays until the engine's process has ended: its rank is stuck. Other ranks go on,
+//! since every engine process has its own context ([`contexts`]).
 //!
 //! Ranks of one GPU share its link ([`link`]) for loads; no engine waits for a save.
 //!

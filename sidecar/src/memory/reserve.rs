@@ -44,7 +44,8 @@ fn reserve(pool: &Weak<Pool>, pinned: &Pinned) {
     let mut nodes = near.iter().cycle();
     while let Some(pool) = pool.upgrade().filter(|pool| pool.reserving()) {
         let near = nodes.next();
-        // A new thread for each piece: a thread bound to one node's CPUs could not be bound to another's.
+        // A new thread for each piece: a thread bound to the CPUs of one node could not be bound to those of
+        // another.
         let reserved = thread::scope(|scope| {
             let bound = || {
                 near.inspect(|near| near.bind_thread());

@@ -108,7 +108,7 @@ impl Server {
         let ended = Arc::new(EndSignal::new().map_err(std::io::Error::from)?);
         let listener = Listener::bind(&config.socket, Use::Engines, config.socket_group.as_deref())?;
         let control = control::Sockets::bind(&config.control)?;
-        // After the listener, which refuses a second sidecar: otherwise both would lock memory.
+        // After the listener refused a second sidecar: otherwise both would lock memory.
         let reserved = Arc::downgrade(&pool);
         let reserved = move |end| reserve::wait(&reserved, end);
         let too_little = config.too_little_for_a_gpu();
@@ -219,8 +219,8 @@ fn watch(
     Ok(poller)
 }
 
-/// The SSD tier, if there are disks. Called before any slot of the pool is used: with a disk's lock the
-/// sidecar knows that no transfer of a dead sidecar between that disk and the pool is in flight.
+/// The SSD tier, if there are disks. Called before any slot of the pool is used: a disk's lock shows that a
+/// dead sidecar has no transfer in flight between that disk and the pool.
 fn start_disks(
     config: &Config,
     opened: Vec<(Disk, Opened)>,
@@ -249,8 +249,8 @@ fn start_mesh(
     Ok(Some((tier, Peers::start(mesh, epoch, pool, known, ended)?)))
 }
 
-/// Configures the core by the options and the state of earlier lives. With `lacks_disks`, blocks may lie on
-/// disks that are left out.
+/// Configures the core by the options and the state of earlier lives. With `lacks_disks`, some disks with
+/// blocks may be left out.
 fn begin_core(config: &Config, core: Core, pool: &Pool, lacks_disks: bool) -> Core {
     let mut core = core.with_handover_ttl(config.handover_ttl.as_millis());
     if pool.former_epoch().is_some() {
@@ -262,7 +262,7 @@ fn begin_core(config: &Config, core: Core, pool: &Pool, lacks_disks: bool) -> Co
     core
 }
 
-/// Counts the files of earlier sidecars whose blocks were given up.
+/// Counts the abandoned files of earlier sidecars.
 fn count_given_up(
     registry: &Registry,
     pool: &Pool,

@@ -1,4 +1,4 @@
-//! Eventfds that signal the end of a thread.
+//! Eventfds to signal the end of a thread.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -25,7 +25,7 @@ pub struct Expected(Arc<AtomicBool>);
 // === impl EndSignal ===
 
 impl EndSignal {
-    /// A signal for threads that all run.
+    /// A signal before the end of any thread.
     pub fn new() -> Result<Self, Errno> {
         Ok(Self(eventfd()?))
     }
@@ -35,7 +35,7 @@ impl EndSignal {
         self.on_exit_unless(&Expected::default())
     }
 
-    /// A guard for a thread whose end is no error once `expected` is set.
+    /// A guard for a thread that may end once `expected` is set.
     pub fn on_exit_unless(self: &Arc<Self>, expected: &Expected) -> OnExit {
         OnExit { signal: Arc::clone(self), expected: expected.clone() }
     }

@@ -64,7 +64,7 @@ pub(super) struct Request {
     /// Unfinished parts of its load, over all ranks.
     pub(super) loading: usize,
     pub(super) failed: BTreeSet<u32>,
-    /// Its load has failed, and its last query was refused.
+    /// Its load has failed, and the policy deferred it at its last query.
     pub(super) aside: bool,
 }
 

@@ -248,7 +248,9 @@ impl Inventory for Connection {
     async fn wait(&self, _: Request<WaitRequest>) -> Result<Response<WaitReply>, Status> {
         let Some(follower) = self.follower.get() else {
             self.shared.count(Reason::Malformed);
-            return Err(Status::failed_precondition("Wait without a Follow on this connection: call Follow first"));
+            return Err(Status::failed_precondition(
+                "Wait without a Follow on this connection: call Follow first",
+            ));
         };
         self.shared.wait(*follower);
         self.waits.notify_one();

@@ -1,9 +1,9 @@
 //! Moves KV bytes between an engine's memory and the DRAM pool.
 //!
-//! Job: copy blocks to the exact places given by a rank's regions, and report an incomplete copy. Linked by the
-//! sidecar (saves, and loads at the engine's request) and by the shim (loads and rescue).
-//! May depend on: shm-protocol (regions, mappings), libc, cudarc. Never: chooses the blocks to copy, waits for
-//! a peer, or maps memory that a peer could shrink.
+//! Job: copy blocks to the exact places given by a rank's regions, and report an incomplete copy. Linked by
+//! the sidecar (saves, and loads at the engine's request) and by the shim (loads and rescue).
+//! May depend on: shm-protocol (regions, mappings), libc, cudarc. Never: chooses the blocks to copy, waits
+//! for a peer, or maps memory that a peer could shrink.
 
 pub mod cuda;
 pub mod host;

@@ -149,7 +149,7 @@ fn entries(folder: &str) -> usize {
     std::fs::read_dir(folder).expect("a folder of proc").count()
 }
 
-/// Applies news as the data thread does.
+/// Applies events as the data thread does.
 fn keep(news: &Receiver<News>, followed: &AtomicU64) {
     let mut directory = Directory::new(directory::Config::default());
     for news in news {

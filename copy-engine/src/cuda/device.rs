@@ -85,7 +85,7 @@ impl DeviceMemory {
         self.here.block_bytes()
     }
 
-    /// Whether block `block` exists.
+    /// True if block `block` exists.
     pub fn holds(&self, block: u32) -> bool {
         self.here.holds(block)
     }

@@ -1,4 +1,4 @@
-//! Control planes of nodes for tests: the blocks each publishes, and the news it gets of the others.
+//! Control planes of nodes for tests: the blocks each publishes, and the events it gets of the others.
 
 use std::collections::{HashMap, HashSet};
 use std::net::{Ipv4Addr, SocketAddr};
@@ -87,7 +87,7 @@ pub(crate) struct Member {
     pub(crate) batches: u32,
 }
 
-/// All news of a node.
+/// All events of a node.
 #[derive(Default)]
 pub(crate) struct Seen {
     pub(crate) members: HashMap<PeerNumber, Member>,
@@ -245,7 +245,7 @@ impl Seen {
         }
     }
 
-    /// Checks the promises of the interface with every news.
+    /// Checks the promises of the interface with every event.
     fn hear(&mut self, news: News) {
         match news {
             News::Joined { number, peer, rdma } => {

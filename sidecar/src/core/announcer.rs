@@ -13,7 +13,7 @@ use super::inventory::At;
 use super::tier::Notice;
 use super::{Base, SessionId};
 
-/// Limit of announcements in wait for room in one engine's ring: 3 MB. Beyond it, all blocks are announced
+/// Limit of announcements waiting for room in one engine's ring: 3 MB. Beyond it, all blocks are announced
 /// again once there is room.
 const WAITING_MAX: usize = 65_536;
 /// A walk goes on while fewer announcements wait.

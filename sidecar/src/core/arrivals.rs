@@ -1,7 +1,7 @@
-//! Arrivals: blocks on their way into DRAM from any source, and the queries and loads in wait for each.
+//! Arrivals: blocks on their way into DRAM from any source, and the queries and loads waiting for each.
 //!
 //! A block of an earlier life lies in its slot already, and is on its way while it is verified. A block being
-//! filled by a save is on its way from the first question of an engine in wait for it. If all its waiters
+//! filled by a save is on its way from the first question of an engine waiting for it. If all its waiters
 //! leave, a block still arrives, and stays in DRAM as any other. The slot of an arrival belongs to it until
 //! its end.
 
@@ -26,7 +26,7 @@ pub(super) const WAIT_MS_MAX: u64 = QUERY_WAIT_MS_MAX as u64;
 /// use and for saves.
 pub(super) const PART: u64 = 4;
 
-/// An operation in wait for a block.
+/// An operation waiting for a block.
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]
 pub(super) enum Waiter {
     Query { session: SessionId, log: u32, op: u64 },

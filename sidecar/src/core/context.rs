@@ -163,7 +163,7 @@ impl Context {
         self.kept.keep(key, binding.whose, fenced, self.now_ms, &mut self.dram);
     }
 
-    /// Notes the end of a saved block. Queries and loads in wait for it get this end when the event is over.
+    /// Notes the end of a saved block. Queries and loads waiting for it get this end when the event is over.
     pub(super) fn end_saved(&mut self, key: BlockKey, kept: bool) {
         if let Some(waiting) = self.arrivals.end_saved(&key) {
             self.produced.ended.push((key, waiting, kept));

@@ -371,7 +371,7 @@ impl Core {
 // === impl Core: ends of waits, and time ===
 
 impl Core {
-    /// Passes the end of a block to the queries and loads in wait for it. `None`: the block is late or not
+    /// Passes the end of a block to the queries and loads waiting for it. `None`: the block is late or not
     /// kept.
     fn tell(&mut self, waiting: Vec<Waiter>, ended: Option<&BlockKey>) {
         for waiter in waiting {
@@ -384,7 +384,7 @@ impl Core {
         }
     }
 
-    /// Passes the begins and ends of this event's saves to queries and loads in wait for blocks of other
+    /// Passes the begins and ends of this event's saves to queries and loads waiting for blocks of other
     /// engines.
     fn follow_saves(&mut self) {
         let Produced { claimed, ended, kept, over } = std::mem::take(&mut self.base.cx.produced);
@@ -492,7 +492,7 @@ impl Core {
 // === impl Core: views for its host ===
 
 impl Core {
-    /// True while copies or transfers run, or blocks wait for their commit or write. A save in wait for its
+    /// True while copies or transfers run, or blocks wait for their commit or write. A save waiting for its
     /// step does not count.
     pub fn busy(&self) -> bool {
         let Base { sources, cx, .. } = &self.base;

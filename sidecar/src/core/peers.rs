@@ -1,5 +1,5 @@
-//! The mesh beside the tiers: blocks missing here are fetched from peers into DRAM, and blocks in this node's
-//! DRAM are published to peers and given to them.
+//! The mesh beside the tiers: blocks missing here are fetched from peers into DRAM, and blocks here in DRAM
+//! are published to peers and given to them.
 //!
 //! - A slot of a fetch belongs to it until its end, even if the peer or the query is gone.
 //! - A slot granted to a peer is held until its release; the transport always sends it.

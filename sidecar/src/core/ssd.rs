@@ -52,7 +52,7 @@ pub(super) struct Ssd {
 pub struct SsdStats {
     /// Figures of the log and of each device.
     pub log: ssd::Stats,
-    /// Blocks in wait for their write.
+    /// Blocks waiting for their write.
     pub queued: u64,
     /// Blocks not written: the queue was full.
     pub dropped_queue_full: u64,

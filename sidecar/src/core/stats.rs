@@ -29,7 +29,7 @@ pub struct Stats {
     pub query_blocks: u64,
     /// Blocks found by queries.
     pub query_hit_blocks: u64,
-    /// Queries with a wait for blocks on their way into DRAM, or being verified there.
+    /// Queries that waited for blocks on their way into DRAM, or under verification there.
     pub waits: u64,
     /// Such queries answered before all awaited blocks were there.
     pub waits_timed_out: u64,
@@ -43,7 +43,7 @@ pub struct Stats {
     pub handover_without_producer: u64,
     /// Such requests without a wait, because as many as may were waiting.
     pub handover_beyond_limit: u64,
-    /// Such requests with a wait, answered without all blocks.
+    /// Such requests answered without all blocks after a wait.
     pub handover_exhausted: u64,
     /// Prompts promised by an engine to another, and those refused beyond its limit.
     pub handover_promises: u64,

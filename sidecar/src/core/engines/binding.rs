@@ -23,7 +23,7 @@ const GENERATIONS_MAX: usize = 16;
 
 impl Engines {
     /// Binds the engine of `session` once every rank has joined its run and answered its last WEIGHTS. True
-    /// if the engine is bound now: saves in wait for the binding begin. Workers outside the run are no
+    /// if the engine is bound now: saves waiting for the binding begin. Workers outside the run are no
     /// evidence: another engine may have the same name.
     pub(crate) fn bind(&mut self, session: SessionId, cx: &mut Context) -> bool {
         let scheduler = &self[session];

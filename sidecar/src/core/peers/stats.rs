@@ -42,7 +42,7 @@ pub struct PeersStats {
     pub told: u64,
     /// Outgrown filters of peers.
     pub resyncs: u64,
-    /// Requests with a wait for a producer.
+    /// Requests that waited for a producer.
     pub miss_waits: u64,
     /// Such requests without their blocks at the end of the wait.
     pub miss_waits_exhausted: u64,

@@ -25,7 +25,7 @@ impl Question {
 impl Queries {
     /// Returns the question for the last kept key if the query asks for it, otherwise the question itself.
     ///
-    /// An engine in wait for another one asks for the last key first, kept or not: the other one is to
+    /// An engine waiting for another one asks for the last key first, kept or not: the other one is to
     /// produce it.
     pub(super) fn narrow(&self, question: Question, binding: &Binding, base: &Base) -> Question {
         let Some(first) = question.first else { return question };

@@ -1,4 +1,4 @@
-//! Queries in wait for blocks on their way.
+//! Queries waiting for blocks on their way.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -299,7 +299,7 @@ impl Queries {
         turns.into_iter().for_each(|place| self.ask_again(place, base));
     }
 
-    /// Renews the leases of queries in wait for blocks: the found blocks stay while the rest comes.
+    /// Renews the leases of queries waiting for blocks: the found blocks stay while the rest comes.
     fn renew_leases(&self, cx: &mut Context) {
         let comes = |wait: &Wait| matches!(wait.phase, WaitPhase::ForBlocks { .. }) && !wait.question.awaits;
         for ((session, number), _) in self.waits.iter().filter(|(_, wait)| comes(wait)) {

@@ -32,7 +32,7 @@ use crate::core::peers::PeersStats;
 const LOOK_MS: u64 = 20;
 /// Windows in a row without their blocks, after which an engine's requests do not wait.
 const EXHAUSTED_MAX: u32 = 3;
-/// Limit of an engine's questions in wait for other engines at once. More prompts are more than its producers
+/// Limit of an engine's questions waiting for other engines at once. More prompts are more than its producers
 /// compute in time.
 const QUESTIONS_MAX: usize = 64;
 /// Milliseconds between two lines of the log about exhausted windows, at least.
@@ -74,7 +74,7 @@ pub(super) struct Windows {
     quiet_until_ms: u64,
     /// Exhausted windows since the last line of the log about them.
     untold: u64,
-    /// Requests with a wait for a producer, and those without their blocks at its end.
+    /// Requests that waited for a producer, and those without their blocks at the end.
     waits: u64,
     exhausted: u64,
 }
@@ -240,7 +240,7 @@ impl Queries {
         }
     }
 
-    /// Asks questions in wait for a producer again, if there is more to be had or their window is over.
+    /// Asks questions waiting for a producer again, if there is more to be had or their window is over.
     pub(crate) fn look_again(&mut self, base: &mut Base) {
         let now_ms = base.cx.now_ms;
         if self.windows.next_look_ms.take_if(|at| *at <= now_ms).is_none() {
@@ -314,7 +314,7 @@ impl Queries {
             .is_some_and(|window| window.promise.is_some())
     }
 
-    /// Handles new slots of saves: asks the questions in wait for these blocks again.
+    /// Handles new slots of saves: asks the questions waiting for these blocks again.
     pub(crate) fn look_at_saves(&mut self, base: &mut Base) {
         for question in self.idle().into_iter().filter(|question| question.awaits) {
             if self.next_is_here(question, base) {
@@ -356,7 +356,7 @@ impl Queries {
         }
     }
 
-    /// Returns the questions in wait for a producer.
+    /// Returns the questions waiting for a producer.
     fn idle(&self) -> Vec<Question> {
         let idle = self.waits.values().filter(|wait| matches!(wait.phase, WaitPhase::ForProducer));
         idle.map(|wait| wait.question).collect()

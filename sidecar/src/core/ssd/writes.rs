@@ -13,7 +13,7 @@ use super::super::namespaces::Binding;
 use super::Ssd;
 use crate::config::SsdAdmission;
 
-/// Limit of blocks in wait for their write: as many as saves may have in wait for their copies.
+/// Limit of blocks waiting for their write: as many as saves may have waiting for their copies.
 const QUEUE_MAX: usize = 65_536;
 /// Blocks of a queue for one event to look at, 0.1 ms.
 const LOOKS_MAX: usize = 1024;
@@ -142,7 +142,7 @@ impl Ssd {
         self.leaving = all.into_iter().filter(|block| !log.came(&block.key)).collect();
     }
 
-    /// Drops the blocks in wait for their write, and takes no more.
+    /// Drops the blocks waiting for their write, and takes no more.
     pub(super) fn write_no_more(&mut self) {
         (self.leaving, self.queue) = (VecDeque::new(), VecDeque::new());
         self.queued.clear();

@@ -206,9 +206,9 @@ mod tests {
     fn what_is_left_takes_what_is_ahead_by_the_rate() {
         let mut flows = Flows::default();
         let others = asked(&mut flows, DISK, 1000, 0);
-        assert_eq!(flows.ahead(&others, 0).ms, None, "nothing is known of it");
+        assert_eq!(flows.ahead(&others, 0).ms, None, "its rate is unknown");
         give(&mut flows, DISK, 0..400, 2);
-        assert!((ms(&flows, &others, 400) - 1600.0).abs() < 20.0, "its first windows tell");
+        assert!((ms(&flows, &others, 400) - 1600.0).abs() < 20.0, "its first windows show the rate");
         let mine = asked(&mut flows, DISK, 100, 400);
         assert!((ms(&flows, &mine, 400) - 1800.0).abs() < 20.0, "800 of others and 100");
         give(&mut flows, DISK, 400..1400, 2);

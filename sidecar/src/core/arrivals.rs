@@ -134,7 +134,7 @@ impl Arrivals {
         self.bytes
     }
 
-    /// True if one of the block's waiters still waits, by the word of `waits`.
+    /// True if `waits` holds for one of the block's waiters.
     pub(super) fn is_wished(&self, key: &BlockKey, waits: impl Fn(&Waiter) -> bool) -> bool {
         self.coming.get(key).is_some_and(|coming| coming.waiting.iter().any(waits))
     }
@@ -160,7 +160,7 @@ impl Arrivals {
         }
     }
 
-    /// Returns the bytes each source of these blocks has to give up to its last one of them.
+    /// Returns the bytes due from each source of these blocks, up to its last one of them.
     pub(super) fn owed(&self, keys: &[BlockKey], now_ms: u64) -> BTreeMap<SourceLane, Owed> {
         let mut places: BTreeMap<SourceLane, u64> = BTreeMap::new();
         for (lane, _, place) in keys.iter().filter_map(|key| self.coming.get(key)?.lane) {

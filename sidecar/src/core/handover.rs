@@ -79,8 +79,8 @@ pub(super) struct Released {
     pub(super) full: u64,
 }
 
-/// Blocks computed for another engine and not kept: a wait for one has no end but its limit. Only the last
-/// ones are remembered, for some time.
+/// Blocks computed for another engine and not kept: a wait for one cannot succeed. Only the last ones are
+/// remembered, for some time.
 #[derive(Debug, Default)]
 pub(super) struct Lost {
     /// When each block is forgotten, in milliseconds.

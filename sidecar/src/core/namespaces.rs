@@ -152,7 +152,7 @@ impl Namespaces {
         self.retired.contains(&space)
     }
 
-    /// Starts a namespace again: its blocks so far are trusted no more, of any engine.
+    /// Starts a namespace again: none of its blocks kept so far is trusted any longer.
     pub(super) fn retire(&mut self, space: Space) {
         self.forget(space);
         self.retired.insert(space);

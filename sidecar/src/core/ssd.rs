@@ -1,4 +1,4 @@
-//! The SSD tier behind the DRAM tier: committed blocks are written after their saves, and blocks missing in
+//! The SSD tier behind the DRAM tier: committed blocks are written in the background, and blocks missing in
 //! DRAM are read from a device ([`super::arrivals`]).
 //!
 //! Bytes move between a device and a pool slot alone. The slot of a transfer belongs to it until its end: it

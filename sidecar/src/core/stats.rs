@@ -31,7 +31,7 @@ pub struct Stats {
     pub query_hit_blocks: u64,
     /// Queries that waited for blocks on their way into DRAM, or under verification there.
     pub waits: u64,
-    /// Such queries answered before all awaited blocks were there.
+    /// Waiting queries answered before all awaited blocks were there.
     pub waits_timed_out: u64,
     /// Queries answered without blocks on their way: their engine computes these sooner.
     pub waits_slower: u64,
@@ -39,11 +39,11 @@ pub struct Stats {
     pub early_answers: u64,
     /// Requests for a prompt computed by another engine.
     pub handover_queries: u64,
-    /// Such requests without a wait, because no engine had produced blocks for earlier ones.
+    /// Handover requests without a wait, because no engine had produced blocks for earlier ones.
     pub handover_without_producer: u64,
-    /// Such requests without a wait, because as many as may were waiting.
+    /// Handover requests without a wait, because as many as may were waiting.
     pub handover_beyond_limit: u64,
-    /// Such requests answered without all blocks after a wait.
+    /// Handover requests answered without all blocks after a wait.
     pub handover_exhausted: u64,
     /// Prompts promised by an engine to another, and those refused beyond its limit.
     pub handover_promises: u64,
@@ -58,8 +58,8 @@ pub struct Stats {
     pub handover_loaded: u64,
     pub handover_expired: u64,
     pub handover_full: u64,
-    /// Blocks not kept of saves for another engine: their engine reused them first, or there was no room or
-    /// no copy.
+    /// Blocks of saves for another engine that were not kept: their engine reused them first, or there was no
+    /// room or no copy.
     pub handover_lost_to_reuse: u64,
     pub handover_dropped: u64,
     /// Milliseconds of all answered waits.
@@ -73,23 +73,23 @@ pub struct Stats {
     pub saves_lost_to_reuse: u64,
     /// Blocks not saved for want of room, or because their copy failed.
     pub saves_dropped: u64,
-    /// Such blocks without a slot: every slot, or all of their quota, was leased or being filled.
+    /// Dropped blocks without a slot: every slot, or all of their quota, was leased or being filled.
     pub saves_without_room: u64,
-    /// Such blocks larger than a segment of the pool.
+    /// Dropped blocks larger than a segment of the pool.
     pub saves_too_large: u64,
-    /// Such blocks of an engine without a proof.
+    /// Dropped blocks of an engine without a proof.
     pub saves_unproven: u64,
-    /// Such blocks of an engine in doubt.
+    /// Dropped blocks of an engine in doubt.
     pub saves_doubted: u64,
-    /// Such blocks of a step not accepted by their engine.
+    /// Dropped blocks of a step not accepted by their engine.
     pub saves_unaccepted: u64,
-    /// Such blocks with a non-finite number.
+    /// Dropped blocks with a non-finite number.
     pub saves_not_finite: u64,
     /// Blocks with a non-finite number, also blocks removed after their handover.
     pub not_finite_blocks: u64,
     /// Checks with a verdict.
     pub checks: u64,
-    /// Such checks of an engine with other KV than the kept one.
+    /// Checks of an engine with other KV than the kept one.
     pub checks_differing: u64,
     /// Checks without a verdict: the blocks were no longer kept, or there was no room for the computed ones.
     pub checks_undecided: u64,
@@ -103,9 +103,9 @@ pub struct Stats {
     pub loaded_bytes: u64,
     /// Loads reported as failed by a rank.
     pub load_failures: u64,
-    /// Such loads refused before anything was copied.
+    /// Failed loads refused before anything was copied.
     pub load_refusals: u64,
-    /// Such loads refused by a rank, because they were of another namespace than its blocks.
+    /// Failed loads refused by a rank, because they were of another namespace than its blocks.
     pub load_mismatches: u64,
 }
 

@@ -19,8 +19,8 @@ pub enum Timed {
     /// A prompt for another engine, from the turn with its last step seen done until that engine had loaded
     /// it.
     Handover,
-    /// A save for another engine, from the turn of its last copy's drained ring until its commit: it waited
-    /// only for the acceptance of its step.
+    /// A save for another engine, from becoming whole until its commit: it waited only for the acceptance of
+    /// its step.
     Acceptance,
     /// A block, from its request to a tier until it was in DRAM.
     Read(Source),

@@ -1,4 +1,4 @@
-//! The rule of waits for blocks: is a wait worth it? Pure: time is an argument.
+//! The rule for the end of waits for blocks. Pure: time is an argument.
 //!
 //! Spent time does not count. A wait goes on while the rest of its blocks comes before the engine would have
 //! computed it. The rule is applied with each look, by the rates of the last half second. The whole run

@@ -43,7 +43,7 @@ pub(in crate::core) struct Flow {
     first_ms: u64,
 }
 
-/// The bytes a source has to give to one waiter.
+/// The bytes due from a source to one waiter.
 #[derive(Copy, Clone, Debug)]
 pub(in crate::core) struct Owed {
     /// The place of the last block's end among all requested bytes.
@@ -151,12 +151,12 @@ impl Flows {
         }
     }
 
-    /// Returns the bytes a source has to give up to a place.
+    /// Returns the bytes due from a source, up to a place.
     pub(super) fn owed(&self, lane: SourceLane, up_to: u64, now_ms: u64) -> Owed {
         Owed { up_to, ended: self.0.get(&lane).map_or(0, |flow| flow.ended), since_ms: now_ms }
     }
 
-    /// Returns the bytes a source has to give to all waiters, for a wait since `since_ms`.
+    /// Returns the bytes due from a source to all waiters, for a wait since `since_ms`.
     pub(in crate::core) fn owed_by(&self, lane: SourceLane, since_ms: u64) -> Owed {
         self.owed(lane, self.0.get(&lane).map_or(0, |flow| flow.begun), since_ms)
     }

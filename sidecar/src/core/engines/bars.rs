@@ -76,7 +76,8 @@ impl Engines {
         served.map(|(session, _)| *session).collect()
     }
 
-    /// Returns the number of connected runs barred from the namespace of this id, of those allowed to save.
+    /// Returns the number of connected runs barred from the namespace of this id, without runs never allowed
+    /// to save.
     pub(crate) fn barred_from(&self, namespace: u32) -> usize {
         let connected = |bar: &&Bar| self.schedulers.values().any(|scheduler| scheduler.run == bar.run);
         self.bars.0.iter().filter(|bar| bar.votes && bar.namespace == namespace).filter(connected).count()

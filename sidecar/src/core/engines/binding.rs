@@ -16,7 +16,7 @@ use crate::core::Action;
 use crate::core::context::Context;
 
 /// Salted namespaces remembered for one session: an engine names its last salt when it connects again. The
-/// limit keeps one engine's resets from the namespaces of other engines.
+/// limit keeps one engine's resets from pushing out the namespaces of other engines.
 const GENERATIONS_MAX: usize = 16;
 
 // === impl Engines ===

@@ -1,7 +1,6 @@
-//! Permission to save: an engine may save once its KV is known to match its namespace.
+//! Permission to save: blocks of an engine are kept once its KV is known to match its namespace.
 //!
-//! - An engine with its own word on its weights, by a sample or by its files, is believed; only checks find
-//!   it wrong.
+//! - An engine stating its own weights, by a sample or by its files, is believed; only checks find it wrong.
 //! - An engine with facts from elsewhere must prove its KV: its blocks pass a check, or there is no kept
 //!   block to compare them with. Until then it loads, and nothing of it is kept.
 //! - A proof is for one run in one namespace, over new connections too, and for this life.

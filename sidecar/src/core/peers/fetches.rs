@@ -180,7 +180,7 @@ impl Peers {
         }
     }
 
-    /// Returns another peer with the possible begin of a run, and the number of its blocks.
+    /// Returns another peer that may have the begin of a run, and the length of this part in blocks.
     fn other_holder(&self, now_ms: u64, run: &[Digest], tried: &[PeerNumber]) -> Option<(PeerNumber, usize)> {
         let holders = self.directory.probe(now_ms, run);
         let other = holders.iter().find(|holder| !tried.contains(&holder.peer))?;

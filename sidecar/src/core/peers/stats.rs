@@ -30,11 +30,11 @@ pub struct PeersStats {
     /// Blocks not given by a peer, by kind of fault.
     pub faults: [u64; FAULT_NAMES.len()],
     pub asks: u64,
-    /// Blocks asked for by peers.
+    /// Blocks requested by peers.
     pub asked_blocks: u64,
-    /// Blocks of these asks not here.
+    /// Requested blocks not here.
     pub absent_blocks: u64,
-    /// Blocks of these asks here and not granted: too much was granted already.
+    /// Requested blocks here and not granted: too much was granted already.
     pub withheld_blocks: u64,
     pub served_blocks: u64,
     pub served_bytes: u64,
@@ -44,7 +44,7 @@ pub struct PeersStats {
     pub resyncs: u64,
     /// Requests that waited for a producer.
     pub miss_waits: u64,
-    /// Such requests without their blocks at the end of the wait.
+    /// Requests that waited and did not get their blocks.
     pub miss_waits_exhausted: u64,
     /// Engines whose requests do not wait any more.
     pub miss_wait_breakers: u64,

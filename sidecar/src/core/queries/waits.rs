@@ -44,7 +44,7 @@ pub(super) enum WaitPhase {
 /// The rest of a run, for the rule of its wait.
 #[derive(Debug, Default)]
 pub(super) struct Rest {
-    /// The bytes its sources have to give.
+    /// The bytes due from its sources.
     owed: BTreeMap<SourceLane, Owed>,
     /// Number of blocks to be requested later: more are not brought at once.
     beyond: u32,

@@ -14,8 +14,8 @@ const WANTED_MAX: usize = 65_536;
 /// Limit of LOADED waiting for their LOAD: every operation of a session on every rank.
 const EARLY_MAX: usize = OPERATIONS * RANKS_MAX as usize;
 
-/// The answer to a save: did the engine go on with the output of its step? A later answer counts only if it
-/// is worse.
+/// The engine's answer to a save: it went on with the output of the save's step, or did not. A later answer
+/// counts only if it is worse.
 #[derive(Copy, Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub(super) enum Acceptance {
     /// There is no answer yet.

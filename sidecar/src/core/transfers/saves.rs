@@ -264,7 +264,7 @@ impl Transfers {
         }
     }
 
-    /// Ends a save before its begin, without any block kept.
+    /// Drops a save not begun yet, and reports its end.
     fn drop_save(&mut self, (session, op): OpKey, save: &UnboundSave, cx: &mut Context) {
         let dropped = save.blocks.iter().filter(|(_, block)| block.is_some()).count() as u32;
         let cancelled = save.blocks.len() as u32 - dropped;

@@ -59,7 +59,7 @@ impl Announcer {
         self.waiting_max = waiting_max;
     }
 
-    /// Announces changes at a source: with true a block may be found there from now on, with false no more.
+    /// Announces changes at a source: with true a block may be found there from now on, with false no longer.
     pub(super) fn note(&mut self, medium: Source, changes: impl Iterator<Item = (BlockKey, bool)>) {
         for (key, findable) in changes {
             for reader in self.readers.values_mut().filter(|reader| reader.is_of(&key)) {

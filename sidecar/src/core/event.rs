@@ -287,7 +287,7 @@ pub enum Heard {
         peer: PeerNumber,
         blocks: Vec<Label>,
     },
-    /// A grant has ended: the transport needs its slots no more.
+    /// A grant has ended: the transport no longer needs its slots.
     Released {
         ask: u64,
         /// Number of the grant's first blocks, sent whole.

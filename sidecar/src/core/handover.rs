@@ -254,7 +254,7 @@ fn is_kept(blocks: &BTreeMap<u64, KeptBlock>, kind: Kind, (offset, until_ms): (u
 // === impl Lost ===
 
 impl Lost {
-    /// Notes the blocks of a save that the pool has not: they are lost.
+    /// Notes the blocks of a save that are not in the pool: they are lost.
     pub(super) fn note(&mut self, namespace: u32, hashes: &[BlockHash], now_ms: u64, dram: &Dram) {
         let mut found = Vec::with_capacity(hashes.len());
         dram.lookup(namespace, hashes, &mut found);
@@ -263,7 +263,7 @@ impl Lost {
         }
     }
 
-    /// Notes a lost block. It matters only to waiters for a block found nowhere.
+    /// Notes a lost block. Only waiters for a block found nowhere look at it.
     pub(super) fn insert(&mut self, key: BlockKey, now_ms: u64) {
         let until_ms = now_ms.saturating_add(TTL_MS);
         self.blocks.insert(key, until_ms);

@@ -404,7 +404,7 @@ impl Core {
         }
     }
 
-    /// Handles ended jobs of a tier. Failed reads are tried another way together.
+    /// Handles ended jobs of a tier. Failed reads of one call are tried another way together.
     fn transferred(&mut self, tier: usize, ends: Vec<JobEnd>) {
         if ends.iter().any(JobEnd::shows_producer) {
             self.queries.restore_patience();

@@ -137,8 +137,8 @@ impl Queries {
         self.log(question.session, question.log).wanted(question)
     }
 
-    /// Returns the keys before those of a save, and the keys of the save. The former are all if its blocks
-    /// are compared, otherwise the last one. Fails if keys of the save were not appended.
+    /// Returns the keys before those of a save (all if its blocks are compared, otherwise the last one), and
+    /// the keys of the save. Fails if keys of the save were not appended.
     pub(super) fn keys_of(
         &self,
         session: SessionId,
@@ -313,7 +313,7 @@ impl Queries {
         }
     }
 
-    /// Answers a query that waits no more.
+    /// Answers a query that no longer waits.
     fn answer_whole(&mut self, mut question: Question, mut found: Found, binding: &Binding, base: &mut Base) {
         self.end_window(question, found.hits(), base);
         if found.hits() == 0 && question.first.is_some() {

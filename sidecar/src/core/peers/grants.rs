@@ -81,7 +81,7 @@ impl Peers {
         has == 0 || has + bytes <= (self.granted_bytes_max - others) / 2
     }
 
-    /// Ends a grant: the transport needs its slots no more. Sent blocks are no longer kept for another
+    /// Ends a grant: the transport no longer needs its slots. Sent blocks are no longer kept for another
     /// engine: its own sidecar has them.
     pub(super) fn release(&mut self, ask: u64, sent: u32, cx: &mut Context) {
         let granted = self.grants.remove(&ask).expect("a grant is released once");

@@ -4,7 +4,7 @@
 //! the window is open, a question with an incomplete run is not answered. It is asked again when the next
 //! block of the run can be had here, from a disk or from a peer. The window ends when the run has not grown
 //! for its length, and at the latest [`QUERY_WAIT_MS_MAX`] after that first question. Then the question is
-//! answered with the blocks here, and the request waits no more.
+//! answered with the blocks here, and the request no longer waits.
 //!
 //! If three windows of an engine in a row ended so, with not one block from a peer in between, it most likely
 //! has no producer: its requests do not wait until a peer has given a block to any engine. A window with a
@@ -12,8 +12,8 @@
 //!
 //! A question for blocks of another engine (`awaits`) has a window of its own, if there are peers or another
 //! engine of its namespace is here. It is asked again when a save takes a slot for the next block of its run.
-//! A save of another engine in the namespace shows a producer. A promise of another engine extends the
-//! window, wherever that engine is. The window ends at once if the last other engine has gone, or if a
+//! A save of another engine in the namespace shows that there is a producer. A promise of another engine
+//! extends the window, here or at a peer. The window ends at once if the last other engine has gone, or if a
 //! promise has ended and nothing of it is being saved or known of a peer. It also ends if another engine
 //! computed the next block of the run, and it is not kept.
 
@@ -26,9 +26,9 @@ use super::{Action, Base, Binding, Context, Queries, Question, SessionId};
 use crate::core::engines::{Engines, Waits};
 use crate::core::peers::PeersStats;
 
-/// Milliseconds between two looks of a question, at least. A look costs a search for one block here and in
-/// the inventories of peers, some microseconds. A producer's blocks come by the step, every 10 ms at best,
-/// and are announced in batches.
+/// Milliseconds between two looks for the blocks of a question, at least. A look costs a search for one block
+/// here and in the inventories of peers, some microseconds. A producer's blocks come by the step, every 10 ms
+/// at best, and are announced in batches.
 const LOOK_MS: u64 = 20;
 /// Windows in a row without their blocks, after which an engine's requests do not wait.
 const EXHAUSTED_MAX: u32 = 3;
@@ -375,7 +375,7 @@ impl Queries {
         }
     }
 
-    /// Closes the window of a question answered with so many hits: its request waits no more.
+    /// Closes the window of a question answered with so many hits: its request no longer waits.
     pub(super) fn end_window(&mut self, question: Question, hits: u32, base: &mut Base) {
         let now_ms = base.cx.now_ms;
         let log = self.asker(question.session).logs.known_mut(question.log);

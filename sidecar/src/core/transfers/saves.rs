@@ -257,7 +257,7 @@ impl Transfers {
         saves
     }
 
-    /// Counts so many blocks of a session's saves as waiting no more.
+    /// Counts so many blocks of a session's saves as no longer waiting.
     fn unwant(&mut self, session: SessionId, blocks: usize) {
         if let Some(pending) = self.pending.get_mut(&session) {
             pending.wanted -= blocks;

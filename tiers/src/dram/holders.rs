@@ -70,8 +70,8 @@ impl Dram {
         may_steal && self.steal(class, |other| other != class)
     }
 
-    /// Returns the main class of the holder with the most bytes. The other holder must still have no fewer bytes
-    /// than `holder` after losing a segment to it.
+    /// Returns the main class of the holder with the most bytes. `None` if that holder would have fewer bytes than
+    /// `holder` after losing a segment to it.
     fn class_beyond(&self, class: usize, holder: HolderId, losers: Group) -> Option<usize> {
         let used = self.ledger.used();
         let least = used.of(holder) + 2 * self.config.segment_bytes;

@@ -10,7 +10,7 @@ use super::{Dram, HolderId};
 
 impl Dram {
     /// Keeps a block from eviction until [`Dram::unhold`], as often as it is held. It counts as a lease of
-    /// `holder`, for any room of that holder. `None` if the block is not committed.
+    /// `holder`, even beyond its room. `None` if the block is not committed.
     pub fn hold(&mut self, key: &BlockKey, holder: HolderId) -> Option<SlotRef> {
         let id = self.find(key.namespace, key.group, &key.hash)?;
         let held = self.pin_id(id);

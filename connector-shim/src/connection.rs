@@ -99,12 +99,12 @@ impl Address {
     /// Connects and shakes hands, within [`HANDSHAKE`].
     pub(crate) fn connect(&self) -> Result<Connection, ConnectError> {
         let deadline = clock::now() + HANDSHAKE;
-        let socket = transport::connect(&self.socket, HANDSHAKE)?;
+        let socket = transport::connect_socket(&self.socket, HANDSHAKE)?;
         limit(&socket, deadline)?;
         let descriptors: Vec<_> = self.descriptors.iter().map(AsFd::as_fd).collect();
-        transport::send(&socket, &self.record, &descriptors)?;
+        transport::send_record(&socket, &self.record, &descriptors)?;
         limit(&socket, deadline)?;
-        let (record, received) = transport::receive(&socket)?;
+        let (record, received) = transport::receive_record(&socket)?;
         if record.is_empty() {
             return Err(ConnectError::Absent(Errno::CONNRESET));
         }

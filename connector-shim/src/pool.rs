@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use copy_engine::PoolSource;
 use rustix::fs::SealFlags;
-use shm_protocol::pool::{PoolView, SlotRef, header, verify};
+use shm_protocol::pool::{PoolView, SlotRef, header, verify_slot};
 use shm_protocol::region::extent::Extent;
 use shm_protocol::region::{Access, Region, descriptor_bytes};
 
@@ -74,7 +74,7 @@ impl Pool {
 
     /// Whether the slot is whole and of this filling.
     pub(crate) fn verify(&self, slot: SlotRef, block_bytes: u64) -> bool {
-        verify(self.load(), self.segment_bytes, self.segments, slot, block_bytes)
+        verify_slot(self.load(), self.segment_bytes, self.segments, slot, block_bytes)
     }
 
     fn load(&self) -> impl Fn(usize) -> u64 {

@@ -196,7 +196,7 @@ impl SchedulerSession {
         let end = u32::try_from(hashes.len()).or_else(|_| argument("more than 2^32 hashes: pass fewer"))?;
         let key = |index: u32, key: &mut BlockHash| -> PyResult<()> {
             let item = hashes.get_item(index as usize)?;
-            Ok(key.set(item.cast::<PyBytes>()?.as_bytes()).map_err(Failure::from)?)
+            Ok(key.set_bytes(item.cast::<PyBytes>()?.as_bytes()).map_err(Failure::from)?)
         };
         self.0.enter_session(|session| session.append(log, start, end.saturating_sub(start), key))
     }
@@ -398,7 +398,7 @@ impl WorkerSession {
         let regions = regions.into_iter().map(region).collect();
         let wrong = || argument(format!("copy is '{copy}': pass one of engine, sidecar"));
         let copy = Copier::named(copy).map_or_else(wrong, Ok)?;
-        let live_weights = some16("live_weights", live_weights)?.map(handshake::Digest);
+        let live_weights = some16("live_weights", live_weights)?.map(handshake::HelloDigest);
         let worker = handshake::WorkerHello {
             rank,
             shard,
@@ -435,8 +435,9 @@ impl WorkerSession {
 
     #[getter]
     fn namespace_line(&self) -> PyResult<String> {
-        self.0
-            .with(|session| session.namespace().map_or_else(String::new, |(_, facts)| namespace::line(facts)))
+        self.0.with(|session| {
+            session.namespace().map_or_else(String::new, |(_, facts)| namespace::format_facts(facts))
+        })
     }
 
     fn set_weights(&self, count: u64, digest: Option<&[u8]>) -> PyResult<()> {

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use shm_protocol::handshake::{Digest, Hello, Role};
+use shm_protocol::handshake::{Hello, HelloDigest, Role};
 use shm_protocol::message::Status;
 use shm_protocol::source::Source;
 use shm_protocol::wait;
@@ -91,7 +91,7 @@ impl Scheduler {
             return argument(format!("the query budget is {budget:?}: pass at most {BUDGET_MAX:?}"));
         }
         let role = Role::Scheduler { run: options.run };
-        let groups = options.groups.map(Digest);
+        let groups = options.groups.map(HelloDigest);
         let hello = Hello {
             miss_wait_ms: options.miss_wait_ms,
             handover_wait_ms: options.handover_wait_ms,

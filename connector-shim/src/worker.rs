@@ -21,7 +21,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use copy_engine::cuda::{CudaError, StreamEvent};
-use shm_protocol::handshake::{self, Copier, Digest, Hello, Role};
+use shm_protocol::handshake::{self, Copier, Hello, HelloDigest, Role};
 use shm_protocol::key::NamespaceDigest;
 use shm_protocol::layout::header;
 use shm_protocol::message::LOAD_SYNC;
@@ -127,7 +127,7 @@ impl Worker {
         let staged = staged || (by_engine && matches!(memory, Memory::Gpu { .. }));
         let (facts, live) = (worker.facts.clone(), worker.live_weights.map(|live| live.0));
         let role = Role::Worker(worker);
-        let mut hello = Hello { groups: groups.map(Digest), ..Hello::new(engine, world_size, role) };
+        let mut hello = Hello { groups: groups.map(HelloDigest), ..Hello::new(engine, world_size, role) };
         // The memory is opened by what the hello says of it, so that must be sound before. The address checks the hello
         // as it goes out, when it names allocations or a staging segment instead.
         hello.check(memory.count())?;
@@ -191,8 +191,8 @@ impl Worker {
     fn name(&self, connection: &Connection, bound: Bound) -> Option<(NamespaceDigest, Facts)> {
         let is_bound = bound.namespace != 0;
         let live = if is_bound { bound.live } else { namespace::weights_live([self.live]) };
-        let facts = namespace::complete(&self.facts, live);
-        let digest = namespace::digest(&facts);
+        let facts = namespace::complete_facts(&self.facts, live);
+        let digest = namespace::digest_facts(&facts);
         // The words may be those of two moments.
         let is_named = match is_bound {
             true => digest.words()[0] == bound.namespace && bound.weights == self.session.weights(),

@@ -15,7 +15,7 @@ use connector_shim::worker::Worker;
 use peer::rank::{BLOCK_BYTES, EPOCH, Kv, connected, content, options, plan, refusal};
 use peer::{Peer, SEGMENT_BYTES, Served, TestPool, doorbell, eventually, own_process, session, welcome};
 use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags};
-use shm_protocol::handshake::{Copier, Reply, Welcome, encode};
+use shm_protocol::handshake::{Copier, Reply, Welcome, encode_record};
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::{self, COMPLETION_SLOTS, header};
 use shm_protocol::message::{LOAD_BY_ENGINE, LOAD_SYNC, Saved, Status};
@@ -67,7 +67,7 @@ fn ends(what: &'static str, act: impl FnOnce() + Send + 'static) {
 fn log_of(scheduler: &mut Scheduler, keys: u32) -> i64 {
     let log = scheduler.open(None);
     assert!(log >= 0);
-    let key = |index: u32, key: &mut BlockHash| key.set(&[index as u8; 32]).map_err(ShimError::from);
+    let key = |index: u32, key: &mut BlockHash| key.set_bytes(&[index as u8; 32]).map_err(ShimError::from);
     assert_eq!(scheduler.append(log, 0, keys, key).unwrap(), keys);
     log
 }
@@ -104,7 +104,7 @@ impl Offer {
         let mut sent: Vec<BorrowedFd<'_>> = sent.map(AsFd::as_fd).collect();
         sent.truncate(sent.len() - self.fewer);
         // Who has left already is told nothing.
-        let _ = transport::send(socket, &encode(&Reply::Welcome(self.welcome.clone())), &sent);
+        let _ = transport::send_record(socket, &encode_record(&Reply::Welcome(self.welcome.clone())), &sent);
     }
 }
 
@@ -250,7 +250,7 @@ fn scheduler_meets(name: &'static str, script: impl FnOnce(OwnedFd) + Send + 'st
 /// Welcomes whoever says hello, with what is spoilt.
 fn offering(spoil: Spoil) -> impl FnOnce(OwnedFd) + Copy + Send + 'static {
     move |socket| {
-        transport::receive(&socket).unwrap();
+        transport::receive_record(&socket).unwrap();
         let mut offer = Offer::new();
         spoil(&mut offer);
         offer.send(&socket);
@@ -272,7 +272,7 @@ fn a_pool_that_is_not_what_was_said_is_a_miss() {
 
 #[test]
 fn an_answer_that_is_none_is_a_miss() {
-    let good = || encode(&Reply::Welcome(welcome(EPOCH)));
+    let good = || encode_record(&Reply::Welcome(welcome(EPOCH)));
     let mut answers: Vec<(&'static str, Vec<u8>)> = vec![
         ("a zero", vec![0]),
         ("zeros", vec![0; 65_536]),
@@ -285,9 +285,9 @@ fn an_answer_that_is_none_is_a_miss() {
     answers.extend([1, 20, 60].map(|cut| ("a cut welcome", good()[..good().len() - cut].to_vec())));
     all_end(answers.into_iter().flat_map(|(name, answer)| {
         let send = move |socket: OwnedFd| {
-            transport::receive(&socket).unwrap();
+            transport::receive_record(&socket).unwrap();
             // Who has left already is told nothing.
-            let _ = transport::send(&socket, &answer, &[]);
+            let _ = transport::send_record(&socket, &answer, &[]);
         };
         [scheduler_meets(name, send.clone()), rank_meets(name, send)]
     }));
@@ -298,15 +298,15 @@ fn a_hang_up_at_any_point_and_silence_are_a_miss() {
     type Script = fn(OwnedFd);
     let scripts: [(&'static str, Script); 4] = [
         ("a hang-up before the hello", drop),
-        ("a hang-up after the hello", |socket| drop(transport::receive(&socket))),
+        ("a hang-up after the hello", |socket| drop(transport::receive_record(&socket))),
         ("an empty answer", |socket| {
-            transport::receive(&socket).unwrap();
+            transport::receive_record(&socket).unwrap();
             rustix::net::send(&socket, &[], rustix::net::SendFlags::NOSIGNAL).unwrap();
         }),
         ("silence", |socket| {
             // Until the other side has had enough.
-            transport::receive(&socket).unwrap();
-            eventually("end of patience", || transport::receive(&socket).is_ok());
+            transport::receive_record(&socket).unwrap();
+            eventually("end of patience", || transport::receive_record(&socket).is_ok());
         }),
     ];
     all_end(
@@ -324,10 +324,10 @@ fn a_sidecar_of_another_version_is_refused_with_both_numbers() {
             format!("versions {PROTOCOL_OLDEST} to {PROTOCOL_VERSION} (release"),
         ];
         let replies = [
-            (encode(&Reply::Welcome(Welcome { version, ..welcome(EPOCH) })), both),
+            (encode_record(&Reply::Welcome(Welcome { version, ..welcome(EPOCH) })), both),
             // What a refusal says is the sidecar's to say, whatever its version.
             (
-                encode(&Reply::Refused { version, reason: "one, other".into() }),
+                encode_record(&Reply::Refused { version, reason: "one, other".into() }),
                 ["one".into(), "other".into()],
             ),
         ];
@@ -336,9 +336,9 @@ fn a_sidecar_of_another_version_is_refused_with_both_numbers() {
             let refused = session(|| {
                 let reply = reply.clone();
                 let scripted = peer.script(move |socket| {
-                    transport::receive(&socket).unwrap();
+                    transport::receive_record(&socket).unwrap();
                     // Who has left already is told nothing.
-                    let _ = transport::send(&socket, &reply, &[]);
+                    let _ = transport::send_record(&socket, &reply, &[]);
                 });
                 refusal(options(&peer, &kv, Copier::Engine)).inspect(|_| scripted.join().unwrap())
             });
@@ -475,7 +475,7 @@ fn a_sidecar_that_breaks_a_ring_is_left_and_the_next_one_found() {
 }
 
 fn saved(op: u64) -> Saved {
-    Saved { op, ..Saved::decode(&[u64::MAX; 8]) }
+    Saved { op, ..Saved::decode_slot(&[u64::MAX; 8]) }
 }
 
 // === the slots of a worker ===

@@ -12,7 +12,7 @@ use shm_protocol::handshake::{self, Copier};
 use shm_protocol::key::{BlockHash, NamespaceDigest};
 use shm_protocol::layout::header;
 use shm_protocol::message::{Kind, LOAD_BY_ENGINE, LOAD_SYNC, Message, Status};
-use shm_protocol::namespace::{complete, digest, weights_live};
+use shm_protocol::namespace::{complete_facts, digest_facts, weights_live};
 
 const OTHER: NamespaceDigest = NamespaceDigest([9; 16]);
 
@@ -24,7 +24,7 @@ fn log_with(scheduler: &mut Scheduler, keys: u32, fold: Option<[u8; 16]>) -> i64
     let log = scheduler.open(fold);
     assert_eq!(
         scheduler
-            .append(log, 0, keys, |index, key| key.set(&hash(index).0).map_err(ShimError::from))
+            .append(log, 0, keys, |index, key| key.set_bytes(&hash(index).0).map_err(ShimError::from))
             .unwrap(),
         keys
     );
@@ -202,11 +202,11 @@ fn a_new_sidecar_is_told_what_a_rank_holds_before_it_joins_and_promises_of_the_l
 #[test]
 fn a_rank_that_makes_its_namespace_alone_knows_it_from_its_welcome() {
     let (_peer, _kv, mut worker, served) = connected_with(Copier::Engine, |alone| {
-        alone.worker.live_weights = Some(handshake::Digest([5; 16]));
+        alone.worker.live_weights = Some(handshake::HelloDigest([5; 16]));
     });
     served.store(header::NAMESPACE, 0);
-    let facts = complete(&peer::facts(), weights_live([Some([5; 16])]));
-    assert_eq!(worker.namespace(), Some(&(digest(&facts), facts)));
+    let facts = complete_facts(&peer::facts(), weights_live([Some([5; 16])]));
+    assert_eq!(worker.namespace(), Some(&(digest_facts(&facts), facts)));
     worker.set_weights(1, Some([5; 16])).unwrap();
     assert_eq!(worker.namespace(), None, "not before it is bound anew");
 }

@@ -33,7 +33,7 @@ fn hash(index: u32) -> BlockHash {
 fn append(scheduler: &mut Scheduler, log: i64, count: u32) -> u32 {
     let start = scheduler.length(log).unwrap_or(0);
     scheduler
-        .append(log, start, count, |index, key| key.set(&hash(index).0).map_err(ShimError::from))
+        .append(log, start, count, |index, key| key.set_bytes(&hash(index).0).map_err(ShimError::from))
         .unwrap()
 }
 
@@ -735,7 +735,9 @@ fn impossible_arguments_are_errors() {
     let (mut scheduler, _served) = connected(&peer, BLOCK_BYTES);
     let log = log_with(&mut scheduler, 4);
     assert!(
-        scheduler.append(log, 3, 1, |index, key| key.set(&hash(index).0).map_err(ShimError::from)).is_err()
+        scheduler
+            .append(log, 3, 1, |index, key| key.set_bytes(&hash(index).0).map_err(ShimError::from))
+            .is_err()
     );
 }
 

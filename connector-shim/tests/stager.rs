@@ -7,7 +7,7 @@ use peer::rank::{BLOCK_BYTES, BLOCKS, EPOCH, Kv, connected_with, content, ended,
 use peer::{Peer, Served, eventually};
 use shm_protocol::handshake::{self, Copier, Role};
 use shm_protocol::layout::{STAGING_SLOTS_MAX, staging_word};
-use shm_protocol::message::{Kind, LOAD_SYNC, Message, Stage, Status};
+use shm_protocol::message::{Kind, LOAD_SYNC, Message, StageRequest, Status};
 use shm_protocol::ring::RingMemory;
 use shm_protocol::session::Ring;
 
@@ -56,11 +56,14 @@ fn blocks_that_are_asked_for_come_with_their_tags() {
         rustix::fs::OFlags::RDONLY,
         "the segment is the rank's to write"
     );
-    served.ask(&[Stage { tag: 77, block: 3, slot: 5 }, Stage { tag: 78, block: 4, slot: slots - 1 }]);
+    served.ask(&[
+        StageRequest { tag: 77, block: 3, slot: 5 },
+        StageRequest { tag: 78, block: 4, slot: slots - 1 },
+    ]);
     assert_eq!(answers(&mut served, 2), [(77, 5, OK), (78, slots - 1, OK)]);
     assert_eq!(slot(&served, 5), (content(3), 77));
     assert_eq!(slot(&served, slots - 1).1, 78);
-    served.ask(&[Stage { tag: u64::MAX, block: 3, slot: 5 }]);
+    served.ask(&[StageRequest { tag: u64::MAX, block: 3, slot: 5 }]);
     assert_eq!(answers(&mut served, 1), [(u64::MAX, 5, OK)]);
     worker.start(1, 0);
     assert!(worker.connected());
@@ -80,7 +83,7 @@ fn it_loads_itself_whatever_the_plan_says() {
 
 #[test]
 fn requests_of_no_honest_sidecar_end_the_connection() {
-    let stage = |block, slot| Stage { tag: 5, block, slot };
+    let stage = |block, slot| StageRequest { tag: 5, block, slot };
     type Lie<'a> = (&'a str, &'a dyn Fn(&mut Served));
     let lies: [Lie<'_>; 5] = [
         ("a block there is not", &|served| served.ask(&[stage(BLOCKS, 0)])),
@@ -107,7 +110,7 @@ fn requests_of_no_honest_sidecar_end_the_connection() {
 #[test]
 fn a_sidecar_that_leaves_in_the_middle_is_followed_by_the_next_one() {
     let (mut peer, _kv, mut worker, mut served) = staged();
-    served.ask(&[Stage { tag: 1, block: 3, slot: 0 }]);
+    served.ask(&[StageRequest { tag: 1, block: 3, slot: 0 }]);
     drop(served);
     peer.epoch = EPOCH + 1;
     let again = peer.serve(BLOCK_BYTES);
@@ -116,7 +119,7 @@ fn a_sidecar_that_leaves_in_the_middle_is_followed_by_the_next_one() {
         worker.generation() == 2 && worker.connected()
     });
     let mut served = again.join().unwrap();
-    served.ask(&[Stage { tag: 900, block: 3, slot: 0 }]);
+    served.ask(&[StageRequest { tag: 900, block: 3, slot: 0 }]);
     assert_eq!(answers(&mut served, 1), [(900, 0, OK)], "nothing of what the first one asked");
     assert_eq!(slot(&served, 0), (content(3), 900));
 }

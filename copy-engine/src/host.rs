@@ -67,7 +67,7 @@ impl HostMemory {
     ) -> Result<Self, CopyError> {
         for (fd, descriptor) in descriptors.iter().enumerate() {
             let ends = regions.iter().filter(|region| region.fd as usize == fd);
-            let needed = ends.map(|region| region.end(blocks)).max().unwrap_or(0);
+            let needed = ends.map(|region| region.end_offset(blocks)).max().unwrap_or(0);
             if descriptor_bytes(descriptor)? < needed {
                 return Err(CopyError::Descriptor { fd, problem: "is smaller than its regions" });
             }

@@ -10,7 +10,7 @@ use std::sync::atomic::{Ordering, fence};
 use rustix::fs::{MemfdFlags, SealFlags};
 use shm_protocol::handshake::BlockRegion;
 use shm_protocol::layout::{STAGING_SLOTS_MAX, STAGING_WORDS_BYTES, staging_word};
-use shm_protocol::message::Stage;
+use shm_protocol::message::StageRequest;
 use shm_protocol::region::{Access, Region};
 
 use crate::cuda::StageStream;
@@ -76,22 +76,24 @@ impl Staging {
 
     /// Copies blocks of `memory` into their slots and waits for the end. Returns true for each whole block.
     /// The caller checks the slots, and each occurs once.
-    pub fn fill(&self, memory: &EngineMemory, stages: &[Stage]) -> Vec<bool> {
+    pub fn fill(&self, memory: &EngineMemory, stages: &[StageRequest]) -> Vec<bool> {
         for stage in stages {
             self.region.word64(staging_word(stage.slot)).store(stage.tag, Ordering::Relaxed);
         }
         // SYNC POINT(tag): the words before the bytes; the sidecar reads them after.
         fence(Ordering::SeqCst);
-        let offset =
-            |stage: &Stage| STAGING_WORDS_BYTES as u64 + u64::from(stage.slot) * stride(self.block_bytes);
+        let offset = |stage: &StageRequest| {
+            STAGING_WORDS_BYTES as u64 + u64::from(stage.slot) * stride(self.block_bytes)
+        };
         match (&self.stream, memory) {
             (Some(stream), _) => {
                 let blocks: Vec<_> = stages.iter().map(|stage| (stage.block, offset(stage))).collect();
                 vec![stream.copy(&blocks).is_ok(); stages.len()]
             }
             (None, EngineMemory::Host(memory)) => {
-                let copied =
-                    |stage: &Stage| memory.save_block(stage.block, &self.region, offset(stage)).is_ok();
+                let copied = |stage: &StageRequest| {
+                    memory.save_block(stage.block, &self.region, offset(stage)).is_ok()
+                };
                 stages.iter().map(copied).collect()
             }
             (None, EngineMemory::Cuda(_)) => unreachable!("made with the memory's stream"),
@@ -123,7 +125,7 @@ mod tests {
     fn a_slot_holds_its_block_and_its_tag_and_its_neighbours_stay() {
         let memory = memory(5000, 3);
         let staging = Staging::with_slots(&memory, 4).unwrap();
-        let stage = |tag, block, slot| Stage { tag, block, slot };
+        let stage = |tag, block, slot| StageRequest { tag, block, slot };
         let whole = staging.fill(&memory, &[stage(9, 2, 1), stage(10, 3, 3), stage(11, 0, 2)]);
         assert_eq!(whole, [true, false, true], "there is no block 3");
         let place = staging.block_region();

@@ -2,16 +2,16 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use shm_protocol::handshake::{Role, decode_hello, decode_reply, encode};
+use shm_protocol::handshake::{Role, decode_hello, decode_reply, encode_record};
 
 fuzz_target!(|input: &[u8]| {
     let Some((&descriptors, record)) = input.split_first() else { return };
     let descriptors = usize::from(descriptors);
     if let Ok(reply) = decode_reply(record) {
-        assert_eq!(decode_reply(&encode(&reply)), Ok(reply));
+        assert_eq!(decode_reply(&encode_record(&reply)), Ok(reply));
     }
     let Ok(hello) = decode_hello(record, descriptors) else { return };
-    assert_eq!(decode_hello(&encode(&hello), descriptors).as_ref(), Ok(&hello));
+    assert_eq!(decode_hello(&encode_record(&hello), descriptors).as_ref(), Ok(&hello));
     if let Role::Worker(worker) = &hello.role {
         assert!(worker.block_bytes().is_some_and(|bytes| bytes > 0));
         let memories = worker.cuda.as_ref().map_or(descriptors, |cuda| cuda.allocations.len());

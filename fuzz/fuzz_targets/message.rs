@@ -9,18 +9,18 @@ use shm_protocol::request::{SchedulerRequest, WorkerRequest};
 fuzz_target!(|bytes: [u8; 64]| {
     let slot: Slot =
         std::array::from_fn(|i| u64::from_le_bytes(bytes[i * 8..i * 8 + 8].try_into().expect("eight bytes")));
-    if let Ok(request) = SchedulerRequest::decode(&slot) {
-        assert_eq!(SchedulerRequest::decode(&Message::from(request).encode()), Ok(request));
+    if let Ok(request) = SchedulerRequest::decode_slot(&slot) {
+        assert_eq!(SchedulerRequest::decode_slot(&Message::from(request).encode_slot()), Ok(request));
     }
-    if let Ok(request) = WorkerRequest::decode(&slot) {
-        assert_eq!(WorkerRequest::decode(&Message::from(request).encode()), Ok(request));
+    if let Ok(request) = WorkerRequest::decode_slot(&slot) {
+        assert_eq!(WorkerRequest::decode_slot(&Message::from(request).encode_slot()), Ok(request));
     }
-    if let Ok(message) = Message::decode(&slot) {
-        assert_eq!(Message::decode(&message.encode()), Ok(message));
+    if let Ok(message) = Message::decode_slot(&slot) {
+        assert_eq!(Message::decode_slot(&message.encode_slot()), Ok(message));
         assert_eq!(message.with_bytes16(message.bytes16()), message);
     }
     if let Ok(outcome) = Outcome::decode(slot[0]) {
         assert_eq!(outcome.encode(), slot[0]);
     }
-    assert_eq!(Saved::decode(&slot).encode()[..3], slot[..3]);
+    assert_eq!(Saved::decode_slot(&slot).encode_slot()[..3], slot[..3]);
 });

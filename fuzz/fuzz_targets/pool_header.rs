@@ -6,7 +6,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use shm_protocol::pool::{POOL_BYTES_MAX, PoolView, Remains, SlotRef, first_generation};
+use shm_protocol::pool::{POOL_BYTES_MAX, PoolView, SlotRef, SlotRemains, first_generation};
 
 /// Slots checked in one segment: the first, the last and one more.
 const SLOTS: [fn(u32) -> u32; 3] = [|_| 0, |count| count - 1, |count| count];
@@ -25,7 +25,7 @@ fuzz_target!(|input: &[u8]| {
     let Ok(view) = PoolView::new(load, length) else { return };
     let slot = SlotRef { offset: *offset, generation: *generation };
     let whole = view.verify(slot, *block_bytes);
-    match view.place(*offset, *block_bytes) {
+    match view.place_of(*offset, *block_bytes) {
         Ok(place) => {
             assert!(place.segment < view.segments() && place.header < *offset);
             assert!(offset + block_bytes <= length, "the whole block lies inside the pool");
@@ -40,7 +40,7 @@ fuzz_target!(|input: &[u8]| {
             let life = generation % (1 << 24);
             let remains = view.remains(segment, &geometry, index, life);
             assert_eq!(remains.is_some(), index < geometry.slot_count);
-            if let Some(Remains::Block { generation, .. }) = remains {
+            if let Some(SlotRemains::Block { generation, .. }) = remains {
                 assert!(generation < first_generation(life), "a block of an earlier life");
                 let offset = geometry.offset(segment, index).expect("below the count");
                 assert!(view.verify(SlotRef { offset, generation }, geometry.block_bytes));

@@ -15,16 +15,16 @@ use std::time::Duration;
 use copy_engine::HostMemory;
 use libfuzzer_sys::fuzz_target;
 use shm_protocol::PROTOCOL_VERSION;
-use shm_protocol::handshake::{BlockRegion, Copier, Digest, Hello, Role, WorkerHello};
+use shm_protocol::handshake::{BlockRegion, Copier, Hello, HelloDigest, Role, WorkerHello};
 use shm_protocol::layout::{SESSION_BYTES, header};
 use shm_protocol::message::{Kind, Message, Slot, Status};
 use shm_protocol::region::Access;
 use shm_protocol::ring::RingMemory;
 use shm_protocol::session::{RegionRing, Ring, SessionMemory};
+use sidecar::clients::session::Session;
 use sidecar::config::SsdAdmission;
 use sidecar::copiers::Copiers;
 use sidecar::core::{Action, CopyId, Core, Event, JobEnd, TierJob, disk_tier};
-use sidecar::clients::session::Session;
 use tiers::dram::{self, Dram};
 use tiers::ssd::{self, Done, Fault, Geometry, Job, Log, Recovered};
 
@@ -74,9 +74,8 @@ impl Input<'_> {
         // The corpus is older than most kinds: the first 13 kinds are as they were, and younger ones count
         // down from the last byte.
         let byte = self.byte();
-        let kind = Kind::try_from((255 - byte).saturating_add(14)).unwrap_or_else(|_| {
-            Kind::try_from(byte % 13 + 1).expect("1 to 13")
-        });
+        let kind = Kind::try_from((255 - byte).saturating_add(14))
+            .unwrap_or_else(|_| Kind::try_from(byte % 13 + 1).expect("1 to 13"));
         let mut small = || u32::from(self.byte());
         let (flags, log, op) = (small() & 3, small() & 3, u64::from(small()));
         let (from, count, step) = (small() & 63, small() & 63, u64::from(small() & 7));
@@ -86,7 +85,9 @@ impl Input<'_> {
         match kind {
             Kind::Open => Message { data: [0; 6], ..message },
             Kind::Join | Kind::Salt | Kind::Weights => message.with_bytes16([flags as u8 & 1; 16]),
-            Kind::Loaded => Message { flags: if ok { Status::Ok } else { Status::Mismatch } as u8, ..message },
+            Kind::Loaded => {
+                Message { flags: if ok { Status::Ok } else { Status::Mismatch } as u8, ..message }
+            }
             Kind::Staged => Message { flags: if ok { Status::Ok } else { Status::Failed } as u8, ..message },
             _ => message,
         }
@@ -120,7 +121,7 @@ fn role(kind: u8) -> Role {
         copy: if kind & 4 == 0 { Copier::Engine } else { Copier::Sidecar },
         facts,
         expects: None,
-        live_weights: (kind & 8 != 0).then_some(Digest([0; 16])),
+        live_weights: (kind & 8 != 0).then_some(HelloDigest([0; 16])),
         proves: kind & 16 != 0,
         cuda: None,
         staging: None,
@@ -137,8 +138,15 @@ impl World {
         let core = Core::new(Dram::new(config).expect("a small tier"), &[], [disks]).with_claims(CLAIMS);
         let (peers, copies, jobs, out) = (BTreeMap::new(), VecDeque::new(), VecDeque::new(), Vec::new());
         let mut world = Self { core, peers, copies, jobs, out, next: 1, now_ms: 0 };
-        let found =
-            Recovered { device: 0, segment: 0, sequence: 0, blocks: Vec::new(), unreadable: false, segments_read: 8, last: true };
+        let found = Recovered {
+            device: 0,
+            segment: 0,
+            sequence: 0,
+            blocks: Vec::new(),
+            unreadable: false,
+            segments_read: 8,
+            last: true,
+        };
         world.handle(Event::Transferred { tier: 0, ends: vec![JobEnd::Recovered(found)] });
         world
     }
@@ -320,7 +328,7 @@ fuzz_target!(|bytes: &[u8]| {
                 let ring = peer.memory.ring(Ring::Completion);
                 ring.store_head(ring.load_tail());
             }
-            (_, Some(peer)) => post(peer, &input.request().encode()),
+            (_, Some(peer)) => post(peer, &input.request().encode_slot()),
             (_, None) => world.connect(code >> 4 & 7),
         }
     }

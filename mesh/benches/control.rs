@@ -30,7 +30,7 @@ use mesh::directory::{self, Directory};
 use mesh::tls::{Security, Tls};
 use mesh::transport::{BootId, NodeId, PeerNumber};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-use shm_protocol::random::mix;
+use shm_protocol::random::mix_bits;
 
 const FOLLOWERS: u64 = 999;
 const SECONDS: u64 = 20;
@@ -101,7 +101,7 @@ impl Publisher {
 }
 
 fn digest(node: u64, number: u64) -> Digest {
-    Digest(mix(node << 40 | number))
+    Digest(mix_bits(node << 40 | number))
 }
 
 fn given(name: &str, default: u64) -> u64 {

@@ -20,7 +20,7 @@ pub use self::credit::Credit;
 pub use self::filter::Filter;
 use crate::digest::{Change, Digest, Thinning};
 use crate::transport::{Fault, PeerNumber};
-use shm_protocol::random::mix;
+use shm_protocol::random::mix_bits;
 
 /// Sampled keys of a run, spread over it: they limit its length. A peer with the first key in its filter is
 /// checked in these before all others.
@@ -344,7 +344,7 @@ impl Directory {
             return None;
         }
         let run = run_max(filter, &asked.keys);
-        let lot = mix(self.config.seed ^ first.0 ^ u64::from(member.peer.0));
+        let lot = mix_bits(self.config.seed ^ first.0 ^ u64::from(member.peer.0));
         Some(Prospect { member, filter, asked, absence_level: member.absences.level(now_ms), run, lot })
     }
 

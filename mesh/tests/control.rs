@@ -38,7 +38,7 @@ fn namespace_of(memory_blocks: u64) -> Namespace {
     let facts =
         [("model".to_owned(), format!("m{memory_blocks}")), ("page_form".to_owned(), "x".repeat(4000))];
     let facts = Facts::from(facts);
-    let digest = namespace::digest(&facts);
+    let digest = namespace::digest_facts(&facts);
     let stated = Some(Stated { facts: Arc::new(facts), block_bytes: 1 << 20, shards: 2 });
     Namespace { digest, stated, memory_blocks, disk_blocks: 1 }
 }

@@ -220,7 +220,7 @@ fn a_peer_that_outgrows_what_it_announced_is_asked_again_after_longer_and_longer
 /// A namespace whose facts match its digest.
 fn told(model: &str) -> NamespaceTold {
     let facts = Facts::from([("model".to_owned(), model.to_owned())]);
-    let digest = namespace::digest(&facts).0.to_vec();
+    let digest = namespace::digest_facts(&facts).0.to_vec();
     NamespaceTold { digest, facts, block_bytes: 64, shards: 2, memory_blocks: 3, disk_blocks: 0 }
 }
 
@@ -241,7 +241,7 @@ fn wrong_namespaces() -> Vec<NamespaceTold> {
     let facts = |count: usize| (0..count).map(|at| (at.to_string(), String::new())).collect::<Facts>();
     let good = told("good");
     let many = NamespaceTold {
-        digest: namespace::digest(&facts(257)).0.to_vec(),
+        digest: namespace::digest_facts(&facts(257)).0.to_vec(),
         facts: facts(257),
         ..good.clone()
     };

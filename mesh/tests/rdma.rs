@@ -206,7 +206,7 @@ fn under_load_every_block_ends_once_and_a_slot_given_back_is_not_written() {
         // These slots are free again: bytes written now must stay, even with READs under way before.
         ours.iter().for_each(|((_, offset), _)| assert!(one.blocks.fill(*offset, &[0xa5; 4096])));
         std::thread::sleep(Duration::from_millis(50));
-        let stays = |offset: u64| one.blocks.bytes(offset, 4096).unwrap() == [0xa5; 4096];
+        let stays = |offset: u64| one.blocks.bytes_at(offset, 4096).unwrap() == [0xa5; 4096];
         assert!(ours.iter().all(|((_, offset), _)| stays(*offset)));
         stopped += ours.len();
     }

@@ -51,7 +51,7 @@ fn under_load_every_block_ends_once_and_a_slot_given_back_is_not_written() {
             }
             assert!(other.ends(right).iter().all(Result::is_ok), "nobody cancels here");
             for ((_, offset), end) in left.blocks.iter().zip(&ends) {
-                assert!(end.is_ok() || one.blocks.bytes(*offset, 4096).unwrap() == [0xa5; 4096]);
+                assert!(end.is_ok() || one.blocks.bytes_at(*offset, 4096).unwrap() == [0xa5; 4096]);
             }
         }
     }

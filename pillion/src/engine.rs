@@ -216,7 +216,7 @@ impl Engine {
     // --- memory ---
 
     fn empty_kv<T: Element>(&self, page: &Page, tokens: usize) -> Result<LayerKv<T>, EngineError> {
-        let dtype = page.dtype.text();
+        let dtype = page.dtype.as_text();
         if !T::DTYPES.contains(&dtype) {
             let text = format!(
                 "pages have {dtype}, and the arrays {}: pages are never converted",
@@ -301,7 +301,7 @@ impl Engine {
         for shard in 0..self.shards {
             for (layer, (begin, page)) in self.layers.iter().enumerate() {
                 let begin = shard * self.shard_bytes + begin;
-                call(layer, page, shard, begin..begin + page.bytes() as usize)?;
+                call(layer, page, shard, begin..begin + page.page_bytes() as usize)?;
             }
         }
         Ok(())
@@ -321,7 +321,7 @@ fn list_layers(pages: &[Page]) -> Vec<(usize, Page)> {
     single
         .scan(0, |begin, page| {
             let own = *begin;
-            *begin += page.bytes() as usize;
+            *begin += page.page_bytes() as usize;
             Some((own, page.clone()))
         })
         .collect()

@@ -29,7 +29,8 @@ pub fn digest_weights(folder: impl AsRef<Path>) -> Result<String, EngineError> {
             folder.display()
         ))
     };
-    let digest = weight_files::digest(folder).map_err(|error| wrong(format!("cannot be read ({error})")))?;
+    let digest =
+        weight_files::digest_files(folder).map_err(|error| wrong(format!("cannot be read ({error})")))?;
     digest.ok_or_else(|| wrong("has no safetensors files".into()))
 }
 
@@ -82,8 +83,8 @@ impl Namespace {
         let form = facts
             .get("page_form")
             .ok_or_else(|| EngineError::NoNamespace("state the fact page_form".into()))?;
-        let pages = page_form::parse(form)?;
-        let shard: u64 = pages.iter().map(|page| u64::from(page.layers) * page.bytes()).sum();
+        let pages = page_form::parse_pages(form)?;
+        let shard: u64 = pages.iter().map(|page| u64::from(page.layers) * page.page_bytes()).sum();
         Ok(Self { digest: None, block_bytes: u64::from(shards) * shard, pages: Ok(pages), facts })
     }
 
@@ -91,7 +92,7 @@ impl Namespace {
         let facts: Facts = serde_json::from_value(entry.get("facts")?.clone()).ok()?;
         let digest = Some(entry.get("namespace")?.as_str()?.to_owned());
         let block_bytes = entry.get("block_bytes")?.as_u64()?;
-        let pages = page_form::parse(facts.get("page_form").map_or("", String::as_str));
+        let pages = page_form::parse_pages(facts.get("page_form").map_or("", String::as_str));
         Some(Self { digest, facts, block_bytes, pages })
     }
 
@@ -104,7 +105,7 @@ impl Namespace {
             .map(|(n, v)| (n.clone(), v.clone()))
             .collect();
         let shown = |value: Option<&str>| value.map_or("nothing".into(), |value| format!("'{value}'"));
-        let found = namespace::differences(stated, &theirs);
+        let found = namespace::list_differences(stated, &theirs);
         let texts = found.iter().map(|differs| {
             let (ours, theirs) = (shown(differs.ours), shown(differs.theirs));
             format!("{} is {ours} here and {theirs} there: {}", differs.name, differs.remedy)
@@ -114,7 +115,7 @@ impl Namespace {
 
     fn apart_from(&self, other: &Self) -> String {
         let (one, two) = (self.digest(), other.digest());
-        let found = namespace::differences(&self.facts, &other.facts);
+        let found = namespace::list_differences(&self.facts, &other.facts);
         let fact = found.first().map_or("a fact", |differs| differs.name);
         format!(
             "namespaces {one} and {two} agree with the stated facts: state {fact} as well, which differs between them"
@@ -147,7 +148,7 @@ impl Namespace {
 
     /// Parts of a block, each with some of the heads: the ranks of its saving engine.
     pub fn shards(&self) -> Result<u32, EngineError> {
-        let shard: u64 = self.pages()?.iter().map(|page| u64::from(page.layers) * page.bytes()).sum();
+        let shard: u64 = self.pages()?.iter().map(|page| u64::from(page.layers) * page.page_bytes()).sum();
         Ok(u32::try_from(self.block_bytes / shard.max(1)).unwrap_or(u32::MAX))
     }
 

@@ -4,7 +4,7 @@
 
 use std::ops::Range;
 
-pub use shm_protocol::page_form::{Page, Place};
+pub use shm_protocol::page_form::{Page, PagePlace};
 
 use crate::EngineError;
 
@@ -74,7 +74,7 @@ impl Axes {
         Self::new(page.v, page.lengths(page.values))
     }
 
-    fn new(place: Place, lengths: [u32; 4]) -> Self {
+    fn new(place: PagePlace, lengths: [u32; 4]) -> Self {
         let strides = place.strides.map(|stride| stride as usize);
         Self { offset: place.offset as usize, strides, lengths: lengths.map(|length| length as usize) }
     }
@@ -194,7 +194,7 @@ mod tests {
                                  k=kernel_blocks*48+kv_heads*24+tokens*6+keys v=3+kernel_blocks*48+kv_heads*24+tokens*6+values packing=none";
 
     fn page(text: &str) -> Page {
-        page_form::parse(text).unwrap().remove(0)
+        page_form::parse_pages(text).unwrap().remove(0)
     }
 
     /// Written in two parts, and read from a token in their midst on.
@@ -202,7 +202,7 @@ mod tests {
     fn an_array_comes_back_from_any_tokens_of_a_page() {
         for text in [KEYS_THEN_VALUES, KERNEL_BLOCKS] {
             let page = page(text);
-            let mut bytes = vec![0; page.bytes() as usize];
+            let mut bytes = vec![0; page.page_bytes() as usize];
             let both = [Axes::keys(&page), Axes::values(&page)];
             let arrays = both.map(|axes| {
                 let elements = axes.heads() * axes.tokens() * axes.dim();
@@ -229,7 +229,7 @@ mod tests {
     #[test]
     fn an_element_lies_where_its_strides_say() {
         let page = page(KEYS_THEN_VALUES);
-        let mut bytes = vec![0; page.bytes() as usize];
+        let mut bytes = vec![0; page.page_bytes() as usize];
         let mut keys = vec![0.0_f32; 2 * 8 * 6];
         keys[(8 + 5) * 6 + 2] = 7.0;
         write_tokens(&mut bytes, &Axes::keys(&page), 0..8, &keys, 0).unwrap();
@@ -245,7 +245,7 @@ mod tests {
     fn arrays_and_pages_of_another_size_are_refused() {
         let page = page(KEYS_THEN_VALUES);
         let axes = Axes::keys(&page);
-        let bytes = vec![0; page.bytes() as usize];
+        let bytes = vec![0; page.page_bytes() as usize];
         let mut array = vec![0.0_f32; 2 * 8 * 6];
         assert!(read_tokens(&bytes, &axes, 0..8, &mut array, 0).is_ok());
         for (bytes, tokens, first) in [(&bytes[..], 0..9, 0), (&bytes, 0..8, 1), (&bytes[..80 * 4], 0..8, 0)]

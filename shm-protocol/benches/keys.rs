@@ -36,7 +36,8 @@ fn measure(algorithm: Algorithm, append: impl Fn(&mut Chain, &[u32])) -> f64 {
     let mut nanoseconds: Vec<u128> = (0..SAMPLES)
         .map(|_| {
             let tokens: Vec<u32> = (0..TOKENS).map(|_| random.below(VOCABULARY) as u32).collect();
-            let mut chain = Chain::new(algorithm, algorithm.bytes(&first), BLOCK_TOKENS).expect("a chain");
+            let mut chain =
+                Chain::new(algorithm, algorithm.vllm_hash(&first), BLOCK_TOKENS).expect("a chain");
             let began = Instant::now();
             append(&mut chain, black_box(&tokens));
             let spent = began.elapsed().as_nanos();

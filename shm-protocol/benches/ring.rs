@@ -40,7 +40,7 @@ fn main() -> ExitCode {
         return ExitCode::SUCCESS;
     }
     let path: PathBuf = std::env::temp_dir().join(format!("pillion-bench-{}", std::process::id()));
-    let listener = transport::listen(&path).expect("listen");
+    let listener = transport::listen_at(&path).expect("listen");
     let mut child = Command::new(std::env::current_exe().expect("own path"))
         .arg(SIDECAR)
         .arg(&path)
@@ -86,8 +86,8 @@ struct Engine {
 
 impl Engine {
     fn accept(listener: &OwnedFd) -> Self {
-        let socket = wait_for(|| transport::accept(listener).ok());
-        let (_, descriptors) = wait_for(|| transport::receive(&socket).ok());
+        let socket = wait_for(|| transport::accept_connection(listener).ok());
+        let (_, descriptors) = wait_for(|| transport::receive_record(&socket).ok());
         let [memory, doorbell]: [OwnedFd; 2] = descriptors.try_into().expect("two descriptors");
         let memory = SessionMemory::open(PROTOCOL_VERSION, memory).expect("session memory");
         let submissions = Producer::new(memory.ring(Ring::Submission));
@@ -97,7 +97,7 @@ impl Engine {
     fn round_trip(&mut self, flags: u8) {
         self.op += 1;
         assert!(self.submissions.has_room(0).expect("an honest peer"), "one message is in flight");
-        self.submissions.push(&Message { flags, op: self.op, ..Message::new(Kind::Query) }.encode());
+        self.submissions.push(&Message { flags, op: self.op, ..Message::new(Kind::Query) }.encode_slot());
         self.submissions.publish();
         wait::ring_doorbell(self.memory.region(), self.doorbell.as_fd());
         if flags & SLEEPING == 0 {
@@ -140,10 +140,10 @@ fn wait_for<T>(mut attempt: impl FnMut() -> Option<T>) -> T {
 // === the sidecar's side: the child ===
 
 fn sidecar(path: &Path) {
-    let socket = transport::connect(path, LIMIT).expect("connect");
+    let socket = transport::connect_socket(path, LIMIT).expect("connect");
     let (fd, memory) = SessionMemory::create(PROTOCOL_VERSION, 1, 1).expect("session memory");
-    let doorbell = wait::eventfd().expect("eventfd");
-    transport::send(&socket, b"memory and doorbell", &[fd.as_fd(), doorbell.as_fd()]).expect("send");
+    let doorbell = wait::make_eventfd().expect("eventfd");
+    transport::send_record(&socket, b"memory and doorbell", &[fd.as_fd(), doorbell.as_fd()]).expect("send");
     let mut submissions = Consumer::new(memory.ring(Ring::Submission));
     let mut sleeping = false;
     loop {
@@ -156,7 +156,7 @@ fn sidecar(path: &Path) {
             continue;
         }
         while let Some(slot) = submissions.pop() {
-            let message = Message::decode(&slot).expect("a known message");
+            let message = Message::decode_slot(&slot).expect("a known message");
             sleeping = message.flags & SLEEPING != 0;
             memory.store_outcome(message.op, Outcome { op: message.op as u32, value: 1, status: Status::Ok });
             wait::wake_engine(memory.region());

@@ -38,7 +38,7 @@ const END: u8 = 4;
 
 impl Announcement {
     /// Returns the words of the slot: `kind u8, medium u8, zero u16, group u32, hash`, the rest zero.
-    pub fn encode(&self) -> Slot {
+    pub fn encode_slot(&self) -> Slot {
         let (kind, located) = match self {
             Self::Stored(located) => (STORED, Some(located)),
             Self::Removed(located) => (REMOVED, Some(located)),
@@ -54,7 +54,7 @@ impl Announcement {
     }
 
     /// Reads a slot already copied out of shared memory. Fails on an unknown kind or medium.
-    pub fn decode(slot: &Slot) -> Result<Self, DecodeError> {
+    pub fn decode_slot(slot: &Slot) -> Result<Self, DecodeError> {
         let [head, a, b, c, d, ..] = *slot;
         let [kind, medium, ..] = head.to_le_bytes();
         let located = || {
@@ -88,10 +88,10 @@ mod tests {
             Announcement::End,
         ];
         for announcement in all {
-            assert_eq!(Announcement::decode(&announcement.encode()), Ok(announcement));
+            assert_eq!(Announcement::decode_slot(&announcement.encode_slot()), Ok(announcement));
         }
         for head in [0, 5, 1 | 9 << 8] {
-            assert!(Announcement::decode(&[head, 0, 0, 0, 0, 0, 0, 0]).is_err(), "{head}");
+            assert!(Announcement::decode_slot(&[head, 0, 0, 0, 0, 0, 0, 0]).is_err(), "{head}");
         }
     }
 }

@@ -18,13 +18,13 @@ use crate::region::Region;
 ///
 /// A process that may open a pool file can still write a slice's bytes, or cut them off. That is outside of
 /// Rust's guarantees and gives wrong bytes at worst. So readers compare a checksum made before, or call
-/// [`Blocks::is_whole`].
+/// [`PoolBlocks::is_whole`].
 #[derive(Clone, Debug)]
-pub struct Blocks(Arc<Region>);
+pub struct PoolBlocks(Arc<Region>);
 
-// === impl Blocks ===
+// === impl PoolBlocks ===
 
-impl Blocks {
+impl PoolBlocks {
     /// Wraps a pool mapped for writing.
     pub fn new(region: Arc<Region>) -> Self {
         Self(region)
@@ -48,24 +48,24 @@ impl Blocks {
 
     /// Returns the address of `len` bytes at `offset`, for the kernel or a NIC; `None` if they do not lie in
     /// the pool.
-    pub fn address(&self, offset: u64, len: usize) -> Option<NonNull<u8>> {
+    pub fn address_of(&self, offset: u64, len: usize) -> Option<NonNull<u8>> {
         self.0.bytes_at(usize::try_from(offset).ok()?, len)
     }
 
     /// Returns the bytes of a whole block, or of a part just filled; `None` if they do not lie in the pool.
-    pub fn bytes(&self, offset: u64, len: usize) -> Option<&[u8]> {
-        let address = self.address(offset, len)?;
+    pub fn bytes_at(&self, offset: u64, len: usize) -> Option<&[u8]> {
+        let address = self.address_of(offset, len)?;
         // SAFETY: the range lies in the mapping. Its memory is initialised (zero or written) and stays mapped
-        // even after a file is cut, since the mapping is guarded. By the contract of `Blocks` no thread of
+        // even after a file is cut, since the mapping is guarded. By the contract of `PoolBlocks` no thread of
         // this process writes it while the caller has the slot, and the slice does not outlive that. A memfd
-        // is sealed, so no other process can write it; for a file see `Blocks`.
+        // is sealed, so no other process can write it; for a file see `PoolBlocks`.
         Some(unsafe { std::slice::from_raw_parts(address.as_ptr(), len) })
     }
 
     /// Fills a part of a block. Returns false if it does not lie in the pool.
     pub fn fill(&self, offset: u64, bytes: &[u8]) -> bool {
-        let Some(address) = self.address(offset, bytes.len()) else { return false };
-        // SAFETY: the range lies in the mapping, and by the contract of `Blocks` only the caller uses it;
+        let Some(address) = self.address_of(offset, bytes.len()) else { return false };
+        // SAFETY: the range lies in the mapping, and by the contract of `PoolBlocks` only the caller uses it;
         // `bytes` is other memory of this process, so the two do not overlap.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), address.as_ptr(), bytes.len()) };
         true
@@ -74,9 +74,9 @@ impl Blocks {
     /// Fills a part of a block from a file at `at`. Returns the bytes moved by the one call; EFAULT if the
     /// part does not lie in the pool.
     pub fn read_at(&self, file: impl AsFd, at: u64, offset: u64, len: usize) -> Result<usize, Errno> {
-        let address = self.address(offset, len).ok_or(Errno::FAULT)?;
+        let address = self.address_of(offset, len).ok_or(Errno::FAULT)?;
         let (file, at) = (file.as_fd().as_raw_fd(), at as libc::off64_t);
-        // SAFETY: the range lies in the mapping, and by the contract of `Blocks` only the caller uses it; the
+        // SAFETY: the range lies in the mapping, and by the contract of `PoolBlocks` only the caller uses it; the
         // call ends before the borrows of the file and of the mapping do.
         let moved = unsafe { libc::pread64(file, address.as_ptr().cast(), len, at) };
         usize::try_from(moved).map_err(|_| last_errno())
@@ -85,9 +85,9 @@ impl Blocks {
     /// Fills a part of a block from a socket: all `len` bytes, or fewer if the stream ends or the socket's
     /// time limit passes. EFAULT if the part does not lie in the pool.
     pub fn receive(&self, socket: impl AsFd, offset: u64, len: usize) -> Result<usize, Errno> {
-        let address = self.address(offset, len).ok_or(Errno::FAULT)?;
+        let address = self.address_of(offset, len).ok_or(Errno::FAULT)?;
         let socket = socket.as_fd().as_raw_fd();
-        // SAFETY: the range lies in the mapping, and by the contract of `Blocks` only the caller uses it; the
+        // SAFETY: the range lies in the mapping, and by the contract of `PoolBlocks` only the caller uses it; the
         // call ends before the borrows of the socket and of the mapping do.
         let moved = unsafe { libc::recv(socket, address.as_ptr().cast(), len, libc::MSG_WAITALL) };
         usize::try_from(moved).map_err(|_| last_errno())

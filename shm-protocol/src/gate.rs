@@ -1,9 +1,9 @@
-//! Gates, by which an engine takes a load back: after [`close`] and [`is_settled`] the sidecar writes no
+//! Gates, by which an engine takes a load back: after [`close_gate`] and [`is_settled`] the sidecar writes no
 //! block of that load any more.
 //!
 //! The sidecar raises `FENCE_COPYING`, then looks at the load's gate. The engine closes the gate, then looks
 //! at `FENCE_COPYING`. On a GPU the sidecar's stream itself waits for the gate ([`value_open_for`]), and
-//! `FENCE_STARTED` and `FENCE_ENDED` count its batches of writes: from [`DEVICE_LATENCY`] after [`close`],
+//! `FENCE_STARTED` and `FENCE_ENDED` count its batches of writes: from [`DEVICE_LATENCY`] after [`close_gate`],
 //! the engine waits for the end of every started batch.
 //!
 //! Every load has a gate, word `op % OPERATIONS` of a table. A word only rises. A closed word is closed for
@@ -56,7 +56,7 @@ pub fn is_open(memory: &impl GateMemory, op: u64) -> bool {
 }
 
 /// Engine: takes load `op` back. Larger operations of the same word stay open.
-pub fn close(memory: &impl GateMemory, op: u64) {
+pub fn close_gate(memory: &impl GateMemory, op: u64) {
     memory.raise_gate(op);
     // SYNC POINT(gate): pairs with `is_open`.
     memory.fence();
@@ -69,7 +69,7 @@ pub fn open_for_nobody(memory: &Region, op: u64) {
     memory.word64(gate_word(op)).store(0, Ordering::Release);
 }
 
-/// Engine, after [`close`]: true if no block is being written. After a sidecar was killed during a write, it
+/// Engine, after [`close_gate`]: true if no block is being written. After a sidecar was killed during a write, it
 /// stays false.
 pub fn is_settled(memory: &impl GateMemory) -> bool {
     memory.load_copying() == 0
@@ -143,13 +143,13 @@ mod tests {
     fn a_gate_is_one_loads_alone() {
         let (_fd, memory) = SessionMemory::create(PROTOCOL_VERSION, 0, 0).unwrap();
         let closed = 2 * APART + 5;
-        close(memory.region(), closed);
+        close_gate(memory.region(), closed);
         for op in [1, 4, closed - APART + 1, closed - 1, closed + 1, closed + APART - 1] {
             assert!(is_open(memory.region(), op), "load {op} beside {closed}");
         }
         assert!(!is_open(memory.region(), closed));
         assert!(is_open(memory.region(), closed + APART), "the next load of the word");
-        close(memory.region(), closed - APART);
+        close_gate(memory.region(), closed - APART);
         assert!(!is_open(memory.region(), closed), "a word never falls");
     }
 }

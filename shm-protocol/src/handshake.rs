@@ -68,7 +68,7 @@ pub struct Hello {
     /// Digest of the engine's table of cache groups. A rank with another digest than its scheduler does not
     /// join.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub groups: Option<Digest>,
+    pub groups: Option<HelloDigest>,
     /// The sender's part in the engine.
     pub role: Role,
 }
@@ -83,7 +83,10 @@ pub enum Role {
     /// Posts queries, loads and saves.
     Scheduler {
         /// Random id of this run of the engine; workers JOIN it.
-        #[serde(with = "serde_bytes")]
+        #[serde(
+            serialize_with = "serde_bytes::serialize_bytes",
+            deserialize_with = "serde_bytes::deserialize_bytes"
+        )]
         run: [u8; 16],
     },
     /// Owns KV memory.
@@ -113,7 +116,7 @@ pub struct WorkerHello {
     /// Digest of a sample of every parameter loaded by this rank. The sidecar makes the fact [`WEIGHTS_LIVE`]
     /// from those of all ranks; `facts` then must not state it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub live_weights: Option<Digest>,
+    pub live_weights: Option<HelloDigest>,
     /// True if the engine has its facts from other engines and no sample of its weights: its saves are kept
     /// only after a check against the blocks of its namespace. A fact [`WEIGHTS_LIVE`] means the same.
     #[serde(default, skip_serializing_if = "is_false")]
@@ -130,13 +133,22 @@ pub struct WorkerHello {
 /// A digest of 16 bytes.
 #[derive(Copy, Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(transparent)]
-pub struct Digest(#[serde(with = "serde_bytes")] pub [u8; 16]);
+pub struct HelloDigest(
+    #[serde(
+        serialize_with = "serde_bytes::serialize_bytes",
+        deserialize_with = "serde_bytes::deserialize_bytes"
+    )]
+    pub [u8; 16],
+);
 
 /// KV memory on a GPU of this host.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct CudaMemory {
     /// UUID of the GPU, the same in every process.
-    #[serde(with = "serde_bytes")]
+    #[serde(
+        serialize_with = "serde_bytes::serialize_bytes",
+        deserialize_with = "serde_bytes::deserialize_bytes"
+    )]
     pub uuid: [u8; 16],
     /// The rank's process id in its own PID namespace. CUDA refuses an IPC handle from a process of the same
     /// number.
@@ -153,7 +165,10 @@ pub struct CudaMemory {
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct CudaAllocation {
     /// `CUipcMemHandle`.
-    #[serde(with = "serde_bytes")]
+    #[serde(
+        serialize_with = "serde_bytes::serialize_bytes",
+        deserialize_with = "serde_bytes::deserialize_bytes"
+    )]
     pub handle: [u8; 64],
     /// Bytes of the allocation.
     pub bytes: u64,
@@ -204,7 +219,7 @@ pub enum Reply {
 /// The facts an accepted engine needs; the descriptors travel beside them.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Welcome {
-    /// The version of both sides from now on: [`agree`].
+    /// The version of both sides from now on: [`agree_version`].
     pub version: u32,
     /// Release of the sidecar, 1 to 64 bytes, for logs and errors alone.
     pub release: String,
@@ -277,7 +292,7 @@ fn is_false(value: &bool) -> bool {
 
 /// The fields in the HELLO or Welcome of every protocol version. Protocol 1 stated `version` alone.
 #[derive(Deserialize)]
-struct Stated {
+struct StatedVersions {
     version: u32,
     oldest: Option<u32>,
     release: Option<String>,
@@ -289,12 +304,12 @@ fn own_versions() -> Versions {
 }
 
 /// Returns the newest version in both ranges; fails if there is none.
-pub fn agree(theirs: &Versions) -> Result<u32, HandshakeError> {
+pub fn agree_version(theirs: &Versions) -> Result<u32, HandshakeError> {
     own_versions().common(theirs).ok_or_else(|| HandshakeError::Version { theirs: theirs.clone() })
 }
 
 /// Encodes a record as CBOR.
-pub fn encode<T: Serialize>(record: &T) -> Vec<u8> {
+pub fn encode_record<T: Serialize>(record: &T) -> Vec<u8> {
     let mut bytes = Vec::new();
     ciborium::into_writer(record, &mut bytes).expect("writing CBOR to memory cannot fail");
     bytes
@@ -305,20 +320,20 @@ pub fn decode_reply(bytes: &[u8]) -> Result<Reply, HandshakeError> {
     #[derive(Deserialize)]
     #[serde(rename_all = "snake_case")]
     enum AnyReply {
-        Welcome(Stated),
+        Welcome(StatedVersions),
         Refused(IgnoredAny),
     }
-    if let AnyReply::Welcome(stated) = decode(bytes)? {
+    if let AnyReply::Welcome(stated) = decode_record(bytes)? {
         // A Welcome states the agreed version, not a range.
-        agree(&Stated { oldest: None, ..stated }.into())?;
+        agree_version(&StatedVersions { oldest: None, ..stated }.into())?;
     }
-    decode(bytes)
+    decode_record(bytes)
 }
 
 /// Encodes a [`Hello`] for a packet with so many descriptors, after the checks of [`decode_hello`].
 pub fn encode_hello(hello: &Hello, descriptors: usize) -> Result<Vec<u8>, HandshakeError> {
     hello.check(descriptors)?;
-    let record = encode(hello);
+    let record = encode_record(hello);
     if record.len() > RECORD_BYTES_MAX {
         return Err(HandshakeError::Long { bytes: record.len() });
     }
@@ -328,13 +343,13 @@ pub fn encode_hello(hello: &Hello, descriptors: usize) -> Result<Vec<u8>, Handsh
 /// Reads a [`Hello`], and checks every field against the limits and against the number of received
 /// descriptors.
 pub fn decode_hello(bytes: &[u8], descriptors: usize) -> Result<Hello, HandshakeError> {
-    agree(&decode::<Stated>(bytes)?.into())?;
-    let hello: Hello = decode(bytes)?;
+    agree_version(&decode_record::<StatedVersions>(bytes)?.into())?;
+    let hello: Hello = decode_record(bytes)?;
     hello.check(descriptors)?;
     Ok(hello)
 }
 
-fn decode<T: for<'de> Deserialize<'de>>(bytes: &[u8]) -> Result<T, HandshakeError> {
+fn decode_record<T: for<'de> Deserialize<'de>>(bytes: &[u8]) -> Result<T, HandshakeError> {
     if bytes.len() > RECORD_BYTES_MAX {
         return Err(HandshakeError::Long { bytes: bytes.len() });
     }
@@ -343,10 +358,10 @@ fn decode<T: for<'de> Deserialize<'de>>(bytes: &[u8]) -> Result<T, HandshakeErro
 
 // === impl Versions ===
 
-impl From<Stated> for Versions {
-    fn from(stated: Stated) -> Self {
-        let Stated { version, oldest, release } = stated;
-        let release = release.filter(|release| check::release(release).is_ok()).unwrap_or_default();
+impl From<StatedVersions> for Versions {
+    fn from(stated: StatedVersions) -> Self {
+        let StatedVersions { version, oldest, release } = stated;
+        let release = release.filter(|release| check::check_release(release).is_ok()).unwrap_or_default();
         Self { version, oldest: oldest.unwrap_or(version), release }
     }
 }
@@ -375,7 +390,7 @@ impl Hello {
     /// Returns the versions of the sender.
     pub fn versions(&self) -> Versions {
         let Self { version, oldest, release, .. } = self;
-        Stated { version: *version, oldest: *oldest, release: Some(release.clone()) }.into()
+        StatedVersions { version: *version, oldest: *oldest, release: Some(release.clone()) }.into()
     }
 }
 
@@ -392,7 +407,7 @@ impl BlockRegion {
 
     /// Returns the end of the run of the last of `blocks` blocks in its descriptor, in bytes. The handshake
     /// has checked the sum for overflow.
-    pub fn end(&self, blocks: u32) -> u64 {
+    pub fn end_offset(&self, blocks: u32) -> u64 {
         self.offset + u64::from(blocks - 1) * self.stride + self.bytes
     }
 }
@@ -414,7 +429,7 @@ impl WorkerHello {
     /// Returns the bytes of memory `fd` needed to hold every block.
     pub fn descriptor_bytes(&self, fd: u32) -> u64 {
         let ends = self.regions.iter().filter(|region| region.fd == fd);
-        ends.map(|region| region.end(self.blocks)).max().unwrap_or(0)
+        ends.map(|region| region.end_offset(self.blocks)).max().unwrap_or(0)
     }
 }
 
@@ -422,14 +437,14 @@ impl WorkerHello {
 mod serde_bytes {
     use serde::{Deserialize, Deserializer, Serializer, de::Error};
 
-    pub(super) fn serialize<S: Serializer, const N: usize>(
+    pub(super) fn serialize_bytes<S: Serializer, const N: usize>(
         bytes: &[u8; N],
         serializer: S,
     ) -> Result<S::Ok, S::Error> {
         serializer.serialize_bytes(bytes)
     }
 
-    pub(super) fn deserialize<'de, D: Deserializer<'de>, const N: usize>(
+    pub(super) fn deserialize_bytes<'de, D: Deserializer<'de>, const N: usize>(
         deserializer: D,
     ) -> Result<[u8; N], D::Error> {
         let value = ciborium::Value::deserialize(deserializer)?;

@@ -38,7 +38,7 @@ use thiserror::Error;
 
 pub use self::algorithm::{Algorithm, NoneHashRule};
 pub use self::chain::{BLOCK_TOKENS_MAX, Chain, DEFAULT_SEED, none_hash};
-pub use self::derivation::{Derivation, Derived, coarse, with_group};
+pub use self::derivation::{Derivation, Derived, coarsen_hashes, with_group};
 pub use self::digest::extend_hashes;
 pub use self::extra::{ExtraForm, ExtraKey};
 pub use self::pickle::{PICKLE_BLOCK_TOKENS_MAX, PICKLE_EXTRA_BYTES_MAX};
@@ -189,7 +189,7 @@ impl BlockHash {
     /// Makes a hash from the engine's bytes; fails unless there are 16 or 32.
     pub fn from_slice(bytes: &[u8]) -> Result<Self, KeyError> {
         let mut hash = Self([0; HASH_BYTES_MAX]);
-        hash.set(bytes)?;
+        hash.set_bytes(bytes)?;
         Ok(hash)
     }
 
@@ -197,7 +197,7 @@ impl BlockHash {
     /// result is read in other pieces than it was written in; such a load waits until every earlier store has
     /// left the core: 20 ns if those went to shared memory.
     #[inline]
-    pub fn set(&mut self, bytes: &[u8]) -> Result<(), KeyError> {
+    pub fn set_bytes(&mut self, bytes: &[u8]) -> Result<(), KeyError> {
         let (short, rest) = self.0.split_at_mut(HASH_BYTES_SHORT);
         match bytes.len() {
             HASH_BYTES_MAX => self.0.copy_from_slice(bytes),

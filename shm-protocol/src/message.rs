@@ -178,14 +178,14 @@ impl Message {
     }
 
     /// Returns the words of the slot.
-    pub fn encode(&self) -> Slot {
+    pub fn encode_slot(&self) -> Slot {
         let Self { kind, flags, log, op, from, count, step, lease, data: [a, b, c, d, e, f] } = *self;
         let head = pair([u32::from(kind as u8) | u32::from(flags) << 8, log]);
         [head, op, pair([from, count]), step, lease, pair([a, b]), pair([c, d]), pair([e, f])]
     }
 
     /// Reads a slot already copied out of shared memory. Fails on an unknown kind.
-    pub fn decode(slot: &Slot) -> Result<Self, DecodeError> {
+    pub fn decode_slot(slot: &Slot) -> Result<Self, DecodeError> {
         let [head, op, keys, step, lease, data @ ..] = *slot;
         let ([head, log], [from, count]) = (halves(head), halves(keys));
         let [kind, flags, ..] = head.to_le_bytes();
@@ -273,14 +273,14 @@ pub struct Saved {
 
 impl Saved {
     /// Returns the words of the slot.
-    pub fn encode(&self) -> Slot {
+    pub fn encode_slot(&self) -> Slot {
         let mut copy = *self;
         let [a, b, c, d, e] = copy.counts().map(|of| pair(of.map(|count| *count)));
         [self.op, a, b, c, d, e, 0, 0]
     }
 
     /// Reads a slot; every value is valid.
-    pub fn decode(slot: &Slot) -> Self {
+    pub fn decode_slot(slot: &Slot) -> Self {
         let [op, words @ .., _, _] = *slot;
         let mut saved = Self { op, ..Self::default() };
         for (counts, word) in saved.counts().into_iter().zip(words) {
@@ -305,7 +305,7 @@ impl Saved {
 
 /// One entry of a worker's completion ring: a block to be copied into the staging segment. Answered by STAGED.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub struct Stage {
+pub struct StageRequest {
     /// Tag of the request; written to the slot's word before its bytes, and repeated in the answer.
     pub tag: u64,
     /// Block of the engine.
@@ -314,16 +314,16 @@ pub struct Stage {
     pub slot: u32,
 }
 
-// === impl Stage ===
+// === impl StageRequest ===
 
-impl Stage {
+impl StageRequest {
     /// Returns the words of the slot.
-    pub fn encode(&self) -> Slot {
+    pub fn encode_slot(&self) -> Slot {
         [self.tag, pair([self.block, self.slot]), 0, 0, 0, 0, 0, 0]
     }
 
     /// Reads a slot. The caller checks if block and slot exist.
-    pub fn decode(slot: &Slot) -> Self {
+    pub fn decode_slot(slot: &Slot) -> Self {
         let [block, place] = halves(slot[1]);
         Self { tag: slot[0], block, slot: place }
     }

@@ -16,7 +16,7 @@ macro_rules! messages {
             2 Append "APPEND" {
                 of Append {
                     /// The keys.
-                    keys: Keys = APPENDED,
+                    keys: LogKeys = APPENDED,
                     /// This engine will save the keys of the log for another engine.
                     promised: bool = flag_bit::<APPEND_PROMISED, 2>(),
                     /// The last key is of a prompt's tail, a partly full block: the log ends with it.
@@ -31,7 +31,7 @@ macro_rules! messages {
                     /// The operation.
                     op: u64 = OP,
                     /// The keys, at most [`crate::layout::QUERY_KEYS`].
-                    keys: Keys = ASKED,
+                    keys: LogKeys = ASKED,
                     /// The sidecar may answer while blocks are on their way.
                     arriving: bool = flag_bit::<QUERY_ARRIVING, 3>(),
                     /// Another engine computes these keys, or is about to.
@@ -46,7 +46,7 @@ macro_rules! messages {
                     /// The operation.
                     op: u64 = OP,
                     /// The keys.
-                    keys: Keys = KEYS,
+                    keys: LogKeys = KEYS,
                     /// Begin of the ids of the loaded blocks in the circle.
                     position: u32 = POSITION,
                     /// Step of the load.
@@ -63,7 +63,7 @@ macro_rules! messages {
                     /// The operation.
                     op: u64 = OP,
                     /// The keys.
-                    keys: Keys = KEYS,
+                    keys: LogKeys = KEYS,
                     /// Begin of the ids of the saved blocks in the circle.
                     position: u32 = POSITION,
                     /// Step whose end makes the blocks whole.
@@ -141,7 +141,7 @@ macro_rules! messages {
             13 Hint "HINT" {
                 scheduler {
                     /// The keys.
-                    keys: Keys = ASKED,
+                    keys: LogKeys = ASKED,
                 }
             }
             /// Announces a possible change of the weights (scheduler), or answers with a digest of the rank's weights (worker).

@@ -68,7 +68,7 @@ const UNKNOWN_REMEDY: &str = "state the same on both";
 
 /// A fact with different values in two engines.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub struct Difference<'a> {
+pub struct FactDifference<'a> {
     /// The fact.
     pub name: &'a str,
     /// The value of this engine, if it states the fact.
@@ -81,8 +81,8 @@ pub struct Difference<'a> {
 
 /// Returns the namespace of an engine: the first 16 bytes of SHA-256 over the CBOR map of its facts, sorted
 /// by name.
-pub fn digest(facts: &Facts) -> NamespaceDigest {
-    truncate(Sha256::digest(crate::handshake::encode(facts)).as_slice())
+pub fn digest_facts(facts: &Facts) -> NamespaceDigest {
+    truncate(Sha256::digest(crate::handshake::encode_record(facts)).as_slice())
 }
 
 /// Returns the digest of the samples of all ranks, in the order of ranks; `None` if no rank has a sample. A
@@ -99,7 +99,7 @@ pub fn weights_live(ranks: impl IntoIterator<Item = Option<[u8; 16]>>) -> Option
 
 /// Returns the facts of an engine: the statements of its ranks, and the digest of the weights of all ranks,
 /// if known.
-pub fn complete(stated: &Facts, live: Option<[u8; 16]>) -> Facts {
+pub fn complete_facts(stated: &Facts, live: Option<[u8; 16]>) -> Facts {
     let mut facts = stated.clone();
     facts.extend(live.map(|live| (WEIGHTS_LIVE.to_owned(), NamespaceDigest(live).to_string())));
     facts
@@ -113,7 +113,7 @@ pub fn has_parentless_blocks(facts: &Facts) -> bool {
 
 /// Returns the next generation of a namespace, after its cache was reset: a digest of the old one and 16
 /// random bytes.
-pub fn salted(namespace: NamespaceDigest, salt: [u8; 16]) -> NamespaceDigest {
+pub fn salt_namespace(namespace: NamespaceDigest, salt: [u8; 16]) -> NamespaceDigest {
     let mut hasher = Sha256::new();
     hasher.update(namespace.0);
     hasher.update(salt);
@@ -122,8 +122,8 @@ pub fn salted(namespace: NamespaceDigest, salt: [u8; 16]) -> NamespaceDigest {
 
 /// Returns a namespace and its facts in one line, the same from an engine and from the sidecar. Two lines
 /// differ at each differing fact.
-pub fn line(facts: &Facts) -> String {
-    let mut line = format!("namespace {}", digest(facts));
+pub fn format_facts(facts: &Facts) -> String {
+    let mut line = format!("namespace {}", digest_facts(facts));
     for (name, _) in ordered(facts.keys().map(String::as_str)) {
         let value = &facts[name];
         let mut shown = shorten(value, LINE_VALUE_MAX);
@@ -136,9 +136,9 @@ pub fn line(facts: &Facts) -> String {
 }
 
 /// Returns the facts with different values in two engines, the most telling first.
-pub fn differences<'a>(ours: &'a Facts, theirs: &'a Facts) -> Vec<Difference<'a>> {
+pub fn list_differences<'a>(ours: &'a Facts, theirs: &'a Facts) -> Vec<FactDifference<'a>> {
     let names = ours.keys().chain(theirs.keys().filter(|name| !ours.contains_key(*name)));
-    let both = ordered(names.map(String::as_str)).into_iter().map(|(name, remedy)| Difference {
+    let both = ordered(names.map(String::as_str)).into_iter().map(|(name, remedy)| FactDifference {
         name,
         ours: ours.get(name).map(String::as_str),
         theirs: theirs.get(name).map(String::as_str),
@@ -149,8 +149,8 @@ pub fn differences<'a>(ours: &'a Facts, theirs: &'a Facts) -> Vec<Difference<'a>
 
 /// Explains why an engine with the facts `ours` does not share with one with the facts `theirs`, and how to
 /// change that. The text has both page descriptors if they differ.
-pub fn explain(ours: &Facts, theirs: &Facts) -> String {
-    let found = differences(ours, theirs);
+pub fn explain_differences(ours: &Facts, theirs: &Facts) -> String {
+    let found = list_differences(ours, theirs);
     let same = |name: &str| found.iter().all(|difference| difference.name != name);
     let same_model = same("model") && same("weights");
     let mut text = String::from(match (same_model, same("page_form")) {
@@ -175,7 +175,7 @@ pub fn explain(ours: &Facts, theirs: &Facts) -> String {
 
 /// Returns every fact known by name, the most telling first, each with the remedy by which two engines agree
 /// on it.
-pub fn agreements() -> impl Iterator<Item = (&'static str, &'static str)> {
+pub fn list_remedies() -> impl Iterator<Item = (&'static str, &'static str)> {
     REMEDIES.iter().copied()
 }
 
@@ -222,16 +222,16 @@ mod tests {
     fn another_seed_is_explained_with_its_remedy() {
         let (ours, theirs) = (facts(&[]), facts(&[("none_hash", "bb")]));
         assert_eq!(
-            explain(&ours, &theirs),
+            explain_differences(&ours, &theirs),
             "same model and layout; none_hash is 'aa' here and 'bb' there (NONE_HASH differs: set PYTHONHASHSEED to the \
              same value on both)"
         );
-        assert_ne!(line(&ours), line(&theirs));
+        assert_ne!(format_facts(&ours), format_facts(&theirs));
         assert_eq!(
-            line(&ours),
+            format_facts(&ours),
             format!(
                 "namespace {} model=tiny none_hash=aa block_tokens=32 page_form=tokens=32",
-                digest(&ours)
+                digest_facts(&ours)
             )
         );
     }
@@ -247,21 +247,21 @@ mod tests {
         }
         assert_ne!(weights_live([ours]), weights_live([ours, None]), "a rank more");
         let stated = facts(&[]);
-        assert_eq!(complete(&stated, None), stated);
-        let all = complete(&stated, lives[0]);
+        assert_eq!(complete_facts(&stated, None), stated);
+        let all = complete_facts(&stated, lives[0]);
         assert_eq!(all[WEIGHTS_LIVE], NamespaceDigest(lives[0].unwrap()).to_string());
-        assert_eq!(differences(&stated, &all).len(), 1, "absent is not equal");
+        assert_eq!(list_differences(&stated, &all).len(), 1, "absent is not equal");
     }
 
     #[test]
     fn causes_come_before_what_follows_from_them_and_both_descriptors_are_there() {
         let theirs = facts(&[("page_form", "tokens=16"), ("block_tokens", "16"), ("mine", "1")]);
         let ours = facts(&[]);
-        let found = differences(&ours, &theirs);
+        let found = list_differences(&ours, &theirs);
         let names: Vec<_> = found.iter().map(|difference| difference.name).collect();
         assert_eq!(names, ["block_tokens", "page_form", "mine"]);
         assert_eq!((found[2].ours, found[2].theirs, found[2].remedy), (None, Some("1"), UNKNOWN_REMEDY));
-        let text = explain(&ours, &theirs);
+        let text = explain_differences(&ours, &theirs);
         assert!(
             text.starts_with("same model, different pages; block_tokens is '32' here and '16' there"),
             "{text}"
@@ -278,12 +278,13 @@ mod tests {
             ours.insert(format!("{number}{}", long('x')), long('\n'));
             theirs.insert(format!("{number}{}", long('y')), format!("{}1", long('\u{10ffff}')));
         }
-        let text = explain(&ours, &theirs);
+        let text = explain_differences(&ours, &theirs);
         assert!(text.len() < crate::handshake::RECORD_BYTES_MAX * 3 / 4, "{}", text.len());
-        for text in [text, line(&theirs)] {
+        for text in [text, format_facts(&theirs)] {
             assert!(!text.contains(|ch: char| ch.is_control()));
         }
-        let other = |end: &str| line(&facts(&[("model", &format!("{}{end}", long('m')))]))[43..].to_owned();
+        let other =
+            |end: &str| format_facts(&facts(&[("model", &format!("{}{end}", long('m')))]))[43..].to_owned();
         assert_ne!(other("1"), other("2"), "told apart by what is not shown, too");
     }
 }

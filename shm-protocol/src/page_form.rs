@@ -67,7 +67,7 @@ pub enum PageFormError {
 
 /// The places of the elements of K or of V in a page, counted in elements.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
-pub struct Place {
+pub struct PagePlace {
     /// The place of the first element.
     pub offset: u64,
     /// The distance between neighbours of an axis, in the order of [`Page::lengths`]; 0 for an axis of length 1.
@@ -92,9 +92,9 @@ pub struct Page {
     /// The data type of an element of K and of V.
     pub dtype: Dtype,
     /// Offset and strides of the keys, in elements from the start of a layer's page.
-    pub k: Place,
+    pub k: PagePlace,
     /// Offset and strides of the values, in elements from the start of a layer's page.
-    pub v: Place,
+    pub v: PagePlace,
 }
 
 /// One layer's page, for any arrangement of its inside.
@@ -108,14 +108,14 @@ pub struct Layer {
 
 /// Returns the layers of one shard of a block, in their order, also those of pages without strides. `None` if
 /// the text does not describe them.
-pub fn layers(text: &str) -> Option<Vec<Layer>> {
+pub fn parse_layers(text: &str) -> Option<Vec<Layer>> {
     let mut layers = Vec::new();
     for page in text.split("; ") {
         let (mut count, mut elements, mut content, mut dtype) = (0u32, 1u64, 0u64, None);
         for (name, value) in page.split(' ').filter_map(|word| word.split_once('=')) {
             match name {
                 "layers" => count = value.parse().ok()?,
-                "dtype" => dtype = Dtype::named(value),
+                "dtype" => dtype = Dtype::of_name(value),
                 "keys" | "values" => content = content.checked_add(value.parse().ok()?)?,
                 _ if ["tokens", "kv_heads"].contains(&name) || name.starts_with("axis") => {
                     elements = elements.checked_mul(value.parse().ok()?)?;
@@ -135,7 +135,7 @@ pub fn layers(text: &str) -> Option<Vec<Layer>> {
 }
 
 /// Returns the pages of one shard of a block, layer after layer; fails unless strides describe all of them.
-pub fn parse(text: &str) -> Result<Vec<Page>, PageFormError> {
+pub fn parse_pages(text: &str) -> Result<Vec<Page>, PageFormError> {
     let pages = text.split("; ").map(Page::parse).collect::<Result<Vec<_>, _>>()?;
     if pages.iter().map(|page| u64::from(page.layers)).sum::<u64>() > LAYERS_MAX {
         return Err(unreadable(text, format!("more than {LAYERS_MAX} layers")));
@@ -155,19 +155,19 @@ fn number<T: FromStr>(text: &str) -> Option<T> {
 // === impl Dtype ===
 
 impl Dtype {
-    fn named(name: &str) -> Option<Self> {
-        DTYPES.into_iter().find(|dtype| dtype.text() == name)
+    fn of_name(name: &str) -> Option<Self> {
+        DTYPES.into_iter().find(|dtype| dtype.as_text() == name)
     }
 
     /// Returns the name as text.
-    pub fn text(self) -> &'static str {
+    pub fn as_text(self) -> &'static str {
         self.name.to_str().expect("ASCII")
     }
 }
 
-// === impl Place ===
+// === impl PagePlace ===
 
-impl Place {
+impl PagePlace {
     /// Parses terms joined by `+`: an offset, and axes with their strides.
     fn parse(text: &str, content: &str) -> Option<Self> {
         let mut place = Self::default();
@@ -185,7 +185,7 @@ impl Place {
         Some(place)
     }
 
-    /// Writes the text for [`Place::parse`].
+    /// Writes the text for [`PagePlace::parse`].
     fn terms(&self, content: &str) -> String {
         let mut axes: Vec<_> = self.strides.into_iter().zip(AXES.into_iter().chain([content])).collect();
         axes.retain(|(stride, _)| *stride > 0);
@@ -240,8 +240,8 @@ impl Page {
         let kernel_block = optional(&mut words, "kernel_block")?.unwrap_or(tokens);
         let mut word = |name| words.remove(name).ok_or_else(|| unreadable(text, format!("no {name}")));
         let name = word("dtype")?;
-        let dtype =
-            Dtype::named(name).ok_or_else(|| unreadable(text, format!("dtype={name} is not known here")))?;
+        let dtype = Dtype::of_name(name)
+            .ok_or_else(|| unreadable(text, format!("dtype={name} is not known here")))?;
         let mut place = |name, content| {
             let text_of = word(name)?;
             let wrong = || {
@@ -250,7 +250,7 @@ impl Page {
                     format!("{name}={text_of} is not a sum such as 64+kv_heads*512+tokens*8+{content}"),
                 )
             };
-            Place::parse(text_of, content).ok_or_else(wrong)
+            PagePlace::parse(text_of, content).ok_or_else(wrong)
         };
         let (k, v) = (place("k", "keys")?, place("v", "values")?);
         if let Some(name) = words.keys().next() {
@@ -280,7 +280,7 @@ impl Page {
     }
 
     /// Returns the bytes of one layer's page.
-    pub fn bytes(&self) -> u64 {
+    pub fn page_bytes(&self) -> u64 {
         let content = u64::from(self.keys) + u64::from(self.values);
         u64::from(self.tokens) * u64::from(self.kv_heads) * content * self.dtype.bytes
     }
@@ -298,31 +298,33 @@ mod tests {
 
     fn refused(from: &str, to: &str) -> String {
         assert!(PROTOCOL.contains(from), "{from}");
-        parse(&PROTOCOL.replace(from, to)).unwrap_err().to_string()
+        parse_pages(&PROTOCOL.replace(from, to)).unwrap_err().to_string()
     }
 
     #[test]
     fn every_word_is_read() {
-        let [page] = parse(PROTOCOL).unwrap().try_into().unwrap();
+        let [page] = parse_pages(PROTOCOL).unwrap().try_into().unwrap();
         assert_eq!((page.layers, page.tokens, page.kernel_block), (3, 32, 32));
-        assert_eq!((page.kv_heads, page.keys, page.values, page.dtype.text()), (2, 64, 64, "float32"));
-        assert_eq!(page.k, Place { offset: 0, strides: [4096, 0, 1, 32] });
-        assert_eq!(page.v, Place { offset: 2048, strides: [4096, 0, 64, 1] });
-        assert_eq!((page.lengths(page.keys), page.bytes()), ([2, 1, 32, 64], 32_768));
+        assert_eq!((page.kv_heads, page.keys, page.values, page.dtype.as_text()), (2, 64, 64, "float32"));
+        assert_eq!(page.k, PagePlace { offset: 0, strides: [4096, 0, 1, 32] });
+        assert_eq!(page.v, PagePlace { offset: 2048, strides: [4096, 0, 64, 1] });
+        assert_eq!((page.lengths(page.keys), page.page_bytes()), ([2, 1, 32, 64], 32_768));
         let halves = "layers=1 tokens=8 kernel_block=4 kv_heads=1 keys=2 values=1 dtype=int8 \
                       k=kernel_blocks*12+tokens*3+keys v=2+kernel_blocks*12+tokens*3 packing=none";
-        let both = parse(&format!("{PROTOCOL}; {halves}")).unwrap();
-        assert_eq!(both[1].v, Place { offset: 2, strides: [0, 12, 3, 0] });
-        assert_eq!((both.len(), both[1].lengths(1), both[1].bytes()), (2, [1, 2, 4, 1], 24));
+        let both = parse_pages(&format!("{PROTOCOL}; {halves}")).unwrap();
+        assert_eq!(both[1].v, PagePlace { offset: 2, strides: [0, 12, 3, 0] });
+        assert_eq!((both.len(), both[1].lengths(1), both[1].page_bytes()), (2, [1, 2, 4, 1], 24));
         let least = "layers=1 tokens=1 kv_heads=1 keys=1 values=1 dtype=int8 k=0 v=1 packing=none";
-        assert_eq!(parse(least).unwrap()[0].v, Place { offset: 1, strides: [0; 4] });
+        assert_eq!(parse_pages(least).unwrap()[0].v, PagePlace { offset: 1, strides: [0; 4] });
     }
 
     #[test]
     fn the_layers_of_every_text_are_known_whatever_arranges_its_pages() {
         let sizes = |text: &str| {
-            let found = layers(text);
-            found.map(|found| found.iter().map(|layer| (layer.bytes, layer.dtype.text())).collect::<Vec<_>>())
+            let found = parse_layers(text);
+            found.map(|found| {
+                found.iter().map(|layer| (layer.bytes, layer.dtype.as_text())).collect::<Vec<_>>()
+            })
         };
         assert_eq!(sizes(PROTOCOL), Some(vec![(32_768, "float32"); 3]));
         let packed = "layers=2 tokens=16 kernel_block=16 kv_heads=2 keys=32 values=32 dtype=bfloat16 order=x packing=amx; \
@@ -389,11 +391,11 @@ mod tests {
             put in "([0-9]{0,3}|[+* =;]|kernel_block=[0-9]{1,2} |kernel_blocks|kv_heads|tokens|keys|values|; ){0,4}",
         ) {
             let rest = PROTOCOL.get(at + gone..).unwrap_or_default();
-            for page in parse(&format!("{}{put}{rest}", &PROTOCOL[..at])).unwrap_or_default() {
+            for page in parse_pages(&format!("{}{put}{rest}", &PROTOCOL[..at])).unwrap_or_default() {
                 for (place, content) in [(page.k, page.keys), (page.v, page.values)] {
                     let lengths = page.lengths(content).map(|length| u64::from(length) - 1);
                     let last = place.offset + place.strides.iter().zip(lengths).map(|(stride, most)| stride * most).sum::<u64>();
-                    prop_assert!((last + 1) * page.dtype.bytes <= page.bytes());
+                    prop_assert!((last + 1) * page.dtype.bytes <= page.page_bytes());
                 }
             }
         }

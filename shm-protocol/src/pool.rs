@@ -20,7 +20,7 @@ mod view;
 use thiserror::Error;
 use twox_hash::XxHash3_64;
 
-pub use self::view::{PoolView, verify};
+pub use self::view::{PoolView, verify_slot};
 use crate::key::{BlockHash, NamespaceDigest};
 use crate::versions::{RELEASE_BYTES, Versions};
 
@@ -168,7 +168,7 @@ const _: () = assert!(size_of::<SlotRef>() == 16);
 
 /// The content of a slot in a pool left by an earlier sidecar.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub enum Remains {
+pub enum SlotRemains {
     /// The slot is free and may be filled.
     Free,
     /// A block whose header is whole and states a checksum.
@@ -296,7 +296,7 @@ pub fn first_generation(life: u64) -> u64 {
 }
 
 /// Returns the checksum of a block's bytes: XXH3-64.
-pub fn checksum(bytes: &[u8]) -> u64 {
+pub fn compute_checksum(bytes: &[u8]) -> u64 {
     XxHash3_64::oneshot(bytes)
 }
 
@@ -306,7 +306,7 @@ pub fn header_checksum(load: impl Fn(u64) -> u64) -> u64 {
     let mut bytes = [0; (slot::CHECKSUM - slot::GENERATION) as usize];
     let words = (slot::GENERATION..).step_by(8).zip(bytes.as_chunks_mut::<8>().0);
     words.for_each(|(field, word)| *word = load(field).to_le_bytes());
-    checksum(&bytes)
+    compute_checksum(&bytes)
 }
 
 fn check_segment_bytes(segment_bytes: u64) -> Result<(), LayoutError> {
@@ -353,7 +353,7 @@ impl Geometry {
     }
 
     /// Returns the slot whose data starts at `offset`; fails if there is none.
-    pub fn place(&self, offset: u64) -> Result<SlotPlace, LayoutError> {
+    pub fn place_of(&self, offset: u64) -> Result<SlotPlace, LayoutError> {
         let wrong = LayoutError::Offset(offset);
         let Some(inside) = offset.checked_sub(SEGMENT_ALIGN) else { return Err(wrong) };
         let (segment, rest) = (inside / self.segment_bytes, inside % self.segment_bytes);

@@ -13,7 +13,7 @@ impl Random {
     #[expect(clippy::should_implement_trait, reason = "no iterator: there is always another number")]
     pub fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        mix(self.0)
+        mix_bits(self.0)
     }
 
     /// Returns a number below `limit`; `limit` must not be 0.
@@ -33,7 +33,7 @@ impl Random {
 }
 
 /// Mixes a number. Every bit of the result depends on every bit of `z`, and no two `z` have the same result.
-pub fn mix(mut z: u64) -> u64 {
+pub fn mix_bits(mut z: u64) -> u64 {
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     z ^ (z >> 31)

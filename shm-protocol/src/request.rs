@@ -70,8 +70,8 @@ macro_rules! requests {
         impl SchedulerRequest {
             /// Reads a slot already copied out of a scheduler's ring. Fails on a kind for workers alone, or a
             /// field out of range.
-            pub fn decode(slot: &Slot) -> Result<Self, RequestError> {
-                let message = &Message::decode(slot)?;
+            pub fn decode_slot(slot: &Slot) -> Result<Self, RequestError> {
+                let message = &Message::decode_slot(slot)?;
                 Ok(match message.kind {
                     $(
                         $(Kind::$kind => Self::$kind($body { $($part: ($part_place.take)(message)?,)* }),)?
@@ -85,8 +85,8 @@ macro_rules! requests {
         impl WorkerRequest {
             /// Reads a slot already copied out of a worker's ring. Fails on a kind for schedulers alone, or a
             /// field out of range.
-            pub fn decode(slot: &Slot) -> Result<Self, RequestError> {
-                let message = &Message::decode(slot)?;
+            pub fn decode_slot(slot: &Slot) -> Result<Self, RequestError> {
+                let message = &Message::decode_slot(slot)?;
                 Ok(match message.kind {
                     $($(Kind::$kind => Self::$kind { $($told: ($told_place.take)(message)?,)* },)?)*
                     kind => return Err(RequestError::Role { sender: "worker", kind }),
@@ -142,7 +142,7 @@ pub enum LoadEnd {
 
 /// Consecutive keys of one log. The log's number and the end of the keys are within the limits of the layout.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub struct Keys {
+pub struct LogKeys {
     /// The log.
     pub log: u32,
     /// Index of the first key in the log.
@@ -207,14 +207,14 @@ impl SchedulerRequest {
     }
 
     /// Returns the number of keys or blocks in the request. The receiver's work grows with it.
-    pub fn count(&self) -> u32 {
+    pub fn named_count(&self) -> u32 {
         Message::from(*self).count
     }
 }
 
-// === impl Keys ===
+// === impl LogKeys ===
 
-impl Keys {
+impl LogKeys {
     /// Makes keys `range` of log `log`.
     pub fn new(log: u32, range: std::ops::Range<u32>) -> Self {
         Self { log, from: range.start, count: range.len() as u32 }

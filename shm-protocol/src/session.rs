@@ -239,7 +239,7 @@ impl SessionMemory {
     pub fn read_ref(&self, chunk: u32, index: usize) -> SlotRef {
         assert!(index < layout::CHUNK_KEYS);
         let words = self.region.words64(layout::ref_offset(chunk as usize, index), 2);
-        let (_, generation) = Source::parse(words[1].load(Ordering::Relaxed));
+        let (_, generation) = Source::of_word(words[1].load(Ordering::Relaxed));
         SlotRef { offset: words[0].load(Ordering::Relaxed), generation }
     }
 
@@ -247,7 +247,7 @@ impl SessionMemory {
     pub fn read_source(&self, chunk: u32, index: usize) -> Source {
         assert!(index < layout::CHUNK_KEYS);
         let words = self.region.words64(layout::ref_offset(chunk as usize, index), 2);
-        Source::parse(words[1].load(Ordering::Relaxed)).0
+        Source::of_word(words[1].load(Ordering::Relaxed)).0
     }
 
     /// Engine: writes one block id at circle position `position`.

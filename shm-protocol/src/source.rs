@@ -29,7 +29,7 @@ impl Source {
 
     /// Returns the source and the generation in a reference's second word. An unknown source counts as
     /// memory.
-    pub(crate) fn parse(word: u64) -> (Self, u64) {
+    pub(crate) fn of_word(word: u64) -> (Self, u64) {
         let number = (word >> GENERATION_BITS) as usize;
         (Self::ALL.get(number).copied().unwrap_or_default(), word & GENERATION_MASK)
     }
@@ -42,9 +42,9 @@ mod tests {
     #[test]
     fn a_word_says_source_and_generation() {
         for source in Source::ALL {
-            assert_eq!(Source::parse(source.mark(7)), (source, 7));
+            assert_eq!(Source::of_word(source.mark(7)), (source, 7));
         }
-        assert_eq!(Source::parse(Source::Peer.mark(u64::MAX)), (Source::Peer, u64::MAX >> 8));
-        assert_eq!(Source::parse(9 << 56 | 7), (Source::Memory, 7));
+        assert_eq!(Source::of_word(Source::Peer.mark(u64::MAX)), (Source::Peer, u64::MAX >> 8));
+        assert_eq!(Source::of_word(9 << 56 | 7), (Source::Memory, 7));
     }
 }

@@ -26,7 +26,7 @@ pub fn default_socket() -> PathBuf {
 }
 
 /// Listens on `path`; no file may exist there.
-pub fn listen(path: &Path) -> Result<OwnedFd, Errno> {
+pub fn listen_at(path: &Path) -> Result<OwnedFd, Errno> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
     rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
@@ -35,12 +35,12 @@ pub fn listen(path: &Path) -> Result<OwnedFd, Errno> {
 }
 
 /// Accepts one waiting connection; `AGAIN` if there is none.
-pub fn accept(listener: impl AsFd) -> Result<OwnedFd, Errno> {
+pub fn accept_connection(listener: impl AsFd) -> Result<OwnedFd, Errno> {
     rustix::net::accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK)
 }
 
 /// Connects to the sidecar at `path`; every later send or receive gives up after `timeout`.
-pub fn connect(path: &Path, timeout: Duration) -> Result<OwnedFd, Errno> {
+pub fn connect_socket(path: &Path, timeout: Duration) -> Result<OwnedFd, Errno> {
     let socket =
         rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
     sockopt::set_socket_timeout(&socket, sockopt::Timeout::Send, Some(timeout))?;
@@ -51,7 +51,7 @@ pub fn connect(path: &Path, timeout: Duration) -> Result<OwnedFd, Errno> {
 
 /// Sends one record with its descriptors. Fails with `MSGSIZE` or `TOOBIG` if the record is too long or the
 /// descriptors are too many.
-pub fn send(socket: impl AsFd, record: &[u8], descriptors: &[BorrowedFd<'_>]) -> Result<(), Errno> {
+pub fn send_record(socket: impl AsFd, record: &[u8], descriptors: &[BorrowedFd<'_>]) -> Result<(), Errno> {
     if record.len() > RECORD_BYTES_MAX {
         return Err(Errno::MSGSIZE);
     }
@@ -68,7 +68,7 @@ pub fn send(socket: impl AsFd, record: &[u8], descriptors: &[BorrowedFd<'_>]) ->
 }
 
 /// Receives one record with its descriptors. An empty record is the peer's hang-up. A truncated one is `MSGSIZE`.
-pub fn receive(socket: impl AsFd) -> Result<(Vec<u8>, Vec<OwnedFd>), Errno> {
+pub fn receive_record(socket: impl AsFd) -> Result<(Vec<u8>, Vec<OwnedFd>), Errno> {
     let mut record = vec![0; RECORD_BYTES_MAX];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
     let mut control = RecvAncillaryBuffer::new(&mut space);

@@ -44,17 +44,17 @@ pub trait WaitMemory {
 /// Engine, after publishing: wakes the sidecar if it sleeps.
 pub fn ring_doorbell(region: &Region, doorbell: BorrowedFd<'_>) {
     if must_ring(region) {
-        signal(doorbell);
+        signal_eventfd(doorbell);
     }
 }
 
 /// Makes a descriptor through which any thread, of this process or another, wakes its poller.
-pub fn eventfd() -> Result<OwnedFd, Errno> {
+pub fn make_eventfd() -> Result<OwnedFd, Errno> {
     rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
 }
 
 /// Wakes the thread polling an eventfd.
-pub fn signal(eventfd: impl AsFd) {
+pub fn signal_eventfd(eventfd: impl AsFd) {
     // A full counter (EAGAIN) is readable too, and the poller needs no more. A peer's death shows on the
     // socket.
     let _ = rustix::io::write(eventfd, &1u64.to_ne_bytes());

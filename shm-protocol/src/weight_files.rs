@@ -13,7 +13,7 @@ const PAGE_BYTES: u64 = 4096;
 const SUFFIX: &str = ".safetensors";
 
 /// Returns 64 hex digits; `None` if the directory has no safetensors files.
-pub fn digest(directory: &Path) -> io::Result<Option<String>> {
+pub fn digest_files(directory: &Path) -> io::Result<Option<String>> {
     let mut files = Vec::new();
     for entry in fs::read_dir(directory)? {
         let path = entry?.path();
@@ -24,28 +24,28 @@ pub fn digest(directory: &Path) -> io::Result<Option<String>> {
     files.sort_unstable_by(|one, other| name(one).cmp(name(other)));
     let mut hasher = Sha256::new();
     for path in &files {
-        add(&mut hasher, path)?;
+        add_file(&mut hasher, path)?;
     }
     Ok((!files.is_empty()).then(|| hex::encode(hasher.finalize())))
 }
 
 /// Adds a file's name, length, the length of its safetensors header, that header, and its pages.
-fn add(hasher: &mut Sha256, path: &PathBuf) -> io::Result<()> {
+fn add_file(hasher: &mut Sha256, path: &PathBuf) -> io::Result<()> {
     let mut file = File::open(path)?;
     let size = file.metadata()?.len();
     let mut prefix = [0; 8];
     file.read_exact(&mut prefix)?;
-    let header = read(&mut file, u64::from_le_bytes(prefix).min(size))?;
+    let header = read_start(&mut file, u64::from_le_bytes(prefix).min(size))?;
     hasher.update(format!("{} {size} {}", name(path), header.len()));
     hasher.update(header);
     for page in 0..SAMPLED_PAGES {
         file.seek(SeekFrom::Start(page * size.saturating_sub(PAGE_BYTES) / (SAMPLED_PAGES - 1)))?;
-        hasher.update(read(&mut file, PAGE_BYTES)?);
+        hasher.update(read_start(&mut file, PAGE_BYTES)?);
     }
     Ok(())
 }
 
-fn read(file: &mut File, most: u64) -> io::Result<Vec<u8>> {
+fn read_start(file: &mut File, most: u64) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     file.take(most).read_to_end(&mut bytes)?;
     Ok(bytes)
@@ -65,13 +65,13 @@ mod tests {
     fn names_lengths_headers_and_pages_count() {
         let directory = std::env::temp_dir().join(format!("pillion-weight-files-{}", std::process::id()));
         fs::create_dir_all(&directory).expect("a new directory");
-        assert_eq!(digest(&directory).expect("readable"), None, "no weights");
+        assert_eq!(digest_files(&directory).expect("readable"), None, "no weights");
         let path = directory.join("model.safetensors");
         let mut bytes: Vec<u8> = (0..300_000_u32).map(|at| (at * 7 % 251) as u8).collect();
         bytes[..8].copy_from_slice(&16_u64.to_le_bytes());
         fs::write(&path, &bytes).expect("room");
         fs::write(directory.join("config.json"), "{}").expect("room");
-        let known = digest(&directory).expect("readable");
+        let known = digest_files(&directory).expect("readable");
         // The digest made by Python's hashlib, by the recipe of PROTOCOL.md.
         assert_eq!(
             known.as_deref(),
@@ -80,11 +80,11 @@ mod tests {
         for at in [8, 23, 24, 299_999] {
             bytes[at] ^= 1;
             fs::write(&path, &bytes).expect("room");
-            assert_ne!(digest(&directory).expect("readable"), known, "byte {at}");
+            assert_ne!(digest_files(&directory).expect("readable"), known, "byte {at}");
             bytes[at] ^= 1;
         }
         fs::rename(&path, directory.join("other.safetensors")).expect("same directory");
-        assert_ne!(digest(&directory).expect("readable"), known, "the name");
+        assert_ne!(digest_files(&directory).expect("readable"), known, "the name");
         fs::remove_dir_all(&directory).expect("made above");
     }
 }

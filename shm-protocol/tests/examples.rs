@@ -10,7 +10,7 @@ use shm_protocol::handshake::{
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::{self, header};
 use shm_protocol::message::{Kind, Message, Outcome, Status};
-use shm_protocol::request::{Append, Keys, Query, RequestError, SchedulerRequest, WorkerRequest};
+use shm_protocol::request::{Append, LogKeys, Query, RequestError, SchedulerRequest, WorkerRequest};
 use shm_protocol::ring::Producer;
 use shm_protocol::session::{Ring, SessionMemory};
 use shm_protocol::{PROTOCOL_VERSION, gate, namespace};
@@ -48,7 +48,7 @@ fn hello_of_a_worker() {
     };
     // The release of the page's example.
     let hello = Hello { release: "0.3.0".into(), ..Hello::new("e0".into(), 1, Role::Worker(worker)) };
-    assert_on_page("a HELLO", &dump(&handshake::encode(&hello), 0));
+    assert_on_page("a HELLO", &dump(&handshake::encode_record(&hello), 0));
 }
 
 #[test]
@@ -56,15 +56,15 @@ fn cuda_of_a_worker() {
     let uuid = std::array::from_fn(|index| index as u8);
     let allocations = vec![CudaAllocation { handle: [0x11; 64], bytes: 2_097_152 }];
     let cuda = CudaMemory { uuid, pid: 4321, allocations, cuts: vec![4096, 8192] };
-    assert_on_page("GPU memory", &dump(&handshake::encode(&cuda), 0));
+    assert_on_page("GPU memory", &dump(&handshake::encode_record(&cuda), 0));
 }
 
 #[test]
 fn namespace_of_the_facts() {
-    let digest = namespace::digest(&facts());
+    let digest = namespace::digest_facts(&facts());
     assert_on_page("a namespace", &format!("`{digest}`"));
-    assert_on_page("a namespace's line", &namespace::line(&facts()));
-    assert_on_page("a salted namespace", &format!("`{}`", namespace::salted(digest, [0x5a; 16])));
+    assert_on_page("a namespace's line", &namespace::format_facts(&facts()));
+    assert_on_page("a salted namespace", &format!("`{}`", namespace::salt_namespace(digest, [0x5a; 16])));
 }
 
 #[test]
@@ -73,14 +73,14 @@ fn append_and_query_in_a_session_memory() {
     let mut submissions = Producer::new(memory.ring(Ring::Submission));
     let key = |index: u32| BlockHash::from_slice(&[index as u8; 16]).unwrap();
     (0..2).for_each(|index| memory.write_key(5, index, &key(0xa0 + index as u32)));
-    let keys = Keys::new(7, 0..2);
+    let keys = LogKeys::new(7, 0..2);
     let open = SchedulerRequest::Open { log: 7 };
     let append =
         SchedulerRequest::Append(Append { keys, chunks: [5, 0, 0, 0, 0, 0], promised: false, tail: false });
     let query = SchedulerRequest::Query(Query { op: 1, keys, arriving: false, awaits: false, last: false });
     for message in [open, append, query].map(Message::from) {
         assert!(submissions.has_room(layout::SUBMISSION_RESERVED as u32).unwrap());
-        submissions.push(&message.encode());
+        submissions.push(&message.encode_slot());
     }
     submissions.publish();
     memory.store_outcome(1, Outcome { op: 1, value: 2, status: Status::Ok });
@@ -99,7 +99,7 @@ fn append_and_query_in_a_session_memory() {
 #[test]
 fn gate_and_load_words_of_a_load() {
     let (_fd, memory) = SessionMemory::create(PROTOCOL_VERSION, 0, 0).unwrap();
-    gate::close(memory.region(), 5);
+    gate::close_gate(memory.region(), 5);
     let at = layout::gate_word(5);
     let word = memory.region().word64(at).load(Ordering::Relaxed);
     assert_on_page("the gate of load 5 once it is closed", &dump(&word.to_le_bytes(), at));
@@ -149,8 +149,8 @@ fn offsets_of_the_page() {
 fn messages_and_statuses_of_the_page() {
     let mut rows = 0;
     for kind in Kind::ALL {
-        let slot = Message::new(kind).encode();
-        let refused = [SchedulerRequest::decode(&slot).err(), WorkerRequest::decode(&slot).err()];
+        let slot = Message::new(kind).encode_slot();
+        let refused = [SchedulerRequest::decode_slot(&slot).err(), WorkerRequest::decode_slot(&slot).err()];
         for (role, refused) in ["scheduler", "worker"].into_iter().zip(refused) {
             if !matches!(refused, Some(RequestError::Role { .. })) {
                 assert_on_page("a message", &format!("\n| {} {kind} | {role} | ", kind as u8));

@@ -267,9 +267,9 @@ fn socket_pair() -> (OwnedFd, OwnedFd) {
     static NUMBER: AtomicU32 = AtomicU32::new(0);
     let name = format!("pillion-hostile-{}-{}", std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed));
     let path: PathBuf = std::env::temp_dir().join(name);
-    let listener = transport::listen(&path).unwrap();
-    let client = transport::connect(&path, Duration::from_secs(5)).unwrap();
-    let server = transport::accept(&listener).unwrap();
+    let listener = transport::listen_at(&path).unwrap();
+    let client = transport::connect_socket(&path, Duration::from_secs(5)).unwrap();
+    let server = transport::accept_connection(&listener).unwrap();
     std::fs::remove_file(path).unwrap();
     (client, server)
 }
@@ -291,8 +291,8 @@ fn records_and_descriptors_arrive_whole_up_to_the_limits() {
     let (client, server) = socket_pair();
     let record = vec![7; RECORD_BYTES_MAX];
     let descriptors = vec![client.as_fd(); DESCRIPTORS_MAX];
-    transport::send(&client, &record, &descriptors).unwrap();
-    let (received, received_descriptors) = transport::receive(&server).unwrap();
+    transport::send_record(&client, &record, &descriptors).unwrap();
+    let (received, received_descriptors) = transport::receive_record(&server).unwrap();
     assert!(received == record && received_descriptors.len() == DESCRIPTORS_MAX);
     for fd in received_descriptors {
         assert!(rustix::io::fcntl_getfd(fd).unwrap().contains(rustix::io::FdFlags::CLOEXEC));
@@ -302,18 +302,18 @@ fn records_and_descriptors_arrive_whole_up_to_the_limits() {
 #[test]
 fn more_than_the_limits_is_not_sent() {
     let (client, _server) = socket_pair();
-    assert_eq!(transport::send(&client, &vec![0; RECORD_BYTES_MAX + 1], &[]), Err(Errno::MSGSIZE));
+    assert_eq!(transport::send_record(&client, &vec![0; RECORD_BYTES_MAX + 1], &[]), Err(Errno::MSGSIZE));
     let descriptors = vec![client.as_fd(); DESCRIPTORS_MAX + 1];
-    assert_eq!(transport::send(&client, b"record", &descriptors), Err(Errno::TOOBIG));
+    assert_eq!(transport::send_record(&client, b"record", &descriptors), Err(Errno::TOOBIG));
 }
 
 #[test]
 fn a_record_too_long_is_refused_and_the_next_one_read() {
     let (client, server) = socket_pair();
     send_raw(&client, &vec![0; RECORD_BYTES_MAX + 1], &[client.as_fd()]);
-    assert_eq!(transport::receive(&server).unwrap_err(), Errno::MSGSIZE);
-    transport::send(&client, b"next", &[]).unwrap();
-    assert_eq!(transport::receive(&server).unwrap().0, b"next");
+    assert_eq!(transport::receive_record(&server).unwrap_err(), Errno::MSGSIZE);
+    transport::send_record(&client, b"next", &[]).unwrap();
+    assert_eq!(transport::receive_record(&server).unwrap().0, b"next");
 }
 
 #[test]
@@ -321,7 +321,7 @@ fn too_many_descriptors_are_refused() {
     for count in [DESCRIPTORS_MAX + 1, DESCRIPTORS_MAX + 2, DESCRIPTORS_MAX + 3, 250] {
         let (client, server) = socket_pair();
         send_raw(&client, b"record", &vec![client.as_fd(); count]);
-        assert_eq!(transport::receive(&server).unwrap_err(), Errno::MSGSIZE, "{count} descriptors");
+        assert_eq!(transport::receive_record(&server).unwrap_err(), Errno::MSGSIZE, "{count} descriptors");
     }
 }
 
@@ -338,15 +338,15 @@ fn refused_descriptors_are_closed() {
     let (client, server) = socket_pair();
     let before = open_descriptors();
     send_raw(&client, b"record", &vec![client.as_fd(); 250]);
-    assert_eq!(transport::receive(&server).unwrap_err(), Errno::MSGSIZE);
+    assert_eq!(transport::receive_record(&server).unwrap_err(), Errno::MSGSIZE);
     assert_eq!(open_descriptors(), before);
 }
 
 #[test]
 fn a_hang_up_is_an_empty_record() {
     let (client, server) = socket_pair();
-    assert_eq!(transport::receive(&server).unwrap_err(), Errno::AGAIN, "nothing was sent yet");
+    assert_eq!(transport::receive_record(&server).unwrap_err(), Errno::AGAIN, "nothing was sent yet");
     drop(client);
-    let (record, descriptors) = transport::receive(&server).unwrap();
+    let (record, descriptors) = transport::receive_record(&server).unwrap();
     assert!(record.is_empty() && descriptors.is_empty());
 }

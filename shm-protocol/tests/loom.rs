@@ -386,7 +386,7 @@ fn gate_model(fences: bool) {
             let another = gate::write_unless_closed(&*sidecar, 1, || ());
             assert!(another.is_some(), "an earlier load was taken back with it");
         });
-        gate::close(&*memory, 2);
+        gate::close_gate(&*memory, 2);
         while !gate::is_settled(&*memory) {
             thread::yield_now();
         }

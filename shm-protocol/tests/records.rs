@@ -7,8 +7,8 @@ use proptest::prelude::*;
 use proptest::strategy::Union;
 
 use shm_protocol::handshake::{
-    self, BlockRegion, CUTS_MAX, Copier, CudaAllocation, CudaMemory, DESCRIPTORS_MAX, Digest, HandshakeError,
-    Hello, RANKS_MAX, RECORD_BYTES_MAX, REGIONS_MAX, Reply, Role, Welcome, WorkerHello,
+    self, BlockRegion, CUTS_MAX, Copier, CudaAllocation, CudaMemory, DESCRIPTORS_MAX, HandshakeError, Hello,
+    HelloDigest, RANKS_MAX, RECORD_BYTES_MAX, REGIONS_MAX, Reply, Role, Welcome, WorkerHello,
 };
 use shm_protocol::layout::{
     LOAD_PREFERENCE_MAX, LOAD_WAIT_MS_MAX, PROMISED_WAIT_MS_MAX, QUERY_WAIT_MS_MAX, STAGING_SLOTS_MAX,
@@ -48,8 +48,8 @@ prop_compose! {
     }
 }
 
-fn digests() -> impl Strategy<Value = Option<Digest>> {
-    prop::option::of(any::<[u8; 16]>().prop_map(Digest))
+fn digests() -> impl Strategy<Value = Option<HelloDigest>> {
+    prop::option::of(any::<[u8; 16]>().prop_map(HelloDigest))
 }
 
 prop_compose! {
@@ -166,15 +166,15 @@ fn replies() -> impl Strategy<Value = Reply> {
 proptest! {
     #[test]
     fn a_message_survives_its_slot(message in messages()) {
-        prop_assert_eq!(Message::decode(&message.encode()), Ok(message));
+        prop_assert_eq!(Message::decode_slot(&message.encode_slot()), Ok(message));
     }
 
     #[test]
     fn any_slot_decodes_to_itself_or_is_refused(slot in any::<Slot>()) {
         let [kind, _, pad_low, pad_high, ..] = slot[0].to_le_bytes();
-        match Message::decode(&slot) {
+        match Message::decode_slot(&slot) {
             Ok(message) => {
-                let mut again = message.encode();
+                let mut again = message.encode_slot();
                 again[0] |= u64::from(pad_low) << 16 | u64::from(pad_high) << 24;
                 prop_assert_eq!(again, slot, "every field but the padding comes back");
             }
@@ -185,7 +185,7 @@ proptest! {
     #[test]
     fn sixteen_bytes_survive_a_message(bytes in any::<[u8; 16]>()) {
         let message = Message::new(Kind::Join).with_bytes16(bytes);
-        prop_assert_eq!(Message::decode(&message.encode()).unwrap().bytes16(), bytes);
+        prop_assert_eq!(Message::decode_slot(&message.encode_slot()).unwrap().bytes16(), bytes);
     }
 
     #[test]
@@ -209,7 +209,7 @@ proptest! {
     #[test]
     fn saved_counts_survive_their_slot(slot in any::<[u64; 8]>()) {
         let [words @ .., _, _] = slot;
-        prop_assert_eq!(&Saved::decode(&slot).encode()[..6], words);
+        prop_assert_eq!(&Saved::decode_slot(&slot).encode_slot()[..6], words);
     }
 }
 
@@ -242,7 +242,7 @@ fn an_outcome_never_spills_into_the_operation() {
 proptest! {
     #[test]
     fn a_sound_hello_survives((hello, descriptors) in hellos()) {
-        let bytes = handshake::encode(&hello);
+        let bytes = handshake::encode_record(&hello);
         prop_assert!(bytes.len() <= RECORD_BYTES_MAX);
         prop_assert_eq!(handshake::encode_hello(&hello, descriptors), Ok(bytes.clone()));
         prop_assert_eq!(handshake::decode_hello(&bytes, descriptors), Ok(hello));
@@ -250,7 +250,7 @@ proptest! {
 
     #[test]
     fn a_reply_survives(reply in replies()) {
-        prop_assert_eq!(handshake::decode_reply(&handshake::encode(&reply)), Ok(reply));
+        prop_assert_eq!(handshake::decode_reply(&handshake::encode_record(&reply)), Ok(reply));
     }
 
     #[test]
@@ -264,7 +264,7 @@ proptest! {
         (hello, descriptors) in hellos(),
         damage in vec((any::<prop::sample::Index>(), any::<u8>()), 1..8),
     ) {
-        let mut bytes = handshake::encode(&hello);
+        let mut bytes = handshake::encode_record(&hello);
         for (at, value) in damage {
             let at = at.index(bytes.len());
             bytes[at] = value;
@@ -288,7 +288,7 @@ proptest! {
 
     #[test]
     fn a_cut_hello_is_malformed((hello, descriptors) in hellos(), cut in any::<prop::sample::Index>()) {
-        let bytes = handshake::encode(&hello);
+        let bytes = handshake::encode_record(&hello);
         let short = &bytes[..cut.index(bytes.len())];
         prop_assert!(matches!(handshake::decode_hello(short, descriptors), Err(HandshakeError::Malformed(_))));
     }
@@ -314,7 +314,7 @@ fn every_limit_of_a_staging_segment_names_its_field() {
     let region = BlockRegion { offset: STAGING_WORDS_BYTES as u64, ..worker.regions[0] };
     let staged = WorkerHello { staging: Some(4), regions: vec![region], blocks: u32::MAX, ..worker };
     let with = |worker: WorkerHello| Hello { role: Role::Worker(worker), ..hello.clone() };
-    assert!(handshake::decode_hello(&handshake::encode(&with(staged.clone())), 1).is_ok());
+    assert!(handshake::decode_hello(&handshake::encode_record(&with(staged.clone())), 1).is_ok());
     let end = BlockRegion { stride: 1 << 62, ..region };
     let cases = [
         ("staging", WorkerHello { staging: Some(0), ..staged.clone() }),
@@ -334,7 +334,7 @@ fn every_limit_of_a_staging_segment_names_its_field() {
 }
 
 fn field_refused(hello: &Hello, descriptors: usize) -> &'static str {
-    match handshake::decode_hello(&handshake::encode(hello), descriptors) {
+    match handshake::decode_hello(&handshake::encode_record(hello), descriptors) {
         Err(HandshakeError::Range { field, .. }) => field,
         other => panic!("expected a field out of range, got {other:?}"),
     }
@@ -358,7 +358,7 @@ fn every_limit_of_hello_names_its_field() {
     let scheduler = Hello { role: Role::Scheduler { run: [0; 16] }, ..hello };
     assert_eq!(field_refused(&scheduler, 1), "descriptors");
     let waits = |ms| Hello { miss_wait_ms: Some(ms), ..scheduler.clone() };
-    assert!(handshake::decode_hello(&handshake::encode(&waits(QUERY_WAIT_MS_MAX)), 0).is_ok());
+    assert!(handshake::decode_hello(&handshake::encode_record(&waits(QUERY_WAIT_MS_MAX)), 0).is_ok());
     assert_eq!(field_refused(&waits(QUERY_WAIT_MS_MAX + 1), 0), "miss_wait_ms");
     let handover_wait_ms = Some(PROMISED_WAIT_MS_MAX + 1);
     assert_eq!(field_refused(&Hello { handover_wait_ms, ..scheduler.clone() }, 0), "handover_wait_ms");
@@ -389,7 +389,7 @@ fn every_limit_of_a_worker_names_its_field() {
             "fact weights_live",
             WorkerHello {
                 facts: [("weights_live".into(), "00".into())].into(),
-                live_weights: Some(Digest([0; 16])),
+                live_weights: Some(HelloDigest([0; 16])),
                 ..worker.clone()
             },
         ),
@@ -449,7 +449,7 @@ fn every_limit_of_gpu_memory_names_its_field() {
     let (hello, worker, cuda) = cuda_hello();
     let role = |worker: WorkerHello| Hello { role: Role::Worker(worker), ..hello.clone() };
     let with = |cuda: CudaMemory| role(WorkerHello { cuda: Some(cuda), ..worker.clone() });
-    let sound = handshake::decode_hello(&handshake::encode(&role(worker.clone())), 0);
+    let sound = handshake::decode_hello(&handshake::encode_record(&role(worker.clone())), 0);
     assert_eq!(sound, Ok(role(worker.clone())));
     assert_eq!(field_refused(&role(worker.clone()), 1), "descriptors", "no descriptor is sent beside it");
     let elsewhere = vec![BlockRegion { fd: 1, ..worker.regions[0] }];
@@ -489,7 +489,7 @@ fn names_and_handles_have_their_own_length() {
     }
     let decode = |bytes: usize| {
         let allocation = Allocation { handle: ciborium::Value::Bytes(vec![7; bytes]), bytes: 1 };
-        let encoded = handshake::encode(&allocation);
+        let encoded = handshake::encode_record(&allocation);
         ciborium::from_reader::<CudaAllocation, _>(encoded.as_slice())
     };
     assert_eq!(decode(64).unwrap().handle, [7; 64]);
@@ -503,7 +503,7 @@ fn names_and_handles_have_their_own_length() {
 #[test]
 fn a_digest_has_sixteen_bytes() {
     let (hello, _) = worker_hello();
-    let bytes = handshake::encode(&Hello { groups: Some(Digest([7; 16])), ..hello });
+    let bytes = handshake::encode_record(&Hello { groups: Some(HelloDigest([7; 16])), ..hello });
     let at = bytes.windows(17).position(|window| window == [&[0x50][..], &[7; 16]].concat()).unwrap();
     for (head, tail) in [(0x4f, 15), (0x51, 17)] {
         let wrong = [&bytes[..at], &[head], &vec![7; tail], &bytes[at + 17..]].concat();
@@ -545,8 +545,8 @@ fn another_version_is_named_whatever_else_the_record_holds() {
     for (record, (version, oldest, release), text) in cases {
         let refusal =
             HandshakeError::Version { theirs: Versions { version, oldest, release: release.into() } };
-        assert_eq!(handshake::decode_hello(&handshake::encode(&record), 0).as_ref(), Err(&refusal));
-        let welcome = handshake::encode(&BTreeMap::from([("welcome", record)]));
+        assert_eq!(handshake::decode_hello(&handshake::encode_record(&record), 0).as_ref(), Err(&refusal));
+        let welcome = handshake::encode_record(&BTreeMap::from([("welcome", record)]));
         let theirs = Versions { version, oldest: version, release: release.into() };
         assert_eq!(handshake::decode_reply(&welcome), Err(HandshakeError::Version { theirs }));
         let own = format!(
@@ -561,11 +561,11 @@ fn another_version_is_named_whatever_else_the_record_holds() {
 fn a_later_release_that_speaks_this_version_too_is_understood() {
     let (hello, _) = worker_hello();
     let later = Hello { version: PROTOCOL_VERSION + 7, oldest: Some(PROTOCOL_VERSION), ..hello };
-    let read = handshake::decode_hello(&handshake::encode(&later), 1).unwrap();
-    assert_eq!(handshake::agree(&read.versions()), Ok(PROTOCOL_VERSION));
+    let read = handshake::decode_hello(&handshake::encode_record(&later), 1).unwrap();
+    assert_eq!(handshake::agree_version(&read.versions()), Ok(PROTOCOL_VERSION));
     // Its Welcome states the agreed version; an `oldest` beside it makes no other version valid.
     let welcome = stranger(PROTOCOL_VERSION + 7, Some(PROTOCOL_VERSION), None);
-    let reply = handshake::encode(&BTreeMap::from([("welcome", welcome)]));
+    let reply = handshake::encode_record(&BTreeMap::from([("welcome", welcome)]));
     assert!(matches!(handshake::decode_reply(&reply), Err(HandshakeError::Version { .. })));
 }
 
@@ -579,7 +579,7 @@ fn a_refusal_of_any_release_is_read() {
     }
     for version in [0, 1, PROTOCOL_VERSION, u32::MAX] {
         let refusal = Refusal { version, reason: "no", unheard_of: 7 };
-        let reply = handshake::encode(&BTreeMap::from([("refused", refusal)]));
+        let reply = handshake::encode_record(&BTreeMap::from([("refused", refusal)]));
         assert_eq!(handshake::decode_reply(&reply), Ok(Reply::Refused { version, reason: "no".into() }));
     }
 }
@@ -614,15 +614,15 @@ proptest! {
         let forward: BTreeMap<_, _> = facts.iter().cloned().collect();
         let mut changed = forward.clone();
         changed.insert("one more".into(), "fact".into());
-        prop_assert_ne!(namespace::digest(&forward), namespace::digest(&changed));
+        prop_assert_ne!(namespace::digest_facts(&forward), namespace::digest_facts(&changed));
         let again: BTreeMap<_, _> = forward.clone().into_iter().rev().collect();
-        prop_assert_eq!(namespace::digest(&forward), namespace::digest(&again));
+        prop_assert_eq!(namespace::digest_facts(&forward), namespace::digest_facts(&again));
     }
 
     #[test]
     fn a_salt_changes_the_namespace(facts in btree_map(".{0,4}", ".{0,4}", 0..4), salts in any::<[[u8; 16]; 2]>()) {
-        let plain = namespace::digest(&facts);
-        let [first, second] = salts.map(|salt| namespace::salted(plain, salt));
+        let plain = namespace::digest_facts(&facts);
+        let [first, second] = salts.map(|salt| namespace::salt_namespace(plain, salt));
         prop_assert!(first != plain && second != plain);
         prop_assert_eq!(first == second, salts[0] == salts[1]);
     }

@@ -4,7 +4,7 @@ use proptest::prelude::*;
 
 use shm_protocol::layout::{CHUNK_KEYS, CHUNKS, LOG_KEYS, LOGS, QUERY_KEYS};
 use shm_protocol::message::{APPEND_CHUNKS, Kind, Message, Slot};
-use shm_protocol::request::{Append, Keys, LoadEnd, Query, RequestError, SchedulerRequest, WorkerRequest};
+use shm_protocol::request::{Append, LoadEnd, LogKeys, Query, RequestError, SchedulerRequest, WorkerRequest};
 
 /// Slots of known kinds, their other fields often small, so many are requests.
 fn slots() -> impl Strategy<Value = Slot> {
@@ -19,12 +19,12 @@ fn slots() -> impl Strategy<Value = Slot> {
     ];
     (head, range, any::<u64>(), any::<u64>(), data).prop_map(
         |((kind, flags, log, op), (from, count), step, lease, data)| {
-            Message { kind, flags, log, op, from, count, step, lease, data }.encode()
+            Message { kind, flags, log, op, from, count, step, lease, data }.encode_slot()
         },
     )
 }
 
-fn keys_of(request: &SchedulerRequest) -> Option<Keys> {
+fn keys_of(request: &SchedulerRequest) -> Option<LogKeys> {
     match request {
         SchedulerRequest::Append(append) => Some(append.keys),
         SchedulerRequest::Query(query) => Some(query.keys),
@@ -38,11 +38,11 @@ fn keys_of(request: &SchedulerRequest) -> Option<Keys> {
 proptest! {
     #[test]
     fn what_is_read_is_within_every_bound_and_survives(slot in slots()) {
-        if let Ok(request) = SchedulerRequest::decode(&slot) {
-            prop_assert_eq!(SchedulerRequest::decode(&Message::from(request).encode()), Ok(request));
+        if let Ok(request) = SchedulerRequest::decode_slot(&slot) {
+            prop_assert_eq!(SchedulerRequest::decode_slot(&Message::from(request).encode_slot()), Ok(request));
             if let Some(keys) = keys_of(&request) {
                 prop_assert!((keys.log as usize) < LOGS && keys.end() as usize <= LOG_KEYS);
-                prop_assert_eq!(request.count(), keys.count);
+                prop_assert_eq!(request.named_count(), keys.count);
             }
             if let SchedulerRequest::Append(append) = request {
                 prop_assert!(append.chunks().iter().all(|chunk| (*chunk as usize) < CHUNKS));
@@ -51,16 +51,16 @@ proptest! {
                 prop_assert!(keys.count as usize <= QUERY_KEYS);
             }
         }
-        if let Ok(request) = WorkerRequest::decode(&slot) {
-            prop_assert_eq!(WorkerRequest::decode(&Message::from(request).encode()), Ok(request));
+        if let Ok(request) = WorkerRequest::decode_slot(&slot) {
+            prop_assert_eq!(WorkerRequest::decode_slot(&Message::from(request).encode_slot()), Ok(request));
         }
     }
 
     #[test]
     fn a_kind_is_one_role_s_but_for_weights(slot in slots()) {
         let both = slot[0] as u8 == Kind::Weights as u8;
-        let scheduler = SchedulerRequest::decode(&slot);
-        let worker = WorkerRequest::decode(&slot);
+        let scheduler = SchedulerRequest::decode_slot(&slot);
+        let worker = WorkerRequest::decode_slot(&slot);
         let refused = [
             matches!(scheduler, Err(RequestError::Role { sender: "scheduler", .. })),
             matches!(worker, Err(RequestError::Role { sender: "worker", .. })),
@@ -70,9 +70,9 @@ proptest! {
 
     #[test]
     fn an_append_s_parts_are_its_keys(from in 0..(LOG_KEYS - 400) as u32, count in 1..321_u32) {
-        let keys = Keys::new(3, from..from + count);
+        let keys = LogKeys::new(3, from..from + count);
         let append = Append { keys, chunks: std::array::from_fn(|at| at as u32 + 100), promised: from % 2 == 1, tail: from % 4 > 1 };
-        prop_assert_eq!(SchedulerRequest::decode(&Message::from(SchedulerRequest::Append(append)).encode()), Ok(SchedulerRequest::Append(append)));
+        prop_assert_eq!(SchedulerRequest::decode_slot(&Message::from(SchedulerRequest::Append(append)).encode_slot()), Ok(SchedulerRequest::Append(append)));
         let first = from as usize / CHUNK_KEYS;
         let places = append.parts().flat_map(|part| {
             (part.index..part.index + part.count).map(move |index| (part.chunk, index))
@@ -83,7 +83,11 @@ proptest! {
 }
 
 fn refused(message: Message) -> String {
-    SchedulerRequest::decode(&message.encode()).unwrap_err().to_string()
+    SchedulerRequest::decode_slot(&message.encode_slot()).unwrap_err().to_string()
+}
+
+fn is_taken(message: Message) -> bool {
+    SchedulerRequest::decode_slot(&message.encode_slot()).is_ok()
 }
 
 /// Each bound: the last valid message, the first invalid one, and the error for it.
@@ -140,12 +144,12 @@ fn every_bound_is_kept_to_the_last_value() {
         (Message { count: 1, ..of(Kind::Golden) }, of(Kind::Golden), "GOLDEN with count 0"),
     ];
     for (kept, broken, text) in cases {
-        assert!(SchedulerRequest::decode(&kept.encode()).is_ok(), "{kept:?}");
+        assert!(is_taken(kept), "{kept:?}");
         assert!(refused(broken).starts_with(text), "{}", refused(broken));
     }
     for kind in [Kind::Query, Kind::Load, Kind::Save, Kind::Cancel, Kind::Hint] {
         let at_end = Message { from: log_keys - 1, count: 1, ..of(kind) };
-        assert!(SchedulerRequest::decode(&at_end.encode()).is_ok(), "{kind}");
+        assert!(is_taken(at_end), "{kind}");
         for (from, count) in [(log_keys, 1), (u32::MAX, 1)] {
             let text = refused(Message { from, count, ..of(kind) });
             let end = u64::from(from) + u64::from(count);
@@ -154,7 +158,7 @@ fn every_bound_is_kept_to_the_last_value() {
     }
     let logged = [Kind::Open, Kind::Query, Kind::Load, Kind::Save, Kind::Release, Kind::Close, Kind::Hint];
     for kind in logged {
-        assert!(SchedulerRequest::decode(&Message { log: logs - 1, ..of(kind) }.encode()).is_ok(), "{kind}");
+        assert!(is_taken(Message { log: logs - 1, ..of(kind) }), "{kind}");
         let text = refused(Message { log: logs, ..of(kind) });
         assert!(text.starts_with(&format!("{kind} with log 65536: ")), "{text}");
     }
@@ -164,7 +168,7 @@ fn every_bound_is_kept_to_the_last_value() {
 fn an_end_is_ok_or_failed_and_of_a_load_perhaps_a_mismatch() {
     for kind in [Kind::Loaded, Kind::Staged] {
         for flags in 0..=255 {
-            let request = WorkerRequest::decode(&Message { flags, ..Message::new(kind) }.encode());
+            let request = WorkerRequest::decode_slot(&Message { flags, ..Message::new(kind) }.encode_slot());
             match flags {
                 2 | 3 => assert!(request.is_ok()),
                 12 if kind == Kind::Loaded => assert!(request.is_ok()),
@@ -189,18 +193,18 @@ fn unnamed_fields_are_ignored() {
         data: [u32::MAX; 6],
     };
     assert_eq!(
-        SchedulerRequest::decode(&Message { log: 5, ..full(Kind::Release) }.encode()),
+        SchedulerRequest::decode_slot(&Message { log: 5, ..full(Kind::Release) }.encode_slot()),
         Ok(SchedulerRequest::Release { log: 5 })
     );
     let salt = SchedulerRequest::Salt { salt: [0xff; 16] };
-    assert_eq!(SchedulerRequest::decode(&full(Kind::Salt).encode()), Ok(salt));
+    assert_eq!(SchedulerRequest::decode_slot(&full(Kind::Salt).encode_slot()), Ok(salt));
     let join = WorkerRequest::Join { run: [0xff; 16], step: u64::MAX };
-    assert_eq!(WorkerRequest::decode(&full(Kind::Join).encode()), Ok(join));
+    assert_eq!(WorkerRequest::decode_slot(&full(Kind::Join).encode_slot()), Ok(join));
     let weights = WorkerRequest::Weights { number: u64::MAX, answers: u64::MAX, live: [0xff; 16] };
-    assert_eq!(WorkerRequest::decode(&full(Kind::Weights).encode()), Ok(weights));
+    assert_eq!(WorkerRequest::decode_slot(&full(Kind::Weights).encode_slot()), Ok(weights));
     let loaded = Message { flags: 2, op: 9, ..full(Kind::Loaded) };
     assert_eq!(
-        WorkerRequest::decode(&loaded.encode()),
+        WorkerRequest::decode_slot(&loaded.encode_slot()),
         Ok(WorkerRequest::Loaded { op: 9, end: LoadEnd::Whole })
     );
 }

@@ -135,7 +135,7 @@ impl Catalog {
         }
         let Some(Blocks { facts, .. }) = blocks else { return Ok(None) };
         match &worker.expects {
-            Some(expected) if *expected != namespace::digest(facts).to_string() => {
+            Some(expected) if *expected != namespace::digest_facts(facts).to_string() => {
                 Err(self.explain_other(expected, facts))
             }
             _ => Ok(self.note(engine, facts)),
@@ -145,7 +145,7 @@ impl Catalog {
     /// A hint for the user of an engine that enters the namespace of these facts: the nearest other
     /// namespace, if no session of the engine serves this one.
     pub fn note(&self, engine: &str, facts: &Facts) -> Option<String> {
-        let digest = namespace::digest(facts);
+        let digest = namespace::digest_facts(facts);
         let is_first = self.known.get(&digest).is_none_or(|known| !known.serves(engine));
         is_first.then(|| self.near_miss(engine, digest, facts)).flatten()
     }
@@ -154,13 +154,13 @@ impl Catalog {
     fn explain_other(&self, expected: &str, facts: &Facts) -> String {
         let known = self.known.iter().find(|(digest, _)| digest.to_string() == *expected);
         let why = match known {
-            Some((_, known)) => namespace::explain(facts, &known.facts),
+            Some((_, known)) => namespace::explain_differences(facts, &known.facts),
             None => "the difference is unknown, because this sidecar has not seen that namespace".into(),
         };
         format!(
             "this engine is configured for namespace {expected}, and its facts make it {}: {why}. Change what differs, \
              or leave the namespace out of its configuration (vLLM: pillion.namespace)",
-            namespace::digest(facts)
+            namespace::digest_facts(facts)
         )
     }
 
@@ -178,12 +178,12 @@ impl Catalog {
                 && (is_new || !known.engines.is_empty())
                 && ["model", "weights", "config"].iter().any(|name| same(known, name))
         });
-        let distance = |known: &Known| namespace::differences(facts, &known.facts).len();
+        let distance = |known: &Known| namespace::list_differences(facts, &known.facts).len();
         let (other, known) = near.min_by_key(|(_, known)| (distance(known), u64::MAX - known.seen))?;
         Some(format!(
             "near miss: namespace {digest} of this engine shares no block with {other}, which {} served here: {}",
             if known.engines.is_empty() { "was" } else { "is" },
-            namespace::explain(facts, &known.facts)
+            namespace::explain_differences(facts, &known.facts)
         ))
     }
 
@@ -191,7 +191,7 @@ impl Catalog {
     /// Returns true if they are the engine's first sessions in the namespace.
     pub fn enter(&mut self, sessions: &[SessionId], engine: &str, blocks: &Blocks) -> bool {
         let Blocks { facts, block_bytes, shards } = blocks;
-        let digest = namespace::digest(facts);
+        let digest = namespace::digest_facts(facts);
         let moved = sessions.iter().filter(|id| self.members.get(id).is_some_and(|served| *served != digest));
         moved.copied().collect::<Vec<_>>().into_iter().for_each(|session| self.leave(session));
         self.connects += 1;
@@ -321,7 +321,7 @@ impl Blocks {
         let live = worker.live_weights.map(|live| live.0);
         let known = world_size == 1 || live.is_none();
         known.then(|| Self {
-            facts: Arc::new(namespace::complete(&worker.facts, namespace::weights_live([live]))),
+            facts: Arc::new(namespace::complete_facts(&worker.facts, namespace::weights_live([live]))),
             block_bytes: block_bytes(worker),
             shards: worker.shards,
         })
@@ -338,7 +338,7 @@ pub fn block_bytes(worker: &WorkerHello) -> u64 {
 fn stated(facts: &Facts) -> NamespaceDigest {
     let mut facts = facts.clone();
     facts.remove(WEIGHTS_LIVE);
-    namespace::digest(&facts)
+    namespace::digest_facts(&facts)
 }
 
 fn bytes_of(facts: &Facts) -> usize {

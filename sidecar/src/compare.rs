@@ -193,12 +193,13 @@ impl Layers {
     /// The layers stated by an engine's facts; one layer of plain bytes if the facts state no layers of
     /// `shard_bytes` bytes in all.
     pub fn of(facts: &Facts, shard_bytes: u64) -> Self {
-        let stated = facts.get("page_form").and_then(|text| page_form::layers(text)).unwrap_or_default();
+        let stated =
+            facts.get("page_form").and_then(|text| page_form::parse_layers(text)).unwrap_or_default();
         let whole = stated.iter().try_fold(0u64, |bytes, layer| bytes.checked_add(layer.bytes));
         if stated.is_empty() || whole != Some(shard_bytes) {
             return Self(vec![(shard_bytes, Number::Byte)]);
         }
-        Self(stated.iter().map(|layer| (layer.bytes, Number::of(layer.dtype.text(), facts))).collect())
+        Self(stated.iter().map(|layer| (layer.bytes, Number::of(layer.dtype.as_text(), facts))).collect())
     }
 
     /// True if any layer has a number format other than bytes.

@@ -123,7 +123,7 @@ impl Sockets {
     /// Serves both sockets on a new thread, and counts refused requests in `registry`.
     pub fn serve(self, parts: Parts, registry: &Registry) -> Result<Served, StartError> {
         let refusals = RefusedRequests::new(registry)?;
-        let end = Arc::new(wait::eventfd().map_err(std::io::Error::from)?);
+        let end = Arc::new(wait::make_eventfd().map_err(std::io::Error::from)?);
         let handler = Arc::new(Handler { parts, end: Arc::clone(&end), refusals });
         let Self { unix, tcp } = self;
         let listener = std::os::unix::net::UnixListener::from(unix.socket().try_clone()?);
@@ -212,7 +212,7 @@ async fn connection(
     }
     // The client that requested the end has its answer by now, or has closed the connection.
     if last.into_inner() {
-        wait::signal(&handler.end);
+        wait::signal_eventfd(&handler.end);
     }
     drop(seat);
 }

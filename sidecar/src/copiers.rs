@@ -154,7 +154,7 @@ impl Ends {
     }
 
     fn wake(&self) {
-        wait::signal(&self.wake);
+        wait::signal_eventfd(&self.wake);
     }
 }
 
@@ -169,7 +169,7 @@ impl Copiers {
         pinned: &Arc<Pinned>,
         ended: &Arc<EndSignal>,
     ) -> std::io::Result<Self> {
-        let wake = wait::eventfd()?;
+        let wake = wait::make_eventfd()?;
         let ((sender, finished), (teller, inspected)) = (mpsc::channel(), mpsc::channel());
         let (herald, ranks) = mpsc::channel();
         let ends = Ends { finished: sender, inspected: teller, ranks: herald, wake: Arc::new(wake) };

@@ -1,7 +1,7 @@
 //! Brings the pool's segments into service, one after the other, as soon as their memory is reserved. It
 //! reads the headers of blocks left by an earlier life, a part at a time, so engines are served meanwhile.
 
-use shm_protocol::pool::{Geometry, Remains};
+use shm_protocol::pool::{Geometry, SlotRemains};
 
 use crate::pool::Pool;
 
@@ -21,7 +21,7 @@ pub enum Opened {
         /// The first of these slots.
         first: u32,
         /// The content of each slot.
-        remains: Vec<Remains>,
+        remains: Vec<SlotRemains>,
     },
 }
 

@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 
 use rustix::fs::SealFlags;
 use shm_protocol::key::{BlockKey, NamespaceDigest};
-use shm_protocol::pool::{self, Geometry, PoolView, Remains, SlotPlace, SlotRef, header, segment, slot};
+use shm_protocol::pool::{self, Geometry, PoolView, SlotPlace, SlotRef, SlotRemains, header, segment, slot};
 use shm_protocol::region::{Access, Region};
 
 pub use self::checksums::{BlockSum, PART_BYTES};
@@ -296,7 +296,7 @@ impl Pool {
     }
 
     /// Returns the content of slots in such a segment.
-    pub fn remains(&self, number: u64, geometry: &Geometry, slots: Range<u32>) -> Vec<Remains> {
+    pub fn remains(&self, number: u64, geometry: &Geometry, slots: Range<u32>) -> Vec<SlotRemains> {
         let Some(view) = self.view() else { return Vec::new() };
         slots.filter_map(|index| view.remains(number, geometry, index, self.life)).collect()
     }
@@ -416,7 +416,7 @@ impl Pool {
     fn place(&self, offset: u64) -> Option<(SlotPlace, u64)> {
         let number = offset.checked_sub(pool::SEGMENT_ALIGN)? / self.segment_bytes;
         let block_bytes = self.block_bytes.get(usize::try_from(number).ok()?)?.load(Ordering::Relaxed);
-        let place = Geometry::new(self.segment_bytes, block_bytes).ok()?.place(offset).ok()?;
+        let place = Geometry::new(self.segment_bytes, block_bytes).ok()?.place_of(offset).ok()?;
         Some((place, block_bytes))
     }
 

@@ -188,7 +188,7 @@ impl Slab {
         let segment =
             usize::try_from(slot.offset.checked_sub(pool::SEGMENT_ALIGN)? / self.segment_bytes).ok()?;
         let class = self.classes.get(usize::from(self.segments.get(segment)?.class))?;
-        let place = class.geometry.place(slot.offset).ok()?;
+        let place = class.geometry.place_of(slot.offset).ok()?;
         let id = self.entries.join(segment, place.index as usize);
         (self.entries.get(id).generation == slot.generation).then_some(id)
     }

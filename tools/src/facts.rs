@@ -26,7 +26,7 @@ pub fn report_facts(options: &FactsOptions) -> io::Result<String> {
         );
         io::Error::new(error.kind(), text)
     };
-    let digest = weight_files::digest(&options.weights).map_err(told)?.ok_or_else(|| {
+    let digest = weight_files::digest_files(&options.weights).map_err(told)?.ok_or_else(|| {
         let text =
             format!("{shown} has no safetensors files: name the folder that the engine loads its model from");
         io::Error::new(io::ErrorKind::NotFound, text)
@@ -35,7 +35,7 @@ pub fn report_facts(options: &FactsOptions) -> io::Result<String> {
         "{WEIGHTS}={digest}\n\
          # Take these from a namespace of the sidecar (`pillion ctl namespaces`) once they are true of the engine, and any other that it has:\n"
     );
-    for (name, agreement) in namespace::agreements().filter(|(name, _)| *name != WEIGHTS) {
+    for (name, agreement) in namespace::list_remedies().filter(|(name, _)| *name != WEIGHTS) {
         writeln!(text, "# {name}: {agreement}").expect("a String takes all");
     }
     Ok(text)
@@ -58,7 +58,7 @@ mod tests {
         );
         std::fs::write(directory.join("model.safetensors"), [0; 16]).expect("room");
         let text = report_facts(&options).expect("a file is there");
-        let known = weight_files::digest(&directory).expect("readable").expect("a file is there");
+        let known = weight_files::digest_files(&directory).expect("readable").expect("a file is there");
         assert!(text.starts_with(&format!("weights={known}\n# ")), "{text}");
         for name in ["weights_live", "page_form", "none_hash", "config"] {
             assert!(text.contains(&format!("\n# {name}: ")), "{name}");

@@ -68,13 +68,13 @@ pub extern "C" fn pillion_page_form(
 ) -> Status {
     answer(|| {
         let out = given("page", page)?;
-        let pages = page_form::parse(page_form.get("page_form")?)
+        let pages = page_form::parse_pages(page_form.get("page_form")?)
             .map_err(|error| Failure::argument(error.to_string()))?;
         let (layers, shard_bytes) = end_of(&pages);
         let mut layers_before = 0;
         for (at, found) in pages.iter().enumerate() {
             if layer < layers_before + found.layers {
-                let begin = end_of(&pages[..at]).1 + u64::from(layer - layers_before) * found.bytes();
+                let begin = end_of(&pages[..at]).1 + u64::from(layer - layers_before) * found.page_bytes();
                 out.write(Page::new(found, layers, begin, shard_bytes));
                 return Ok(());
             }
@@ -90,7 +90,7 @@ pub extern "C" fn pillion_page_form(
 /// Layers and bytes of pages.
 fn end_of(pages: &[page_form::Page]) -> (u32, u64) {
     pages.iter().fold((0, 0), |(layers, bytes), page| {
-        (layers + page.layers, bytes + u64::from(page.layers) * page.bytes())
+        (layers + page.layers, bytes + u64::from(page.layers) * page.page_bytes())
     })
 }
 
@@ -108,7 +108,7 @@ impl Page {
             dtype: page.dtype.name.as_ptr(),
             element_bytes: page.dtype.bytes,
             begin,
-            bytes: page.bytes(),
+            bytes: page.page_bytes(),
             shard_bytes,
             k: Place::new(&page.k, page.dtype.bytes),
             v: Place::new(&page.v, page.dtype.bytes),
@@ -116,10 +116,10 @@ impl Page {
     }
 }
 
-// === impl Place ===
+// === impl PagePlace ===
 
 impl Place {
-    fn new(place: &page_form::Place, element_bytes: u64) -> Self {
+    fn new(place: &page_form::PagePlace, element_bytes: u64) -> Self {
         let [kv_heads, kernel_blocks, tokens, elements] = place.strides.map(|stride| stride * element_bytes);
         Self { offset: place.offset * element_bytes, kv_heads, kernel_blocks, tokens, elements }
     }

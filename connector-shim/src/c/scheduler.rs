@@ -159,7 +159,7 @@ pub extern "C" fn pillion_scheduler_append(
         let count = u32::try_from(hashes.len())
             .map_err(|_| Failure::argument("more than 2^32 hashes: pass fewer"))?;
         let key = |index: u32, key: &mut BlockHash| {
-            key.set(&hashes[(index - start) as usize].bytes).map_err(ShimError::from)
+            key.set_bytes(&hashes[(index - start) as usize].bytes).map_err(ShimError::from)
         };
         let appended = state.session.append(log, start, count, key)?;
         length.map(|length| length.write(appended));

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::ffi::{CString, c_char};
 use std::mem::MaybeUninit;
 
-use shm_protocol::handshake::{self, BlockRegion, Copier, Digest};
+use shm_protocol::handshake::{self, BlockRegion, Copier, HelloDigest};
 use shm_protocol::namespace::Facts;
 
 use super::error::{Failure, Status, answer, given};
@@ -289,7 +289,7 @@ impl WorkerOptions {
             stride: region.stride,
             bytes: region.bytes,
         };
-        let live_weights = self.live_weights.get16("live_weights")?.map(Digest);
+        let live_weights = self.live_weights.get16("live_weights")?.map(HelloDigest);
         let expects = self.expects.get_some("expects")?.map(str::to_owned);
         let worker = handshake::WorkerHello {
             rank: self.rank,

@@ -285,7 +285,7 @@ impl<H: SessionHost> EnginePolicy<H> {
         let size = self.set.forms[0].block_tokens;
         let place = range.start / size;
         let before = self.requests.get(id)?.keys[place as usize - 1];
-        let chain = Chain::new(algorithm, algorithm.bytes(&before), size).ok()?;
+        let chain = Chain::new(algorithm, algorithm.vllm_hash(&before), size).ok()?;
         let mut chain = chain.behind(before);
         chain.append(tokens);
         Some((place, chain.tail()?))

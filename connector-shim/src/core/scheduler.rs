@@ -16,7 +16,7 @@ use shm_protocol::key::BlockHash;
 use shm_protocol::layout::{LOAD_PREFERENCE, OPERATIONS, QUERY_WAIT_MS_MAX};
 use shm_protocol::message::Saved;
 use shm_protocol::prefill::PrefillRate;
-use shm_protocol::request::{self, Keys, SchedulerRequest};
+use shm_protocol::request::{self, LogKeys, SchedulerRequest};
 
 use self::announced::Announced;
 pub use self::announced::Change;
@@ -303,7 +303,7 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
             return None;
         }
         let handover = log.handover && link.connection.knows_handover();
-        let (op, keys) = (self.next_op, Keys { log: number, from: start, count });
+        let (op, keys) = (self.next_op, LogKeys { log: number, from: start, count });
         let save =
             |position| SchedulerRequest::Save(request::Save { op, keys, position, step, checked, handover });
         if !link.post_with_blocks(&blocks, save) {

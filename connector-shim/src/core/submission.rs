@@ -35,7 +35,7 @@ impl Submission {
             return None;
         }
         let sequence = self.producer.sequence();
-        self.producer.push(&message.encode());
+        self.producer.push(&message.encode_slot());
         Some(sequence)
     }
 

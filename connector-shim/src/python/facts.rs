@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use pyo3::prelude::*;
 use shm_protocol::key::Algorithm;
 use shm_protocol::namespace;
-use shm_protocol::page_form::{self, DTYPES, Page, Place, Tensor};
+use shm_protocol::page_form::{self, DTYPES, Page, PagePlace, Tensor};
 
 use super::ShimError;
 use crate::core::regions::{BlockLayout, BlockRun, LayerMemory};
@@ -14,7 +14,7 @@ use crate::core::regions::{BlockLayout, BlockRun, LayerMemory};
 /// The digest of a directory's weight files, if it has any.
 #[pyfunction]
 pub(super) fn weight_files(py: Python<'_>, directory: PathBuf) -> PyResult<Option<String>> {
-    Ok(py.detach(|| shm_protocol::weight_files::digest(&directory))?)
+    Ok(py.detach(|| shm_protocol::weight_files::digest_files(&directory))?)
 }
 
 /// What two engines' facts do not agree on, the most telling first: name, ours, theirs, and what makes them agree.
@@ -23,7 +23,7 @@ pub(super) fn differences(
     ours: BTreeMap<String, String>,
     theirs: BTreeMap<String, String>,
 ) -> Vec<(String, Option<String>, Option<String>, &'static str)> {
-    let found = namespace::differences(&ours, &theirs);
+    let found = namespace::list_differences(&ours, &theirs);
     let owned = |value: Option<&str>| value.map(str::to_owned);
     found
         .into_iter()
@@ -44,11 +44,11 @@ type Pages = Vec<(Sizes, &'static str, (u64, [u64; 4]), (u64, [u64; 4]))>;
 /// The pages that a `page_form` describes.
 #[pyfunction]
 pub(super) fn read_page_form(text: &str) -> PyResult<Pages> {
-    let place = |place: &Place| (place.offset, place.strides);
-    let pages = page_form::parse(text).map_err(|error| ShimError::new_err(error.to_string()))?;
+    let place = |place: &PagePlace| (place.offset, place.strides);
+    let pages = page_form::parse_pages(text).map_err(|error| ShimError::new_err(error.to_string()))?;
     let sizes =
         |page: &Page| (page.layers, page.tokens, page.kernel_block, page.kv_heads, page.keys, page.values);
-    Ok(pages.iter().map(|page| (sizes(page), page.dtype.text(), place(&page.k), place(&page.v))).collect())
+    Ok(pages.iter().map(|page| (sizes(page), page.dtype.as_text(), place(&page.k), place(&page.v))).collect())
 }
 
 /// A layer's storage, elements before its tensor, bytes of one; lengths and strides of all axes, the axis of blocks, dtype, and of a head's
@@ -74,5 +74,5 @@ pub(super) fn lay_out_block(layers: Vec<LayerTensor>) -> Layout {
 
 /// Bytes of an element of each type that a page can have.
 pub(super) fn item_bytes() -> BTreeMap<&'static str, u64> {
-    DTYPES.iter().map(|dtype| (dtype.text(), dtype.bytes)).collect()
+    DTYPES.iter().map(|dtype| (dtype.as_text(), dtype.bytes)).collect()
 }

@@ -61,7 +61,7 @@ impl Chain {
     /// vLLM's hashes.
     fn hashes<'py>(&self, py: Python<'py>, start: usize) -> Vec<Bound<'py, PyBytes>> {
         let keys = self.chain.hashes().get(start..).unwrap_or_default();
-        keys.iter().map(|key| PyBytes::new(py, self.algorithm.bytes(key))).collect()
+        keys.iter().map(|key| PyBytes::new(py, self.algorithm.vllm_hash(key))).collect()
     }
 
     fn keys<'py>(&self, py: Python<'py>, start: usize) -> Vec<Bound<'py, PyBytes>> {
@@ -116,7 +116,7 @@ pub(super) fn none_hash<'py>(
 ) -> PyResult<Bound<'py, PyBytes>> {
     let algorithm: Algorithm = parse(algo)?;
     let hash: BlockHash = key::none_hash(algorithm, parse(rule)?, seed).map_err(Failure::from)?;
-    Ok(PyBytes::new(py, algorithm.bytes(&hash)))
+    Ok(PyBytes::new(py, algorithm.vllm_hash(&hash)))
 }
 
 /// The key under which a block of this hash is kept for a log of this fold.

@@ -716,7 +716,7 @@ fn follow_numbers(rules: &mut Rules<Scheduler>, id: RequestId, numbers: &Numbers
     rules.now(id, Now { tokens: *tokens, computed: *computed, preemptions: *preemptions, adapter });
     rules.follow_keys(id, keys.len(), |index, key: &mut BlockHash| -> PyResult<()> {
         let item = keys.get_item(index)?;
-        Ok(key.set(item.cast::<PyBytes>()?.as_bytes()).map_err(Failure::from)?)
+        Ok(key.set_bytes(item.cast::<PyBytes>()?.as_bytes()).map_err(Failure::from)?)
     })
 }
 

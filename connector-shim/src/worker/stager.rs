@@ -9,7 +9,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use copy_engine::{EngineMemory, Staging};
-use shm_protocol::message::Stage;
+use shm_protocol::message::StageRequest;
 use shm_protocol::ring::Consumer;
 use shm_protocol::session::{RegionRing, Ring};
 use shm_protocol::wait;
@@ -74,10 +74,10 @@ impl Stager {
     }
 
     /// Requests that wait, each for a slot of its own.
-    fn take(&self, requests: &mut Consumer<RegionRing>) -> Result<Vec<Stage>, String> {
+    fn take(&self, requests: &mut Consumer<RegionRing>) -> Result<Vec<StageRequest>, String> {
         requests.ready().map_err(|error| error.to_string())?;
-        let mut asked: Vec<Stage> = Vec::new();
-        while let Some(stage) = requests.pop().map(|slot| Stage::decode(&slot)) {
+        let mut asked: Vec<StageRequest> = Vec::new();
+        while let Some(stage) = requests.pop().map(|slot| StageRequest::decode_slot(&slot)) {
             let taken = asked.iter().any(|other| other.slot == stage.slot);
             if stage.slot >= self.staging.slots() || taken || !self.copies.memory().holds(stage.block) {
                 return Err(format!(

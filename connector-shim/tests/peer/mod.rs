@@ -15,10 +15,10 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::MemfdFlags;
 use rustix::process::{PidfdFlags, getpid, pidfd_open};
 use shm_protocol::gate::GateMemory;
-use shm_protocol::handshake::{Hello, Reply, Role, Welcome, decode_hello, encode};
+use shm_protocol::handshake::{Hello, Reply, Role, Welcome, decode_hello, encode_record};
 use shm_protocol::key::{BlockHash, NamespaceDigest};
 use shm_protocol::layout::{OPERATIONS, header};
-use shm_protocol::message::{Kind, Message, Outcome, Saved, Stage, Status};
+use shm_protocol::message::{Kind, Message, Outcome, Saved, StageRequest, Status};
 use shm_protocol::namespace::{self, Facts};
 use shm_protocol::pool::{self, Geometry, SlotRef};
 use shm_protocol::ring::{Consumer, Producer};
@@ -134,10 +134,10 @@ impl Peer {
         let (listener, reason) = (self.listen(), reason.to_owned());
         std::thread::spawn(move || {
             let socket = accept_socket(&listener);
-            let (_, _) = transport::receive(&socket).unwrap();
+            let (_, _) = transport::receive_record(&socket).unwrap();
             let reply = Reply::Refused { version: PROTOCOL_VERSION, reason };
             // Who has left already is told nothing.
-            let _ = transport::send(&socket, &encode(&reply), &[]);
+            let _ = transport::send_record(&socket, &encode_record(&reply), &[]);
         })
     }
 
@@ -149,7 +149,7 @@ impl Peer {
 
     fn listen(&self) -> OwnedFd {
         let _ = std::fs::remove_file(self.socket());
-        transport::listen(&self.socket()).unwrap()
+        transport::listen_at(&self.socket()).unwrap()
     }
 }
 
@@ -161,7 +161,7 @@ impl Drop for Peer {
 
 fn accept_socket(listener: &OwnedFd) -> OwnedFd {
     poll(&mut [PollFd::new(listener, PollFlags::IN)], None).unwrap();
-    let socket = transport::accept(listener).unwrap();
+    let socket = transport::accept_connection(listener).unwrap();
     poll(&mut [PollFd::new(&socket, PollFlags::IN)], None).unwrap();
     socket
 }
@@ -173,7 +173,7 @@ pub(crate) fn facts() -> Facts {
 
 /// What they are bound to.
 pub(crate) fn namespace() -> NamespaceDigest {
-    namespace::digest(&facts())
+    namespace::digest_facts(&facts())
 }
 
 /// What a session is told that was bound after its WEIGHTS of that number.
@@ -201,7 +201,7 @@ pub(crate) fn welcome(epoch: u64) -> Welcome {
 
 /// An eventfd that wakes a sidecar.
 pub(crate) fn doorbell() -> OwnedFd {
-    wait::eventfd().unwrap()
+    wait::make_eventfd().unwrap()
 }
 
 /// A sidecar's process, which lives as long as this test.
@@ -212,7 +212,7 @@ pub(crate) fn own_process() -> OwnedFd {
 /// The next session; `None` where the other side has left before its welcome.
 fn accept(listener: &OwnedFd, said: &Welcome, block_bytes: u64) -> Option<Served> {
     let socket = accept_socket(listener);
-    let (record, descriptors) = transport::receive(&socket).unwrap();
+    let (record, descriptors) = transport::receive_record(&socket).unwrap();
     if record.is_empty() {
         return None;
     }
@@ -224,14 +224,14 @@ fn accept(listener: &OwnedFd, said: &Welcome, block_bytes: u64) -> Option<Served
     let namespace = match &hello.role {
         Role::Worker(worker) => {
             let live = namespace::weights_live([worker.live_weights.map(|live| live.0)]);
-            namespace::digest(&namespace::complete(&worker.facts, live)).to_string()
+            namespace::digest_facts(&namespace::complete_facts(&worker.facts, live)).to_string()
         }
         Role::Scheduler { .. } => String::new(),
     };
     let welcome = Welcome { namespace, ..said.clone() };
     let process = own_process();
     let sent = [fd.as_fd(), doorbell.as_fd(), pool.fd.as_fd(), process.as_fd()];
-    transport::send(&socket, &encode(&Reply::Welcome(welcome)), &sent).ok()?;
+    transport::send_record(&socket, &encode_record(&Reply::Welcome(welcome)), &sent).ok()?;
     Some(Served {
         hello,
         descriptors,
@@ -248,7 +248,7 @@ impl Served {
     pub(crate) fn drain(&mut self) -> Vec<Message> {
         self.submission.ready().unwrap();
         let messages = std::iter::from_fn(|| self.submission.pop());
-        let messages = messages.map(|slot| Message::decode(&slot).unwrap()).collect();
+        let messages = messages.map(|slot| Message::decode_slot(&slot).unwrap()).collect();
         self.submission.release();
         messages
     }
@@ -282,14 +282,14 @@ impl Served {
 
     pub(crate) fn complete(&mut self, saved: Saved) {
         assert!(self.completion.has_room(0).unwrap());
-        self.completion.push(&saved.encode());
+        self.completion.push(&saved.encode_slot());
         self.completion.publish();
     }
 
     /// Asks a rank for blocks in its staging segment.
-    pub(crate) fn ask(&mut self, stages: &[Stage]) {
+    pub(crate) fn ask(&mut self, stages: &[StageRequest]) {
         assert!(self.completion.free().unwrap() as usize >= stages.len());
-        stages.iter().for_each(|stage| self.completion.push(&stage.encode()));
+        stages.iter().for_each(|stage| self.completion.push(&stage.encode_slot()));
         self.completion.publish();
         wait::wake_engine(self.memory.region());
     }
@@ -328,7 +328,7 @@ impl TestPool {
     /// Fills slot `index` and returns its reference.
     pub(crate) fn commit(&self, index: u32, generation: u64, bytes: &[u8]) -> SlotRef {
         let offset = self.geometry.offset(0, index).unwrap();
-        let slot = self.geometry.place(offset).unwrap().header;
+        let slot = self.geometry.place_of(offset).unwrap().header;
         rustix::io::pwrite(&self.fd, bytes, offset).unwrap();
         self.put(slot + pool::slot::GENERATION, generation);
         self.put(slot + pool::slot::STATE, pool::COMMITTED);
@@ -337,7 +337,7 @@ impl TestPool {
 
     /// Begins another filling of slot `index`, as a sidecar that reuses it does.
     pub(crate) fn refill(&self, index: u32, generation: u64, bytes: &[u8]) -> SlotRef {
-        let slot = self.geometry.place(self.geometry.offset(0, index).unwrap()).unwrap().header;
+        let slot = self.geometry.place_of(self.geometry.offset(0, index).unwrap()).unwrap().header;
         self.put(slot + pool::slot::STATE, pool::FILLING);
         self.put(slot + pool::slot::GENERATION, generation);
         self.commit(index, generation, bytes)
@@ -345,7 +345,7 @@ impl TestPool {
 
     /// The filling that slot `index` is in.
     pub(crate) fn generation(&self, index: u32) -> u64 {
-        let slot = self.geometry.place(self.geometry.offset(0, index).unwrap()).unwrap().header;
+        let slot = self.geometry.place_of(self.geometry.offset(0, index).unwrap()).unwrap().header;
         let mut word = [0; 8];
         assert_eq!(rustix::io::pread(&self.fd, &mut word, slot + pool::slot::GENERATION), Ok(8));
         u64::from_le_bytes(word)
@@ -353,7 +353,7 @@ impl TestPool {
 
     /// A state that the slot is in from now on.
     pub(crate) fn put_state(&self, index: u32, state: u64) {
-        let slot = self.geometry.place(self.geometry.offset(0, index).unwrap()).unwrap().header;
+        let slot = self.geometry.place_of(self.geometry.offset(0, index).unwrap()).unwrap().header;
         self.put(slot + pool::slot::STATE, state);
     }
 

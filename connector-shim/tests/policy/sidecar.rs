@@ -18,7 +18,7 @@ use shm_protocol::key::BlockHash;
 use shm_protocol::layout::{LOGS, header};
 use shm_protocol::message::{Outcome, Saved, Status};
 use shm_protocol::prefill::PrefillRate;
-use shm_protocol::request::{Append, Keys, Load, Query, Save, SchedulerRequest};
+use shm_protocol::request::{Append, Load, LogKeys, Query, Save, SchedulerRequest};
 use shm_protocol::ring::{Consumer, Producer};
 use shm_protocol::session::{Bound, RegionRing, Ring, SessionMemory};
 use shm_protocol::source::Source;
@@ -316,7 +316,7 @@ impl Sidecar {
     pub(crate) fn announce(&mut self, hash: BlockHash) {
         let located = Located { medium: Source::Memory, group: 0, hash };
         assert!(self.announcements.has_room(0).unwrap());
-        self.announcements.push(&Announcement::Stored(located).encode());
+        self.announcements.push(&Announcement::Stored(located).encode_slot());
         self.announcements.publish();
     }
 
@@ -336,7 +336,7 @@ impl Sidecar {
             false => Saved { committed: count, ..saved },
         };
         assert!(self.completion.has_room(0).unwrap());
-        self.completion.push(&saved.encode());
+        self.completion.push(&saved.encode_slot());
         self.completion.publish();
     }
 
@@ -347,7 +347,7 @@ impl Sidecar {
     fn serve(&mut self) {
         self.submission.ready().unwrap();
         while let Some(slot) = self.submission.pop() {
-            self.read(SchedulerRequest::decode(&slot).unwrap());
+            self.read(SchedulerRequest::decode_slot(&slot).unwrap());
         }
         self.submission.release();
         self.answer();
@@ -365,7 +365,7 @@ impl Sidecar {
                 self.ways.push(way);
             }
             SchedulerRequest::Query(Query { op, keys, awaits, last, .. }) => {
-                let Keys { from, count, .. } = keys;
+                let LogKeys { from, count, .. } = keys;
                 let log = self.log(keys);
                 self.questions.push(Question { log, first: from, count, awaits });
                 let logged = &self.logs[log];
@@ -410,7 +410,7 @@ impl Sidecar {
     }
 
     /// The index of an open log.
-    fn log(&self, keys: Keys) -> usize {
+    fn log(&self, keys: LogKeys) -> usize {
         let log = self.numbers[&keys.log];
         assert!(!self.closed.contains(&log), "log {log} is closed");
         log

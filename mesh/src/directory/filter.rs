@@ -305,7 +305,7 @@ mod tests {
             for _ in 0..10_000 {
                 // Few digests, so many are in more than once and share fingerprints.
                 let number = random.next() % 800;
-                let digest = Digest(shm_protocol::random::mix(number % 400) & !0xfff0);
+                let digest = Digest(shm_protocol::random::mix_bits(number % 400) & !0xfff0);
                 let count = model.entry(digest.0).or_default();
                 if random.next().is_multiple_of(2) {
                     *count += usize::from(filter.insert(digest));

@@ -10,7 +10,7 @@ const C: PeerNumber = PeerNumber(7);
 const FAULT: Result<u64, Fault> = Err(Fault::Short);
 
 fn keys(range: std::ops::Range<u64>) -> Vec<Digest> {
-    range.map(|number| Digest(mix(number + 1))).collect()
+    range.map(|number| Digest(mix_bits(number + 1))).collect()
 }
 
 fn filter_of(keys: &[Digest]) -> Filter {

@@ -2,13 +2,13 @@ use std::collections::HashSet;
 
 use super::*;
 use crate::directory::Filter;
-use shm_protocol::random::{Random, mix};
+use shm_protocol::random::{Random, mix_bits};
 
 const KEYS_MAX: usize = 1_000_000;
 const CHANGES_MAX: usize = 1 << 16;
 
 fn digest(number: u64) -> Digest {
-    Digest(mix(number + 1))
+    Digest(mix_bits(number + 1))
 }
 
 fn added(range: std::ops::Range<u64>) -> Vec<Change> {
@@ -251,7 +251,8 @@ fn malformed_inventories_are_refused_by_name() {
     assert!(matches!(hear(vec![begin(5), delta(5, 6, &long, &[])]), Unheard::Long { .. }));
     // Far more than announced: the filter was made for fewer.
     let chunks = (0..20).map(|number| {
-        let digests = (number * 1000..(number + 1) * 1000).map(|digest| digest << 40 | mix(digest) >> 32);
+        let digests =
+            (number * 1000..(number + 1) * 1000).map(|digest| digest << 40 | mix_bits(digest) >> 32);
         chunk(&digests.collect::<Vec<_>>(), false)
     });
     let flood = std::iter::once(begin(5)).chain(chunks).collect();

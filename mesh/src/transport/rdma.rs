@@ -22,7 +22,7 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
-use shm_protocol::blocks::Blocks;
+use shm_protocol::blocks::PoolBlocks;
 
 use self::verbs::Nic;
 use super::tcp::carriage::{Carriage, Fetching};
@@ -130,7 +130,7 @@ impl Rdma {
     /// background. `up` as for [`Tcp::start`].
     pub fn start(
         config: Config,
-        blocks: Blocks,
+        blocks: PoolBlocks,
         up: impl Fn(Up) + Send + Sync + 'static,
     ) -> Result<Self, Error> {
         config.check()?;

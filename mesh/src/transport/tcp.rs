@@ -23,7 +23,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use shm_protocol::blocks::Blocks;
+use shm_protocol::blocks::PoolBlocks;
 use shm_protocol::wait;
 
 use self::carriage::Carriage;
@@ -100,7 +100,7 @@ pub(super) struct Shared {
     pub(super) config: Config,
     carriage: Box<dyn Carriage>,
     credentials: Option<Credentials>,
-    pub(super) blocks: Blocks,
+    pub(super) blocks: PoolBlocks,
     tell: Box<dyn Fn(Up) + Send + Sync>,
     members: Mutex<HashMap<PeerNumber, Arc<Link>>>,
     fetches: Fetches,
@@ -115,7 +115,7 @@ pub(super) struct Shared {
 }
 
 fn eventfd() -> Result<OwnedFd, Error> {
-    wait::eventfd().map_err(|errno| Error::Os { doing: "make an eventfd", source: errno.into() })
+    wait::make_eventfd().map_err(|errno| Error::Os { doing: "make an eventfd", source: errno.into() })
 }
 
 // === impl Config ===
@@ -151,7 +151,7 @@ impl Tcp {
     /// the transport, and on the caller's thread within its calls, and must not wait.
     pub fn start(
         config: Config,
-        blocks: Blocks,
+        blocks: PoolBlocks,
         up: impl Fn(Up) + Send + Sync + 'static,
     ) -> Result<Self, Error> {
         Self::with(Box::new(InStream), config, blocks, Box::new(up))
@@ -161,7 +161,7 @@ impl Tcp {
     pub(super) fn with(
         carriage: Box<dyn Carriage>,
         config: Config,
-        blocks: Blocks,
+        blocks: PoolBlocks,
         tell: Box<dyn Fn(Up) + Send + Sync>,
     ) -> Result<Self, Error> {
         let credentials = config.security.credentials()?;
@@ -234,7 +234,7 @@ impl Drop for Tcp {
         let shared = &self.shared;
         shared.draining.store(true, Ordering::Relaxed);
         shared.stopping.store(true, Ordering::Relaxed);
-        wait::signal(&shared.bell);
+        wait::signal_eventfd(&shared.bell);
         let members: Vec<_> = lock(&shared.members).drain().map(|(_, link)| link).collect();
         members.iter().for_each(|link| link.close());
         shared.fetches.stop();

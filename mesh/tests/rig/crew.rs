@@ -15,7 +15,7 @@ use mesh::directory::Filter;
 use mesh::refusals::{Reason, RefusalCounts};
 use mesh::tls::Security;
 use mesh::transport::{NodeId, Peer, PeerNumber};
-use shm_protocol::random::mix;
+use shm_protocol::random::mix_bits;
 
 use super::{LONG, WATCHDOG, boot, node, now};
 
@@ -44,7 +44,7 @@ pub(crate) fn address() -> SocketAddr {
 }
 
 pub(crate) fn digest(number: u64) -> Digest {
-    Digest(mix(number))
+    Digest(mix_bits(number))
 }
 
 pub(crate) fn added(numbers: std::ops::Range<u64>) -> Vec<Change> {

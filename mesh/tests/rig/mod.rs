@@ -20,7 +20,7 @@ use mesh::transport::{
     BootId, Done, Fault, Fetch, Grant, Granted, Label, NodeId, Peer, PeerNumber, Transport, Up,
 };
 use rustix::fs::MemfdFlags;
-use shm_protocol::blocks::Blocks;
+use shm_protocol::blocks::PoolBlocks;
 use shm_protocol::key::{BlockHash, NamespaceDigest};
 use shm_protocol::pool::{SEGMENT_ALIGN, SlotRef};
 use shm_protocol::random::Random;
@@ -113,7 +113,7 @@ pub(crate) struct Node {
     address: SocketAddr,
     pub(crate) name: NodeId,
     pub(crate) boot: BootId,
-    pub(crate) blocks: Blocks,
+    pub(crate) blocks: PoolBlocks,
     shared: Arc<Shared>,
     core: Option<std::thread::JoinHandle<()>>,
     ticket: u64,
@@ -121,17 +121,17 @@ pub(crate) struct Node {
 }
 
 /// Memory of so many bytes as a pool.
-pub(crate) fn pool(bytes: u64) -> Blocks {
+pub(crate) fn pool(bytes: u64) -> PoolBlocks {
     let fd = rustix::fs::memfd_create("rig", MemfdFlags::CLOEXEC).unwrap();
     rustix::fs::ftruncate(&fd, bytes).unwrap();
-    Blocks::new(Arc::new(Region::map(fd.as_fd(), bytes as usize, Access::ReadWrite).unwrap()))
+    PoolBlocks::new(Arc::new(Region::map(fd.as_fd(), bytes as usize, Access::ReadWrite).unwrap()))
 }
 
 /// A pool without its second half.
-pub(crate) fn torn_pool(bytes: u64) -> Blocks {
+pub(crate) fn torn_pool(bytes: u64) -> PoolBlocks {
     let fd = rustix::fs::memfd_create("rig", MemfdFlags::CLOEXEC).unwrap();
     rustix::fs::ftruncate(&fd, bytes / 2).unwrap();
-    Blocks::new(Arc::new(Region::map(fd.as_fd(), bytes as usize, Access::ReadWrite).unwrap()))
+    PoolBlocks::new(Arc::new(Region::map(fd.as_fd(), bytes as usize, Access::ReadWrite).unwrap()))
 }
 
 #[expect(clippy::disallowed_methods, reason = "a test is a runtime")]
@@ -173,7 +173,7 @@ impl Node {
         life: u64,
         owner: Owner,
         (slots, slot_bytes): (u64, u64),
-        start: impl FnOnce(NodeId, BootId, Blocks, Tell) -> (Box<dyn Transport>, SocketAddr),
+        start: impl FnOnce(NodeId, BootId, PoolBlocks, Tell) -> (Box<dyn Transport>, SocketAddr),
     ) -> Self {
         let blocks = pool(SEGMENT_ALIGN + slot_bytes * slots);
         let free = (0..slots).rev().map(|at| SEGMENT_ALIGN + at * slot_bytes).collect();
@@ -294,7 +294,7 @@ impl Node {
             if let Ok(checksum) = result {
                 let bytes = content(label);
                 assert_eq!(xxh3_64(&bytes), *checksum);
-                assert!(self.blocks.bytes(*offset, bytes.len()).unwrap() == bytes, "byte-exact");
+                assert!(self.blocks.bytes_at(*offset, bytes.len()).unwrap() == bytes, "byte-exact");
             }
         }
         let mut seen = self.shared.seen.lock().unwrap();

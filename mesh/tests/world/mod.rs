@@ -7,7 +7,7 @@ use mesh::digest::{Change, Digest, Thinning};
 use mesh::directory::{self, Directory};
 use mesh::feed::{Feed, Follower, Heard, Message, Reader};
 use mesh::transport::PeerNumber;
-use shm_protocol::random::{Random, mix};
+use shm_protocol::random::{Random, mix_bits};
 
 /// Bytes of a message beside its digests: protobuf and gRPC frames, HTTP/2, a TLS record, TCP and IP headers.
 pub(crate) const FRAME_BYTES: u64 = 150;
@@ -85,7 +85,7 @@ pub(crate) struct World {
 
 /// The digest of a block of a node.
 pub(crate) fn digest(node: usize, number: u64) -> Digest {
-    Digest(mix(((node as u64) << 40 | number).wrapping_mul(0x9e37_79b9_7f4a_7c15)))
+    Digest(mix_bits(((node as u64) << 40 | number).wrapping_mul(0x9e37_79b9_7f4a_7c15)))
 }
 
 fn digests(message: &Message) -> u64 {

@@ -10,7 +10,7 @@ use crate::client::{BLOCKS, Kv, greet, hello};
 use connector_shim::scheduler::{self, Config, LoadWait, Scheduler};
 use connector_shim::worker::{self, Memory};
 use shm_protocol::handshake::{
-    self, BlockRegion, Copier, CudaAllocation, CudaMemory, Digest, Hello, Reply, Role, WorkerHello,
+    self, BlockRegion, Copier, CudaAllocation, CudaMemory, Hello, HelloDigest, Reply, Role, WorkerHello,
 };
 
 const RUN: [u8; 16] = [7; 16];
@@ -101,7 +101,7 @@ fn of_ranks(kv: &Kv) -> Vec<Breach> {
         breach("32 in lower case, and nothing else", 1, &|worker| worker.expects = Some("A".repeat(32))),
         breach("fact weights_live is 00", 1, &|worker| {
             worker.facts.insert("weights_live".into(), "00".into());
-            worker.live_weights = Some(Digest([0; 16]));
+            worker.live_weights = Some(HelloDigest([0; 16]));
         }),
     ]
 }

@@ -14,8 +14,8 @@ use nix::sys::signal::Signal;
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
 use serde_json::Value;
-use shm_protocol::handshake::{self, Copier, Digest, Hello, Reply, Role, WorkerHello};
-use shm_protocol::namespace::{complete, digest, weights_live};
+use shm_protocol::handshake::{self, Copier, Hello, HelloDigest, Reply, Role, WorkerHello};
+use shm_protocol::namespace::{complete_facts, digest_facts, weights_live};
 use shm_protocol::request::{SchedulerRequest, WorkerRequest};
 use shm_protocol::transport;
 use tools::ctl::{self, CtlError};
@@ -143,20 +143,24 @@ fn who_is_turned_away_is_counted_by_reason() {
     let memory = kv.fds.each_ref().map(AsFd::as_fd);
     let refusals: [(&str, Vec<u8>, &[BorrowedFd<'_>]); 5] = [
         ("malformed", b"GET / HTTP/1.1".to_vec(), &[]),
-        ("version", handshake::encode(&Hello { version: 99, oldest: None, ..scheduler.clone() }), &[]),
-        ("namespace", handshake::encode(&hello("engine", 1, claims)), &memory),
-        ("memory", handshake::encode(&hello("engine", 1, kv.worker(0, 1, Copier::Engine))), &no_memory),
+        ("version", handshake::encode_record(&Hello { version: 99, oldest: None, ..scheduler.clone() }), &[]),
+        ("namespace", handshake::encode_record(&hello("engine", 1, claims)), &memory),
+        (
+            "memory",
+            handshake::encode_record(&hello("engine", 1, kv.worker(0, 1, Copier::Engine))),
+            &no_memory,
+        ),
         ("silent", Vec::new(), &[]),
     ];
     let counted =
         |reason: &str| sidecar.shows(&format!("pillion_connections_refused_total{{reason=\"{reason}\"}} 1"));
     for (reason, record, descriptors) in &refusals {
         assert!(!counted(reason), "{reason}");
-        let connection = transport::connect(&sidecar.socket, crate::client::WATCHDOG).unwrap();
+        let connection = transport::connect_socket(&sidecar.socket, crate::client::WATCHDOG).unwrap();
         if !record.is_empty() {
-            transport::send(&connection, record, descriptors).unwrap();
+            transport::send_record(&connection, record, descriptors).unwrap();
         }
-        let (reply, _) = transport::receive(&connection).unwrap();
+        let (reply, _) = transport::receive_record(&connection).unwrap();
         assert!(matches!(handshake::decode_reply(&reply), Ok(Reply::Refused { .. })), "{reason}");
         assert!(counted(reason), "{reason}");
     }
@@ -463,7 +467,7 @@ fn an_engine_is_shown_what_its_ranks_bind_it_to() {
     let mut scheduler = Session::scheduler(socket, "engine", 2, run);
     let open = |rank: usize, live: u8| {
         let worker = kvs[rank].stated("tiny", rank as u32, 2, Copier::Engine);
-        let role = Role::Worker(WorkerHello { live_weights: Some(Digest([live; 16])), ..worker });
+        let role = Role::Worker(WorkerHello { live_weights: Some(HelloDigest([live; 16])), ..worker });
         Session::open(socket, &hello("engine", 2, role), &kvs[rank].fds.each_ref())
     };
     let mut ranks = [open(0, 0), open(1, 1)];
@@ -479,7 +483,7 @@ fn an_engine_is_shown_what_its_ranks_bind_it_to() {
     let word = |lives: [u8; 2]| {
         let live = weights_live(lives.map(|live| Some([live; 16])));
         let stated = BTreeMap::from([("model".to_owned(), "tiny".to_owned())]);
-        (live, digest(&complete(&stated, live)).words()[0])
+        (live, digest_facts(&complete_facts(&stated, live)).words()[0])
     };
     let first = bound(&scheduler, 0);
     assert_eq!((first.live, first.namespace), word([0, 1]));

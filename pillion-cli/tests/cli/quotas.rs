@@ -47,7 +47,7 @@ impl Engine {
 fn a_namespace_is_kept_within_its_quota_and_the_pages_say_so() {
     let folder = tempfile::tempdir().unwrap();
     let facts = std::collections::BTreeMap::from([("model".to_owned(), "tiny".to_owned())]);
-    let digest = shm_protocol::namespace::digest(&facts).to_string();
+    let digest = shm_protocol::namespace::digest_facts(&facts).to_string();
     let bytes = 10 * BLOCK_BYTES;
     let quota = format!("{}={bytes}B", &digest[..8]);
     let quotas: &[&dyn AsRef<OsStr>] = &[&"--dram", &"16MiB", &"--quota", &quota, &"--quota", &"others=1GiB"];

@@ -150,12 +150,12 @@ fn a_closed_gate_stops_a_load() {
     rank.fences(1, 1);
     assert_eq!(scheduler.saved().committed, 1);
     assert_eq!(scheduler.query(0, 1001, 1).value, 1);
-    gate::close(rank.memory.region(), 1002);
+    gate::close_gate(rank.memory.region(), 1002);
     let load = Message { op: 1002, lease: 1001, step: 1, ..Message::new(Kind::Load) };
     scheduler.with_blocks(load, &[2]);
     assert_eq!(rank.outcome(1002).status, Status::Failed);
     assert!(!kv.holds(2, 77), "nothing was written behind a closed gate");
-    gate::close(rank.memory.region(), 1006);
+    gate::close_gate(rank.memory.region(), 1006);
     assert_eq!(scheduler.query(0, 1003, 1).value, 1);
     scheduler.with_blocks(Message { op: 1004, lease: 1003, ..load }, &[2]);
     assert_eq!(
@@ -187,9 +187,9 @@ fn other_versions_and_bad_hellos_are_refused_with_a_reason() {
     assert!(reason(&worker, &[&kv.fds[1], &kv.fds[0]]).contains("smaller"), "sizes are checked");
     let (pipe, _writer) = rustix::pipe::pipe().unwrap();
     assert!(reason(&worker, &[&pipe, &kv.fds[1]]).contains("shared memory"));
-    let connection = transport::connect(sidecar.socket(), Duration::from_secs(10)).unwrap();
-    transport::send(&connection, b"GET / HTTP/1.1", &[]).unwrap();
-    let (record, _) = transport::receive(&connection).unwrap();
+    let connection = transport::connect_socket(sidecar.socket(), Duration::from_secs(10)).unwrap();
+    transport::send_record(&connection, b"GET / HTTP/1.1", &[]).unwrap();
+    let (record, _) = transport::receive_record(&connection).unwrap();
     assert!(matches!(handshake::decode_reply(&record), Ok(Reply::Refused { .. })));
     sidecar.assert_serves();
 }
@@ -234,13 +234,13 @@ fn malformed_messages_close_only_their_session() {
     let bad: [[u64; 8]; 9] = [
         [0; 8],
         [u64::MAX; 8],
-        Message { log: layout::LOGS as u32, ..message(Kind::Open) }.encode(),
-        Message { count: 0, ..message(Kind::Append) }.encode(),
-        Message { count: 385, ..message(Kind::Append) }.encode(),
-        Message { count: 1, data: [layout::CHUNKS as u32; 6], ..message(Kind::Append) }.encode(),
-        Message { from: u32::MAX, count: u32::MAX, ..message(Kind::Query) }.encode(),
-        Message { count: layout::BLOCK_IDS as u32 + 1, ..message(Kind::Save) }.encode(),
-        message(Kind::Join).encode(),
+        Message { log: layout::LOGS as u32, ..message(Kind::Open) }.encode_slot(),
+        Message { count: 0, ..message(Kind::Append) }.encode_slot(),
+        Message { count: 385, ..message(Kind::Append) }.encode_slot(),
+        Message { count: 1, data: [layout::CHUNKS as u32; 6], ..message(Kind::Append) }.encode_slot(),
+        Message { from: u32::MAX, count: u32::MAX, ..message(Kind::Query) }.encode_slot(),
+        Message { count: layout::BLOCK_IDS as u32 + 1, ..message(Kind::Save) }.encode_slot(),
+        message(Kind::Join).encode_slot(),
     ];
     // Of other runs: a run has one scheduler.
     let other = |number| Session::scheduler(sidecar.socket(), "engine", 1, [number; 16]);
@@ -261,12 +261,12 @@ fn malformed_messages_close_only_their_session() {
 #[test]
 fn a_silent_client_is_dropped_and_holds_nobody_up() {
     let sidecar = Sidecar::start();
-    let silent = transport::connect(sidecar.socket(), Duration::from_secs(30)).unwrap();
+    let silent = transport::connect_socket(sidecar.socket(), Duration::from_secs(30)).unwrap();
     sidecar.assert_serves();
-    let (record, _) = transport::receive(&silent).unwrap();
+    let (record, _) = transport::receive_record(&silent).unwrap();
     let Ok(Reply::Refused { reason, .. }) = handshake::decode_reply(&record) else { panic!("{record:?}") };
     assert!(reason.contains("hello"), "{reason}");
-    assert!(transport::receive(&silent).unwrap().0.is_empty(), "and hung up");
+    assert!(transport::receive_record(&silent).unwrap().0.is_empty(), "and hung up");
 }
 
 #[test]

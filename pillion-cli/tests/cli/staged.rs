@@ -15,7 +15,7 @@ use rustix::fs::MemfdFlags;
 use shm_protocol::handshake::{BlockRegion, Copier, Role, WorkerHello};
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::{STAGING_WORDS_BYTES, staging_word};
-use shm_protocol::message::{Kind, Message, Saved, Stage, Status};
+use shm_protocol::message::{Kind, Message, Saved, StageRequest, Status};
 use shm_protocol::request::{Cancel, SchedulerRequest};
 use shm_protocol::ring::RingMemory;
 use shm_protocol::session::Ring;
@@ -85,7 +85,8 @@ impl Engine {
 
     fn log(&mut self, keys: &[BlockHash]) -> i64 {
         let log = self.scheduler.open(None);
-        let key = |index: u32, key: &mut BlockHash| key.set(&keys[index as usize].0).map_err(ShimError::from);
+        let key =
+            |index: u32, key: &mut BlockHash| key.set_bytes(&keys[index as usize].0).map_err(ShimError::from);
         assert_eq!(self.scheduler.append(log, 0, keys.len() as u32, key).unwrap(), keys.len() as u32);
         log
     }
@@ -116,13 +117,13 @@ impl Rank {
         Self { session, segment }
     }
 
-    fn put_tag(&self, stage: Stage, tag: u64) {
+    fn put_tag(&self, stage: StageRequest, tag: u64) {
         let at = staging_word(stage.slot) as u64;
         assert_eq!(rustix::io::pwrite(&self.segment, &tag.to_le_bytes(), at), Ok(8));
     }
 
     /// Fills a slot with what `block` of an honest rank holds.
-    fn fill(&self, stage: Stage) {
+    fn fill(&self, stage: StageRequest) {
         assert!(stage.slot < SLOTS && stage.block < BLOCKS, "{stage:?}");
         self.put_tag(stage, stage.tag);
         let stride = BLOCK_BYTES.next_multiple_of(4096);
@@ -133,7 +134,7 @@ impl Rank {
         );
     }
 
-    fn answer(&mut self, stage: Stage, status: Status) {
+    fn answer(&mut self, stage: StageRequest, status: Status) {
         let answer =
             Message { op: stage.tag, from: stage.slot, flags: status as u8, ..Message::new(Kind::Staged) };
         self.session.post(answer);
@@ -143,7 +144,7 @@ impl Rank {
     fn serve(&mut self, scheduler: &mut Session, blocks: usize) -> Option<Saved> {
         for _ in 0..blocks {
             let asked = watch("a block asked for, or the end", || {
-                let stage = self.session.next_completion().map(|slot| Ok(Stage::decode(&slot)));
+                let stage = self.session.next_completion().map(|slot| Ok(StageRequest::decode_slot(&slot)));
                 stage.or_else(|| scheduler.try_saved().map(Err))
             });
             let stage = match asked {
@@ -283,7 +284,7 @@ fn reused_block() -> Option<()> {
     let sidecar = InProcess::start(Options::default());
     let began = now();
     let (mut scheduler, mut rank) = saving(&sidecar, "engine", RUN, 3);
-    let asked: Vec<Stage> = (0..3).map(|_| rank.session.stage()).collect();
+    let asked: Vec<StageRequest> = (0..3).map(|_| rank.session.stage()).collect();
     scheduler.post(SchedulerRequest::Cancel(Cancel { op: 1000, from: 1, count: 1 }));
     for stage in asked {
         rank.fill(stage);
@@ -297,11 +298,11 @@ fn reused_block() -> Option<()> {
 
 #[test]
 fn answers_that_nobody_asked_for_end_the_session_and_its_save() {
-    type Lie = fn(&Rank, Stage) -> Stage;
+    type Lie = fn(&Rank, StageRequest) -> StageRequest;
     let lies: [(&str, Lie); 4] = [
-        ("another tag", |_, stage| Stage { tag: stage.tag.wrapping_add(1 << 40), ..stage }),
-        ("another slot", |_, stage| Stage { slot: (stage.slot + 1) % SLOTS, ..stage }),
-        ("a slot there is not", |_, stage| Stage { slot: SLOTS, ..stage }),
+        ("another tag", |_, stage| StageRequest { tag: stage.tag.wrapping_add(1 << 40), ..stage }),
+        ("another slot", |_, stage| StageRequest { slot: (stage.slot + 1) % SLOTS, ..stage }),
+        ("a slot there is not", |_, stage| StageRequest { slot: SLOTS, ..stage }),
         ("a cursor there is not", |rank, stage| {
             rank.session.memory.ring(Ring::Completion).store_head(1 << 30);
             stage

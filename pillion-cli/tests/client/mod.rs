@@ -17,10 +17,10 @@ use rustix::fs::MemfdFlags;
 use shm_protocol::handshake::{self, BlockRegion, Copier, Hello, Reply, Role, Welcome, WorkerHello};
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::{STAGING_WORDS_BYTES, header};
-use shm_protocol::message::{Kind, Message, Outcome, Saved, Slot, Stage, Status};
+use shm_protocol::message::{Kind, Message, Outcome, Saved, Slot, StageRequest, Status};
 use shm_protocol::random::Random;
 use shm_protocol::region::{Access, Region};
-use shm_protocol::request::{Append, Keys, Query, Save, SchedulerRequest, WorkerRequest};
+use shm_protocol::request::{Append, LogKeys, Query, Save, SchedulerRequest, WorkerRequest};
 use shm_protocol::ring::{Consumer, Producer, RingMemory};
 use shm_protocol::session::{RegionRing, Ring, SessionMemory};
 use shm_protocol::{transport, wait};
@@ -77,10 +77,11 @@ pub(crate) fn hex(key: &BlockHash) -> String {
 }
 
 pub(crate) fn greet(socket: &Path, hello: &Hello, fds: &[&OwnedFd]) -> (OwnedFd, Reply, Vec<OwnedFd>) {
-    let connection = transport::connect(socket, WATCHDOG).expect("a listening sidecar");
+    let connection = transport::connect_socket(socket, WATCHDOG).expect("a listening sidecar");
     let borrowed: Vec<_> = fds.iter().map(|fd| fd.as_fd()).collect();
-    transport::send(&connection, &handshake::encode(hello), &borrowed).expect("the hello goes out");
-    let (record, fds) = transport::receive(&connection).expect("a reply");
+    transport::send_record(&connection, &handshake::encode_record(hello), &borrowed)
+        .expect("the hello goes out");
+    let (record, fds) = transport::receive_record(&connection).expect("a reply");
     let reply = handshake::decode_reply(&record).expect("a reply of this version");
     (connection, reply, fds)
 }
@@ -155,7 +156,7 @@ impl Session {
     }
 
     pub(crate) fn post(&mut self, request: impl Into<Message>) {
-        self.post_raw(request.into().encode());
+        self.post_raw(request.into().encode_slot());
     }
 
     pub(crate) fn post_raw(&mut self, slot: Slot) {
@@ -215,7 +216,7 @@ impl Session {
         }
         for from in (0..keys.len()).step_by(64) {
             let chunks = [(from / 64) as u32, 0, 0, 0, 0, 0];
-            let keys = Keys::new(log, from as u32..keys.len().min(from + 64) as u32);
+            let keys = LogKeys::new(log, from as u32..keys.len().min(from + 64) as u32);
             self.post(SchedulerRequest::Append(Append { keys, chunks, promised: false, tail: false }));
         }
     }
@@ -223,7 +224,7 @@ impl Session {
     pub(crate) fn query(&mut self, log: u32, op: u64, count: u32) -> Outcome {
         self.post(SchedulerRequest::Query(Query {
             op,
-            keys: Keys::new(log, 0..count),
+            keys: LogKeys::new(log, 0..count),
             arriving: false,
             awaits: false,
             last: false,
@@ -268,12 +269,12 @@ impl Session {
     }
 
     pub(crate) fn try_saved(&mut self) -> Option<Saved> {
-        self.next_completion().map(|slot| Saved::decode(&slot))
+        self.next_completion().map(|slot| Saved::decode_slot(&slot))
     }
 
     /// A rank whose saves are staged: the next block that is asked for.
-    pub(crate) fn stage(&mut self) -> Stage {
-        watch("a block asked for", || self.next_completion().map(|slot| Stage::decode(&slot)))
+    pub(crate) fn stage(&mut self) -> StageRequest {
+        watch("a block asked for", || self.next_completion().map(|slot| StageRequest::decode_slot(&slot)))
     }
 
     pub(crate) fn next_completion(&mut self) -> Option<Slot> {
@@ -309,7 +310,7 @@ impl Session {
 
     /// The same; `what` names the cause if it does not come.
     pub(crate) fn closed_after(&self, what: &str) {
-        match transport::receive(&self.socket) {
+        match transport::receive_record(&self.socket) {
             Ok((record, _)) => assert!(record.is_empty(), "a record after {what}"),
             Err(error) => panic!("no hang-up after {what}: {error}"),
         }
@@ -320,7 +321,7 @@ impl Session {
 pub(crate) fn query(op: u64, count: u32) -> SchedulerRequest {
     SchedulerRequest::Query(Query {
         op,
-        keys: Keys::new(0, 0..count),
+        keys: LogKeys::new(0, 0..count),
         arriving: false,
         awaits: false,
         last: false,
@@ -331,7 +332,7 @@ pub(crate) fn query(op: u64, count: u32) -> SchedulerRequest {
 pub(crate) fn save(op: u64, from: u32, step: u64) -> SchedulerRequest {
     SchedulerRequest::Save(Save {
         op,
-        keys: Keys::new(0, from..from),
+        keys: LogKeys::new(0, from..from),
         position: 0,
         step,
         checked: false,
@@ -343,7 +344,7 @@ pub(crate) fn save(op: u64, from: u32, step: u64) -> SchedulerRequest {
 pub(crate) fn save_log(op: u64, log: u32, step: u64) -> SchedulerRequest {
     SchedulerRequest::Save(Save {
         op,
-        keys: Keys::new(log, 0..0),
+        keys: LogKeys::new(log, 0..0),
         position: 0,
         step,
         checked: false,

@@ -107,7 +107,7 @@ fn filling(pool: &Region) -> usize {
         (0..geometry.slot_count).map(move |index| geometry.offset(number, index).expect("a slot"))
     });
     slots
-        .filter(|slot| load(geometry.place(*slot).unwrap().header + pool::slot::STATE) == pool::FILLING)
+        .filter(|slot| load(geometry.place_of(*slot).unwrap().header + pool::slot::STATE) == pool::FILLING)
         .count()
 }
 

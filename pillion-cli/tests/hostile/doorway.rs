@@ -20,19 +20,19 @@ use crate::scene::{Pillion, Scene, key, run_id, villain, worker};
 
 /// Sends a record as it is, with these descriptors; what the sidecar answers before it hangs up. `None`: nothing.
 fn say(socket: &Path, record: &[u8], descriptors: &[BorrowedFd<'_>]) -> Option<Reply> {
-    let connection = transport::connect(socket, WATCHDOG).unwrap();
+    let connection = transport::connect_socket(socket, WATCHDOG).unwrap();
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(250))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     assert!(descriptors.is_empty() || control.push(SendAncillaryMessage::ScmRights(descriptors)));
     rustix::net::sendmsg(&connection, &[IoSlice::new(record)], &mut control, SendFlags::NOSIGNAL).unwrap();
-    let (answer, sent) = transport::receive(&connection).unwrap();
+    let (answer, sent) = transport::receive_record(&connection).unwrap();
     if answer.is_empty() {
         return None;
     }
     let reply = handshake::decode_reply(&answer).expect("a reply of this version");
     if matches!(reply, Reply::Refused { .. }) {
         assert!(sent.is_empty(), "a refusal brings nothing along");
-        assert!(transport::receive(&connection).unwrap().0.is_empty(), "and is a hang-up");
+        assert!(transport::receive_record(&connection).unwrap().0.is_empty(), "and is a hang-up");
     }
     Some(reply)
 }
@@ -54,7 +54,7 @@ fn scheduler(number: u64) -> Hello {
 #[test]
 fn records_that_are_no_hello_are_refused() {
     let mut scene = Scene::start();
-    let good = handshake::encode(&scheduler(1));
+    let good = handshake::encode_record(&scheduler(1));
     let mut records: Vec<(String, Vec<u8>, &str)> = vec![
         ("another protocol".into(), b"GET / HTTP/1.1\r\n\r\n".to_vec(), "not a pillion handshake"),
         ("one byte".into(), vec![0], "not a pillion handshake"),
@@ -106,12 +106,12 @@ fn versions_from_the_past_and_the_future_are_told_both_numbers() {
     let own = format!("versions {PROTOCOL_OLDEST} to {PROTOCOL_VERSION} (release {RELEASE})");
     for version in [0, 1, PROTOCOL_VERSION + 1, 99, u32::MAX] {
         let hello = Hello { version, oldest: None, release: "9.1".into(), ..scheduler(1) };
-        let text = reason(say(&scene.pillion.socket, &handshake::encode(&hello), &[]), "a version");
+        let text = reason(say(&scene.pillion.socket, &handshake::encode_record(&hello), &[]), "a version");
         assert!(text.contains(&format!("version {version} (release 9.1)")) && text.contains(&own), "{text}");
     }
     // A later release that speaks this version as well.
     let later = Hello { version: 99, oldest: Some(PROTOCOL_VERSION), ..scheduler(1) };
-    match say(&scene.pillion.socket, &handshake::encode(&later), &[]) {
+    match say(&scene.pillion.socket, &handshake::encode_record(&later), &[]) {
         Some(Reply::Welcome(welcome)) => {
             assert_eq!((welcome.version, welcome.release.as_str()), (PROTOCOL_VERSION, RELEASE));
         }
@@ -155,7 +155,7 @@ fn every_field_of_a_hello_is_checked() {
         (
             |_, worker| {
                 worker.facts.insert("weights_live".into(), "0".repeat(32));
-                worker.live_weights = Some(handshake::Digest([0; 16]));
+                worker.live_weights = Some(handshake::HelloDigest([0; 16]));
             },
             "weights_live",
         ),
@@ -168,7 +168,7 @@ fn every_field_of_a_hello_is_checked() {
         let Role::Worker(mut facts) = hello.role.clone() else { unreachable!("made as a worker") };
         lie(&mut hello, &mut facts);
         hello.role = Role::Worker(facts);
-        let text = reason(say(&scene.pillion.socket, &handshake::encode(&hello), &fds), field);
+        let text = reason(say(&scene.pillion.socket, &handshake::encode_record(&hello), &fds), field);
         assert!(text.contains(field), "{field}: {text}");
     }
     scene.assert_unharmed("fields out of range");
@@ -179,7 +179,7 @@ fn descriptors_that_are_not_what_was_said_are_refused() {
     let mut scene = Scene::start();
     let kv = Kv::new();
     let [first, second] = [kv.fds[0].as_fd(), kv.fds[1].as_fd()];
-    let hello = handshake::encode(&worker(&kv, "caller"));
+    let hello = handshake::encode_record(&worker(&kv, "caller"));
     let open = |path: &str, flags| rustix::fs::open(path, flags | OFlags::CLOEXEC, Mode::empty()).unwrap();
     let reopened = |fd: BorrowedFd<'_>, flags| {
         open(&format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&fd)), flags)
@@ -189,7 +189,7 @@ fn descriptors_that_are_not_what_was_said_are_refused() {
         (open("/dev/shm", OFlags::RDONLY), open("/dev/null", OFlags::RDWR), open("/dev/zero", OFlags::RDWR));
     let file = tempfile::tempfile_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     file.set_len(1 << 24).unwrap();
-    let socket = transport::connect(&scene.pillion.socket, WATCHDOG).unwrap();
+    let socket = transport::connect_socket(&scene.pillion.socket, WATCHDOG).unwrap();
     let (read, write) = (reopened(first, OFlags::RDONLY), reopened(first, OFlags::WRONLY));
     let path = reopened(first, OFlags::PATH);
     let small = rustix::fs::memfd_create("small", MemfdFlags::CLOEXEC).unwrap();
@@ -213,7 +213,7 @@ fn descriptors_that_are_not_what_was_said_are_refused() {
         let text = reason(say(&scene.pillion.socket, &hello, fds), name);
         assert!(text.contains(expected), "{name}: {text}");
     }
-    let record = handshake::encode(&scheduler(2));
+    let record = handshake::encode_record(&scheduler(2));
     let text = reason(say(&scene.pillion.socket, &record, &[first]), "a scheduler with memory");
     assert!(text.contains("a scheduler sends none"), "{text}");
     drop(socket);
@@ -270,13 +270,13 @@ fn rank_loaded(mut rank: Session) {
 fn a_record_after_the_handshake_ends_its_session() {
     let mut scene = Scene::start();
     let junk = vec![0xff; 65_536];
-    let records: [&[u8]; 3] = [b"x", &junk, &handshake::encode(&scheduler(3))];
+    let records: [&[u8]; 3] = [b"x", &junk, &handshake::encode_record(&scheduler(3))];
     for record in records {
         let (scheduler, rank) = scene.villain();
         let kv = Kv::new();
         let fds = [kv.fds[0].as_fd(), kv.fds[1].as_fd()];
         for session in [&scheduler, &rank] {
-            transport::send(session.socket(), record, &fds).unwrap();
+            transport::send_record(session.socket(), record, &fds).unwrap();
             session.closed_after("a record");
             scene.assert_said(session.welcome.session, "a record after the handshake");
         }
@@ -290,16 +290,16 @@ fn a_record_after_the_handshake_ends_its_session() {
 fn callers_that_do_not_read_or_do_not_wait_leave_nothing() {
     let mut scene = Scene::start();
     for _ in 0..40 {
-        let deaf = transport::connect(&scene.pillion.socket, WATCHDOG).unwrap();
-        transport::send(&deaf, &handshake::encode(&scheduler(4)), &[]).unwrap();
+        let deaf = transport::connect_socket(&scene.pillion.socket, WATCHDOG).unwrap();
+        transport::send_record(&deaf, &handshake::encode_record(&scheduler(4)), &[]).unwrap();
         drop(deaf);
-        let gone = transport::connect(&scene.pillion.socket, WATCHDOG).unwrap();
+        let gone = transport::connect_socket(&scene.pillion.socket, WATCHDOG).unwrap();
         drop(gone);
     }
     let deaf: Vec<OwnedFd> = (0..100)
         .map(|_| {
-            let deaf = transport::connect(&scene.pillion.socket, WATCHDOG).unwrap();
-            transport::send(&deaf, &handshake::encode(&scheduler(5)), &[]).unwrap();
+            let deaf = transport::connect_socket(&scene.pillion.socket, WATCHDOG).unwrap();
+            transport::send_record(&deaf, &handshake::encode_record(&scheduler(5)), &[]).unwrap();
             deaf
         })
         .collect();
@@ -316,11 +316,11 @@ fn without_descriptors_nobody_who_is_connected_notices() {
     set_limit(&scene.pillion, held);
     let kv = Kv::new();
     let fds: Vec<_> = kv.fds.iter().map(AsFd::as_fd).cycle().take(64).collect();
-    let record = handshake::encode(&worker(&kv, "caller"));
+    let record = handshake::encode_record(&worker(&kv, "caller"));
     let callers: Vec<OwnedFd> = (0..24)
         .map(|_| {
-            let caller = transport::connect(&scene.pillion.socket, WATCHDOG).unwrap();
-            transport::send(&caller, &record, &fds).unwrap();
+            let caller = transport::connect_socket(&scene.pillion.socket, WATCHDOG).unwrap();
+            transport::send_record(&caller, &record, &fds).unwrap();
             caller
         })
         .collect();
@@ -336,7 +336,7 @@ fn without_descriptors_nobody_who_is_connected_notices() {
 }
 
 fn answer(socket: &OwnedFd) -> Reply {
-    let (record, _) = transport::receive(socket).unwrap();
+    let (record, _) = transport::receive_record(socket).unwrap();
     handshake::decode_reply(&record).unwrap()
 }
 
@@ -355,7 +355,7 @@ const TEST: &str = "doorway::callers_are_told_apart_by_their_credentials";
 /// The part of the test that runs as somebody else: says what it was answered.
 fn call_as_told() -> bool {
     let Some(socket) = std::env::var_os("PILLION_TEST_CALL") else { return false };
-    let outcome = match transport::connect(Path::new(&socket), WATCHDOG) {
+    let outcome = match transport::connect_socket(Path::new(&socket), WATCHDOG) {
         Err(error) => format!("no connection: {error}"),
         Ok(_) => format!("{:?}", greet(Path::new(&socket), &scheduler(6), &[]).1),
     };

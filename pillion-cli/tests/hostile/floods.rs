@@ -37,7 +37,7 @@ fn flood(scene: &Scene, session: &mut Session, slots: &[Slot]) {
 }
 
 fn many(message: Message) -> Vec<Slot> {
-    vec![message.encode(); SUBMISSION_SLOTS]
+    vec![message.encode_slot(); SUBMISSION_SLOTS]
 }
 
 /// An engine with the longest log that one QUERY may name.
@@ -72,7 +72,7 @@ fn messages_of_every_kind_without_end_leave_a_neighbour_its_answers() {
         ("logs opened and closed", {
             let pair =
                 [Message { log: 5, ..message(Kind::Open) }, Message { log: 5, ..message(Kind::Close) }];
-            (0..SUBMISSION_SLOTS).map(|index| pair[index % 2].encode()).collect()
+            (0..SUBMISSION_SLOTS).map(|index| pair[index % 2].encode_slot()).collect()
         }),
         ("logs whose keys are promised", {
             let promise = |log| {
@@ -83,7 +83,8 @@ fn messages_of_every_kind_without_end_leave_a_neighbour_its_answers() {
                     data: [log; 6],
                     ..message(Kind::Append)
                 };
-                [message(Kind::Open), append, message(Kind::Close)].map(|one| Message { log, ..one }.encode())
+                [message(Kind::Open), append, message(Kind::Close)]
+                    .map(|one| Message { log, ..one }.encode_slot())
             };
             (1..=SUBMISSION_SLOTS as u32 / 3).flat_map(promise).collect()
         }),
@@ -111,7 +112,7 @@ fn salts_over_all_logs_leave_a_neighbour_its_answers() {
     let mut scene = Scene::start();
     let (mut scheduler, rank) = scene.villain();
     let opens: Vec<Slot> =
-        (0..65_536).map(|log| Message { log, ..Message::new(Kind::Open) }.encode()).collect();
+        (0..65_536).map(|log| Message { log, ..Message::new(Kind::Open) }.encode_slot()).collect();
     scheduler.post_whole(&opens);
     flood(&scene, &mut scheduler, &many(Message::new(Kind::Salt)));
     drop((scheduler, rank));
@@ -128,7 +129,7 @@ fn resets_without_end_leave_a_new_engine_its_namespace() {
     let pairs: Vec<Slot> = (0..70_000_u64)
         .flat_map(|number| {
             let salt = Message::new(Kind::Salt).with_bytes16(run_id(number));
-            [salt.encode(), Message::from(query(9, 1)).encode()]
+            [salt.encode_slot(), Message::from(query(9, 1)).encode_slot()]
         })
         .collect();
     scheduler.post_whole(&pairs);
@@ -147,7 +148,9 @@ fn loads_reported_that_nobody_posted_end_their_session() {
     let mut op = 1_000_000;
     watch("end of a rank that reports without end", || {
         let slots: Vec<Slot> = (0..SUBMISSION_SLOTS as u64)
-            .map(|n| Message { op: op + n, flags: Status::Ok as u8, ..Message::new(Kind::Loaded) }.encode())
+            .map(|n| {
+                Message { op: op + n, flags: Status::Ok as u8, ..Message::new(Kind::Loaded) }.encode_slot()
+            })
             .collect();
         op += rank.post_all(&slots) as u64;
         (scene.pillion.closed("rejected") > 0).then_some(())
@@ -175,7 +178,7 @@ fn operations_that_never_start_are_bounded() {
         let pair = |op| {
             let load =
                 Message { op: op + 1, lease: op, step: u64::MAX, count: 1, ..Message::new(Kind::Load) };
-            [Message::from(query(op, 1)).encode(), load.encode()]
+            [Message::from(query(op, 1)).encode_slot(), load.encode_slot()]
         };
         let slots: Vec<Slot> = (0..512).flat_map(|n| pair(op + 2 * n)).collect();
         op += scheduler.post_all(&slots) as u64 & !1;
@@ -214,7 +217,7 @@ fn an_engine_that_never_reads_its_completions_is_closed() {
     let (mut scheduler, rank) = scene.villain();
     scheduler.open_log(0, &[key(9_600_000)]);
     let slots: Vec<Slot> =
-        (10..2010).map(|op| Message { op, count: 0, ..Message::new(Kind::Save) }.encode()).collect();
+        (10..2010).map(|op| Message { op, count: 0, ..Message::new(Kind::Save) }.encode_slot()).collect();
     watch("end of an engine that does not read", || {
         scheduler.post_all(&slots);
         (scene.pillion.closed("malformed") > 0).then_some(())
@@ -228,12 +231,12 @@ fn an_engine_that_never_reads_its_completions_is_closed() {
 #[test]
 fn silent_callers_keep_nobody_out() {
     let mut scene = Scene::start();
-    let call = || transport::connect(&scene.pillion.socket, WATCHDOG).unwrap();
+    let call = || transport::connect_socket(&scene.pillion.socket, WATCHDOG).unwrap();
     // As many as are listened to and as wait in the backlog.
     let silent: Vec<_> = (0..GREETINGS_MAX + 32).map(|_| call()).collect();
     drop(villain(&scene.pillion.socket, &Kv::new(), "villain"));
     for socket in &silent {
-        let (record, _) = transport::receive(socket).unwrap();
+        let (record, _) = transport::receive_record(socket).unwrap();
         assert!(!record.is_empty(), "told why");
     }
     drop(silent);

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::SUBMISSION_SLOTS;
 use shm_protocol::message::{Kind, Message};
-use shm_protocol::request::{Keys, Query, SchedulerRequest};
+use shm_protocol::request::{LogKeys, Query, SchedulerRequest};
 use shm_protocol::ring::RingMemory;
 use tempfile::TempDir;
 
@@ -125,7 +125,7 @@ fn hoard(scheduler: &mut Session, number: u64) {
 }
 
 fn query(scheduler: &mut Session, log: u32, op: u64) -> u32 {
-    let keys = Keys::new(log, 0..SET as u32);
+    let keys = LogKeys::new(log, 0..SET as u32);
     scheduler.post(SchedulerRequest::Query(Query { op, keys, arriving: false, awaits: false, last: false }));
     scheduler.outcome(op).value
 }
@@ -243,7 +243,7 @@ fn a_flood_of_queries_is_read_in_small_parts_beside_a_neighbour() {
     hoard(&mut scheduler, 0);
     let flooded = scheduler.submission();
     let query_all = Message { op: 9, count: SET as u32, ..Message::new(Kind::Query) };
-    let slots = vec![query_all.encode(); SUBMISSION_SLOTS];
+    let slots = vec![query_all.encode_slot(); SUBMISSION_SLOTS];
     scene.neighbour.scheduler.open_log(7, &[key(1)]);
     let stop = AtomicBool::new(false);
     let (mut kept, mut read, mut waits) = (0, Vec::new(), Vec::new());
@@ -258,7 +258,8 @@ fn a_flood_of_queries_is_read_in_small_parts_beside_a_neighbour() {
             let before = flooded.load_head();
             watch("a flood that goes on", || (flooded.load_head() != before).then_some(()));
             let before = flooded.load_head();
-            let asked = Query { op, keys: Keys::new(7, 0..1), arriving: false, awaits: false, last: false };
+            let asked =
+                Query { op, keys: LogKeys::new(7, 0..1), arriving: false, awaits: false, last: false };
             let posted = now();
             scene.neighbour.scheduler.post(SchedulerRequest::Query(asked));
             while scene.neighbour.scheduler.memory.load_outcome(op).is_none() {

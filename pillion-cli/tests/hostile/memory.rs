@@ -86,7 +86,7 @@ fn ask_once(session: &Session, spoilt: u64, op: u64) -> Status {
     // Two messages and the first query were read: the sidecar's private head stands at 3, whatever the word says.
     let ring = session.submission();
     let tail = ring.load_tail();
-    ring.write_slot(tail % CAPACITY, &Message::from(query(op, 1)).encode());
+    ring.write_slot(tail % CAPACITY, &Message::from(query(op, 1)).encode_slot());
     ring.store_tail(tail + 1);
     session.ring();
     let answer = watch("answer", || session.memory.load_outcome(op)).status;
@@ -140,7 +140,8 @@ fn a_completion_head_that_lies_ends_its_session() {
         scheduler.memory.ring(shm_protocol::session::Ring::Completion).store_head(lie);
         // The head is looked at when the room known of is used up.
         let save = Message { count: 0, ..Message::new(Kind::Save) };
-        let slots: Vec<_> = (1..=CAPACITY as u64 / 2).map(|op| Message { op, ..save }.encode()).collect();
+        let slots: Vec<_> =
+            (1..=CAPACITY as u64 / 2).map(|op| Message { op, ..save }.encode_slot()).collect();
         let mut posted = 0;
         watch("end of a session that lies about its head", || {
             posted += scheduler.post_all(&slots);
@@ -202,13 +203,14 @@ fn messages_torn_while_they_are_read_harm_nobody_else() {
                 while !stop.load(Ordering::Relaxed) {
                     number += 1;
                     let torn = if number % 64 == 0 && turn % 2 == 0 { wild } else { query };
-                    ring.write_slot(number % CAPACITY, &torn.encode());
+                    ring.write_slot(number % CAPACITY, &torn.encode_slot());
                     memory.write_key(number % 2, number as usize % 64, &key(number.into()));
                     memory.write_block_id(number, u32::MAX - number);
                 }
             });
             let save = Message { count: 3, from: 1, ..Message::new(Kind::Save) };
-            let slots: Vec<_> = (100..1100).map(|op| Message { op: op + turn, ..save }.encode()).collect();
+            let slots: Vec<_> =
+                (100..1100).map(|op| Message { op: op + turn, ..save }.encode_slot()).collect();
             scheduler.post_all(&slots);
             scene.assert_served();
             stop.store(true, Ordering::Relaxed);

@@ -39,7 +39,7 @@ impl Villain {
 }
 
 fn one(message: Message) -> Vec<Slot> {
-    vec![message.encode()]
+    vec![message.encode_slot()]
 }
 
 fn of(kind: Kind) -> Message {
@@ -166,12 +166,12 @@ const BREACHES: &[Breach] = &[
     by_rank(breach("a rank's WEIGHTS without a number", "WEIGHTS with op 0", || one(of(Kind::Weights)))),
     by_rank(at_odds("a rank's WEIGHTS that go back", "WEIGHTS 6 follows WEIGHTS 7", || {
         // They answer what its scheduler has not said, which unbinds the engine and no more.
-        [7, 6].map(|op| Message { op, step: 5, ..of(Kind::Weights) }.encode()).to_vec()
+        [7, 6].map(|op| Message { op, step: 5, ..of(Kind::Weights) }.encode_slot()).to_vec()
     })),
     by_rank(at_odds(
         "an answer to older WEIGHTS",
         "answered WEIGHTS 2 of its scheduler after WEIGHTS 3",
-        || [3, 2].map(|step| Message { op: 10 - step, step, ..of(Kind::Weights) }.encode()).to_vec(),
+        || [3, 2].map(|step| Message { op: 10 - step, step, ..of(Kind::Weights) }.encode_slot()).to_vec(),
     )),
     breach("a scheduler that joins", "may not send JOIN", || one(of(Kind::Join))),
     breach("a scheduler that loaded", "may not send LOADED", || {
@@ -259,7 +259,7 @@ fn odd_messages_are_answered_and_change_nothing() {
     scheduler.post(Message { flags: 255, from: u32::MAX, count: u32::MAX, ..of(Kind::Release) });
     scheduler.post(Message { log: u32::MAX, ..of(Kind::Cancel) });
     let padded = Message { op: next(), count: 1, step: u64::MAX, lease: 7, data: [3; 6], ..of(Kind::Query) };
-    let mut slot = padded.encode();
+    let mut slot = padded.encode_slot();
     slot[0] |= 0xffff_0000;
     scheduler.post_raw(slot);
     assert_eq!(
@@ -286,7 +286,7 @@ fn every_field_of_every_kind_at_its_ends_harms_nobody_else() {
     for kind in 1..=13_u8 {
         let kind = Kind::try_from(kind).unwrap();
         let base = Message { op: 5, count: 1, flags: Status::Ok as u8, ..of(kind) };
-        let mut add = |message: Message| slots.push(message.encode());
+        let mut add = |message: Message| slots.push(message.encode_slot());
         for value in small {
             add(Message { log: value, ..base });
             add(Message { from: value, ..base });

@@ -139,7 +139,7 @@ fn places(path: &Path, keys: &[BlockHash]) -> Vec<(u64, u64)> {
         });
         let kept = slots.find(|(offset, bytes)| view.read_header(*offset, *bytes).unwrap().hash == *key);
         let (offset, bytes) = kept.expect("it was kept");
-        (view.place(offset, bytes).unwrap().header, offset)
+        (view.place_of(offset, bytes).unwrap().header, offset)
     };
     keys.iter().map(place).collect()
 }

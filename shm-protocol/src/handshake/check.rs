@@ -44,7 +44,7 @@ fn range(
 }
 
 /// Checks the name of a release, since logs and errors repeat it.
-pub(super) fn release(name: &str) -> Result<(), HandshakeError> {
+pub(super) fn check_release(name: &str) -> Result<(), HandshakeError> {
     let length = name.len();
     range("release (its length)", length, (1..=RELEASE_BYTES_MAX).contains(&length), "1 to 64 bytes")
 }
@@ -55,7 +55,7 @@ impl Hello {
     /// Checks every field against the limits, against the other fields, and against the number of descriptors
     /// sent with the record.
     pub fn check(&self, descriptors: usize) -> Result<(), HandshakeError> {
-        release(&self.release)?;
+        check_release(&self.release)?;
         let length = self.engine.len();
         range("engine (its length)", length, (1..=ENGINE_BYTES_MAX).contains(&length), "1 to 256 bytes")?;
         let ranks = (1..=RANKS_MAX).contains(&self.world_size);

@@ -59,7 +59,7 @@ impl Algorithm {
     }
 
     /// Returns vLLM's hash: the first bytes of a key, or all.
-    pub fn bytes(self, hash: &BlockHash) -> &[u8] {
+    pub fn vllm_hash(self, hash: &BlockHash) -> &[u8] {
         &hash.0[..self.hash_bytes()]
     }
 
@@ -73,7 +73,7 @@ impl Algorithm {
 
     /// Returns the hash of these bytes, and uses the buffer up. A hash of 16 bytes leaves the other bytes
     /// zero.
-    pub(super) fn digest(self, bytes: &mut Vec<u8>) -> BlockHash {
+    pub(super) fn hash_encoded(self, bytes: &mut Vec<u8>) -> BlockHash {
         if self.is_cryptographic() {
             return BlockHash(hash_sha256(bytes));
         }

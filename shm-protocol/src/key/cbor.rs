@@ -1,7 +1,7 @@
 //! Canonical CBOR of vLLM's hashed values: `[parent, [token, ...], extra keys | null]`, every head in its
 //! shortest form.
 
-use super::extra::{Atom, ExtraForm, ExtraKey};
+use super::extra::{ExtraAtom, ExtraForm, ExtraKey};
 
 const UNSIGNED: u8 = 0;
 const NEGATIVE: u8 = 1 << 5;
@@ -13,7 +13,7 @@ const NULL: u8 = 0xf6;
 const HEAD_BYTES_MAX: usize = 9;
 
 /// Appends one block. The caller has checked `extra`.
-pub(super) fn block<T: Copy + Into<u64>>(
+pub(super) fn append_block<T: Copy + Into<u64>>(
     out: &mut Vec<u8>,
     parent: &[u8],
     tokens: &[T],
@@ -41,17 +41,17 @@ pub(super) fn append_extra(out: &mut Vec<u8>, extra: &[ExtraKey], form: ExtraFor
 }
 
 /// Appends a text.
-pub(super) fn text(out: &mut Vec<u8>, text: &str) {
+pub(super) fn append_text(out: &mut Vec<u8>, text: &str) {
     head(out, TEXT, text.len() as u64);
     out.extend_from_slice(text.as_bytes());
 }
 
-fn atom(out: &mut Vec<u8>, atom: Atom<'_>) {
+fn atom(out: &mut Vec<u8>, atom: ExtraAtom<'_>) {
     match atom {
-        Atom::Text(value) => text(out, value),
-        Atom::Integer(value @ 0..) => head(out, UNSIGNED, value.cast_unsigned()),
-        Atom::Integer(value) => head(out, NEGATIVE, (!value).cast_unsigned()),
-        Atom::Bytes(bytes) => {
+        ExtraAtom::Text(value) => append_text(out, value),
+        ExtraAtom::Integer(value @ 0..) => head(out, UNSIGNED, value.cast_unsigned()),
+        ExtraAtom::Integer(value) => head(out, NEGATIVE, (!value).cast_unsigned()),
+        ExtraAtom::Bytes(bytes) => {
             head(out, BYTES, bytes.len() as u64);
             out.extend_from_slice(bytes);
         }
@@ -63,7 +63,7 @@ fn head(out: &mut Vec<u8>, major: u8, argument: u64) {
         return out.push(major | argument as u8);
     }
     let mut bytes = [0; HEAD_BYTES_MAX];
-    let length = encode(&mut bytes, argument);
+    let length = write_integer(&mut bytes, argument);
     bytes[0] |= major;
     out.extend_from_slice(&bytes[..length]);
 }
@@ -76,13 +76,13 @@ fn integers<T: Copy + Into<u64>>(out: &mut Vec<u8>, values: &[T]) {
     out.resize(end + values.len() * HEAD_BYTES_MAX, 0);
     for value in values {
         let room = out[end..].first_chunk_mut().expect("nine bytes for each");
-        end += encode(room, (*value).into());
+        end += write_integer(room, (*value).into());
     }
     out.truncate(end);
 }
 
 /// Writes an unsigned integer and returns its length; bytes after it are scratch.
-fn encode(room: &mut [u8; HEAD_BYTES_MAX], value: u64) -> usize {
+fn write_integer(room: &mut [u8; HEAD_BYTES_MAX], value: u64) -> usize {
     /// Bytes of the argument after the first, by class.
     const LENGTHS: [u8; 5] = [0, 1, 2, 4, 8];
     let class = usize::from(value >= 24)
@@ -118,7 +118,7 @@ mod tests {
             assert_eq!(out, [expected, expected].concat());
         }
         let mut out = Vec::new();
-        atom(&mut out, Atom::Integer(-1000));
+        atom(&mut out, ExtraAtom::Integer(-1000));
         assert_eq!(out, b"\x39\x03\xe7");
     }
 }

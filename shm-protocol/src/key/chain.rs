@@ -20,7 +20,7 @@ pub const BLOCK_TOKENS_MAX: u32 = 1 << 16;
 /// Tokens are u32, or u64 for callers with wider ones.
 #[derive(Clone, Debug)]
 pub struct Chain {
-    links: Links,
+    links: ChainLinks,
     block_tokens: usize,
     hashes: Vec<BlockHash>,
     /// Tokens after the last full block: fewer than a block.
@@ -29,7 +29,7 @@ pub struct Chain {
 
 /// The settings by which a parent and a block make a hash.
 #[derive(Clone, Debug)]
-struct Links {
+struct ChainLinks {
     algorithm: Algorithm,
     form: ExtraForm,
     /// NONE_HASH; vLLM up to 0.28 may have one longer than the hashes.
@@ -55,11 +55,11 @@ pub fn none_hash(
     }
     let mut bytes = Vec::new();
     if algorithm.is_pickle() {
-        pickle::seed(&mut bytes, seed)
+        pickle::append_seed(&mut bytes, seed)
     } else {
-        cbor::text(&mut bytes, seed)
+        cbor::append_text(&mut bytes, seed)
     }
-    Ok(algorithm.digest(&mut bytes))
+    Ok(algorithm.hash_encoded(&mut bytes))
 }
 
 // === impl Chain ===
@@ -74,8 +74,14 @@ impl Chain {
         }
         let first = BlockHash::from_slice(none_hash)?;
         let form = ExtraForm::Tagged;
-        let links =
-            Links { algorithm, form, first, first_bytes: none_hash.len(), before: None, encoded: Vec::new() };
+        let links = ChainLinks {
+            algorithm,
+            form,
+            first,
+            first_bytes: none_hash.len(),
+            before: None,
+            encoded: Vec::new(),
+        };
         Ok(Self { links, block_tokens: block_tokens as usize, hashes: Vec::new(), pending: Vec::new() })
     }
 
@@ -108,12 +114,12 @@ impl Chain {
         tokens: &[T],
         extra: &[E],
     ) -> Result<(), KeyError> {
-        extra.iter().try_for_each(|keys| self.links.check(keys.as_ref()))?;
+        extra.iter().try_for_each(|keys| self.links.check_extra(keys.as_ref()))?;
         self.extend(tokens, &mut extra.iter().map(AsRef::as_ref).chain(std::iter::repeat(&[][..])));
         Ok(())
     }
 
-    /// Returns the keys of the full blocks so far; [`Algorithm::bytes`] has vLLM's hash of each.
+    /// Returns the keys of the full blocks so far; [`Algorithm::vllm_hash`] has vLLM's hash of each.
     pub fn hashes(&self) -> &[BlockHash] {
         &self.hashes
     }
@@ -126,7 +132,7 @@ impl Chain {
 
     /// Does the same as `tail`, with the extra keys of that block.
     pub fn tail_with(&self, extra: &[ExtraKey]) -> Result<Option<BlockHash>, KeyError> {
-        self.links.check(extra)?;
+        self.links.check_extra(extra)?;
         let hash = || self.links.clone().hash(self.hashes.last(), &self.pending, extra);
         Ok((!self.pending.is_empty()).then(hash))
     }
@@ -157,12 +163,16 @@ impl Chain {
     }
 }
 
-// === impl Links ===
+// === impl ChainLinks ===
 
-impl Links {
-    fn check(&self, extra: &[ExtraKey]) -> Result<(), KeyError> {
-        extra.iter().try_for_each(|key| key.check(self.form))?;
-        if self.algorithm.is_pickle() { pickle::check(extra, self.form, self.algorithm) } else { Ok(()) }
+impl ChainLinks {
+    fn check_extra(&self, extra: &[ExtraKey]) -> Result<(), KeyError> {
+        extra.iter().try_for_each(|key| key.check_form(self.form))?;
+        if self.algorithm.is_pickle() {
+            pickle::check_extra(extra, self.form, self.algorithm)
+        } else {
+            Ok(())
+        }
     }
 
     fn hash<T: Copy + Into<u64>>(
@@ -173,14 +183,14 @@ impl Links {
     ) -> BlockHash {
         let Self { algorithm, form, .. } = *self;
         let before = before.or(self.before.as_ref());
-        let parent = before.map_or(&self.first.0[..self.first_bytes], |hash| algorithm.bytes(hash));
+        let parent = before.map_or(&self.first.0[..self.first_bytes], |hash| algorithm.vllm_hash(hash));
         self.encoded.clear();
         if algorithm.is_pickle() {
-            pickle::block(&mut self.encoded, parent, tokens, extra, form);
+            pickle::append_block(&mut self.encoded, parent, tokens, extra, form);
         } else {
-            cbor::block(&mut self.encoded, parent, tokens, extra, form);
+            cbor::append_block(&mut self.encoded, parent, tokens, extra, form);
         }
-        let mut key = algorithm.digest(&mut self.encoded);
+        let mut key = algorithm.hash_encoded(&mut self.encoded);
         if !algorithm.is_cryptographic() {
             let before = before.map_or([0; HASH_BYTES_SHORT], |hash| hash.second());
             key.set_second(second_digest(&mut self.encoded, &before, tokens, extra, form));

@@ -50,7 +50,7 @@ pub struct Derived {
 
 /// Returns the hashes of blocks made of `factor` hashed blocks each: the last hash of each, since it covers
 /// the others.
-pub fn coarse(hashes: &[BlockHash], factor: usize) -> impl Iterator<Item = &BlockHash> {
+pub fn coarsen_hashes(hashes: &[BlockHash], factor: usize) -> impl Iterator<Item = &BlockHash> {
     hashes.chunks_exact(factor).filter_map(<[BlockHash]>::last)
 }
 
@@ -67,7 +67,7 @@ impl Derivation {
     /// Derives the keys. Fails on invalid settings, or on extra keys for a wrong number of blocks.
     pub fn derive(&self) -> Result<Derived, KeyError> {
         let none = none_hash(self.algo, self.rule, self.seed.as_deref())?;
-        let none_hash = self.algo.bytes(&none).to_vec();
+        let none_hash = self.algo.vllm_hash(&none).to_vec();
         let hashed = self.hash_block_size.unwrap_or(self.block_size);
         let mut chain = Chain::new(self.algo, &none_hash, hashed)?.with_form(self.form);
         let factor = match self.block_size.checked_rem(hashed) {
@@ -90,7 +90,7 @@ impl Derivation {
         let rest = if full % factor == 0 { None } else { chain.hashes().last() };
         Ok(Derived {
             none_hash,
-            hashes: coarse(chain.hashes(), factor).map(key).collect(),
+            hashes: coarsen_hashes(chain.hashes(), factor).map(key).collect(),
             tail: tail.as_ref().or(rest).map(key),
         })
     }

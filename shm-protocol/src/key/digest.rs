@@ -63,7 +63,7 @@ pub fn extend_hashes<T: Copy + Into<u64>, E: AsRef<[ExtraKey]>>(
     extra: &[E],
     form: ExtraForm,
 ) -> Result<Vec<BlockHash>, KeyError> {
-    extra.iter().flat_map(AsRef::as_ref).try_for_each(|key| key.check(form))?;
+    extra.iter().flat_map(AsRef::as_ref).try_for_each(|key| key.check_form(form))?;
     let mut second = before.map_or([0; HASH_BYTES_SHORT], BlockHash::second);
     let (mut encoded, mut keys) = (Vec::new(), hashes.to_vec());
     let blocks = tokens.chunks_exact((tokens.len() / hashes.len().max(1)).max(1));
@@ -125,7 +125,7 @@ mod tests {
         let mut whole = chain(ExtraForm::Bare);
         whole.append_with(&tokens, &extra).expect("known keys");
         let plain =
-            |key: &BlockHash| BlockHash::from_slice(Algorithm::XxhashCbor.bytes(key)).expect("16 bytes");
+            |key: &BlockHash| BlockHash::from_slice(Algorithm::XxhashCbor.vllm_hash(key)).expect("16 bytes");
         let hashes: Vec<_> = whole.hashes().iter().map(plain).collect();
         let first =
             extend_hashes(None, &hashes[..2], &tokens[..6], &extra, ExtraForm::Bare).expect("known keys");

@@ -48,7 +48,7 @@ pub enum ExtraKey {
 
 /// A scalar inside an extra key.
 #[derive(Copy, Clone, Eq, PartialEq, Debug)]
-pub(super) enum Atom<'a> {
+pub(super) enum ExtraAtom<'a> {
     Text(&'a str),
     Integer(i64),
     Bytes(&'a [u8]),
@@ -57,9 +57,9 @@ pub(super) enum Atom<'a> {
 /// An extra key as it is hashed: a scalar, or a tuple of them.
 #[derive(Copy, Clone, Eq, PartialEq, Debug)]
 pub(super) enum Item<'a> {
-    Scalar([Atom<'a>; 1]),
-    Pair([Atom<'a>; 2]),
-    Triple([Atom<'a>; 3]),
+    Scalar([ExtraAtom<'a>; 1]),
+    Pair([ExtraAtom<'a>; 2]),
+    Triple([ExtraAtom<'a>; 3]),
 }
 
 /// An extra key in JSON, before its kind is known.
@@ -89,7 +89,7 @@ read_by_name!(ExtraForm, "form", "tagged (vLLM 0.31 and later), bare (up to 0.30
 
 impl ExtraKey {
     /// Fails if the extra key cannot be hashed in this form.
-    pub(super) fn check(&self, form: ExtraForm) -> Result<(), KeyError> {
+    pub(super) fn check_form(&self, form: ExtraForm) -> Result<(), KeyError> {
         match (self, form) {
             (Self::Text(text), ExtraForm::Tagged) => Err(KeyError::Untagged(text.clone())),
             _ => Ok(()),
@@ -98,7 +98,7 @@ impl ExtraKey {
 
     /// Returns the hashed values. The caller has checked the key for this form.
     pub(super) fn item(&self, form: ExtraForm) -> Item<'_> {
-        use Atom::{Bytes, Integer, Text};
+        use ExtraAtom::{Bytes, Integer, Text};
         match (form, self) {
             (ExtraForm::Tagged, Self::Lora { name, path }) => {
                 Item::Triple([Text("lora"), Text(name), Text(path)])
@@ -131,10 +131,12 @@ impl TryFrom<Captured> for ExtraKey {
         };
         Ok(match captured {
             Captured::Text(text) => Self::Text(text),
-            Captured::Bytes(bytes) => Self::PromptEmbeds(decode(&bytes)?),
+            Captured::Bytes(bytes) => Self::PromptEmbeds(decode_hex(&bytes)?),
             Captured::Offset(identifier, offset) => Self::Multimodal { identifier, offset },
             Captured::Texts(tag, salt) if tag == "cache_salt" => Self::CacheSalt(salt),
-            Captured::TextBytes(tag, bytes) if tag == "prompt_embeds" => Self::PromptEmbeds(decode(&bytes)?),
+            Captured::TextBytes(tag, bytes) if tag == "prompt_embeds" => {
+                Self::PromptEmbeds(decode_hex(&bytes)?)
+            }
             Captured::ThreeTexts(tag, name, path) if tag == "lora" => Self::Lora { name, path },
             Captured::TextsOffset(tag, identifier, offset) if tag == "mm" => {
                 Self::Multimodal { identifier, offset }
@@ -147,7 +149,7 @@ impl TryFrom<Captured> for ExtraKey {
     }
 }
 
-fn decode(captured: &CapturedBytes) -> Result<Vec<u8>, String> {
+fn decode_hex(captured: &CapturedBytes) -> Result<Vec<u8>, String> {
     match captured.iter().collect::<Vec<_>>()[..] {
         [(name, digits)] if name == "bytes" => {
             hex::decode(digits).map_err(|error| format!("bytes of an extra key are not hex digits: {error}"))
@@ -163,7 +165,7 @@ impl<'a> Item<'a> {
         !matches!(self, Self::Scalar(_))
     }
 
-    pub(super) fn atoms(&self) -> &[Atom<'a>] {
+    pub(super) fn atoms(&self) -> &[ExtraAtom<'a>] {
         match self {
             Self::Scalar(atoms) => atoms,
             Self::Pair(atoms) => atoms,
@@ -172,9 +174,9 @@ impl<'a> Item<'a> {
     }
 }
 
-// === impl Atom ===
+// === impl ExtraAtom ===
 
-impl Atom<'_> {
+impl ExtraAtom<'_> {
     /// Returns the bytes of a text or byte string; 0 for an integer.
     pub(super) fn len(&self) -> usize {
         match self {

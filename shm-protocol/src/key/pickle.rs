@@ -5,7 +5,7 @@
 //! reference. Only the engine knows whether two equal texts are one object, so extra keys with possibly
 //! repeated texts are refused.
 
-use super::extra::{Atom, ExtraForm, ExtraKey};
+use super::extra::{ExtraAtom, ExtraForm, ExtraKey};
 use super::{Algorithm, KeyError};
 
 const PROTO: [u8; 2] = [0x80, 5];
@@ -42,7 +42,7 @@ const _: () = assert!(
 );
 
 /// Refuses extra keys with an unknown pickle: more than one key, a text twice, or too many bytes.
-pub(super) fn check(extra: &[ExtraKey], form: ExtraForm, algorithm: Algorithm) -> Result<(), KeyError> {
+pub(super) fn check_extra(extra: &[ExtraKey], form: ExtraForm, algorithm: Algorithm) -> Result<(), KeyError> {
     let key = match extra {
         [] => return Ok(()),
         [key] => key,
@@ -50,16 +50,16 @@ pub(super) fn check(extra: &[ExtraKey], form: ExtraForm, algorithm: Algorithm) -
     };
     let item = key.item(form);
     let texts = item.atoms();
-    let repeated = |(index, text): (usize, &Atom<'_>)| texts[..index].contains(text);
+    let repeated = |(index, text): (usize, &ExtraAtom<'_>)| texts[..index].contains(text);
     if texts.iter().enumerate().any(repeated) {
         return Err(KeyError::PickleIdentity(algorithm));
     }
-    let found: usize = texts.iter().map(Atom::len).sum();
+    let found: usize = texts.iter().map(ExtraAtom::len).sum();
     if found > PICKLE_EXTRA_BYTES_MAX { Err(KeyError::PickleBytes { found, algorithm }) } else { Ok(()) }
 }
 
 /// Appends one block. The caller has checked `extra`.
-pub(super) fn block<T: Copy + Into<u64>>(
+pub(super) fn append_block<T: Copy + Into<u64>>(
     out: &mut Vec<u8>,
     parent: &[u8],
     tokens: &[T],
@@ -67,7 +67,7 @@ pub(super) fn block<T: Copy + Into<u64>>(
     form: ExtraForm,
 ) {
     frame(out, |out| {
-        bytes(out, parent);
+        append_bytes(out, parent);
         if tokens.len() > 3 {
             out.push(MARK);
         }
@@ -87,8 +87,8 @@ pub(super) fn block<T: Copy + Into<u64>>(
 }
 
 /// Appends the input of NONE_HASH.
-pub(super) fn seed(out: &mut Vec<u8>, seed: &str) {
-    frame(out, |out| text(out, seed));
+pub(super) fn append_seed(out: &mut Vec<u8>, seed: &str) {
+    frame(out, |out| append_text(out, seed));
 }
 
 /// Appends one pickle of one frame: no checked content is longer.
@@ -107,9 +107,9 @@ fn item(out: &mut Vec<u8>, key: &ExtraKey, form: ExtraForm) {
     let item = key.item(form);
     for atom in item.atoms() {
         match *atom {
-            Atom::Text(value) => text(out, value),
-            Atom::Integer(value) => integer(out, value),
-            Atom::Bytes(value) => bytes(out, value),
+            ExtraAtom::Text(value) => append_text(out, value),
+            ExtraAtom::Integer(value) => integer(out, value),
+            ExtraAtom::Bytes(value) => append_bytes(out, value),
         }
     }
     if item.is_tuple() {
@@ -123,11 +123,11 @@ fn end_tuple(out: &mut Vec<u8>, elements: usize) {
     out.extend_from_slice(&[opcode, MEMOIZE]);
 }
 
-fn bytes(out: &mut Vec<u8>, bytes: &[u8]) {
+fn append_bytes(out: &mut Vec<u8>, bytes: &[u8]) {
     sized(out, [SHORT_BINBYTES, BINBYTES], bytes);
 }
 
-fn text(out: &mut Vec<u8>, text: &str) {
+fn append_text(out: &mut Vec<u8>, text: &str) {
     sized(out, [SHORT_BINUNICODE, BINUNICODE], text.as_bytes());
 }
 
@@ -149,14 +149,14 @@ fn integers<T: Copy + Into<u64>>(out: &mut Vec<u8>, values: &[T]) {
     out.resize(end + values.len() * INTEGER_BYTES_MAX, 0);
     for value in values {
         let room = out[end..].first_chunk_mut().expect("eleven bytes for each");
-        end += encode(room, (*value).into());
+        end += write_integer(room, (*value).into());
     }
     out.truncate(end);
 }
 
 /// Writes an unsigned integer and returns its length; bytes after it are scratch. Below 2^31 no branch
 /// depends on the size.
-fn encode(room: &mut [u8; INTEGER_BYTES_MAX], value: u64) -> usize {
+fn write_integer(room: &mut [u8; INTEGER_BYTES_MAX], value: u64) -> usize {
     if value > i32::MAX as u64 {
         // Two's complement: the highest bit of the last byte is the sign bit.
         let length = (u64::BITS - value.leading_zeros()) as usize / 8 + 1;

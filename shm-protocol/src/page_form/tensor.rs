@@ -2,7 +2,7 @@
 
 use std::cmp::Reverse;
 
-use super::{AXES, Place};
+use super::{AXES, PagePlace};
 
 /// The packing of pages with each token's key and then its value.
 pub const KEY_THEN_VALUE: &str = "none";
@@ -111,7 +111,7 @@ impl Tensor {
         let place = |offset, strides: [u64; 4], name, length| {
             let lengths = [heads, blocks, tokens, length];
             let strides = std::array::from_fn(|axis| if lengths[axis] > 1 { strides[axis] } else { 0 });
-            Place { offset, strides }.terms(name)
+            PagePlace { offset, strides }.terms(name)
         };
         let (k, v) = (place(0, k, "keys", keys), place(start, v, "values", values));
         let kernel_block = if blocks > 1 { format!("kernel_block={tokens} ") } else { String::new() };
@@ -129,7 +129,7 @@ fn joined(texts: impl Iterator<Item = String>, by: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::parse;
+    use super::super::parse_pages;
     use super::*;
 
     /// Three blocks of a dense tensor with these axes inside, the slowest first.
@@ -160,12 +160,12 @@ mod tests {
         ] {
             let text = written(&[2, 4, 6], (3, 3), packing);
             assert_eq!(text, format!("layers=1 {sizes} k={k} v={v} packing=none"));
-            assert_eq!(parse(&text).unwrap()[0].k.terms("keys"), k);
+            assert_eq!(parse_pages(&text).unwrap()[0].k.terms("keys"), k);
         }
         // An axis of length 1 has no stride.
         for packing in [KEY_THEN_VALUE, KEYS_THEN_VALUES] {
             let least = written(&[1, 1, 2], (1, 1), packing);
-            assert!(least.ends_with("k=0 v=1 packing=none") && parse(&least).is_ok(), "{least}");
+            assert!(least.ends_with("k=0 v=1 packing=none") && parse_pages(&least).is_ok(), "{least}");
         }
     }
 
@@ -174,7 +174,7 @@ mod tests {
         let apart = written(&[2, 2, 4, 5], (3, 2), KEY_THEN_VALUE);
         assert!(apart.contains("tokens=8 kernel_block=4 kv_heads=2 keys=3 values=2"), "{apart}");
         assert!(apart.contains(" k=kernel_blocks*40+kv_heads*20+tokens*5+keys v=3+"), "{apart}");
-        assert_eq!(parse(&apart).unwrap()[0].kernel_block, 4);
+        assert_eq!(parse_pages(&apart).unwrap()[0].kernel_block, 4);
         let one = written(&[2, 1, 4, 5], (3, 2), KEY_THEN_VALUE);
         assert_eq!(one, written(&[1, 8, 5], (3, 2), KEY_THEN_VALUE));
         assert!(!written(&[2, 1, 4, 6], (3, 3), KEYS_THEN_VALUES).contains(" k="));
@@ -199,7 +199,7 @@ mod tests {
     fn layers_of_one_form_are_counted_together() {
         let (one, other) = (tensor(&[2, 4, 5], (3, 2), "none"), tensor(&[2, 4, 6], (3, 3), "none"));
         let text = describe_layers(&[one.clone(), one.clone(), other, one]);
-        let counts: Vec<u32> = parse(&text).unwrap().iter().map(|page| page.layers).collect();
+        let counts: Vec<u32> = parse_pages(&text).unwrap().iter().map(|page| page.layers).collect();
         assert_eq!(counts, [2, 1, 1]);
     }
 }

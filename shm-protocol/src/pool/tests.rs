@@ -23,18 +23,18 @@ fn only_starts_of_slots_are_places() {
     for segment in 0..3 {
         for index in 0..geometry.slot_count {
             let offset = geometry.offset(segment, index).expect("a slot");
-            let place = geometry.place(offset).expect("its own");
+            let place = geometry.place_of(offset).expect("its own");
             assert_eq!((place.segment, place.index), (segment, index));
             assert!(headers.insert(place.header) && place.header.is_multiple_of(64));
             assert!(place.header + SLOT_HEADER_BYTES <= SEGMENT_ALIGN + segment * SEGMENT + geometry.data);
-            assert_eq!(geometry.place(offset + 1), Err(LayoutError::Offset(offset + 1)));
-            assert_eq!(geometry.place(offset + 512), Err(LayoutError::Offset(offset + 512)));
+            assert_eq!(geometry.place_of(offset + 1), Err(LayoutError::Offset(offset + 1)));
+            assert_eq!(geometry.place_of(offset + 512), Err(LayoutError::Offset(offset + 512)));
         }
         assert_eq!(geometry.offset(segment, geometry.slot_count), None);
     }
     assert_eq!(geometry.offset(u64::MAX, 0), None);
     for hostile in [0, 1, SEGMENT_ALIGN - 1, SEGMENT_ALIGN, u64::MAX, u64::MAX - SEGMENT] {
-        assert!(geometry.place(hostile).is_err());
+        assert!(geometry.place_of(hostile).is_err());
     }
 }
 
@@ -90,7 +90,7 @@ fn a_view_refuses_a_header_that_does_not_fit_its_mapping() {
 fn only_whole_blocks_of_earlier_lives_remain() {
     let geometry = Geometry::new(SEGMENT, 10_000).expect("fits");
     let base = segment_offset(SEGMENT, 1).expect("small");
-    let header = geometry.place(geometry.offset(1, 2).expect("a slot")).expect("its own").header;
+    let header = geometry.place_of(geometry.offset(1, 2).expect("a slot")).expect("its own").header;
     let [magic, version, oldest, segment_bytes, segments] = SOUND;
     let sound = [
         magic,
@@ -112,8 +112,8 @@ fn only_whole_blocks_of_earlier_lives_remain() {
     let remains = |view: &PoolView<_>| view.remains(1, &geometry, 2, 3).expect("a slot");
     let whole = with(0, MAGIC);
     assert_eq!((whole.geometry(1), whole.geometry(0), whole.geometry(2)), (Some(geometry), None, None));
-    assert!(matches!(remains(&whole), Remains::Block { group: 3, .. }), "{:?}", remains(&whole));
-    assert_eq!(whole.remains(1, &geometry, 3, 3), Some(Remains::Free));
+    assert!(matches!(remains(&whole), SlotRemains::Block { group: 3, .. }), "{:?}", remains(&whole));
+    assert_eq!(whole.remains(1, &geometry, 3, 3), Some(SlotRemains::Free));
     assert_eq!(whole.remains(2, &geometry, 2, 3), None);
     for (field, wrong) in [
         (slot::STATE, FILLING),
@@ -126,7 +126,7 @@ fn only_whole_blocks_of_earlier_lives_remain() {
         (slot::CHECKSUM, 0),
     ] {
         let found = remains(&with(header + field, wrong));
-        assert!(matches!(found, Remains::Debris { .. }), "{field} {wrong}: {found:?}");
+        assert!(matches!(found, SlotRemains::Debris { .. }), "{field} {wrong}: {found:?}");
     }
     for (field, wrong) in [(segment::MAGIC, 0), (segment::BLOCK_BYTES, 0), (segment::SLOT_COUNT, 1)] {
         assert_eq!(with(base + field, wrong).geometry(1), None, "{field} {wrong}");
@@ -137,13 +137,13 @@ fn only_whole_blocks_of_earlier_lives_remain() {
 fn a_slot_verifies_only_committed_in_its_generation_and_inside_the_pool() {
     let geometry = Geometry::new(SEGMENT, 10_000).expect("fits");
     let slot = SlotRef { offset: geometry.offset(1, 2).expect("a slot"), generation: 5 };
-    let header = geometry.place(slot.offset).expect("a slot").header;
+    let header = geometry.place_of(slot.offset).expect("a slot").header;
     let pool = |state| words(&[(header + slot::STATE, state), (header + slot::GENERATION, 5)]);
-    assert!(verify(pool(COMMITTED), SEGMENT, 2, slot, 10_000));
-    assert!(!verify(pool(FILLING), SEGMENT, 2, slot, 10_000));
-    assert!(!verify(pool(FREE), SEGMENT, 2, slot, 10_000));
-    assert!(!verify(pool(COMMITTED), SEGMENT, 1, slot, 10_000), "past the last segment");
-    assert!(!verify(pool(COMMITTED), SEGMENT, 2, SlotRef { generation: 4, ..slot }, 10_000));
-    assert!(!verify(pool(COMMITTED), SEGMENT, 2, SlotRef { offset: slot.offset + 8, ..slot }, 10_000));
-    assert!(!verify(pool(COMMITTED), 0, 2, slot, 10_000));
+    assert!(verify_slot(pool(COMMITTED), SEGMENT, 2, slot, 10_000));
+    assert!(!verify_slot(pool(FILLING), SEGMENT, 2, slot, 10_000));
+    assert!(!verify_slot(pool(FREE), SEGMENT, 2, slot, 10_000));
+    assert!(!verify_slot(pool(COMMITTED), SEGMENT, 1, slot, 10_000), "past the last segment");
+    assert!(!verify_slot(pool(COMMITTED), SEGMENT, 2, SlotRef { generation: 4, ..slot }, 10_000));
+    assert!(!verify_slot(pool(COMMITTED), SEGMENT, 2, SlotRef { offset: slot.offset + 8, ..slot }, 10_000));
+    assert!(!verify_slot(pool(COMMITTED), 0, 2, slot, 10_000));
 }

@@ -3,8 +3,8 @@
 use std::sync::atomic::{Ordering, fence};
 
 use super::{
-    COMMITTED, FREE, Geometry, LayoutError, MAGIC, Remains, SEGMENT_ALIGN, SEGMENT_MAGIC, SlotHeader,
-    SlotPlace, SlotRef, check_segment_bytes, check_versions, first_generation, header, segment,
+    COMMITTED, FREE, Geometry, LayoutError, MAGIC, SEGMENT_ALIGN, SEGMENT_MAGIC, SlotHeader, SlotPlace,
+    SlotRef, SlotRemains, check_segment_bytes, check_versions, first_generation, header, segment,
     segment_offset, slot,
 };
 use crate::key::{BlockHash, NamespaceDigest};
@@ -54,14 +54,14 @@ impl<F: Fn(usize) -> u64> PoolView<F> {
     }
 
     /// Returns the place of the slot at `offset`; fails unless its whole data lies inside the pool.
-    pub fn place(&self, offset: u64, block_bytes: u64) -> Result<SlotPlace, LayoutError> {
+    pub fn place_of(&self, offset: u64, block_bytes: u64) -> Result<SlotPlace, LayoutError> {
         place_inside(self.segment_bytes, self.segments, offset, block_bytes)
     }
 
     /// Reads the header of the slot at `offset`, word by word. It is whole only between two successful
     /// [`PoolView::verify`].
     pub fn read_header(&self, offset: u64, block_bytes: u64) -> Result<SlotHeader, LayoutError> {
-        let base = self.place(offset, block_bytes)?.header;
+        let base = self.place_of(offset, block_bytes)?.header;
         let word = |field: u64| (self.load)((base + field) as usize);
         let words = |field: u64| [0, 8, 16, 24].map(|step| word(field + step));
         Ok(SlotHeader {
@@ -90,23 +90,23 @@ impl<F: Fn(usize) -> u64> PoolView<F> {
 
     /// Returns the content of slot `index`, left by lives before `life` in a segment whose slots are
     /// `geometry`. The slot must not be written meanwhile.
-    pub fn remains(&self, segment: u64, geometry: &Geometry, index: u32, life: u64) -> Option<Remains> {
+    pub fn remains(&self, segment: u64, geometry: &Geometry, index: u32, life: u64) -> Option<SlotRemains> {
         let offset = geometry.offset(segment, index)?;
         let slot = self.read_header(offset, geometry.block_bytes).ok()?;
         let SlotHeader { generation, namespace, group, hash, checksum, .. } = slot;
         let numbered = (first_generation(1)..first_generation(life)).contains(&generation);
         let sound = numbered && slot.set == 0 && slot.length == geometry.block_bytes;
         Some(match slot.state {
-            FREE => Remains::Free,
-            COMMITTED if sound && checksum != 0 => Remains::Block { generation, namespace, group, hash },
-            _ => Remains::Debris { generation },
+            FREE => SlotRemains::Free,
+            COMMITTED if sound && checksum != 0 => SlotRemains::Block { generation, namespace, group, hash },
+            _ => SlotRemains::Debris { generation },
         })
     }
 
     /// True if the slot is whole and of this filling. Call it before and after a copy: after two true results
     /// the copied bytes are whole too.
     pub fn verify(&self, slot: SlotRef, block_bytes: u64) -> bool {
-        verify(&self.load, self.segment_bytes, self.segments, slot, block_bytes)
+        verify_slot(&self.load, self.segment_bytes, self.segments, slot, block_bytes)
     }
 }
 
@@ -116,12 +116,12 @@ fn place_inside(
     offset: u64,
     block_bytes: u64,
 ) -> Result<SlotPlace, LayoutError> {
-    let place = Geometry::new(segment_bytes, block_bytes)?.place(offset)?;
+    let place = Geometry::new(segment_bytes, block_bytes)?.place_of(offset)?;
     if place.segment < segments { Ok(place) } else { Err(LayoutError::Offset(offset)) }
 }
 
 /// Does the same as [`PoolView::verify`] for a caller without a view.
-pub fn verify(
+pub fn verify_slot(
     load: impl Fn(usize) -> u64,
     segment_bytes: u64,
     segments: u64,

@@ -15,12 +15,12 @@ use super::extent::Extent;
 
 /// Most mappings guarded at once: a process has one pool; tests have some.
 const PLACES: usize = 64;
-static GUARDED: [Place; PLACES] = [const { Place::empty() }; PLACES];
+static GUARDED: [GuardedRange; PLACES] = [const { GuardedRange::empty() }; PLACES];
 /// The process's earlier SIGBUS action: it gets the faults outside every guarded mapping.
 static BEFORE: OnceLock<libc::sigaction> = OnceLock::new();
 
 /// A guarded range of addresses; empty while `end` is 0.
-struct Place {
+struct GuardedRange {
     taken: AtomicBool,
     start: AtomicUsize,
     end: AtomicUsize,
@@ -34,9 +34,9 @@ pub(super) struct Guard {
     extent: Extent,
 }
 
-// === impl Place ===
+// === impl GuardedRange ===
 
-impl Place {
+impl GuardedRange {
     const fn empty() -> Self {
         let (taken, lost) = (AtomicBool::new(false), AtomicBool::new(false));
         Self { taken, start: AtomicUsize::new(0), end: AtomicUsize::new(0), lost }
@@ -50,7 +50,7 @@ impl Guard {
     /// places are taken.
     pub(super) fn new(start: usize, bytes: usize, file: OwnedFd) -> Result<Self, Errno> {
         install()?;
-        let free = |place: &Place| !place.taken.swap(true, Ordering::Acquire);
+        let free = |place: &GuardedRange| !place.taken.swap(true, Ordering::Acquire);
         let place = GUARDED.iter().position(free).ok_or(Errno::MFILE)?;
         let taken = &GUARDED[place];
         taken.lost.store(false, Ordering::Relaxed);

@@ -1,6 +1,6 @@
 //! Places of the fields of requests in a message: `put` writes a field, `take` reads it and checks its bound.
 
-use super::{Keys, LoadEnd, LoadFlags, RequestError};
+use super::{LoadEnd, LoadFlags, LogKeys, RequestError};
 use crate::layout::{CHUNK_KEYS, CHUNKS, GOLDEN_TOKENS, LOG_KEYS, LOGS, QUERY_KEYS};
 use crate::message::{APPEND_CHUNKS, Message, Status};
 
@@ -49,18 +49,18 @@ pub(super) const OPENED: FieldPlace<u32> = FieldPlace {
     ..LOG
 };
 
-pub(super) const KEYS: FieldPlace<Keys> = FieldPlace {
+pub(super) const KEYS: FieldPlace<LogKeys> = FieldPlace {
     take: |message| {
-        let keys = Keys { log: (LOG.take)(message)?, from: message.from, count: message.count };
-        end(message, "a log holds at most 1,048,576 keys")?;
+        let keys = LogKeys { log: (LOG.take)(message)?, from: message.from, count: message.count };
+        check_end(message, "a log holds at most 1,048,576 keys")?;
         Ok(keys)
     },
-    put: |Keys { log, from, count }, message| {
+    put: |LogKeys { log, from, count }, message| {
         (message.log, message.from, message.count) = (log, from, count);
     },
 };
 /// Keys of a search.
-pub(super) const ASKED: FieldPlace<Keys> = FieldPlace {
+pub(super) const ASKED: FieldPlace<LogKeys> = FieldPlace {
     take: |message| {
         let few = message.count as usize <= QUERY_KEYS;
         range(message, "count", message.count, few, "at most 65,536 keys")?;
@@ -68,7 +68,7 @@ pub(super) const ASKED: FieldPlace<Keys> = FieldPlace {
     },
     ..KEYS
 };
-pub(super) const APPENDED: FieldPlace<Keys> = FieldPlace {
+pub(super) const APPENDED: FieldPlace<LogKeys> = FieldPlace {
     take: |message| {
         let keys = (KEYS.take)(message)?;
         let few = keys.count > 0 && keys.chunks() <= APPEND_CHUNKS;
@@ -92,7 +92,7 @@ pub(super) const TOUCHED: FieldPlace<[u32; APPEND_CHUNKS]> = FieldPlace {
 /// Blocks of a save, from `from` on.
 pub(super) const BLOCKS: FieldPlace<u32> = FieldPlace {
     take: |message| {
-        end(message, "a save has at most 1,048,576 blocks")?;
+        check_end(message, "a save has at most 1,048,576 blocks")?;
         Ok(message.count)
     },
     put: |count, message| message.count = count,
@@ -168,7 +168,7 @@ pub(super) const STAGED_OK: FieldPlace<bool> = FieldPlace {
     put: |ok, message| message.flags = if ok { Status::Ok } else { Status::Failed } as u8,
 };
 
-impl Keys {
+impl LogKeys {
     /// Returns the number of chunks the keys touch.
     pub(super) fn chunks(self) -> usize {
         (self.from as usize + self.count as usize).div_ceil(CHUNK_KEYS) - self.from as usize / CHUNK_KEYS
@@ -187,7 +187,7 @@ fn range(
 }
 
 /// Checks the end of `from..from + count`.
-fn end(message: &Message, rule: &'static str) -> Result<(), RequestError> {
+fn check_end(message: &Message, rule: &'static str) -> Result<(), RequestError> {
     let end = u64::from(message.from) + u64::from(message.count);
     range(message, "end", end, end <= LOG_KEYS as u64, rule)
 }

@@ -1,6 +1,6 @@
 //! Tests of the catalog while workers connect and leave.
 
-use shm_protocol::handshake::{BlockRegion, Digest};
+use shm_protocol::handshake::{BlockRegion, HelloDigest};
 
 use super::*;
 
@@ -44,7 +44,7 @@ fn a_near_miss_is_told_to_the_first_rank_of_an_engine_and_to_engines_of_the_same
     assert!(!enter(&mut catalog, 3, "b", &second));
     let stranger = worker(&[("model", "other"), ("weights", "v")]);
     assert_eq!(examine(&catalog, "c", &stranger), Ok(None));
-    let near_miss = catalog.near_miss("c", namespace::digest(&ours.facts), &ours.facts);
+    let near_miss = catalog.near_miss("c", namespace::digest_facts(&ours.facts), &ours.facts);
     assert_eq!(examine(&catalog, "c", &ours), Ok(near_miss));
 }
 
@@ -67,7 +67,10 @@ fn the_closest_namespace_is_named_and_a_mistake_that_is_over_is_not() {
     enter(&mut catalog, 2, "b", &near);
     let ours = worker(&[]);
     let note = examine(&catalog, "c", &ours).unwrap().unwrap();
-    assert!(note.contains(&namespace::digest(&near.facts).to_string()) && note.contains("'cc'"), "{note}");
+    assert!(
+        note.contains(&namespace::digest_facts(&near.facts).to_string()) && note.contains("'cc'"),
+        "{note}"
+    );
     enter(&mut catalog, 3, "c", &ours);
     (1..=3).for_each(|session| catalog.leave(session));
     assert_eq!(
@@ -85,7 +88,7 @@ fn an_engine_that_claims_another_namespace_is_refused_with_both_descriptors() {
     let mut catalog = Catalog::default();
     let theirs = worker(&[]);
     enter(&mut catalog, 1, "a", &theirs);
-    let digest = namespace::digest(&theirs.facts).to_string();
+    let digest = namespace::digest_facts(&theirs.facts).to_string();
     assert_eq!(examine(&catalog, "b", &WorkerHello { expects: Some(digest.clone()), ..theirs }), Ok(None));
     let other = WorkerHello { expects: Some(digest.clone()), ..worker(&[("page_form", "tokens=16")]) };
     let reason = examine(&catalog, "b", &other).unwrap_err();
@@ -120,7 +123,7 @@ fn entries_count_engines_and_old_namespaces_make_room() {
     let entries = catalog.entries(&Levels::default());
     let [(digest, entry)] = entries.as_slice() else { panic!("{entries:?}") };
     assert_eq!((entry.engines, entry.block_bytes), (2, 8192));
-    assert_eq!(*digest, namespace::digest(&entry.facts));
+    assert_eq!(*digest, namespace::digest_facts(&entry.facts));
     catalog.leave(3);
     assert_eq!(catalog.entries(&Levels::default())[0].1.engines, 1);
     let large = "x".repeat(FACTS_BYTES_MAX / 4);
@@ -138,10 +141,10 @@ fn entries_count_engines_and_old_namespaces_make_room() {
 #[test]
 fn an_engine_whose_weights_are_known_together_enters_once_it_is_bound() {
     let mut catalog = Catalog::default();
-    let ours = WorkerHello { live_weights: Some(Digest([7; 16])), ..worker(&[]) };
+    let ours = WorkerHello { live_weights: Some(HelloDigest([7; 16])), ..worker(&[]) };
     assert!(Blocks::of(2, &ours).is_none() && Blocks::of(1, &ours).is_some());
     let bound = |live| {
-        let facts = namespace::complete(&ours.facts, namespace::weights_live([Some(live); 2]));
+        let facts = namespace::complete_facts(&ours.facts, namespace::weights_live([Some(live); 2]));
         Blocks { facts: Arc::new(facts), ..Blocks::of(1, &ours).unwrap() }
     };
     assert!(catalog.enter(&[1, 2], "a", &bound([7; 16])));

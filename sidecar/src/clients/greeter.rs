@@ -66,7 +66,7 @@ impl Greeter {
     pub fn accept(&mut self, now: Duration, poller: &Poller) {
         let Some(listener) = &self.listener else { return };
         while self.waiting.len() < GREETINGS_MAX {
-            let socket = match transport::accept(listener.socket()) {
+            let socket = match transport::accept_connection(listener.socket()) {
                 Ok(socket) => socket,
                 Err(Errno::AGAIN) => return,
                 Err(Errno::CONNABORTED | Errno::INTR) => continue,
@@ -101,7 +101,7 @@ impl Greeter {
     /// Reads the hello of a readable connection. Returns `None` if no whole hello came or the client was
     /// refused.
     pub fn read(&mut self, id: u64, poller: &Poller) -> Option<Caller> {
-        let received = transport::receive(&self.waiting.get(&id)?.socket);
+        let received = transport::receive_record(&self.waiting.get(&id)?.socket);
         if received.as_ref().is_err_and(|errno| [Errno::AGAIN, Errno::INTR].contains(errno)) {
             return None;
         }
@@ -120,7 +120,7 @@ impl Greeter {
             }
         };
         let hello = handshake::decode_hello(&record, descriptors.len());
-        let agreed = hello.and_then(|hello| Ok((handshake::agree(&hello.versions())?, hello)));
+        let agreed = hello.and_then(|hello| Ok((handshake::agree_version(&hello.versions())?, hello)));
         match agreed {
             Ok((version, hello)) => Some(Caller { socket, process, version, hello, descriptors }),
             Err(error) => {

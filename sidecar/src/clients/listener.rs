@@ -121,14 +121,14 @@ impl Listener {
 impl Use {
     fn listen(self, path: &Path) -> std::io::Result<OwnedFd> {
         match self {
-            Self::Engines => Ok(transport::listen(path)?),
+            Self::Engines => Ok(transport::listen_at(path)?),
             Self::Control => Ok(UnixListener::bind(path)?.into()),
         }
     }
 
     fn connect(self, path: &Path) -> Result<(), Errno> {
         match self {
-            Self::Engines => transport::connect(path, PROBE_TIME_MAX).map(drop),
+            Self::Engines => transport::connect_socket(path, PROBE_TIME_MAX).map(drop),
             Self::Control => {
                 let connected = UnixStream::connect(path).map(drop);
                 connected.map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))

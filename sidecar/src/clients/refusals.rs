@@ -71,8 +71,8 @@ impl RefusedConnections {
     /// Counts a refusal and sends its text to the process.
     pub fn refuse(&self, socket: &OwnedFd, cause: Cause, text: String) {
         self.count(cause);
-        let reply = handshake::encode(&Reply::Refused { version: PROTOCOL_VERSION, reason: text });
+        let reply = handshake::encode_record(&Reply::Refused { version: PROTOCOL_VERSION, reason: text });
         // A client that does not take the reply sees its closed socket instead.
-        let _ = transport::send(socket, &reply, &[]);
+        let _ = transport::send_record(socket, &reply, &[]);
     }
 }

@@ -125,7 +125,7 @@ impl Session {
     }
 
     fn read_scheduler(&mut self, slot: &Slot) -> Result<Request, Violation> {
-        let request = SchedulerRequest::decode(slot)?;
+        let request = SchedulerRequest::decode_slot(slot)?;
         let (mut keys, mut blocks) = (Vec::new(), Vec::new());
         match &request {
             SchedulerRequest::Append(append) => keys = self.read_keys(append),
@@ -204,7 +204,7 @@ impl Session {
                 "the completion ring is full: more saves in flight than it has slots".into(),
             ));
         }
-        self.completions.push(&saved.encode());
+        self.completions.push(&saved.encode_slot());
         self.dirty = true;
         Ok(())
     }
@@ -240,7 +240,7 @@ impl Session {
     /// Announces blocks to a scheduler, at most [`Session::room_to_announce`] of them. Returns true if there
     /// were any. The scheduler is not woken: it polls this ring.
     pub fn announce(&mut self, announcements: impl Iterator<Item = Announcement>) -> bool {
-        announcements.for_each(|announcement| self.announcements.push(&announcement.encode()));
+        announcements.for_each(|announcement| self.announcements.push(&announcement.encode_slot()));
         self.announcements.publish()
     }
 
@@ -262,7 +262,7 @@ impl Session {
 
 /// Decodes a rank's message, and hands an answer about staged blocks to the rank's copier.
 fn read_worker(rank: &Rank, slot: &Slot) -> Result<WorkerRequest, Violation> {
-    let request = WorkerRequest::decode(slot)?;
+    let request = WorkerRequest::decode_slot(slot)?;
     if let WorkerRequest::Staged { tag, slot, ok } = request {
         rank.staged(tag, slot, ok).map_err(Violation)?;
     }

@@ -242,7 +242,7 @@ fn every_layer_of_every_shard_is_searched() {
         let mut sum = BlockSum::default();
         let found = layers.are_finite(2, None, read);
         assert_eq!(layers.are_finite(2, Some(&mut sum), read), found);
-        assert!(!found || sum.finish() == shm_protocol::pool::checksum(&block));
+        assert!(!found || sum.finish() == shm_protocol::pool::compute_checksum(&block));
         // Bytes 8 to 11 and 28 to 31 are plain bytes. The lower half of a float32 cannot make it infinite or
         // NaN.
         let (place, half) = (at % 20, (at % 20 + 4) % 4 / 2);

@@ -93,7 +93,7 @@ pub struct Asks(Receiver<Ask>);
 /// Creates an inbox and its receiving side.
 pub fn inbox() -> Result<(Arc<Inbox>, Asks), Errno> {
     let (asks, taken) = sync_channel(ASKS_MAX);
-    let inbox = Inbox { grace_ms: AtomicU64::new(0), asks, wake: wait::eventfd()? };
+    let inbox = Inbox { grace_ms: AtomicU64::new(0), asks, wake: wait::make_eventfd()? };
     Ok((Arc::new(inbox), Asks(taken)))
 }
 
@@ -108,14 +108,14 @@ impl Inbox {
 
     pub fn drain(&self, grace: Duration) {
         self.grace_ms.store((grace.as_millis() as u64).max(1), Ordering::Relaxed);
-        wait::signal(&self.wake);
+        wait::signal_eventfd(&self.wake);
     }
 
     /// Queues a request without waiting. Returns false if the queue is full or the data thread has ended.
     #[must_use = "a request refused here gets no answer"]
     pub fn ask(&self, ask: Ask) -> bool {
         let taken = self.asks.try_send(ask).is_ok();
-        wait::signal(&self.wake);
+        wait::signal_eventfd(&self.wake);
         taken
     }
 }

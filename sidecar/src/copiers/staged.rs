@@ -18,7 +18,7 @@ use copy_engine::HostMemory;
 use rustix::net::Shutdown;
 use rustix::rand::{GetRandomFlags, getrandom};
 use shm_protocol::layout::staging_word;
-use shm_protocol::message::Stage;
+use shm_protocol::message::StageRequest;
 use shm_protocol::ring::Producer;
 use shm_protocol::session::{RegionRing, Ring, SessionMemory};
 use shm_protocol::wait;
@@ -174,14 +174,14 @@ impl Shared {
     }
 
     /// Sends requests to the rank. Returns `false` if its ring is full or malformed.
-    fn ask(&self, requests: &mut Producer<RegionRing>, asked: &[Stage]) -> bool {
+    fn ask(&self, requests: &mut Producer<RegionRing>, asked: &[StageRequest]) -> bool {
         // A slot is requested only after its last answer was read, so the ring of a correct rank has room for
         // all of them.
         if !requests.free().is_ok_and(|free| free as usize >= asked.len()) {
             tracing::warn!("a rank's completion ring is full or malformed: its session ends");
             return false;
         }
-        asked.iter().for_each(|stage| requests.push(&stage.encode()));
+        asked.iter().for_each(|stage| requests.push(&stage.encode_slot()));
         requests.publish();
         wait::wake_engine(self.words.region());
         true

@@ -3,7 +3,7 @@
 //! other.
 
 use shm_protocol::key::{BlockKey, NamespaceDigest};
-use shm_protocol::pool::{Remains, SlotRef};
+use shm_protocol::pool::{SlotRef, SlotRemains};
 use shm_protocol::source::Source;
 use tiers::dram::Dram;
 use tiers::opener::Opened;
@@ -41,7 +41,7 @@ pub(super) fn open_part(opened: Opened, Base { sources, cx, .. }: &mut Base) {
     let mut last: Option<(NamespaceDigest, _)> = None;
     for (index, remains) in (first..).zip(&remains) {
         let (namespace, quota) = match remains {
-            Remains::Block { namespace, .. } => match last {
+            SlotRemains::Block { namespace, .. } => match last {
                 Some((digest, known)) if digest == *namespace => known,
                 _ => {
                     let space = Space { digest: *namespace, block_bytes };
@@ -53,7 +53,7 @@ pub(super) fn open_part(opened: Opened, Base { sources, cx, .. }: &mut Base) {
                     last.insert((*namespace, known)).1
                 }
             },
-            Remains::Free | Remains::Debris { .. } => (None, None),
+            SlotRemains::Free | SlotRemains::Debris { .. } => (None, None),
         };
         cx.dram.adopt(segment, index, remains, namespace, quota);
     }

@@ -192,7 +192,7 @@ impl Worker {
             world_size,
             shard_bytes,
             proves: hello.must_prove(),
-            stated: namespace::digest(&hello.facts),
+            stated: namespace::digest_facts(&hello.facts),
             facts: Arc::new(hello.facts),
             expects: hello.expects,
             groups,
@@ -351,7 +351,8 @@ impl Engines {
             most_ms: hello.wait_max_ms.unwrap_or(QUERY_WAIT_MS_MAX).into(),
             preference: f64::from(hello.load_preference.unwrap_or(LOAD_PREFERENCE)) / 1e3,
         };
-        let accepts = handshake::agree(&hello.versions()).is_ok_and(|version| version >= ACCEPT_SINCE);
+        let accepts =
+            handshake::agree_version(&hello.versions()).is_ok_and(|version| version >= ACCEPT_SINCE);
         let Hello { engine, world_size, groups, role, .. } = hello;
         let groups = groups.map(|groups| groups.0);
         let run = match role {

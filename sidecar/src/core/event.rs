@@ -313,7 +313,7 @@ impl Request {
         match self {
             Self::Scheduler { request: SchedulerRequest::Weights { .. }, .. }
             | Self::Worker(WorkerRequest::Weights { .. } | WorkerRequest::Join { .. }) => BIND_COST,
-            Self::Scheduler { request, .. } => 1 + request.count() as usize,
+            Self::Scheduler { request, .. } => 1 + request.named_count() as usize,
             Self::Worker(_) => 1,
         }
     }

@@ -21,7 +21,7 @@ use mesh::directory::Credit;
 use shm_protocol::key::{BlockHash, BlockKey};
 use shm_protocol::message::{Outcome, Status};
 use shm_protocol::pool::SlotRef;
-use shm_protocol::request::{self, Keys, Query};
+use shm_protocol::request::{self, LogKeys, Query};
 use tiers::LeaseError;
 use tiers::dram::{Ending, HolderId, LeaseId};
 
@@ -144,7 +144,7 @@ impl Queries {
         session: SessionId,
         asked: &request::Save,
     ) -> Result<(Vec<BlockHash>, Vec<BlockHash>), Violation> {
-        let Keys { log, from, .. } = asked.keys;
+        let LogKeys { log, from, .. } = asked.keys;
         let from = from as usize;
         let log = self.askers[&session].logs.get(log)?;
         let keys = log.keys.get(from..asked.keys.end() as usize);
@@ -223,7 +223,7 @@ impl Queries {
         query: Query,
         base: &mut Base,
     ) -> Result<(), Violation> {
-        let Query { op, keys: Keys { log, from, count }, arriving, awaits, last } = query;
+        let Query { op, keys: LogKeys { log, from, count }, arriving, awaits, last } = query;
         self.askers[&session].logs.get(log)?;
         self.logs(session).known_mut(log).note_question(from, count, last);
         self.end_wait(session, log, &mut base.cx);
@@ -236,7 +236,12 @@ impl Queries {
 
     /// HINT: begins to bring blocks into DRAM before a query for them. Leaves half of the room for arrivals
     /// to queries.
-    pub(super) fn hint(&mut self, session: SessionId, keys: Keys, base: &mut Base) -> Result<(), Violation> {
+    pub(super) fn hint(
+        &mut self,
+        session: SessionId,
+        keys: LogKeys,
+        base: &mut Base,
+    ) -> Result<(), Violation> {
         let Base { engines, sources, cx } = base;
         let log = self.askers[&session].logs.get(keys.log)?;
         let bound = engines[session].binding().filter(|_| !cx.draining && sources.any(&cx.dram));
@@ -384,7 +389,7 @@ impl Queries {
         asked: &request::Load,
         cx: &mut Context,
     ) -> Result<(LeaseId, Vec<SlotRef>), Status> {
-        let Keys { log: number, from, count } = asked.keys;
+        let LogKeys { log: number, from, count } = asked.keys;
         let logs = self.logs(session);
         let log = logs.get(number).map_err(|_| Status::LeaseUnknown)?;
         let lease = log.lease.filter(|lease| lease.op == asked.lease).ok_or(Status::LeaseUnknown)?;

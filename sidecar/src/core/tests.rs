@@ -16,12 +16,12 @@ mod timing;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use shm_protocol::handshake::{BlockRegion, Copier, Digest, Role, WorkerHello};
+use shm_protocol::handshake::{BlockRegion, Copier, HelloDigest, Role, WorkerHello};
 use shm_protocol::key::{BlockKey, GROUP, NamespaceDigest};
 use shm_protocol::message::{APPEND_CHUNKS, LOAD_BY_ENGINE, LOAD_EARLY, Outcome, Saved, Status};
 use shm_protocol::namespace::Facts;
 use shm_protocol::pool::SlotRef;
-use shm_protocol::request::{self, Append, Cancel, Keys, LoadEnd, LoadFlags, Query};
+use shm_protocol::request::{self, Append, Cancel, LoadEnd, LoadFlags, LogKeys, Query};
 use shm_protocol::session::Bound;
 use tiers::dram::Config;
 use tiers::opener::Opened;
@@ -202,7 +202,7 @@ impl Harness {
         let keys: Vec<BlockHash> = keys.map(hash).collect();
         let chunks = std::array::from_fn(|at| log * APPEND_CHUNKS as u32 + at as u32);
         self.append(
-            Append { keys: Keys::new(log, 0..keys.len() as u32), chunks, promised: false, tail: false },
+            Append { keys: LogKeys::new(log, 0..keys.len() as u32), chunks, promised: false, tail: false },
             keys,
         );
     }
@@ -212,7 +212,7 @@ impl Harness {
     }
 
     pub(super) fn save(&mut self, log: u32, op: u64, step: u64, blocks: std::ops::Range<u32>) {
-        let keys = Keys::new(log, 0..blocks.len() as u32);
+        let keys = LogKeys::new(log, 0..blocks.len() as u32);
         let save = request::Save { op, keys, position: 0, step, checked: false, handover: false };
         self.post(SchedulerRequest::Save(save), Vec::new(), blocks.collect());
     }
@@ -228,8 +228,14 @@ impl Harness {
     /// Saves keys of a log from block 1 on; with `checked`, kept ones are compared.
     pub(super) fn post_save(&mut self, log: u32, op: u64, keys: std::ops::Range<u32>, checked: bool) {
         let count = keys.len() as u32;
-        let save =
-            request::Save { op, keys: Keys::new(log, keys), position: 0, step: op, checked, handover: false };
+        let save = request::Save {
+            op,
+            keys: LogKeys::new(log, keys),
+            position: 0,
+            step: op,
+            checked,
+            handover: false,
+        };
         self.post(SchedulerRequest::Save(save), Vec::new(), (1..count + 1).collect());
     }
 
@@ -245,7 +251,7 @@ impl Harness {
 
     pub(super) fn query(&mut self, log: u32, op: u64, from: u32, count: u32) -> Outcome {
         let query =
-            Query { op, keys: Keys { log, from, count }, arriving: false, awaits: false, last: false };
+            Query { op, keys: LogKeys { log, from, count }, arriving: false, awaits: false, last: false };
         self.ask(SchedulerRequest::Query(query));
         match self.out.pop() {
             Some(Action::Answer { outcome, .. } | Action::Outcome { outcome, .. }) => outcome,
@@ -254,7 +260,7 @@ impl Harness {
     }
 
     pub(super) fn load(&mut self, log: u32, op: u64, lease: u64, range: std::ops::Range<u32>, flags: u8) {
-        let (keys, flags) = (Keys::new(log, range), LoadFlags::new(flags));
+        let (keys, flags) = (LogKeys::new(log, range), LoadFlags::new(flags));
         self.post_load(request::Load { op, keys, position: 0, step: 5, lease, flags });
     }
 
@@ -479,7 +485,7 @@ fn a_load_into_memory_that_a_rank_does_not_have_is_not_copied() {
     let mut engine = Harness::leasing(1);
     let load = request::Load {
         op: 3,
-        keys: Keys::new(0, 0..2),
+        keys: LogKeys::new(0, 0..2),
         position: 0,
         step: 5,
         lease: 2,
@@ -673,7 +679,7 @@ fn ranks_of_different_form_are_not_served() {
     engine.connect(9, other);
     engine.join_from(9, 0);
     let reason = engine.closed().unwrap();
-    let digests = [NAMESPACE, shm_protocol::namespace::digest(&facts)].map(|digest| digest.to_string());
+    let digests = [NAMESPACE, shm_protocol::namespace::digest_facts(&facts)].map(|digest| digest.to_string());
     assert!(digests.iter().all(|digest| reason.contains(digest)), "{reason}");
     engine.open(0, 0..1);
     assert_eq!(engine.query(0, 1, 0, 1).status, Status::NotReady);
@@ -697,19 +703,19 @@ fn a_salted_namespace_hides_the_old_blocks_and_comes_back_with_the_same_salt() {
 fn violations_close_the_session() {
     let save = request::Save {
         op: 9,
-        keys: Keys::new(0, 1..8),
+        keys: LogKeys::new(0, 1..8),
         position: 0,
         step: 1,
         checked: false,
         handover: false,
     };
     let append =
-        Append { keys: Keys::new(0, 1..3), chunks: [0; APPEND_CHUNKS], promised: false, tail: false };
+        Append { keys: LogKeys::new(0, 1..3), chunks: [0; APPEND_CHUNKS], promised: false, tail: false };
     let cases = [
         SchedulerRequest::Open { log: 0 },
         SchedulerRequest::Query(Query {
             op: 9,
-            keys: Keys::new(5, 0..1),
+            keys: LogKeys::new(5, 0..1),
             arriving: false,
             awaits: false,
             last: false,
@@ -718,7 +724,7 @@ fn violations_close_the_session() {
         SchedulerRequest::Save(save),
         SchedulerRequest::Release { log: 5 },
         SchedulerRequest::Close { log: 5, way: 0 },
-        SchedulerRequest::Hint { keys: Keys::new(5, 0..1) },
+        SchedulerRequest::Hint { keys: LogKeys::new(5, 0..1) },
     ];
     for request in cases {
         let mut engine = Harness::engine(1);
@@ -726,7 +732,8 @@ fn violations_close_the_session() {
         engine.ask(request);
         assert!(engine.closed().is_some(), "{request:?}");
     }
-    let moved = Append { keys: Keys::new(0, 2..4), chunks: [9; APPEND_CHUNKS], promised: false, tail: false };
+    let moved =
+        Append { keys: LogKeys::new(0, 2..4), chunks: [9; APPEND_CHUNKS], promised: false, tail: false };
     let mut engine = Harness::engine(1);
     engine.open(0, 0..2);
     engine.append(moved, vec![hash(2), hash(3)]);
@@ -765,7 +772,7 @@ fn a_rank_that_comes_again_has_ended_the_loads_of_steps_it_began_before() {
     let leases = engine.core.stats().leases;
     assert_eq!(leases, 0, "it loaded in step 5, and reported it to its old session");
     assert_eq!(engine.query(0, 4, 0, 2).value, 2);
-    let (keys, flags) = (Keys::new(0, 0..2), LoadFlags::new(LOAD_BY_ENGINE));
+    let (keys, flags) = (LogKeys::new(0, 0..2), LoadFlags::new(LOAD_BY_ENGINE));
     engine.post_load(request::Load { op: 5, keys, position: 0, step: 6, lease: 4, flags });
     assert_eq!(engine.core.stats().leases, 1, "step 6 is still to come");
 }

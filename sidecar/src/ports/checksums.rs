@@ -81,7 +81,7 @@ impl Checksums {
         guard: impl Fn() -> G,
         waiting_max: usize,
     ) -> std::io::Result<Self> {
-        let wake = Arc::new(wait::eventfd()?);
+        let wake = Arc::new(wait::make_eventfd()?);
         let (sender, summed) = mpsc::channel();
         let (sums, to_sum) = mpsc::sync_channel(waiting_max);
         let (verifications, to_verify) = mpsc::channel();
@@ -158,7 +158,7 @@ impl Reports {
     }
 
     fn wake(&self) {
-        wait::signal(&self.wake);
+        wait::signal_eventfd(&self.wake);
     }
 }
 

@@ -180,7 +180,7 @@ impl Disks {
         io: SsdIo,
         ended: &Arc<EndSignal>,
     ) -> Result<Self, StartError> {
-        let wake = Arc::new(wait::eventfd().map_err(std::io::Error::from)?);
+        let wake = Arc::new(wait::make_eventfd().map_err(std::io::Error::from)?);
         let (mut devices, mut disks) = (Vec::new(), Vec::new());
         // Declared after the devices and so dropped first: if one device fails to start, threads of the
         // others do not wait for room.
@@ -195,7 +195,7 @@ impl Disks {
                 // Held by the device's threads: the sidecar ends when they do.
                 let _ = &guard;
                 say(up);
-                wait::signal(&wake);
+                wait::signal_eventfd(&wake);
             };
             devices.push(Device::start(opened, number, pool.shared_region(), io.wanted(), up)?);
         }

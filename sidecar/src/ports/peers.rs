@@ -14,7 +14,7 @@ use mesh::control::{self, Asker, Control, News, Room};
 use mesh::digest::{Change, Digest};
 use mesh::refusals::RefusalCounts;
 use mesh::transport::{self, BootId, Done, Fetch, Grant, Granted, PeerNumber};
-use shm_protocol::blocks::Blocks;
+use shm_protocol::blocks::PoolBlocks;
 use shm_protocol::pool::SlotRef;
 use shm_protocol::wait;
 use tiers::pool::Pool;
@@ -106,7 +106,7 @@ impl Peers {
         known: Known,
         ended: &Arc<EndSignal>,
     ) -> Result<Self, StartError> {
-        let wake = Arc::new(wait::eventfd().map_err(std::io::Error::from)?);
+        let wake = Arc::new(wait::make_eventfd().map_err(std::io::Error::from)?);
         let ((carrying, ups), (following, news)) = (mpsc::channel(), mpsc::channel());
         let life = |epoch| BootId(NonZeroU64::new(epoch).unwrap_or(NonZeroU64::MIN));
         let boot = life(epoch);
@@ -119,7 +119,7 @@ impl Peers {
             }
         };
         let refusals = Arc::default();
-        let blocks = Blocks::new(pool.shared_region());
+        let blocks = PoolBlocks::new(pool.shared_region());
         let (carriers, data) = Carriers::start(mesh, boot, &blocks, &refusals, up)?;
         let node = (mesh.node.clone(), boot);
         let follow = control::Config {
@@ -365,7 +365,7 @@ fn say<T: Send + 'static>(to: &mpsc::Sender<T>, wake: &Arc<OwnedFd>) -> impl Fn(
     move |said| {
         // The receiver is gone when the sidecar ends.
         let _ = to.send(said);
-        wait::signal(&wake);
+        wait::signal_eventfd(&wake);
     }
 }
 

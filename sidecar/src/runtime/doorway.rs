@@ -129,7 +129,7 @@ impl Runtime {
             Role::Worker(worker) => Blocks::of(hello.world_size, worker),
             Role::Scheduler { .. } => None,
         };
-        let digest = blocks.as_ref().map(|blocks| namespace::digest(&blocks.facts));
+        let digest = blocks.as_ref().map(|blocks| namespace::digest_facts(&blocks.facts));
         let note = match self.examine(&hello, blocks.as_ref()) {
             Ok(note) => join_notes([accepts_nothing(version, &hello), note]),
             Err(text) => return self.refuse(&socket, &engine, &role, (Cause::Namespace, text)),
@@ -190,7 +190,7 @@ impl Runtime {
     fn enroll(&self, sessions: &[SessionId], engine: &str, blocks: &Blocks) {
         if self.catalog.lock().enter(sessions, engine, blocks) {
             // The line has only the facts: users compare it with the engine's line.
-            tracing::info!("{}", namespace::line(&blocks.facts));
+            tracing::info!("{}", namespace::format_facts(&blocks.facts));
         }
     }
 
@@ -260,7 +260,7 @@ impl Runtime {
         socket: Arc<OwnedFd>,
         rank: Option<Rank>,
     ) -> Result<Session, String> {
-        let doorbell = wait::eventfd().map_err(|error| {
+        let doorbell = wait::make_eventfd().map_err(|error| {
             format!(
                 "no eventfd could be made ({error}): raise the limit of \
              open files"
@@ -305,7 +305,7 @@ impl Runtime {
         let terms = &self.terms;
         let (pool, process) = (terms.pool_fd.as_fd(), terms.pidfd.as_fd());
         let descriptors = [memory_fd.as_fd(), session.doorbell.as_fd(), pool, process];
-        transport::send(&session.socket, &handshake::encode(&reply), &descriptors)
+        transport::send_record(&session.socket, &handshake::encode_record(&reply), &descriptors)
     }
 
     fn refuse(&self, socket: &OwnedFd, engine: &str, role: &str, (cause, text): (Cause, String)) {
@@ -323,7 +323,7 @@ impl Runtime {
     /// Reads a readable socket: the client has hung up, or sent a record against the protocol.
     pub(super) fn read_socket(&mut self, id: SessionId) {
         let Some(session) = self.sessions.get(&id) else { return };
-        let (reason, text) = match transport::receive(&session.socket) {
+        let (reason, text) = match transport::receive_record(&session.socket) {
             Err(Errno::AGAIN | Errno::INTR) => return,
             Ok((record, _)) if !record.is_empty() => (CloseReason::Malformed, "a record after the handshake"),
             _ => (CloseReason::HangUp, ""),

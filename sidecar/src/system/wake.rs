@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::io::Errno;
-use shm_protocol::wait::{eventfd, signal};
+use shm_protocol::wait::{make_eventfd, signal_eventfd};
 
 /// Becomes readable when a required thread has ended.
 #[derive(Debug)]
@@ -27,7 +27,7 @@ pub struct Expected(Arc<AtomicBool>);
 impl EndSignal {
     /// A signal before the end of any thread.
     pub fn new() -> Result<Self, Errno> {
-        Ok(Self(eventfd()?))
+        Ok(Self(make_eventfd()?))
     }
 
     /// A guard for a thread.
@@ -59,7 +59,7 @@ impl AsFd for EndSignal {
 impl Drop for OnExit {
     fn drop(&mut self) {
         if !self.expected.0.load(Ordering::Relaxed) {
-            signal(&self.signal.0);
+            signal_eventfd(&self.signal.0);
         }
     }
 }

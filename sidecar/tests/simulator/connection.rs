@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use connector_shim::core::endpoint::Endpoint;
-use shm_protocol::pool::{SlotRef, verify};
+use shm_protocol::pool::{SlotRef, verify_slot};
 use shm_protocol::region::Region;
 use shm_protocol::session::SessionMemory;
 use shm_protocol::wait;
@@ -105,7 +105,7 @@ impl PoolMap {
     /// True if the slot is whole and of this generation, by the product's check.
     pub(crate) fn verify(&self, slot: SlotRef, block_bytes: u64) -> bool {
         let load = |offset: usize| self.region.word64(offset).load(Ordering::Acquire);
-        verify(load, self.segment_bytes, self.segments, slot, block_bytes)
+        verify_slot(load, self.segment_bytes, self.segments, slot, block_bytes)
     }
 
     pub(crate) fn word(&self, offset: u64, index: usize) -> u64 {

@@ -10,7 +10,7 @@ use shm_protocol::handshake::Hello;
 use crate::connection::Connection;
 use crate::coverage::Coverage;
 use crate::origin::{Kv, taint};
-use crate::rng::{Rng, mix};
+use crate::rng::{Rng, mix_bits};
 
 pub(crate) type Micros = u64;
 
@@ -126,7 +126,7 @@ impl Ctx {
             pool_file: rng.one_in(3),
             disk: rng.one_in(2),
             // Only the seed decides, so worlds without this disk stay as they were.
-            slow_disk: (!mix(seed).is_multiple_of(3)).then_some((mix(seed) >> 32) as usize % 2),
+            slow_disk: (!mix_bits(seed).is_multiple_of(3)).then_some((mix_bits(seed) >> 32) as usize % 2),
             mesh: rng.one_in(2),
             turn_cost: rng.pick(&[4, 16, 1000]),
             copy_us: rng.pick(&[2, 20, 200, 2_000]),

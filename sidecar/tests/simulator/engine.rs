@@ -19,7 +19,7 @@ use std::rc::Rc;
 
 use connector_shim::core::endpoint::Endpoint;
 use connector_shim::core::policy::{CheckRate, LoadMode, Machine};
-use shm_protocol::handshake::{BlockRegion, Copier, Digest, Hello, Role, WorkerHello};
+use shm_protocol::handshake::{BlockRegion, Copier, Hello, HelloDigest, Role, WorkerHello};
 use shm_protocol::key::{BlockHash, NamespaceDigest};
 use shm_protocol::layout::LOAD_WAIT_MS;
 use shm_protocol::namespace;
@@ -242,7 +242,7 @@ impl Model {
     /// The namespace of a group of an engine with these weights, without a salt.
     pub(crate) fn base(&self, group: usize, weights: u8) -> NamespaceDigest {
         let live = namespace::weights_live((0..self.world).map(|_| Some(live(weights))));
-        namespace::digest(&namespace::complete(&self.facts[group], live))
+        namespace::digest_facts(&namespace::complete_facts(&self.facts[group], live))
     }
 
     fn hello(&self, group: usize, role: Role) -> Hello {
@@ -261,7 +261,7 @@ impl Model {
             copy: if self.by_engine { Copier::Engine } else { Copier::Sidecar },
             facts: self.facts[group].clone(),
             expects: None,
-            live_weights: Some(Digest(live(0))),
+            live_weights: Some(HelloDigest(live(0))),
             proves: false,
             cuda: None,
             staging: None,
@@ -384,8 +384,8 @@ fn live(weights: u8) -> [u8; 16] {
 pub(crate) fn keys(path: &[u64]) -> Vec<BlockHash> {
     let mut state = 0x51ed;
     let chain = path.iter().map(|choice| {
-        state = crate::rng::mix(state ^ choice.wrapping_add(1));
-        BlockHash::from_words([state, crate::rng::mix(state), 0, 0])
+        state = crate::rng::mix_bits(state ^ choice.wrapping_add(1));
+        BlockHash::from_words([state, crate::rng::mix_bits(state), 0, 0])
     });
     chain.collect()
 }

@@ -8,7 +8,7 @@ use shm_protocol::session::Bound;
 use sidecar::core::{Action, Direction, InspectedBlocks, Inspection, TierJob};
 use tiers::ssd::{self, Work};
 
-use crate::rng::mix;
+use crate::rng::mix_bits;
 
 /// Folds the words of an action into a digest.
 struct Words(u64);
@@ -25,7 +25,7 @@ pub(crate) fn of(action: &Action) -> u64 {
 impl Words {
     fn put(&mut self, words: impl IntoIterator<Item = u64>) {
         for word in words {
-            self.0 = mix(self.0 ^ word);
+            self.0 = mix_bits(self.0 ^ word);
         }
     }
 
@@ -63,7 +63,7 @@ impl Words {
             Action::Outcome { session, op, outcome } => self.put([2, *session, *op, outcome.encode()]),
             Action::Saved { session, saved } => {
                 self.put([3, *session]);
-                self.put(saved.encode());
+                self.put(saved.encode_slot());
             }
             Action::AssignSegment { segment, block_bytes } => self.put([4, *segment, *block_bytes]),
             Action::DisownSlot { slot } => self.put([5, slot.offset, slot.generation]),

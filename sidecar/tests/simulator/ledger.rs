@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::Ordering;
 
 use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
-use shm_protocol::pool::{self, Geometry, Remains, SlotRef, slot};
+use shm_protocol::pool::{self, Geometry, SlotRef, SlotRemains, slot};
 use shm_protocol::region::Region;
 use sidecar::core::{Action, Direction, Piece};
 
@@ -68,15 +68,15 @@ impl Ledger {
 
     /// Brings a segment of an earlier life into service: blocks with whole headers stay until their
     /// verification. Returns the numbers of kept and dropped blocks.
-    pub(crate) fn adopt(&mut self, segment: u64, block_bytes: u64, remains: &[Remains]) -> (u64, u64) {
+    pub(crate) fn adopt(&mut self, segment: u64, block_bytes: u64, remains: &[SlotRemains]) -> (u64, u64) {
         let geometry = Geometry::new(self.segment_bytes, block_bytes).expect("an earlier life's");
         self.segments.insert(segment, geometry);
         let (mut kept, mut dropped) = (0, 0);
         for (index, remains) in (0..).zip(remains) {
             let offset = geometry.offset(segment, index).expect("below the count");
             match *remains {
-                Remains::Free => {}
-                Remains::Block { generation, namespace: digest, group, hash }
+                SlotRemains::Free => {}
+                SlotRemains::Block { generation, namespace: digest, group, hash }
                     if !self.slots.values().any(|slot| slot.key() == (digest, group, hash)) =>
                 {
                     let form = self.forms[&block_bytes];
@@ -85,7 +85,7 @@ impl Ledger {
                     self.held.insert(offset);
                     kept += 1;
                 }
-                Remains::Block { .. } | Remains::Debris { .. } => {
+                SlotRemains::Block { .. } | SlotRemains::Debris { .. } => {
                     self.debris.insert(offset);
                     dropped += 1;
                 }
@@ -142,7 +142,7 @@ impl Ledger {
     fn fill(&mut self, slot: SlotRef, digest: NamespaceDigest, key: &BlockKey) {
         let segment = (slot.offset - pool::SEGMENT_ALIGN) / self.segment_bytes;
         let geometry = self.segments[&segment];
-        assert!(geometry.place(slot.offset).is_ok(), "{slot:?} is no slot");
+        assert!(geometry.place_of(slot.offset).is_ok(), "{slot:?} is no slot");
         let form = self.forms[&geometry.block_bytes];
         let (generation, group, hash) = (slot.generation, key.group, key.hash);
         let fresh = Slot { generation, committed: false, digest, group, hash, form, copies: 0 };
@@ -230,7 +230,7 @@ impl Ledger {
         for (&segment, geometry) in &self.segments {
             for index in 0..geometry.slot_count {
                 let offset = geometry.offset(segment, index).expect("below the count");
-                let header = geometry.place(offset).expect("its own offset").header;
+                let header = geometry.place_of(offset).expect("its own offset").header;
                 let state = memory.word64((header + slot::STATE) as usize).load(Ordering::Relaxed);
                 let expected = if self.slots.contains_key(&offset) { pool::COMMITTED } else { pool::FREE };
                 assert_eq!(state, expected, "the header of the slot at {offset}");
@@ -258,7 +258,7 @@ impl Ledger {
     /// The offset of a slot's header, for a torn write.
     pub(crate) fn header(&self, at: SlotRef) -> u64 {
         let segment = (at.offset - pool::SEGMENT_ALIGN) / self.segment_bytes;
-        self.segments[&segment].place(at.offset).expect("filled").header
+        self.segments[&segment].place_of(at.offset).expect("filled").header
     }
 }
 

@@ -229,7 +229,7 @@ impl Life {
             ctx.note(|| format!("sidecar {}: {text}", self.epoch));
         }
         for action in &out {
-            ctx.fingerprint = crate::rng::mix(ctx.fingerprint ^ fingerprint::of(action));
+            ctx.fingerprint = crate::rng::mix_bits(ctx.fingerprint ^ fingerprint::of(action));
         }
         self.out.extend(out);
     }

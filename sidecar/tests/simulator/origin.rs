@@ -11,7 +11,7 @@ use std::ops::Range;
 
 use shm_protocol::key::{BlockHash, NamespaceDigest};
 
-use crate::rng::mix;
+use crate::rng::mix_bits;
 
 /// Words in place of a block's bytes on one rank: a running copy can be torn at each.
 pub(crate) const WORDS: usize = 3;
@@ -46,8 +46,8 @@ impl Origin {
     /// Word `index` of the block.
     pub(crate) fn word(&self, index: usize) -> u64 {
         let parts = self.digest.words().into_iter().chain(self.hash.words());
-        let seed = mix(u64::from(self.shard) << 8 | index as u64);
-        parts.fold(seed, |state, part| mix(state ^ part)) & FRACTIONS | ONES
+        let seed = mix_bits(u64::from(self.shard) << 8 | index as u64);
+        parts.fold(seed, |state, part| mix_bits(state ^ part)) & FRACTIONS | ONES
     }
 
     /// The same key's KV in a model of other weights.

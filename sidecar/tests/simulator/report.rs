@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 
 use crate::coverage::{Coverage, points};
-use crate::rng::mix;
+use crate::rng::mix_bits;
 use crate::verdicts::Verdicts;
 use crate::world::World;
 
@@ -147,7 +147,7 @@ impl Report {
     /// product's protections.
     fn check_oracle(&self, first: u64, form: Form) -> bool {
         let failures = Self::default().many(first, RUNS_THAT_FAIL, form);
-        let Some(Failure { seed, text }) = failures.iter().min_by_key(|f| f.seed ^ mix(first)) else {
+        let Some(Failure { seed, text }) = failures.iter().min_by_key(|f| f.seed ^ mix_bits(first)) else {
             eprintln!("simulator: {RUNS_THAT_FAIL} runs of {form:?}, and none found wrong bytes");
             return false;
         };
@@ -155,7 +155,7 @@ impl Report {
             eprintln!("simulator: {form:?}, seed {seed} failed by: {text}");
             return false;
         }
-        let run = (seed ^ mix(first)) + 1;
+        let run = (seed ^ mix_bits(first)) + 1;
         say(&format!("simulator: {form:?}, run {run} fails, seed {seed}: {text}"));
         true
     }
@@ -177,7 +177,7 @@ impl Report {
 
 /// Seeds lie far apart, so that neighbouring `--seed` values share none.
 fn seed_of(first: u64, index: u64) -> u64 {
-    mix(first) ^ index
+    mix_bits(first) ^ index
 }
 
 /// The end of a world.

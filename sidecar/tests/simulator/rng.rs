@@ -1,7 +1,7 @@
 //! The only source of randomness: SplitMix64, so a seed gives the same run everywhere.
 
 use shm_protocol::random::Random;
-pub(crate) use shm_protocol::random::mix;
+pub(crate) use shm_protocol::random::mix_bits;
 
 /// A seeded stream of numbers.
 #[derive(Clone, Debug)]
@@ -11,7 +11,7 @@ pub(crate) struct Rng(Random);
 
 impl Rng {
     pub(crate) fn new(seed: u64) -> Self {
-        Self(Random(mix(seed ^ 0x5049_4c4c_494f_4e21)))
+        Self(Random(mix_bits(seed ^ 0x5049_4c4c_494f_4e21)))
     }
 
     pub(crate) fn next(&mut self) -> u64 {

@@ -22,7 +22,7 @@ use self::check::Check;
 use self::engine::{Engine, LENGTH, Nature};
 use self::pod::{Cause, DOUBT_MAX, HOUR, OTHER, Pod, RIGHT};
 use crate::coverage::Coverage;
-use crate::rng::{Rng, mix};
+use crate::rng::{Rng, mix_bits};
 
 /// Bits for causes.
 const CAUSES: Cause = 64;
@@ -60,7 +60,7 @@ pub(crate) struct Verdicts {
 
 /// Prompts with shared beginnings.
 fn prompts(rng: &mut Rng) -> Vec<Vec<BlockHash>> {
-    let key = |seed: u64| BlockHash::from_words([mix(seed + 1), mix(seed + 2), 0, 0]);
+    let key = |seed: u64| BlockHash::from_words([mix_bits(seed + 1), mix_bits(seed + 2), 0, 0]);
     let count = rng.within(3, 7);
     let prompt = |number: u64| {
         let (trunk, length) = (number % 3, rng.within(2, LENGTH as u64));
@@ -136,8 +136,8 @@ impl Verdicts {
         for _ in 0..TRIES {
             pod.now += Duration::from_millis(1 + rng.below(100));
             let (prompt, length) = (1 + rng.below(400), rng.within(1, LENGTH as u64));
-            let end = [prompt, mix(prompt + 1000 * length), rng.below(2), 0];
-            let blocks = (1..length).map(|at| BlockHash::from_words([mix(prompt), at, 0, 0]));
+            let end = [prompt, mix_bits(prompt + 1000 * length), rng.below(2), 0];
+            let blocks = (1..length).map(|at| BlockHash::from_words([mix_bits(prompt), at, 0, 0]));
             let keys: Vec<BlockHash> = blocks.chain([BlockHash::from_words(end)]).collect();
             engine.admit(&keys, &mut pod, &mut rng);
             if rng.one_in(4) {

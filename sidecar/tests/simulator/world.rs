@@ -16,7 +16,7 @@ use crate::faults::{Faults, back_after};
 use crate::ledger::Form;
 use crate::life::{Life, Medium};
 use crate::origin::WORDS;
-use crate::rng::mix;
+use crate::rng::mix_bits;
 
 /// More moves than any seed needs: beyond this number an actor waits without end.
 const MOVES_MAX: u64 = 2_000_000;
@@ -89,8 +89,9 @@ impl World {
         let mut ctx = Ctx::new(seed, without_rescue, events);
         // Only the seed decides, so worlds with one group stay as they were.
         let kinds = [Second::Window(1), Second::Window(2), Second::States, Second::States];
-        let second =
-            mix(seed ^ SECOND).is_multiple_of(3).then(|| kinds[(mix(seed) >> 40) as usize % kinds.len()]);
+        let second = mix_bits(seed ^ SECOND)
+            .is_multiple_of(3)
+            .then(|| kinds[(mix_bits(seed) >> 40) as usize % kinds.len()]);
         let mut models = vec![Model::random(0, None, second, &mut ctx.rng)];
         if ctx.rng.one_in(2) {
             let twin = ctx.rng.one_in(2).then(|| models[0].clone());
@@ -330,7 +331,8 @@ fn change(path: &Path, ctx: &mut Ctx) {
             .filter_map(move |index| geometry.offset(segment, index))
             .map(move |offset| (offset, geometry))
     });
-    let headers = slots.map(|(offset, geometry)| (offset, geometry.place(offset).expect("its own").header));
+    let headers =
+        slots.map(|(offset, geometry)| (offset, geometry.place_of(offset).expect("its own").header));
     let kept: Vec<_> =
         headers.filter(|(_, header)| word((header + slot::STATE) as usize) == pool::COMMITTED).collect();
     if kept.is_empty() {

@@ -13,7 +13,7 @@
 use std::collections::VecDeque;
 
 use shm_protocol::key::BlockKey;
-use shm_protocol::pool::{Geometry, Remains, SlotRef};
+use shm_protocol::pool::{Geometry, SlotRef, SlotRemains};
 
 use super::{Dram, QuotaId, Whose};
 use crate::entries::{Entry, Place, State};
@@ -84,18 +84,18 @@ impl Dram {
         &mut self,
         segment: u64,
         index: u32,
-        remains: &Remains,
+        remains: &SlotRemains,
         namespace: Option<u32>,
         quota: Option<QuotaId>,
     ) -> bool {
         let Some(id) = self.slab.entry(segment as usize, index) else { return false };
         match (remains, namespace) {
-            (Remains::Free, _) => self.slab.move_to(id, Place::Free),
-            (Remains::Block { generation, group, hash, .. }, Some(namespace)) => {
+            (SlotRemains::Free, _) => self.slab.move_to(id, Place::Free),
+            (SlotRemains::Block { generation, group, hash, .. }, Some(namespace)) => {
                 let key = BlockKey { namespace, group: *group, hash: *hash };
                 self.adopt_block(id, *generation, key, quota);
             }
-            (Remains::Block { generation, .. } | Remains::Debris { generation }, _) => {
+            (SlotRemains::Block { generation, .. } | SlotRemains::Debris { generation }, _) => {
                 self.adopt_debris(id, *generation);
             }
         }

@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 
 use proptest::prelude::*;
 use shm_protocol::key::{BlockHash, NamespaceDigest};
-use shm_protocol::pool::Remains;
+use shm_protocol::pool::SlotRemains;
 
 use super::*;
 
@@ -571,12 +571,12 @@ fn generations_begin_where_the_pool_says() {
 
 const HOLD: u64 = 50;
 
-fn whole(number: u64, generation: u64) -> Remains {
-    Remains::Block { generation, namespace: NamespaceDigest([1; 16]), group: 0, hash: hash(number) }
+fn whole(number: u64, generation: u64) -> SlotRemains {
+    SlotRemains::Block { generation, namespace: NamespaceDigest([1; 16]), group: 0, hash: hash(number) }
 }
 
 /// A tier of two segments, the first with the three slots of an earlier life.
-fn adopted(remains: [Remains; 3]) -> Dram {
+fn adopted(remains: [SlotRemains; 3]) -> Dram {
     let config = Config { pool_bytes: 2 * SEGMENT, segment_bytes: SEGMENT, lease_ttl_ms: TTL_MS };
     let mut dram = Dram::unopened(config, HOLD).expect("sizes");
     assert_eq!(begin(&mut dram, 1, SIZES[0]), Err(FillError::NoSpace), "nothing is in service");
@@ -585,7 +585,10 @@ fn adopted(remains: [Remains; 3]) -> Dram {
     for (index, remains) in (0..).zip(&remains) {
         assert!(dram.adopt(0, index, remains, Some(7), None));
     }
-    assert!(!dram.adopt(0, 3, &Remains::Free, None, None) && !dram.adopt(1, 0, &Remains::Free, None, None));
+    assert!(
+        !dram.adopt(0, 3, &SlotRemains::Free, None, None)
+            && !dram.adopt(1, 0, &SlotRemains::Free, None, None)
+    );
     dram
 }
 
@@ -652,7 +655,7 @@ fn blocks_of_an_earlier_life_are_found_and_stay_while_the_hold_lasts() {
 
 #[test]
 fn slots_that_held_nothing_whole_are_free_after_the_hold() {
-    let mut dram = adopted([Remains::Free, Remains::Debris { generation: 4 }, whole(3, 7)]);
+    let mut dram = adopted([SlotRemains::Free, SlotRemains::Debris { generation: 4 }, whole(3, 7)]);
     let slot = begin(&mut dram, 9, SIZES[0]).expect("the free one");
     assert_eq!(begin(&mut dram, 10, SIZES[0]), Err(FillError::NoSpace), "a copy may be on its way there");
     assert!(dram.commit(slot));
@@ -672,7 +675,7 @@ fn what_the_hold_kept_is_freed_in_parts_and_keeps_its_segment_until_then() {
         assert!(dram.open_used(segment, small, 1000));
         for index in 0..slots {
             let generation = segment * 10_000 + u64::from(index) + 1;
-            assert!(dram.adopt(segment, index, &Remains::Debris { generation }, None, None));
+            assert!(dram.adopt(segment, index, &SlotRemains::Debris { generation }, None, None));
         }
     }
     let all = segments as usize * slots as usize;

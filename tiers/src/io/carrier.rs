@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::io::Errno;
-use shm_protocol::blocks::Blocks;
+use shm_protocol::blocks::PoolBlocks;
 
 use super::threads::Threads;
 use super::transfer::Transfer;
@@ -48,7 +48,7 @@ impl Carrier {
         wanted: Option<Backend>,
         file: OwnedFd,
         wake: Arc<OwnedFd>,
-        blocks: Blocks,
+        blocks: PoolBlocks,
     ) -> io::Result<Self> {
         let file = Arc::new(file);
         let ring = || {

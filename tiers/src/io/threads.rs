@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
-use shm_protocol::blocks::Blocks;
+use shm_protocol::blocks::PoolBlocks;
 use shm_protocol::wait;
 
 use super::transfer::{Direction, Memory, TRANSFERS_MAX, Transfer};
@@ -27,7 +27,7 @@ pub(crate) struct Threads {
 
 struct Shared {
     file: Arc<OwnedFd>,
-    blocks: Blocks,
+    blocks: PoolBlocks,
     /// Written after each completed transfer.
     wake: Arc<OwnedFd>,
     queue: Mutex<Queue>,
@@ -47,7 +47,7 @@ struct Queue {
 
 impl Threads {
     /// Starts threads for `file`. A write to the eventfd `wake` ends a wait.
-    pub(crate) fn new(file: Arc<OwnedFd>, wake: Arc<OwnedFd>, blocks: Blocks) -> io::Result<Self> {
+    pub(crate) fn new(file: Arc<OwnedFd>, wake: Arc<OwnedFd>, blocks: PoolBlocks) -> io::Result<Self> {
         let shared = Shared { file, blocks, wake, queue: Mutex::default(), called: Condvar::new() };
         let mut threads = Self { shared: Arc::new(shared), threads: Vec::new(), in_flight: 0 };
         for number in 0..THREADS {
@@ -113,7 +113,7 @@ impl Shared {
             let moved = self.carry(&mut transfer);
             let answer = moved.map_or_else(|errno| -errno.raw_os_error(), |moved| moved as i32);
             self.queue().back.push_back((transfer, answer));
-            wait::signal(&self.wake);
+            wait::signal_eventfd(&self.wake);
         }
     }
 
@@ -147,7 +147,7 @@ impl Shared {
                 self.blocks.read_at(&*self.file, at, *offset + skip as u64, end - skip)
             }
             (Direction::Write, Memory::Pool(offset)) => {
-                let bytes = self.blocks.bytes(*offset + skip as u64, end - skip).ok_or(Errno::FAULT)?;
+                let bytes = self.blocks.bytes_at(*offset + skip as u64, end - skip).ok_or(Errno::FAULT)?;
                 rustix::io::pwrite(&*self.file, bytes, at)
             }
         }

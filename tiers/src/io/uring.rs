@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use io_uring::{IoUring, opcode, squeue, types};
 use rustix::io::Errno;
-use shm_protocol::blocks::Blocks;
+use shm_protocol::blocks::PoolBlocks;
 use shm_protocol::pool;
 
 use super::transfer::{Direction, Memory, TRANSFERS_MAX, Transfer};
@@ -46,7 +46,7 @@ pub(crate) struct Ring {
 struct Shared {
     uring: IoUring,
     flights: Vec<Option<Transfer>>,
-    blocks: Blocks,
+    blocks: PoolBlocks,
     file: Arc<OwnedFd>,
     wake: Arc<OwnedFd>,
 }
@@ -65,7 +65,7 @@ fn build() -> io::Result<IoUring> {
 
 impl Ring {
     /// Makes a ring for `file`, for the calling thread alone. A write to the eventfd `wake` ends a wait.
-    pub(crate) fn new(file: Arc<OwnedFd>, wake: Arc<OwnedFd>, blocks: Blocks) -> io::Result<Self> {
+    pub(crate) fn new(file: Arc<OwnedFd>, wake: Arc<OwnedFd>, blocks: PoolBlocks) -> io::Result<Self> {
         let uring = build()?;
         let submitter = uring.submitter();
         let file_registered = submitter.register_files(&[file.as_raw_fd()]).is_ok();
@@ -122,7 +122,7 @@ impl Ring {
             Memory::Own(buffer) => (buffer.address(skip, len as usize)?.as_ptr(), None),
             Memory::Pool(offset) => {
                 let offset = offset + u64::from(transfer.moved);
-                (self.shared.blocks.address(offset, len as usize)?.as_ptr(), self.chunk(offset, len))
+                (self.shared.blocks.address_of(offset, len as usize)?.as_ptr(), self.chunk(offset, len))
             }
         };
         let at = transfer.at + u64::from(transfer.moved);
@@ -160,7 +160,7 @@ impl Ring {
     }
 
     fn register(&mut self, number: u32, begin: u64, bytes: usize) {
-        let address = self.shared.blocks.address(begin, bytes).expect("a chunk lies in the pool");
+        let address = self.shared.blocks.address_of(begin, bytes).expect("a chunk lies in the pool");
         let chunk = libc::iovec { iov_base: address.as_ptr().cast(), iov_len: bytes };
         // SAFETY: the range lies in the pool's mapping, and that lives as long as the ring.
         let registered =

@@ -66,8 +66,8 @@ fn adopt(pool: &Pool, dram: &mut Dram) -> u64 {
             continue;
         }
         for (index, remains) in (first..).zip(&remains) {
-            blocks += u64::from(matches!(remains, Remains::Block { .. }));
-            let ours = matches!(remains, Remains::Block { namespace, .. } if *namespace == DIGEST);
+            blocks += u64::from(matches!(remains, SlotRemains::Block { .. }));
+            let ours = matches!(remains, SlotRemains::Block { namespace, .. } if *namespace == DIGEST);
             dram.adopt(segment, index, remains, Some(if ours { 7 } else { 8 }), None);
         }
     }

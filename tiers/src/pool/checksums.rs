@@ -65,7 +65,7 @@ impl Pool {
         let Ok(geometry) = Geometry::new(self.segment_bytes, block_bytes) else { return Vec::new() };
         let unsummed = |index| {
             let offset = geometry.offset(number, index)?;
-            let place = geometry.place(offset).ok()?;
+            let place = geometry.place_of(offset).ok()?;
             // SYNC POINT(slot commit): a reader of COMMITTED sees the header of that filling.
             let committed = self.slot_word(&place, slot::STATE).load(Ordering::Acquire) == COMMITTED;
             let generation = self.slot_word(&place, slot::GENERATION).load(Ordering::Relaxed);

@@ -145,14 +145,14 @@ fn a_pool_file_is_private_locked_and_outlives_its_sidecar() {
     assert_eq!(pool.former_epoch(), Some(42), "what the first life was called");
     let geometry = pool.take_over(1).expect("a segment of the first life");
     let (namespace, hash) = (NamespaceDigest([1; 16]), key().hash);
-    let whole = Remains::Block { generation: kept.generation, namespace, group: 3, hash };
-    let debris = Remains::Debris { generation: unsummed.generation };
-    let disowned = Remains::Debris { generation: removed.generation };
-    assert_eq!(pool.remains(1, &geometry, 4..8), [Remains::Free, disowned, debris, whole]);
+    let whole = SlotRemains::Block { generation: kept.generation, namespace, group: 3, hash };
+    let debris = SlotRemains::Debris { generation: unsummed.generation };
+    let disowned = SlotRemains::Debris { generation: removed.generation };
+    assert_eq!(pool.remains(1, &geometry, 4..8), [SlotRemains::Free, disowned, debris, whole]);
     assert!(pool.verify(kept));
     assert_eq!(pool.unsummed(1), [], "nobody knows what became of the block since its life");
     // A bit of the block, or of its fields in the header, and another filling's number.
-    let header = geometry.place(kept.offset).expect("a slot").header;
+    let header = geometry.place_of(kept.offset).expect("a slot").header;
     for (at, bit) in
         [(kept.offset, 0), (kept.offset + BLOCK - 1, 7), (header + slot::HASH, 63), (header + slot::GROUP, 1)]
     {
@@ -349,13 +349,13 @@ fn a_pool_of_a_later_release_that_this_one_reads_is_adopted() {
     let pool = used_and_changed(&path, header::VERSION, u64::from(pool::VERSION) + 7);
     assert_eq!(pool.found(), &Found::Pool);
     let geometry = pool.take_over(1).expect("a segment of the later release");
-    assert!(matches!(pool.remains(1, &geometry, 7..8)[..], [Remains::Block { .. }]));
+    assert!(matches!(pool.remains(1, &geometry, 7..8)[..], [SlotRemains::Block { .. }]));
     let word = |at: u64| pool.region().word64(at as usize);
     let stated = [header::VERSION, header::OLDEST].map(|at| word(at).load(Ordering::Relaxed));
     assert_eq!(stated, [pool::VERSION.into(), pool::OLDEST.into()], "written by this release from now on");
     // The later release's values in a slot's reserved words are zeros after a filling of this release.
     let next = SlotRef { generation: pool.first_generation(), ..slot(0) };
-    let header = geometry.place(next.offset).expect("a slot").header;
+    let header = geometry.place_of(next.offset).expect("a slot").header;
     let padding = (slot::PADDING..pool::SLOT_HEADER_BYTES).step_by(8).map(|at| word(header + at));
     padding.clone().for_each(|word| word.store(!0, Ordering::Relaxed));
     assert!(pool.fill(next, NamespaceDigest([1; 16]), &key()));

@@ -12,7 +12,7 @@ use std::sync::mpsc::{self, Sender};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use shm_protocol::blocks::Blocks;
+use shm_protocol::blocks::PoolBlocks;
 use shm_protocol::region::Region;
 use shm_protocol::wait;
 
@@ -62,17 +62,17 @@ impl Device {
         number: usize,
         pool: Arc<Region>,
         up: impl Fn(Up) + Send + Sync + 'static,
-        make: impl FnOnce(OwnedFd, Arc<OwnedFd>, Blocks) -> io::Result<Carrier> + Send + 'static,
+        make: impl FnOnce(OwnedFd, Arc<OwnedFd>, PoolBlocks) -> io::Result<Carrier> + Send + 'static,
     ) -> Result<Self, Error> {
         let tell: Tell = Arc::new(up);
-        let wake = Arc::new(wait::eventfd().map_err(Error::os("make an eventfd"))?);
+        let wake = Arc::new(wait::make_eventfd().map_err(Error::os("make an eventfd"))?);
         let stop = Arc::new(AtomicBool::new(false));
         let (jobs, inbox) = mpsc::channel();
 
         let fd = opened.fd.try_clone().map_err(|source| Error::Os { doing: "share the device", source })?;
         let recovery = Recovery::new(fd, number, &opened, Arc::clone(&tell), Arc::clone(&stop));
         let (ready, started) = mpsc::sync_channel(1);
-        let (desk, bell) = (Desk::new(&opened, Blocks::new(pool)), Arc::clone(&wake));
+        let (desk, bell) = (Desk::new(&opened, PoolBlocks::new(pool)), Arc::clone(&wake));
         // A ring belongs to its making thread.
         let work = move || match make(opened.fd, bell, desk.blocks.clone()) {
             Ok(mut carrier) => {
@@ -112,7 +112,7 @@ impl Device {
         let Some(queue) = &self.jobs else { return };
         let sent = jobs.into_iter().fold(false, |_, job| queue.send(job).is_ok());
         if sent {
-            wait::signal(&self.wake);
+            wait::signal_eventfd(&self.wake);
         }
     }
 }
@@ -121,7 +121,7 @@ impl Drop for Device {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
         self.jobs = None;
-        wait::signal(&self.wake);
+        wait::signal_eventfd(&self.wake);
         let step = Duration::from_millis(1);
         for _ in 0..STOP_MAX.as_millis() {
             if self.threads.iter().all(JoinHandle::is_finished) {

@@ -11,7 +11,7 @@
 //! earlier uses match no lookup.
 
 use shm_protocol::key::{BlockHash, NamespaceDigest};
-pub(crate) use shm_protocol::pool::checksum;
+pub(crate) use shm_protocol::pool::compute_checksum;
 use shm_protocol::versions::{RELEASE_BYTES, Versions};
 use twox_hash::XxHash3_64;
 
@@ -331,7 +331,12 @@ pub(crate) fn read_entries(entries: &[u8]) -> impl Iterator<Item = (u32, Label)>
 
 impl Trailer {
     pub(crate) fn new(segment: u32, sequence: u64, entries: &[u8]) -> Self {
-        Self { segment, sequence, count: (entries.len() / ENTRY_BYTES) as u32, checksum: checksum(entries) }
+        Self {
+            segment,
+            sequence,
+            count: (entries.len() / ENTRY_BYTES) as u32,
+            checksum: compute_checksum(entries),
+        }
     }
 
     pub(crate) fn write(&self, unit: &mut [u8], id: u64) {
@@ -354,7 +359,7 @@ impl Trailer {
 
     /// True if `entries` match the trailer.
     pub(crate) fn lists(&self, entries: &[u8]) -> bool {
-        entries.len() == self.count as usize * ENTRY_BYTES && checksum(entries) == self.checksum
+        entries.len() == self.count as usize * ENTRY_BYTES && compute_checksum(entries) == self.checksum
     }
 }
 

@@ -3,7 +3,7 @@
 use std::io;
 use std::sync::Arc;
 
-use shm_protocol::blocks::Blocks;
+use shm_protocol::blocks::PoolBlocks;
 use shm_protocol::region::Region;
 use shm_protocol::wait;
 
@@ -25,9 +25,9 @@ pub struct Raw {
 impl Raw {
     /// Uses the wanted backend, otherwise the first one the kernel allows; transfers move bytes of `pool`.
     pub fn new(opened: Opened, pool: &Arc<Region>, wanted: Option<Backend>) -> io::Result<Self> {
-        let wake = wait::eventfd()?;
+        let wake = wait::make_eventfd()?;
         let bytes = opened.layout.segment_bytes * u64::from(opened.layout.segments);
-        let carrier = Carrier::new(wanted, opened.fd, Arc::new(wake), Blocks::new(Arc::clone(pool)))?;
+        let carrier = Carrier::new(wanted, opened.fd, Arc::new(wake), PoolBlocks::new(Arc::clone(pool)))?;
         Ok(Self { carrier, bytes })
     }
 

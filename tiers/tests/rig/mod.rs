@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::MemfdFlags;
 use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::pool::{SEGMENT_ALIGN, SlotRef};
-use shm_protocol::random::mix;
+use shm_protocol::random::mix_bits;
 use shm_protocol::region::{Access, Region};
 use tiers::dram::{self, Dram};
 use tiers::ssd::{
@@ -97,7 +97,7 @@ pub(crate) fn key(number: u64) -> BlockKey {
 
 /// Returns word `at` of block `number`.
 fn word(number: u64, at: u64) -> u64 {
-    mix(mix(number) ^ at)
+    mix_bits(mix_bits(number) ^ at)
 }
 
 // === impl Plan ===

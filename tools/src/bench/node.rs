@@ -8,7 +8,7 @@ use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
 use mesh::transport::{BootId, Fetch, Grant, Granted, Label, NodeId, Peer, PeerNumber, Transport, Up};
-use shm_protocol::blocks::Blocks;
+use shm_protocol::blocks::PoolBlocks;
 use shm_protocol::key::NamespaceDigest;
 use shm_protocol::pool::{SEGMENT_ALIGN, SlotRef};
 
@@ -34,7 +34,7 @@ pub struct BlockSizes {
 /// A node's memory, and where each block lies in it: at the same place on every node.
 #[derive(Clone, Debug)]
 pub struct NodeMemory {
-    pub blocks: Blocks,
+    pub blocks: PoolBlocks,
     pub places: Vec<(Label, u64)>,
 }
 
@@ -97,7 +97,10 @@ impl NodeMemory {
             };
             (label, SEGMENT_ALIGN + number * block)
         };
-        Ok(Self { blocks: Blocks::new(region), places: (0..u64::from(sizes.blocks)).map(place).collect() })
+        Ok(Self {
+            blocks: PoolBlocks::new(region),
+            places: (0..u64::from(sizes.blocks)).map(place).collect(),
+        })
     }
 
     /// Memory for them, without the bytes that are to come.

@@ -164,7 +164,7 @@ impl Owner {
             let [first, count] = read_words::<REQUEST_WORDS>(stream)?;
             let end = first.saturating_add(count).min(blocks.into());
             for (label, offset) in &self.memory.places[first.min(end) as usize..end as usize] {
-                let bytes = self.memory.blocks.bytes(*offset, label.bytes as usize);
+                let bytes = self.memory.blocks.bytes_at(*offset, label.bytes as usize);
                 stream.write_all(bytes.expect("a place lies in the memory"))?;
             }
         }

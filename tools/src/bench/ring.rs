@@ -9,7 +9,7 @@ use std::time::Duration;
 use clap::Args;
 use shm_protocol::handshake::Reply;
 use shm_protocol::key::BlockHash;
-use shm_protocol::request::{Append, Keys, Query, SchedulerRequest};
+use shm_protocol::request::{Append, LogKeys, Query, SchedulerRequest};
 use shm_protocol::ring::Producer;
 use shm_protocol::session::{RegionRing, Ring, SessionMemory};
 use shm_protocol::{message::Message, transport, wait};
@@ -56,7 +56,7 @@ impl RingEngine {
     fn connect_sidecar(options: &RingOptions) -> Result<Self, BenchError> {
         let path = options.socket.clone().unwrap_or_else(default_socket);
         let shown = path.display();
-        let socket = transport::connect(&path, CONNECT_MAX).map_err(|errno| {
+        let socket = transport::connect_socket(&path, CONNECT_MAX).map_err(|errno| {
             let Finding { text, remedy, .. } = doctor::explain_unreached(&path, errno);
             BenchError::failed(
                 "the ring cannot be measured",
@@ -80,7 +80,7 @@ impl RingEngine {
             Self { memory, submissions, doorbell, _socket: socket, clock: Clock::start(), op: 0 };
         engine.memory.write_key(0, 0, &BlockHash::from_words([1, 2, 3, 4]));
         engine.post_request(SchedulerRequest::Open { log: 0 })?;
-        let append = Append { keys: Keys::new(0, 0..1), chunks: [0; 6], promised: false, tail: false };
+        let append = Append { keys: LogKeys::new(0, 0..1), chunks: [0; 6], promised: false, tail: false };
         engine.post_request(SchedulerRequest::Append(append))?;
         Ok(engine)
     }
@@ -89,7 +89,7 @@ impl RingEngine {
         if !self.submissions.has_room(0).is_ok_and(|room| room) {
             return Err(BenchError::failed("the ring is full", "look at the sidecar's log, and restart it"));
         }
-        self.submissions.push(&Message::from(request).encode());
+        self.submissions.push(&Message::from(request).encode_slot());
         self.submissions.publish();
         wait::ring_doorbell(self.memory.region(), self.doorbell.as_fd());
         Ok(())
@@ -101,7 +101,7 @@ impl RingEngine {
         let (op, began) = (self.op, self.clock.now());
         self.post_request(SchedulerRequest::Query(Query {
             op,
-            keys: Keys::new(0, 0..1),
+            keys: LogKeys::new(0, 0..1),
             arriving: false,
             awaits: false,
             last: false,

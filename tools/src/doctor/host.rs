@@ -180,7 +180,7 @@ fn rdma() -> Finding {
 
 /// Whether a sidecar answers a hello where engines look for it.
 fn sidecar(path: &Path) -> Finding {
-    match transport::connect(path, PROBE_TIME_MAX) {
+    match transport::connect_socket(path, PROBE_TIME_MAX) {
         Ok(socket) => greet(&socket, &path.display().to_string()),
         Err(errno) => explain_unreached(path, errno),
     }
@@ -219,11 +219,11 @@ pub(crate) fn explain_unreached(path: &Path, errno: Errno) -> Finding {
 pub(crate) fn send_probe(socket: &OwnedFd, engine: &str) -> Option<(Option<Reply>, Vec<OwnedFd>)> {
     let hello = Hello::new(engine.into(), 1, Role::Scheduler { run: PROBE_RUN });
     let hello = handshake::encode_hello(&hello, 0).expect("a hello within its rules");
-    let sent = transport::send(socket, &hello, &[]);
+    let sent = transport::send_record(socket, &hello, &[]);
     let mut ready = [PollFd::new(socket, PollFlags::IN)];
     let answered = sent.and_then(|()| rustix::event::poll(&mut ready, Some(&ANSWER_TIME_MAX)));
     matches!(answered, Ok(1..)).then(|| {
-        let (record, descriptors) = transport::receive(socket).unwrap_or_default();
+        let (record, descriptors) = transport::receive_record(socket).unwrap_or_default();
         (handshake::decode_reply(&record).ok(), descriptors)
     })
 }
@@ -261,7 +261,7 @@ mod tests {
         assert!(
             absent.level == FindingLevel::Warn && absent.remedy.unwrap().contains("pillion serve --socket")
         );
-        let listener = transport::listen(&path).unwrap();
+        let listener = transport::listen_at(&path).unwrap();
         let mute = sidecar(&path);
         assert!(mute.level == FindingLevel::Fail && mute.text.contains("does not answer"), "{mute:?}");
         drop(listener);

@@ -76,7 +76,7 @@ impl PairEngine {
     /// What is wrong with this one, whoever it is to share with.
     pub(super) fn check_engine(&self, found: &mut Vec<Finding>) {
         let name = &self.name;
-        let digest = namespace::digest(&self.facts).to_string();
+        let digest = namespace::digest_facts(&self.facts).to_string();
         if let Some(stated) = self.namespace.as_ref().filter(|stated| **stated != digest) {
             let text = format!("{name} states namespace {stated}, and its facts make {digest}");
             found.push(Finding::bad(
@@ -130,14 +130,14 @@ pub(super) fn compare_engines(one: &PairEngine, other: &PairEngine) -> Vec<Findi
             "set it to the same value on both",
         ));
     }
-    for difference in namespace::differences(&one.facts, &other.facts) {
+    for difference in namespace::list_differences(&one.facts, &other.facts) {
         let shown = |value: Option<&str>| value.map_or("nothing".into(), |value| format!("'{value}'"));
         let (ours, theirs) = (shown(difference.ours), shown(difference.theirs));
         let text = format!("{ours} in {}, {theirs} in {}", one.name, other.name);
         found.push(Finding::bad(FindingLevel::Fail, difference.name, text, difference.remedy));
     }
     if found.is_empty() {
-        found.push(Finding::ok("namespace", format!("both are {}", namespace::digest(&one.facts))));
+        found.push(Finding::ok("namespace", format!("both are {}", namespace::digest_facts(&one.facts))));
     }
     found
 }

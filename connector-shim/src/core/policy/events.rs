@@ -174,7 +174,7 @@ impl Events {
 
     /// The engine's hash of a block without an adapter.
     fn hash(&self, key: &BlockHash) -> Vec<u8> {
-        self.algorithm.map_or(key.unpadded(), |algorithm| algorithm.bytes(key)).to_vec()
+        self.algorithm.map_or(key.unpadded(), |algorithm| algorithm.vllm_hash(key)).to_vec()
     }
 
     fn removed(&mut self, on_disk: bool, keys: impl Iterator<Item = BlockHash>) -> KvEvent {

@@ -10,7 +10,7 @@ use shm_protocol::key::{BlockHash, HASH_BYTES_MAX};
 use shm_protocol::layout::{CHUNK_KEYS, LOG_KEYS, header};
 use shm_protocol::message::{APPEND_CHUNKS, LOAD_EARLY, Saved};
 use shm_protocol::prefill::PrefillRate;
-use shm_protocol::request::{Append, Keys, Load, SchedulerRequest};
+use shm_protocol::request::{Append, Load, LogKeys, SchedulerRequest};
 use shm_protocol::ring::Consumer;
 use shm_protocol::session::{RegionRing, Ring};
 
@@ -183,7 +183,7 @@ impl<C: Deref<Target: Endpoint>> Link<C> {
         }
         let mut wrong = None;
         while let Some(slot) = self.completions.pop() {
-            let saved = Saved::decode(&slot);
+            let saved = Saved::decode_slot(&slot);
             if !self.saves.end(saved.op) {
                 return Err(format!("it completed save {}, which was not under way", saved.op));
             }
@@ -219,7 +219,7 @@ impl<C: Deref<Target: Endpoint>> Link<C> {
             return Ok(());
         }
         while let Some(slot) = self.announcements.pop() {
-            announced.hear(Announcement::decode(&slot).map_err(|error| error.to_string())?);
+            announced.hear(Announcement::decode_slot(&slot).map_err(|error| error.to_string())?);
         }
         self.announcements.release();
         Ok(())
@@ -244,7 +244,7 @@ impl<C: Deref<Target: Endpoint>> Link<C> {
             let from = log.length;
             let first_chunk = from as usize / CHUNK_KEYS;
             let upto = end.min(((first_chunk + APPEND_CHUNKS) * CHUNK_KEYS) as u32);
-            let (keys, tail) = (Keys::new(number, from..upto), tail && upto == end);
+            let (keys, tail) = (LogKeys::new(number, from..upto), tail && upto == end);
             let mut append = Append { keys, chunks: [0; APPEND_CHUNKS], promised, tail };
             for (index, chunk) in (first_chunk..(upto as usize).div_ceil(CHUNK_KEYS)).enumerate() {
                 if chunk == log.chunks.len() {

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use shm_protocol::layout::{OPERATIONS, PROMISED_WAIT_MS_MAX, QUERY_KEYS, QUERY_WAIT_MS_MAX};
 use shm_protocol::message::{LOAD_ARRIVING, LOAD_BY_ENGINE, LOAD_EARLY, LOAD_SYNC, Outcome, Status};
-use shm_protocol::request::{Keys, Load, LoadFlags, Query, SchedulerRequest};
+use shm_protocol::request::{Load, LoadFlags, LogKeys, Query, SchedulerRequest};
 use shm_protocol::source::Source;
 
 use super::Session;
@@ -99,7 +99,7 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
         let Some((number, log)) = link.logs.get(handle) else { return };
         let count = log.askable(start, count);
         if count > 0 {
-            let keys = Keys { log: number, from: start, count };
+            let keys = LogKeys { log: number, from: start, count };
             link.submission.post(SchedulerRequest::Hint { keys });
             link.flush();
         }
@@ -127,7 +127,7 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
             return None;
         }
         let op = self.next_op;
-        let keys = Keys { log: number, from: start, count };
+        let keys = LogKeys { log: number, from: start, count };
         let arriving = self.config.part_blocks > 0 && !(awaits && count <= self.config.whole_blocks);
         let query = Query { op, keys, arriving, awaits, last };
         if link.submission.post(SchedulerRequest::Query(query)).is_none() {
@@ -350,7 +350,7 @@ impl<C: Deref<Target: Endpoint>> Session<C> {
         let (log, _) = link.logs.get(handle).expect("it has the lease");
         let mut plans = Vec::new();
         for (blocks, from) in blocks.chunks(part).zip((start..).step_by(part)) {
-            let keys = Keys { log, from, count: blocks.len() as u32 };
+            let keys = LogKeys { log, from, count: blocks.len() as u32 };
             let load = Load { op: self.next_op, keys, position: 0, step, lease: lease.op, flags };
             plans.push(link.post_load(handle, load, blocks));
             self.next_op += 1;

@@ -7,7 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use shm_protocol::gate;
 use shm_protocol::layout::{OPERATIONS, header, load_word, load_word_value};
-use shm_protocol::message::{Outcome, Stage, Status};
+use shm_protocol::message::{Outcome, StageRequest, Status};
 use shm_protocol::region::Region;
 use shm_protocol::request::{LoadEnd, WorkerRequest};
 
@@ -77,10 +77,13 @@ impl<C: Deref<Target: Endpoint>> Link<C> {
     }
 
     /// Answers requests for blocks in the staging segment.
-    pub(crate) fn post_staged(&self, answers: impl Iterator<Item = (Stage, bool)>) {
+    pub(crate) fn post_staged(&self, answers: impl Iterator<Item = (StageRequest, bool)>) {
         let mut out = self.out();
-        let staged =
-            |(stage, ok): (Stage, bool)| WorkerRequest::Staged { tag: stage.tag, slot: stage.slot, ok };
+        let staged = |(stage, ok): (StageRequest, bool)| WorkerRequest::Staged {
+            tag: stage.tag,
+            slot: stage.slot,
+            ok,
+        };
         out.unreported.extend(answers.map(staged));
         out.post_unreported(&*self.connection);
     }
@@ -103,7 +106,7 @@ impl<C: Deref<Target: Endpoint>> Link<C> {
 
     /// Forbids the sidecar to write any further block of load `op`.
     pub(crate) fn close_gate(&self, op: u64) {
-        gate::close(self.region(), op);
+        gate::close_gate(self.region(), op);
     }
 
     /// Host memory, after the gate was closed: whether the sidecar writes no block any more. A hang-up says so too: its end of

@@ -169,7 +169,7 @@ impl NamespaceTold {
         } else {
             let divided = (1..=RANKS_MAX).contains(&shards) && block_bytes.is_multiple_of(shards.into());
             let sound = divided && block_bytes > 0 && facts.len() <= FACTS_MAX;
-            (sound && namespace::digest(&facts) == digest).then_some(())?;
+            (sound && namespace::digest_facts(&facts) == digest).then_some(())?;
             Some(Stated { facts: Arc::new(facts), block_bytes, shards })
         };
         Some(Namespace { digest, stated, memory_blocks, disk_blocks })

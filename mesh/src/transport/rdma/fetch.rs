@@ -411,8 +411,8 @@ impl Loan {
             Err(Fault::Absent)
         } else {
             let offset = fetch.blocks[index as usize].1;
-            let bytes = shared.blocks.bytes(offset, place.bytes as usize).expect("checked when posted");
-            let checksum = pool::checksum(bytes);
+            let bytes = shared.blocks.bytes_at(offset, place.bytes as usize).expect("checked when posted");
+            let checksum = pool::compute_checksum(bytes);
             if checksum == place.checksum { Ok(checksum) } else { Err(Fault::Corrupt) }
         });
     }

@@ -29,7 +29,7 @@ pub(super) const FREE: u64 = 512 << 10;
 /// A node whose NICs have not registered its pool.
 pub(super) struct Node {
     pub(super) tcp: Tcp,
-    blocks: Blocks,
+    blocks: PoolBlocks,
     ups: Receiver<Up>,
 }
 
@@ -51,7 +51,7 @@ impl Node {
         let fd = rustix::fs::memfd_create("rdma", MemfdFlags::CLOEXEC).unwrap();
         rustix::fs::ftruncate(&fd, POOL_BYTES as u64).unwrap();
         let region = Region::map(fd.as_fd(), POOL_BYTES, Access::ReadWrite).unwrap();
-        let blocks = Blocks::new(Arc::new(region));
+        let blocks = PoolBlocks::new(Arc::new(region));
         let (sender, ups) = channel();
         let config = tcp::Config::new(node(name), BOOT, Security::Plaintext);
         let up = Box::new(move |up| drop(sender.send(up)));
@@ -117,7 +117,7 @@ fn blocks_follow_on_the_stream_where_the_pools_are_not_registered() {
     assert_eq!(reader.ups.recv_timeout(LONG).unwrap(), Up::Connected { peer: PEER, boot: BOOT });
     let end = reader.ups.recv_timeout(LONG).unwrap();
     assert!(matches!(end, Up::Done(Done { ticket: 1, index: 0, result: Ok(_) })), "{end:?}");
-    assert!(reader.blocks.bytes(FREE, BLOCK_BYTES).unwrap() == content());
+    assert!(reader.blocks.bytes_at(FREE, BLOCK_BYTES).unwrap() == content());
 }
 
 #[test]

@@ -11,7 +11,7 @@ use std::sync::{Arc, OnceLock};
 
 use rdma_mummy_sys::{ibv_ack_cq_events, ibv_cq, ibv_get_cq_event, ibv_req_notify_cq};
 use rustix::process::{Resource, getrlimit};
-use shm_protocol::blocks::Blocks;
+use shm_protocol::blocks::PoolBlocks;
 use sideway::ibverbs::AccessFlags;
 use sideway::ibverbs::address::{AddressHandleAttribute, Gid, GidEntry, GidType};
 use sideway::ibverbs::completion::{
@@ -57,7 +57,7 @@ pub(super) struct Nic {
 /// A registered pool. The region is dropped before the mapping it refers to.
 struct Pool {
     region: Arc<MemoryRegion>,
-    blocks: Blocks,
+    blocks: PoolBlocks,
 }
 
 /// A queue pair, on the reading side or the side being read. After its drop the NIC touches no memory for it.
@@ -157,12 +157,12 @@ impl Nic {
     }
 
     /// Registers the pool, which pins it: seconds for each 100 GiB. At most once.
-    pub(super) fn register(&self, blocks: &Blocks) -> Result<(), String> {
+    pub(super) fn register(&self, blocks: &PoolBlocks) -> Result<(), String> {
         let (bytes, access) = (blocks.len() as usize, AccessFlags::LocalWrite | AccessFlags::RemoteRead);
-        let base = blocks.address(0, bytes).expect("a pool begins at its begin").as_ptr() as usize;
+        let base = blocks.address_of(0, bytes).expect("a pool begins at its begin").as_ptr() as usize;
         // SAFETY: the mapping has these bytes and stays until `blocks`, kept beside the region, is dropped
         // after it; every reader or writer of them through the NIC owns their slots, by the contract of
-        // `Blocks`.
+        // `PoolBlocks`.
         let registered = unsafe { self.domain.reg_mr(base, bytes, access) };
         let region = registered.map_err(|error| {
             let source = match &error.0 {
@@ -278,12 +278,12 @@ impl Queue {
         address: u64,
     ) -> io::Result<()> {
         let pool = self.nic().pool.get().expect("a queue pair of a NIC that has the pool");
-        let into = pool.blocks.address(offset, len as usize).expect("checked when posted").as_ptr() as u64;
+        let into = pool.blocks.address_of(offset, len as usize).expect("checked when posted").as_ptr() as u64;
         let local = pool.region.lkey();
         let mut guard = self.pair().start_post_send();
         let read = guard.construct_wr(number, WorkRequestFlags::Signaled).setup_read(key, address);
         // SAFETY: the range lies in the registered pool, which `self` keeps, and is the caller's own by the
-        // contract of `Blocks` until the READ has ended; the caller waits for its end, or drops `self`, which
+        // contract of `PoolBlocks` until the READ has ended; the caller waits for its end, or drops `self`, which
         // ends it.
         unsafe { read.setup_sge(local, into, len) };
         guard.post().map_err(|error| match error {

@@ -41,7 +41,7 @@ struct Table {
 /// Begins a fetch, or ends its blocks at once.
 pub(super) fn post(shared: &Arc<Shared>, fetch: Fetch) {
     let inside =
-        |(label, offset): &(Label, u64)| shared.blocks.bytes(*offset, label.bytes as usize).is_some();
+        |(label, offset): &(Label, u64)| shared.blocks.bytes_at(*offset, label.bytes as usize).is_some();
     assert!(fetch.blocks.iter().all(inside), "a fetch into slots of the pool");
     if fetch.blocks.is_empty() {
         return;

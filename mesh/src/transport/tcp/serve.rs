@@ -213,7 +213,7 @@ impl Desk {
         let Some(queue) = &mut *state else { return false };
         queue.push(granted);
         drop(state);
-        wait::signal(&self.bell);
+        wait::signal_eventfd(&self.bell);
         true
     }
 

@@ -10,7 +10,7 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags};
 use rustix::time::Timespec;
-use shm_protocol::blocks::Blocks;
+use shm_protocol::blocks::PoolBlocks;
 
 use super::frame::{BODY_BYTES_MAX, Frame, HEAD_BYTES, Head, Malformed, VERSION};
 use crate::sync::now;
@@ -179,7 +179,7 @@ impl Wire {
     /// Fills a part of a block, of at most [`CHUNK_BYTES`].
     pub(super) fn receive(
         &mut self,
-        blocks: &Blocks,
+        blocks: &PoolBlocks,
         offset: u64,
         len: usize,
         until: Instant,

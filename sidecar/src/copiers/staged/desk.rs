@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
-use shm_protocol::message::Stage;
+use shm_protocol::message::StageRequest;
 
 use crate::copiers::Finished;
 use crate::core::{CopyId, Piece};
@@ -71,7 +71,7 @@ pub(super) struct Filled {
 /// The next work of the thread.
 #[derive(Debug, Default)]
 pub(super) struct Turn {
-    pub(super) asked: Vec<Stage>,
+    pub(super) asked: Vec<StageRequest>,
     pub(super) filled: Vec<Filled>,
     pub(super) ended: Vec<Finished>,
 }
@@ -143,7 +143,7 @@ impl Desk {
                     let tag = self.next_tag;
                     self.next_tag = tag.wrapping_add(1);
                     *place = Slot::Asked { tag, copy, offset: piece.offset, since: now };
-                    turn.asked.push(Stage { tag, block: piece.block, slot: number });
+                    turn.asked.push(StageRequest { tag, block: piece.block, slot: number });
                 }
                 Slot::Asked { .. } | Slot::Owed { .. } | Slot::Moving { .. } => {}
             }
@@ -215,7 +215,7 @@ mod tests {
     }
 
     /// Two slots and a batch of three blocks, two of which are requested.
-    fn asked() -> (Desk, Vec<Stage>) {
+    fn asked() -> (Desk, Vec<StageRequest>) {
         let mut desk = Desk::new(2, 7);
         assert!(desk.post(1, &pieces(3)));
         let turn = desk.turn(START);
@@ -232,7 +232,7 @@ mod tests {
     #[test]
     fn slots_go_round_and_a_batch_ends_with_its_last_block() {
         let (mut desk, first) = asked();
-        let stage = |tag, block, slot| Stage { tag, block, slot };
+        let stage = |tag, block, slot| StageRequest { tag, block, slot };
         assert_eq!(first, [stage(7, 0, 0), stage(8, 1, 1)]);
         desk.staged(8, 1, true).unwrap();
         let turn = empty(&mut desk, true);
@@ -283,13 +283,13 @@ mod tests {
         desk.moved(&moving[0], true);
         assert_eq!(desk.turn(START + ANSWER).ended, [Finished { copy: 1, ok: false }]);
         assert!(desk.post(2, &pieces(1)), "one slot is free");
-        assert_eq!(desk.turn(START + ANSWER).asked, [Stage { tag: 9, block: 0, slot: 0 }]);
+        assert_eq!(desk.turn(START + ANSWER).asked, [StageRequest { tag: 9, block: 0, slot: 0 }]);
         let late = START + ANSWER + ANSWER;
         assert_eq!(desk.turn(late).ended, [Finished { copy: 2, ok: false }]);
         assert!(!desk.post(3, &pieces(1)), "no slot is free");
         desk.staged(8, 1, true).unwrap();
         assert!(desk.post(3, &pieces(1)), "the late answer freed a slot");
-        assert_eq!(desk.turn(late).asked, [Stage { tag: 10, block: 0, slot: 1 }]);
+        assert_eq!(desk.turn(late).asked, [StageRequest { tag: 10, block: 0, slot: 1 }]);
     }
 
     #[test]

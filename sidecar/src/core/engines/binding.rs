@@ -33,8 +33,8 @@ impl Engines {
         }
         let ranks: Vec<(SessionId, &Worker)> = self.ranks(session).collect();
         let live = namespace::weights_live(ranks.iter().map(|(_, rank)| rank.live));
-        let facts = Arc::new(namespace::complete(&ranks[0].1.facts, live));
-        let base = namespace::digest(&facts);
+        let facts = Arc::new(namespace::complete_facts(&ranks[0].1.facts, live));
+        let base = namespace::digest_facts(&facts);
         if let Some(other) = scheduler.bound.filter(|bound| *bound != base) {
             let reason = format!(
                 "the facts of its ranks now make namespace {base}, and it was bound to {other}: weights of a rank \
@@ -70,7 +70,7 @@ impl Engines {
     fn serve(&mut self, session: SessionId, base: NamespaceDigest, cx: &mut Context) -> Option<Binding> {
         let scheduler = &self[session];
         let Form { shard_bytes, shards, parentless, .. } = scheduler.form.expect("a rank has joined");
-        let digest = scheduler.salt.map_or(base, |salt| namespace::salted(base, salt));
+        let digest = scheduler.salt.map_or(base, |salt| namespace::salt_namespace(base, salt));
         let whose = Whose { holder: scheduler.holder, quota: cx.quotas.of(base) };
         // Without another cache group, a hit of the engine needs all blocks.
         let parentless = parentless && scheduler.is_group();

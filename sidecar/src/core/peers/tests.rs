@@ -18,7 +18,7 @@ use mesh::transport::{Done, Fault, Fetch, Label, PeerNumber, Refusal, Stage};
 use shm_protocol::key::{BlockKey, NamespaceDigest};
 use shm_protocol::message::Status;
 use shm_protocol::pool::SlotRef;
-use shm_protocol::request::{Keys, Query, SchedulerRequest};
+use shm_protocol::request::{LogKeys, Query, SchedulerRequest};
 use shm_protocol::source::Source;
 use tiers::dram::{self, Dram, Whose};
 
@@ -144,7 +144,8 @@ impl Scene {
 
     fn query_again(&mut self, log: u32, count: u32) -> u64 {
         let op = self.next_op();
-        let query = Query { op, keys: Keys::new(log, 0..count), arriving: false, awaits: false, last: false };
+        let query =
+            Query { op, keys: LogKeys::new(log, 0..count), arriving: false, awaits: false, last: false };
         self.ask(SchedulerRequest::Query(query));
         op
     }
@@ -513,7 +514,7 @@ fn the_engine_is_answered_before_anything_is_sent_for() {
     let mut scene = Scene::with(A, 0..8);
     scene.engine.open(1, 0..8);
     scene.engine.out.clear();
-    let query = Query { op: 77, keys: Keys::new(1, 0..8), arriving: false, awaits: false, last: false };
+    let query = Query { op: 77, keys: LogKeys::new(1, 0..8), arriving: false, awaits: false, last: false };
     let event = asked(SchedulerRequest::Query(query));
     let mut first = Vec::new();
     scene.engine.core.respond(Duration::ZERO, event, &mut first);
@@ -551,7 +552,7 @@ fn time_ends_a_wait_and_not_its_fetch() {
 fn no_more_than_a_part_of_the_pool_is_on_its_way() {
     let mut scene = Scene::with(A, 0..POOL_BLOCKS);
     scene.engine.open(1, 0..POOL_BLOCKS);
-    scene.ask(SchedulerRequest::Hint { keys: Keys::new(1, 0..POOL_BLOCKS) });
+    scene.ask(SchedulerRequest::Hint { keys: LogKeys::new(1, 0..POOL_BLOCKS) });
     assert_eq!(scene.fetches[0].blocks.len() as u32, MOST / 2, "a hint leaves room for others");
     scene.query_again(1, POOL_BLOCKS);
     let blocks: usize = scene.fetches.iter().map(|fetch| fetch.blocks.len()).sum();

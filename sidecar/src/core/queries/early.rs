@@ -99,7 +99,7 @@ impl Queries {
         session: SessionId,
         asked: &request::Load,
     ) -> Option<Result<Vec<(BlockHash, SlotRef)>, Status>> {
-        let request::Keys { log, from, count } = asked.keys;
+        let request::LogKeys { log, from, count } = asked.keys;
         let wait = self.waits.get(&(session, log)).filter(|wait| wait.question.op == asked.lease)?;
         let WaitPhase::Answered { slots, .. } = &wait.phase else { return None };
         let first = from.checked_sub(wait.question.from).map(|first| first as usize);

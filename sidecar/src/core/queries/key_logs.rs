@@ -6,7 +6,7 @@ use std::ops::Range;
 use shm_protocol::key::BlockHash;
 use shm_protocol::layout::{CHUNK_KEYS, LOG_KEYS};
 use shm_protocol::pool::SlotRef;
-use shm_protocol::request::{Append, Keys};
+use shm_protocol::request::{Append, LogKeys};
 use shm_protocol::source::Source;
 use tiers::dram::LeaseId;
 
@@ -73,7 +73,7 @@ impl KeyLogs {
     /// Adds keys to the end of a log. Fails if it is not open or ended, if the keys do not follow its last
     /// one, or beyond the limit of keys.
     pub(crate) fn append(&mut self, append: &Append, keys: Vec<BlockHash>) -> Result<(), Violation> {
-        let Keys { log: number, from, .. } = append.keys;
+        let LogKeys { log: number, from, .. } = append.keys;
         let room = LOG_KEYS - self.keys;
         let log = self.open.get_mut(&number).ok_or_else(|| unknown(number))?;
         if from as usize != log.keys.len() || keys.len() > room || log.tail {

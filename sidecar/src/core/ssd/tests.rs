@@ -12,7 +12,7 @@ use mesh::transport::PeerNumber;
 use shm_protocol::key::NamespaceDigest;
 use shm_protocol::message::{LOAD_BY_ENGINE, Outcome, Status};
 use shm_protocol::pool::SlotRef;
-use shm_protocol::request::{Keys, Query, SchedulerRequest};
+use shm_protocol::request::{LogKeys, Query, SchedulerRequest};
 use shm_protocol::source::Source;
 use tiers::dram::{self, Dram, HolderId};
 use tiers::ssd::{Config, Fault, Geometry, Label, Work};
@@ -172,7 +172,8 @@ impl Scene {
 
     fn post_query(&mut self, log: u32, count: u32) -> u64 {
         let op = self.next_op();
-        let query = Query { op, keys: Keys::new(log, 0..count), arriving: false, awaits: false, last: false };
+        let query =
+            Query { op, keys: LogKeys::new(log, 0..count), arriving: false, awaits: false, last: false };
         self.ask(SchedulerRequest::Query(query));
         op
     }
@@ -266,7 +267,7 @@ fn a_block_that_a_hint_has_read_was_found_on_a_disk_and_by_the_next_request_in_m
     let mut scene = Scene::on_ssd(0..3);
     scene.write(0..1);
     scene.engine.open(1, 0..3);
-    scene.ask(SchedulerRequest::Hint { keys: Keys::new(1, 0..3) });
+    scene.ask(SchedulerRequest::Hint { keys: LogKeys::new(1, 0..3) });
     let reads = scene.reads();
     scene.end_well(reads);
     scene.engine.open(2, 0..3);
@@ -405,7 +406,7 @@ fn a_query_brings_in_a_part_of_the_pool_at_most() {
     scene.engine.out.clear();
     scene.engine.open(1, 0..28);
     let most = (POOL_SEGMENT * POOL_SEGMENTS / arrivals::PART / BLOCK_BYTES) as u32;
-    scene.ask(SchedulerRequest::Hint { keys: Keys::new(1, 0..28) });
+    scene.ask(SchedulerRequest::Hint { keys: LogKeys::new(1, 0..28) });
     let mut reads = scene.reads();
     assert_eq!(reads.len(), most as usize / 2, "a hint leaves room for others");
     let op = scene.post_query(1, 28);
@@ -420,8 +421,8 @@ fn a_query_brings_in_a_part_of_the_pool_at_most() {
 fn a_hint_begins_the_reads_and_holds_nothing() {
     let mut scene = Scene::on_ssd(0..2);
     scene.engine.open(1, 0..2);
-    scene.ask(SchedulerRequest::Hint { keys: Keys::new(1, 0..2) });
-    scene.ask(SchedulerRequest::Hint { keys: Keys::new(1, 0..2) });
+    scene.ask(SchedulerRequest::Hint { keys: LogKeys::new(1, 0..2) });
+    scene.ask(SchedulerRequest::Hint { keys: LogKeys::new(1, 0..2) });
     let reads = scene.reads();
     assert_eq!((reads.len(), scene.held_bytes()), (2, 0));
     scene.end_well(reads);
@@ -439,7 +440,7 @@ fn a_draining_sidecar_lets_nobody_wait_and_ends_its_transfers() {
     assert!(scene.engine.core.busy());
     scene.end_all();
     assert!(!scene.engine.core.busy());
-    scene.ask(SchedulerRequest::Hint { keys: Keys::new(1, 0..1) });
+    scene.ask(SchedulerRequest::Hint { keys: LogKeys::new(1, 0..1) });
     assert!(scene.jobs.is_empty());
 }
 
@@ -553,7 +554,7 @@ fn a_load_waits_for_a_slow_disk_no_longer_than_a_question() {
     scene.event(Event::Tick);
     scene.engine.open(1, 0..8);
     let op = scene.next_op();
-    let query = Query { op, keys: Keys::new(1, 0..8), arriving: true, awaits: false, last: false };
+    let query = Query { op, keys: LogKeys::new(1, 0..8), arriving: true, awaits: false, last: false };
     scene.ask(SchedulerRequest::Query(query));
     let reads = scene.reads();
     scene.end(reads[0], Ok(()));

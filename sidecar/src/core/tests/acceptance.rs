@@ -241,7 +241,7 @@ fn a_promise_of_the_release_before_is_waited_for_by_nobody() {
     let mut engine = Harness::engine(1);
     engine.connect_old();
     engine.ask(SchedulerRequest::Open { log: 0 });
-    let append = Append { keys: Keys::new(0, 0..1), chunks: [0; 6], promised: true, tail: false };
+    let append = Append { keys: LogKeys::new(0, 0..1), chunks: [0; 6], promised: true, tail: false };
     engine.append(append, vec![hash(0)]);
     assert_eq!(engine.core.stats().handover_promises, 0);
 }

@@ -1,6 +1,6 @@
 //! Blocks of earlier lives, each found once it is verified.
 
-use shm_protocol::pool::Remains;
+use shm_protocol::pool::SlotRemains;
 
 use super::*;
 
@@ -14,7 +14,8 @@ fn adopted() -> Harness {
     let config = Config { pool_bytes: 4 * SEGMENT, segment_bytes: SEGMENT, lease_ttl_ms: 1000 };
     let mut core = Core::new(Dram::unopened(config, 50).unwrap(), &[], []);
     for segment in 0..BLOCKS / 3 {
-        let block = |n| Remains::Block { generation: 1, namespace: NAMESPACE, group: GROUP, hash: hash(n) };
+        let block =
+            |n| SlotRemains::Block { generation: 1, namespace: NAMESPACE, group: GROUP, hash: hash(n) };
         let remains = (segment * 3..segment * 3 + 3).map(block).collect();
         let opened = Opened::Used { segment: segment.into(), block_bytes: BLOCK_BYTES, first: 0, remains };
         core.handle(Duration::ZERO, Event::Opened(opened), &mut Vec::new());
@@ -59,7 +60,7 @@ impl Harness {
     fn ask_for(&mut self, op: u64, count: u32) {
         self.ask(SchedulerRequest::Query(Query {
             op,
-            keys: Keys::new(0, 0..count),
+            keys: LogKeys::new(0, 0..count),
             arriving: false,
             awaits: false,
             last: false,
@@ -127,7 +128,7 @@ fn a_key_that_is_asked_for_twice_is_verified_once() {
     engine.assert_begun(&[0, 1]);
     engine.ask(SchedulerRequest::Open { log: 0 });
     let append =
-        Append { keys: Keys::new(0, 0..3), chunks: [0; APPEND_CHUNKS], promised: false, tail: false };
+        Append { keys: LogKeys::new(0, 0..3), chunks: [0; APPEND_CHUNKS], promised: false, tail: false };
     engine.append(append, [5, 5, 6].map(hash).to_vec());
     engine.ask_for(1, 3);
     engine.assert_begun(&[5, 6]);
@@ -141,7 +142,7 @@ fn a_hint_has_blocks_verified_before_their_turn() {
     let mut engine = adopted();
     engine.open(0, 7..9);
     engine.assert_begun(&[0, 1]);
-    engine.ask(SchedulerRequest::Hint { keys: Keys { log: 0, from: 0, count: 2 } });
+    engine.ask(SchedulerRequest::Hint { keys: LogKeys { log: 0, from: 0, count: 2 } });
     engine.assert_begun(&[7, 8]);
 }
 
@@ -149,7 +150,7 @@ fn a_hint_has_blocks_verified_before_their_turn() {
 fn no_engine_learns_a_slot_before_its_block_is_verified() {
     let mut engine = adopted();
     engine.open(0, 5..8);
-    let keys = Keys::new(0, 0..3);
+    let keys = LogKeys::new(0, 0..3);
     engine.ask(SchedulerRequest::Query(Query { op: 1, keys, arriving: true, awaits: false, last: false }));
     assert_eq!(engine.answer(), Some((Status::Pending, 0)));
     engine.verified(5, true);

@@ -10,7 +10,7 @@ const TUNED: [u8; 16] = [0xb; 16];
 
 /// An engine with weights sampled by its ranks.
 fn joined(world_size: u32) -> Harness {
-    let mut engine = with(world_size, |worker| worker.live_weights = Some(Digest(LIVE)));
+    let mut engine = with(world_size, |worker| worker.live_weights = Some(HelloDigest(LIVE)));
     engine.join();
     engine
 }
@@ -45,7 +45,7 @@ impl Harness {
 fn equal_weights_give_the_old_namespace_back_and_others_another() {
     let mut engine = joined(1);
     let live = namespace::weights_live([Some(LIVE)]);
-    let word = namespace::digest(&namespace::complete(&Facts::new(), live)).words()[0];
+    let word = namespace::digest_facts(&namespace::complete_facts(&Facts::new(), live)).words()[0];
     let first = Bound { weights: 0, live, namespace: word };
     assert_eq!(engine.shown(), BTreeMap::from([(RANKS[0], first), (SCHEDULER, first)]));
     engine.keep(2);
@@ -123,7 +123,7 @@ fn a_rank_whose_weights_changed_by_themselves_closes_its_schedulers_session() {
     assert_eq!(engine.query(0, 1, 0, 1).status, Status::NotReady);
     // A new session of the rank does not help, either.
     engine.event(Event::Disconnected { session: RANKS[1] });
-    let hello = changed(rank_hello(2, 1), |worker| worker.live_weights = Some(Digest(TUNED)));
+    let hello = changed(rank_hello(2, 1), |worker| worker.live_weights = Some(HelloDigest(TUNED)));
     engine.connect(RANKS[1], hello);
     engine.join_from(RANKS[1], 0);
     assert!(engine.closed().is_some());
@@ -134,7 +134,7 @@ fn a_session_that_takes_a_ranks_place_is_bound_by_what_it_holds() {
     for (live, closes) in [(LIVE, false), (TUNED, true)] {
         let mut engine = joined(1);
         engine.out.clear();
-        let again = changed(rank_hello(1, 0), |worker| worker.live_weights = Some(Digest(live)));
+        let again = changed(rank_hello(1, 0), |worker| worker.live_weights = Some(HelloDigest(live)));
         engine.connect(9, again);
         engine.join_from(9, 0);
         match closes {
@@ -172,7 +172,7 @@ fn an_engine_that_is_to_join_another_namespace_is_not_served_and_told_so() {
 fn roles_that_see_other_cache_groups_do_not_meet() {
     let mut engine = Harness::unjoined(1);
     engine.event(Event::Disconnected { session: RANKS[0] });
-    let hello = Hello { groups: Some(Digest(LIVE)), ..rank_hello(1, 0) };
+    let hello = Hello { groups: Some(HelloDigest(LIVE)), ..rank_hello(1, 0) };
     engine.connect(RANKS[0], hello);
     engine.join();
     let reason = engine.closed().unwrap();

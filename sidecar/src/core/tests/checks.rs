@@ -407,7 +407,7 @@ fn hear_of(engine: &mut Harness, keys: std::ops::Range<u32>) {
 /// Returns the number of blocks asked of the peer by a query for the first keys of a log.
 fn asked_for(engine: &mut Harness, log: u32, op: u64, count: u32) -> usize {
     let query =
-        request::Query { op, keys: Keys::new(log, 0..count), arriving: false, awaits: false, last: false };
+        request::Query { op, keys: LogKeys::new(log, 0..count), arriving: false, awaits: false, last: false };
     engine.ask(SchedulerRequest::Query(query));
     engine
         .take(taken!(Action::Transfer { job: TierJob::Fetch(Fetch { blocks, .. }), .. } => blocks.len()))
@@ -445,7 +445,7 @@ fn a_block_that_was_removed_does_not_come_back_from_a_peer_that_had_fetched_it()
     let run = [106, 107, 100, 108].map(hash);
     engine.ask(SchedulerRequest::Open { log: 3 });
     let append =
-        Append { keys: Keys::new(3, 0..4), chunks: [9, 0, 0, 0, 0, 0], promised: false, tail: false };
+        Append { keys: LogKeys::new(3, 0..4), chunks: [9, 0, 0, 0, 0, 0], promised: false, tail: false };
     engine.append(append, run.to_vec());
     assert_eq!(asked_for(&mut engine, 3, 5, 4), 2);
 
@@ -537,7 +537,7 @@ fn a_key_that_was_saved_again_is_of_its_last_saver() {
     engine.begin_with_log(2);
     engine.open(60, 600..602);
     for (op, log) in [(1, 0), (2, 60)] {
-        let keys = Keys::new(log, 0..2);
+        let keys = LogKeys::new(log, 0..2);
         let save = request::Save { op, keys, position: 0, step: 9, checked: false, handover: false };
         engine.post(SchedulerRequest::Save(save), Vec::new(), vec![1, 2]);
     }
@@ -571,7 +571,7 @@ fn one_contradiction_bars_nobody_and_what_was_computed_in_that_step_goes() {
     for (op, log, keys, step) in [(2, 60, 0..2, 5), (3, 61, 0..2, 5), (4, 60, 2..4, 6)] {
         let save = request::Save {
             op,
-            keys: Keys::new(log, keys),
+            keys: LogKeys::new(log, keys),
             position: 0,
             step,
             checked: false,
@@ -626,7 +626,8 @@ fn blocks_upon_a_contradicted_chain_go_whoever_saved_them() {
         engine.ask(SchedulerRequest::Open { log });
         let count = keys.len() as u32;
         let chunks = [log * 8, 0, 0, 0, 0, 0];
-        engine.append(Append { keys: Keys::new(log, 0..count), chunks, promised: false, tail: false }, keys);
+        engine
+            .append(Append { keys: LogKeys::new(log, 0..count), chunks, promised: false, tail: false }, keys);
         engine.post_save(log, op, count - 2..count, false);
         engine.copy_all(1, op);
     }

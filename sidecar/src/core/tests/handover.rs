@@ -39,7 +39,7 @@ impl Harness {
     fn await_keys(&mut self, log: u32, op: u64, keys: std::ops::Range<u32>, arriving: bool) {
         self.speaker = D;
         let query =
-            Query { op, keys: Keys::new(log, 0..keys.len() as u32), arriving, awaits: true, last: false };
+            Query { op, keys: LogKeys::new(log, 0..keys.len() as u32), arriving, awaits: true, last: false };
         self.open(log, keys);
         self.ask(SchedulerRequest::Query(query));
         self.speaker = SCHEDULER;
@@ -58,14 +58,14 @@ impl Harness {
 
     /// P saves blocks of its log 0 as operation and step `op`.
     fn produce(&mut self, op: u64, keys: std::ops::Range<u32>) {
-        let (count, keys) = (keys.len() as u32, Keys::new(0, keys));
+        let (count, keys) = (keys.len() as u32, LogKeys::new(0, keys));
         let save = request::Save { op, keys, position: 0, step: op, checked: false, handover: false };
         self.post(SchedulerRequest::Save(save), Vec::new(), (1..count + 1).collect());
     }
 
     /// P computes prompts of these keys under log `log`, each with a step of its own, and hands them over or not.
     fn compute(&mut self, log: u32, op: u64, keys: std::ops::Range<u32>, handover: bool) {
-        let (count, named) = (keys.len() as u32, Keys::new(log, 0..keys.len() as u32));
+        let (count, named) = (keys.len() as u32, LogKeys::new(log, 0..keys.len() as u32));
         self.open(log, keys);
         let save = request::Save { op, keys: named, position: 0, step: op, checked: false, handover };
         self.post(SchedulerRequest::Save(save), Vec::new(), (1..count + 1).collect());
@@ -95,7 +95,7 @@ impl Harness {
     /// Opens a log of these keys, `promised` or not. The last key may be of a `tail`.
     fn open_as(&mut self, log: u32, keys: std::ops::Range<u32>, promised: bool, tail: bool) {
         self.ask(SchedulerRequest::Open { log });
-        let named = Keys::new(log, 0..keys.len() as u32);
+        let named = LogKeys::new(log, 0..keys.len() as u32);
         let chunks = [log * 2, log * 2 + 1, 0, 0, 0, 0];
         self.append(Append { keys: named, chunks, promised, tail }, keys.map(hash).collect());
     }
@@ -104,7 +104,7 @@ impl Harness {
     fn await_tail(&mut self, op: u64) {
         self.speaker = D;
         self.open_as(0, 0..3, false, true);
-        let query = Query { op, keys: Keys::new(0, 0..3), arriving: false, awaits: true, last: false };
+        let query = Query { op, keys: LogKeys::new(0, 0..3), arriving: false, awaits: true, last: false };
         self.ask(SchedulerRequest::Query(query));
         self.speaker = SCHEDULER;
     }
@@ -180,7 +180,7 @@ fn a_tail_that_is_not_promised_is_not_waited_for() {
 fn no_key_follows_a_tail() {
     let mut engines = two_engines();
     engines.open_as(0, 0..3, true, true);
-    let append = Append { keys: Keys::new(0, 3..4), chunks: [0; 6], promised: false, tail: false };
+    let append = Append { keys: LogKeys::new(0, 3..4), chunks: [0; 6], promised: false, tail: false };
     engines.append(append, vec![hash(3)]);
     let reason = engines.closed().expect("a key that was written is never another one");
     assert!(reason.contains("cannot append"), "{reason}");
@@ -245,18 +245,18 @@ fn a_load_is_parked_while_the_last_blocks_are_copied_and_begins_when_they_are_ke
 impl Harness {
     /// P posts a handover of its log `log`, as operation and step `op`, and begins the step.
     fn begin_handover(&mut self, log: u32, op: u64, keys: std::ops::Range<u32>) {
-        let named = Keys::new(log, 0..keys.len() as u32);
+        let named = LogKeys::new(log, 0..keys.len() as u32);
         self.open(log, keys);
         self.hand_over(op, named);
     }
 
     /// P hands over a part of the prompt of its open log 0.
     fn begin_part(&mut self, op: u64, keys: std::ops::Range<u32>) {
-        self.hand_over(op, Keys::new(0, keys));
+        self.hand_over(op, LogKeys::new(0, keys));
     }
 
     /// P hands over some keys of an open log, as operation and step `op`, and begins the step.
-    pub(in crate::core) fn hand_over(&mut self, op: u64, named: Keys) {
+    pub(in crate::core) fn hand_over(&mut self, op: u64, named: LogKeys) {
         let count = named.count;
         let save = request::Save { op, keys: named, position: 0, step: op, checked: false, handover: true };
         self.post(SchedulerRequest::Save(save), Vec::new(), (1..count + 1).collect());
@@ -445,7 +445,7 @@ fn a_promise_that_ends_with_nothing_to_come_ends_the_wait() {
         // Nobody has promised these.
         engines.await_keys(1, 2, 100..104, false);
         if saves {
-            let keys = Keys::new(0, 0..4);
+            let keys = LogKeys::new(0, 0..4);
             let save = request::Save { op: 1, keys, position: 0, step: 1, checked: false, handover: true };
             engines.post(SchedulerRequest::Save(save), Vec::new(), (1..5).collect());
         }
@@ -466,7 +466,7 @@ fn nobody_waits_for_what_was_computed_and_lost() {
     let mut engines = two_engines();
     engines.await_keys(0, 1, 0..4, false);
     engines.open(0, 0..4);
-    let keys = Keys::new(0, 0..4);
+    let keys = LogKeys::new(0, 0..4);
     let save = request::Save { op: 1, keys, position: 0, step: 1, checked: false, handover: true };
     engines.post(SchedulerRequest::Save(save), Vec::new(), (1..5).collect());
     engines.ask(SchedulerRequest::Cancel(Cancel { op: 1, from: 1, count: 3 }));
@@ -479,7 +479,7 @@ fn nobody_waits_for_what_was_computed_and_lost() {
     assert_eq!((answers[&1], answers[&3]), ((Status::Ok, 1), (Status::Ok, 1)), "the kept block, at once");
     assert_eq!(answers[&2].0, Status::Pending, "no engine has computed this");
     engines.open(6, 100..104);
-    let keys = Keys::new(6, 0..4);
+    let keys = LogKeys::new(6, 0..4);
     let save = request::Save { op: 9, keys, position: 0, step: 2, checked: false, handover: true };
     engines.post(SchedulerRequest::Save(save), Vec::new(), (1..5).collect());
     engines.ask(SchedulerRequest::Cancel(Cancel { op: 9, from: 0, count: 4 }));
@@ -743,7 +743,7 @@ fn what_its_engine_gives_up_is_lost_and_counted() {
     engines.open(0, 0..2);
     let save = request::Save {
         op: 1,
-        keys: Keys::new(0, 0..2),
+        keys: LogKeys::new(0, 0..2),
         position: 0,
         step: 1,
         checked: false,

@@ -3,7 +3,7 @@
 use mesh::directory::{self, Directory};
 use shm_protocol::handshake::WEIGHTS_LIVE;
 use shm_protocol::namespace;
-use shm_protocol::pool::Remains;
+use shm_protocol::pool::SlotRemains;
 use tiers::ssd::Recovered;
 
 use super::checks::{rank, run, scheduler};
@@ -181,7 +181,7 @@ fn nobody_is_the_first_where_blocks_may_be_that_are_not_known_of() {
     }
 
     let mut engine = unproven(Core::new(Dram::unopened(config, 0).unwrap(), &[], []));
-    let kept = Remains::Block { generation: 1, namespace: NAMESPACE, hash: hash(7), group: 0 };
+    let kept = SlotRemains::Block { generation: 1, namespace: NAMESPACE, hash: hash(7), group: 0 };
     let used = Opened::Used { segment: 0, block_bytes: SHARD_BYTES, first: 0, remains: vec![kept] };
     engine.event(Event::Opened(used));
     assert_eq!(engine.save_new(1, 1).unproven, 4, "an earlier life has left a block");
@@ -191,7 +191,8 @@ fn nobody_is_the_first_where_blocks_may_be_that_are_not_known_of() {
 fn a_copied_sample_is_none_and_an_own_one_is() {
     let mut engine = Harness::unjoined(1);
     engine.event(Event::Disconnected { session: RANKS[0] });
-    engine.connect(RANKS[0], changed(rank_hello(1, 0), |worker| worker.live_weights = Some(Digest(LIVE))));
+    engine
+        .connect(RANKS[0], changed(rank_hello(1, 0), |worker| worker.live_weights = Some(HelloDigest(LIVE))));
     engine.join();
     engine.keep(4);
     assert_eq!(engine.proof("e"), Some(Proof::Own));

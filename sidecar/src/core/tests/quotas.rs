@@ -1,6 +1,6 @@
 //! The quotas of blocks.
 
-use shm_protocol::pool::Remains;
+use shm_protocol::pool::SlotRemains;
 
 use super::*;
 
@@ -59,7 +59,7 @@ fn adopted_blocks_count() {
     let config = Config { pool_bytes: 4 << 20, segment_bytes: 2 << 20, lease_ttl_ms: 1000 };
     let quotas = ["c19a797f=16KiB", "others=1GiB"].map(|quota| quota.parse().unwrap());
     let mut core = Core::new(Dram::unopened(config, 50).unwrap(), &quotas, []);
-    let block = |namespace, n| Remains::Block { generation: 1, namespace, group: GROUP, hash: hash(n) };
+    let block = |namespace, n| SlotRemains::Block { generation: 1, namespace, group: GROUP, hash: hash(n) };
     let remains =
         (0..10).map(|n| block(if n < 6 { NAMESPACE } else { NamespaceDigest([2; 16]) }, n)).collect();
     let used_segment = Opened::Used { segment: 0, block_bytes: SHARD_BYTES, first: 0, remains };
@@ -78,7 +78,7 @@ fn blocks_of_windows_stay_without_those_before_them() {
         ("e", "window 64 x2", in_chains),
     ] {
         let facts = Facts::from([("group_kind".into(), kind.into())]);
-        let namespace = shm_protocol::namespace::digest(&facts);
+        let namespace = shm_protocol::namespace::digest_facts(&facts);
         let mut engine = Harness::of(core_over(64 << 20, &["others=16KiB"], None));
         let named = |hello| Hello { engine: name.into(), ..hello };
         engine.connect(RANKS[0], named(changed(rank_hello(1, 0), |rank| rank.facts = facts)));

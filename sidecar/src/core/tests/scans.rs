@@ -81,7 +81,7 @@ fn a_block_that_is_reused_during_the_search_is_kept() {
 fn what_was_handed_over_is_removed_behind_its_search() {
     let mut engine = of_numbers();
     engine.open(0, 0..3);
-    let keys = Keys::new(0, 0..3);
+    let keys = LogKeys::new(0, 0..3);
     let save = request::Save { op: 1, keys, position: 0, step: 2, checked: false, handover: true };
     engine.post(SchedulerRequest::Save(save), Vec::new(), vec![1, 2, 3]);
     engine.fences(RANKS[0], 2, 2);
@@ -125,7 +125,7 @@ fn a_save_of_nothing_has_no_tail() {
     engine.open(0, 0..2);
     let save = request::Save {
         op: 1,
-        keys: Keys::new(0, 0..0),
+        keys: LogKeys::new(0, 0..0),
         position: 0,
         step: 2,
         checked: false,

@@ -23,7 +23,7 @@ fn keeping(kept: &[u32]) -> Harness {
 impl Harness {
     /// Asks for the last kept one of keys `from..from + count` of log 0; the answer, and the keys of the written slots.
     fn ask_last(&mut self, op: u64, from: u32, count: u32) -> (u32, Vec<u32>) {
-        let keys = Keys { log: 0, from, count };
+        let keys = LogKeys { log: 0, from, count };
         self.ask(SchedulerRequest::Query(Query { op, keys, arriving: false, awaits: false, last: true }));
         match self.out.pop() {
             Some(Action::Answer { outcome, refs, from, .. }) => {
@@ -85,7 +85,7 @@ fn leading_hits_are_not_asked_for() {
 fn a_log_of_states_is_in_no_forecast() {
     for last in [true, false] {
         let mut engine = keeping(&[2]);
-        let keys = Keys::new(0, 0..10);
+        let keys = LogKeys::new(0, 0..10);
         engine.ask(SchedulerRequest::Query(Query { op: 20, keys, arriving: false, awaits: false, last }));
         engine.ask(SchedulerRequest::Close { log: 0, way: 0 });
         assert_eq!(engine.core.drain_ended().count(), usize::from(!last));
@@ -96,7 +96,7 @@ fn a_log_of_states_is_in_no_forecast() {
 #[test]
 fn who_awaits_asks_for_the_last_key_first() {
     let mut engine = keeping(&[2]);
-    let keys = Keys::new(0, 0..10);
+    let keys = LogKeys::new(0, 0..10);
     engine.ask(SchedulerRequest::Query(Query { op: 20, keys, arriving: false, awaits: true, last: true }));
     let Some(Action::Answer { outcome, .. }) = engine.out.pop() else { panic!("no answer") };
     assert_eq!((outcome.status, outcome.value), (Status::Ok, 3), "no other engine is there to wait for");

@@ -13,7 +13,7 @@ use mesh::refusals::RefusalCounts;
 use mesh::transport::rdma::{self, Rdma};
 use mesh::transport::tcp::{self, Tcp};
 use mesh::transport::{BootId, Fetch, Granted, Peer, PeerNumber, Transport, Up};
-use shm_protocol::blocks::Blocks;
+use shm_protocol::blocks::PoolBlocks;
 
 use crate::config::Mesh;
 
@@ -36,7 +36,7 @@ impl Carriers {
     pub(super) fn start<F: Fn(Up) + Send + Sync + 'static>(
         mesh: &Mesh,
         boot: BootId,
-        blocks: &Blocks,
+        blocks: &PoolBlocks,
         refusals: &Arc<RefusalCounts>,
         up: impl Fn() -> F,
     ) -> Result<(Self, DataAddresses), ::mesh::Error> {

@@ -17,7 +17,7 @@ use shm_protocol::layout::LOAD_WAIT_MS;
 use shm_protocol::layout::SUBMISSION_SLOTS;
 use shm_protocol::namespace;
 use shm_protocol::prefill::PrefillRate;
-use shm_protocol::request::{Cancel, Keys, Query, SchedulerRequest};
+use shm_protocol::request::{Cancel, LogKeys, Query, SchedulerRequest};
 
 use super::blocks::Blocks;
 use super::calls::COUNTS;
@@ -223,7 +223,8 @@ impl Scheduler {
         let Some(ring) = self.policy.session(0).submission() else { return };
         // No log has this number.
         let log = shm_protocol::layout::LOGS as u32 - 1;
-        let query = Query { op: 1, keys: Keys::new(log, 0..1), arriving: false, awaits: false, last: false };
+        let query =
+            Query { op: 1, keys: LogKeys::new(log, 0..1), arriving: false, awaits: false, last: false };
         if ring.post(SchedulerRequest::Query(query)).is_some() {
             self.policy.session(0).flush();
             ctx.hit("fault violation");
@@ -248,7 +249,7 @@ impl Scheduler {
     /// The namespaces of its KV now, by group.
     pub(super) fn digests(&self) -> Vec<NamespaceDigest> {
         let bases = (0..self.model.groups()).map(|group| self.model.base(group, self.weights.1));
-        bases.map(|base| self.salt.map_or(base, |salt| namespace::salted(base, salt))).collect()
+        bases.map(|base| self.salt.map_or(base, |salt| namespace::salt_namespace(base, salt))).collect()
     }
 
     /// Makes one move. Returns the time until the next.

@@ -85,7 +85,7 @@ impl Life {
                 self.disks[tier].post(job, form, self.pool.region(), ctx);
             }
             Action::Bind { engine, facts, block_bytes, words, .. } => {
-                let base = namespace::digest(&facts);
+                let base = namespace::digest_facts(&facts);
                 self.namespaces.insert(engine, base);
                 self.mesh.iter_mut().for_each(|mesh| mesh.know(base, block_bytes));
                 for (id, bound) in words {
@@ -141,7 +141,7 @@ impl Life {
     fn check_answer(&self, (session, op): (SessionId, u64), refs: &[SlotRef], from: u32, arriving: bool) {
         let Some(peer) = self.sessions.get(&session).filter(|_| !refs.is_empty()) else { return };
         let base = self.namespaces[&peer.engine];
-        let digest: NamespaceDigest = peer.salt.map_or(base, |salt| namespace::salted(base, salt));
+        let digest: NamespaceDigest = peer.salt.map_or(base, |salt| namespace::salt_namespace(base, salt));
         let is_contradicted = refs.iter().any(|slot| peer.contradicted.contains(slot));
         assert!(!is_contradicted, "session {session} was answered with blocks that differ from its own");
         let is_barred = self.core.barred().iter().any(|barred| barred.engine == peer.engine);

@@ -22,7 +22,7 @@ use crate::ctx::{Ctx, Micros};
 use crate::engine::keys;
 use crate::ledger::Form;
 use crate::origin::{Origin, WORDS};
-use crate::rng::mix;
+use crate::rng::mix_bits;
 
 /// Most other pods.
 const SEATS: usize = 3;
@@ -77,7 +77,7 @@ fn place(offset: u64) -> Piece {
 
 /// True if a peer has a block that it announces.
 fn has(peer: PeerNumber, label: &Label) -> bool {
-    !mix(Digest::of(label).0 ^ u64::from(peer.0)).is_multiple_of(4)
+    !mix_bits(Digest::of(label).0 ^ u64::from(peer.0)).is_multiple_of(4)
 }
 
 // === impl Mesh ===
@@ -167,7 +167,7 @@ impl Mesh {
                 Some(Heard::Keeps { peer, filter })
             }
             5 if ctx.rng.one_in(4) => {
-                let flood = (0..FLOOD).map(|number| Change::Added(Digest(mix(number))));
+                let flood = (0..FLOOD).map(|number| Change::Added(Digest(mix_bits(number))));
                 Some(Heard::Changed { peer, changes: flood.collect() })
             }
             5 | 6 => {

@@ -2,7 +2,7 @@
 
 use shm_protocol::key::BlockHash;
 use shm_protocol::message::{APPEND_CHUNKS, Status};
-use shm_protocol::request::{Append, Keys, Load, LoadFlags, Query, Save, SchedulerRequest};
+use shm_protocol::request::{Append, Load, LoadFlags, LogKeys, Query, Save, SchedulerRequest};
 use sidecar::core::{Event, SessionId};
 
 use super::check::Check;
@@ -105,7 +105,7 @@ impl Engine {
         let is_liar = self.nature == Nature::Liar;
         let lie = is_liar.then(|| rng.pick(&[Lie::Poison, Lie::Agree, Lie::Contradict]));
         self.ask(pod, SchedulerRequest::Open { log }, &[], &[]);
-        let all = Keys::new(log, 0..keys.len() as u32);
+        let all = LogKeys::new(log, 0..keys.len() as u32);
         let chunks = std::array::from_fn(|at| log * APPEND_CHUNKS as u32 + at as u32);
         let append = Append { keys: all, chunks, promised: false, tail: false };
         let hashes: Vec<BlockHash> = keys.iter().map(|key| self.hash(key)).collect();
@@ -123,7 +123,7 @@ impl Engine {
             Some(_) => 0,
         };
         let load = (kept > 0).then(|| {
-            let (op, keys) = (self.next_op(), Keys::new(log, 0..kept as u32));
+            let (op, keys) = (self.next_op(), LogKeys::new(log, 0..kept as u32));
             let (step, flags) = (self.step + 1, LoadFlags::default());
             let load = Load { op, keys, position: 0, step, lease: id, flags };
             let blocks: Vec<u32> = (block..block + kept as u32).collect();
@@ -226,7 +226,7 @@ impl Engine {
     }
 
     fn post_save(&mut self, asked: &Asked, first: usize, end: usize, checked: bool, pod: &mut Pod) {
-        let (op, keys) = (self.next_op(), Keys::new(asked.log, first as u32..end as u32));
+        let (op, keys) = (self.next_op(), LogKeys::new(asked.log, first as u32..end as u32));
         let save = Save { op, keys, position: 0, step: self.step, checked, handover: false };
         let blocks: Vec<u32> = (first..end).map(|at| asked.block + at as u32).collect();
         self.ask(pod, SchedulerRequest::Save(save), &[], &blocks);

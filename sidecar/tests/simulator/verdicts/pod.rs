@@ -11,7 +11,7 @@ use sidecar::compare::{Difference, Number};
 use sidecar::core::{Action, Core, Direction, Event, Findings, Found, Inspection, Piece, Request, SessionId};
 use tiers::dram::{Config, Dram};
 
-use crate::rng::mix;
+use crate::rng::mix_bits;
 
 /// A computation: 0 is correct, each fault and each wrong engine has its own number.
 pub(super) type Cause = u32;
@@ -89,8 +89,8 @@ pub(super) struct Pod {
 impl Kv {
     /// The KV of a key after this block.
     pub(super) fn then(self, hash: &BlockHash, own: Cause) -> Self {
-        let content = hash.words().into_iter().fold(self.word, |state, word| mix(state ^ word));
-        let word = mix(content ^ u64::from(own));
+        let content = hash.words().into_iter().fold(self.word, |state, word| mix_bits(state ^ word));
+        let word = mix_bits(content ^ u64::from(own));
         Self { word, own, causes: self.causes | 1 << own, saved: (0, 0) }
     }
 

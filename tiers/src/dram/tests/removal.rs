@@ -67,7 +67,7 @@ fn while_the_slots_of_an_earlier_life_are_left_alone_a_removed_block_keeps_its_o
     let mut dram = Dram::unopened(config, HOLD_MS).expect("sizes");
     assert!(dram.open_used(0, SIZES[0], 1000));
     for index in 0..3 {
-        let remains = Remains::Block {
+        let remains = SlotRemains::Block {
             generation: u64::from(index) + 1,
             namespace: NamespaceDigest([7; 16]),
             group: 0,

@@ -1,7 +1,7 @@
 //! One job under way: its transfers, and the checks of the bytes read by them.
 
 use rustix::io::Errno;
-use shm_protocol::blocks::Blocks;
+use shm_protocol::blocks::PoolBlocks;
 
 use crate::io::buf::Buffer;
 use crate::io::transfer::{Direction, Memory, Transfer};
@@ -43,7 +43,7 @@ pub(crate) struct Activity {
 #[derive(Debug)]
 pub(crate) struct Desk {
     pub(crate) layout: Layout,
-    pub(crate) blocks: Blocks,
+    pub(crate) blocks: PoolBlocks,
     /// Entries of footers to come, by segment.
     pub(crate) footers: std::collections::HashMap<u32, Footer>,
     distrusted: Distrusted,
@@ -63,7 +63,7 @@ const UNITS_KEPT: usize = 64;
 // === impl Desk ===
 
 impl Desk {
-    pub(crate) fn new(opened: &Opened, blocks: Blocks) -> Self {
+    pub(crate) fn new(opened: &Opened, blocks: PoolBlocks) -> Self {
         let (layout, distrusted) = (opened.layout, opened.distrusted.clone());
         Self { layout, blocks, footers: std::collections::HashMap::new(), distrusted, units: Vec::new() }
     }
@@ -125,8 +125,8 @@ impl Activity {
                 out.push(transfer(Direction::Write, Part::Head, at, Memory::Own(buffer), unit));
             }
             Work::Write { place, sequence, label, from } => {
-                let bytes = desk.blocks.bytes(from, label.bytes as usize).ok_or(Errno::FAULT)?;
-                let header = Header { place, sequence, label, checksum: format::checksum(bytes) };
+                let bytes = desk.blocks.bytes_at(from, label.bytes as usize).ok_or(Errno::FAULT)?;
+                let header = Header { place, sequence, label, checksum: format::compute_checksum(bytes) };
                 // Otherwise the bytes may not be the block's bytes, and the checksum would confirm them
                 // permanently.
                 if !desk.blocks.is_whole() {
@@ -138,7 +138,7 @@ impl Activity {
                 payload(Direction::Write, desk, place, &label, from, out)?;
             }
             Work::Read { place, label, into, .. } => {
-                desk.blocks.address(into, label.bytes as usize).ok_or(Errno::FAULT)?;
+                desk.blocks.address_of(into, label.bytes as usize).ok_or(Errno::FAULT)?;
                 let head = Memory::Own(desk.buffer(layout.unit())?);
                 out.push(transfer(Direction::Read, Part::Head, desk.place(place), head, unit));
                 payload(Direction::Read, desk, place, &label, into, out)?;
@@ -252,8 +252,12 @@ impl Activity {
             let rest = &tail.bytes()[..(label.bytes - body) as usize];
             assert!(desk.blocks.fill(into + u64::from(body), rest), "checked when the job began");
         }
-        let bytes = desk.blocks.bytes(into, label.bytes as usize).expect("checked when the job began");
-        if format::checksum(bytes) == header.checksum { Ok(()) } else { Err(Fault::Corrupt("checksum")) }
+        let bytes = desk.blocks.bytes_at(into, label.bytes as usize).expect("checked when the job began");
+        if format::compute_checksum(bytes) == header.checksum {
+            Ok(())
+        } else {
+            Err(Fault::Corrupt("checksum"))
+        }
     }
 }
 
@@ -286,7 +290,7 @@ fn payload(
     let whole = rest.next_multiple_of(desk.layout.unit());
     let mut buffer = desk.buffer(whole)?;
     if direction == Direction::Write {
-        let bytes = desk.blocks.bytes(offset + u64::from(body), rest).ok_or(Errno::FAULT)?;
+        let bytes = desk.blocks.bytes_at(offset + u64::from(body), rest).ok_or(Errno::FAULT)?;
         buffer.bytes_mut()[..rest].copy_from_slice(bytes);
         buffer.bytes_mut()[rest..].fill(0);
     }
@@ -314,7 +318,7 @@ fn rewrite(
 ) -> Result<Transfer, Fault> {
     let header = check(desk, &buffer, from.0, from.1, label)?;
     let unit = desk.layout.unit();
-    if format::checksum(&buffer.bytes()[unit..unit + label.bytes as usize]) != header.checksum {
+    if format::compute_checksum(&buffer.bytes()[unit..unit + label.bytes as usize]) != header.checksum {
         return Err(Fault::Corrupt("checksum"));
     }
     let moved = Header { place: to.0, sequence: to.1, ..header };

@@ -22,7 +22,7 @@ const MUST: &str = "PILLION_TEST_RDMA";
 /// A node with a pool of its own; each byte depends on its position.
 struct End {
     nics: Arc<[Nic]>,
-    blocks: Blocks,
+    blocks: PoolBlocks,
 }
 
 impl End {
@@ -44,18 +44,18 @@ impl End {
     }
 
     fn address(&self, offset: u64) -> u64 {
-        self.blocks.address(offset, 1).unwrap().as_ptr() as u64
+        self.blocks.address_of(offset, 1).unwrap().as_ptr() as u64
     }
 
     fn bytes(&self, offset: u64, len: usize) -> &[u8] {
-        self.blocks.bytes(offset, len).unwrap()
+        self.blocks.bytes_at(offset, len).unwrap()
     }
 }
 
-fn pool() -> Blocks {
+fn pool() -> PoolBlocks {
     let fd = rustix::fs::memfd_create("verbs", MemfdFlags::CLOEXEC).unwrap();
     rustix::fs::ftruncate(&fd, BYTES as u64).unwrap();
-    Blocks::new(Arc::new(Region::map(fd.as_fd(), BYTES, Access::ReadWrite).unwrap()))
+    PoolBlocks::new(Arc::new(Region::map(fd.as_fd(), BYTES, Access::ReadWrite).unwrap()))
 }
 
 fn byte(at: usize, seed: usize) -> u8 {
@@ -153,7 +153,7 @@ fn what_is_registered_no_more_cannot_be_read() {
     let (mut reads, lends) = connected(&one, &other);
     // A second registration, of the same protection domain.
     let (blocks, access) = (pool(), AccessFlags::LocalWrite | AccessFlags::RemoteRead);
-    let base = blocks.address(0, BYTES).unwrap().as_ptr() as usize;
+    let base = blocks.address_of(0, BYTES).unwrap().as_ptr() as usize;
     // SAFETY: `blocks` outlives the region; nobody else uses its bytes.
     let region = unsafe { lends.nic().domain.reg_mr(base, BYTES, access) }.unwrap();
     let key = region.rkey();
@@ -209,7 +209,7 @@ fn writes_arrive_and_say_so() {
     writable.setup_state(QueuePairState::Init).setup_pkey_index(0).setup_port(1).setup_access_flags(access);
     passive.pair().modify(&writable).unwrap();
     let target = pool();
-    let base = target.address(0, BYTES).unwrap().as_ptr() as usize;
+    let base = target.address_of(0, BYTES).unwrap().as_ptr() as usize;
     // SAFETY: `target` outlives the region; nobody else uses its bytes.
     let region = unsafe { other.nics[0].domain.reg_mr(base, BYTES, access) }.unwrap();
     let mut receive = passive.pair().start_post_recv();
@@ -226,7 +226,7 @@ fn writes_arrive_and_say_so() {
     unsafe { write.setup_sge(local, one.address(0), 1 << 20) };
     guard.post().unwrap();
     assert_eq!(status(&active), 0);
-    assert!(target.bytes(0, 1 << 20).unwrap() == one.bytes(0, 1 << 20));
+    assert!(target.bytes_at(0, 1 << 20).unwrap() == one.bytes(0, 1 << 20));
 
     let far = base as u64 + (2 << 20) + 3;
     let mut guard = active.pair().start_post_send();
@@ -242,7 +242,7 @@ fn writes_arrive_and_say_so() {
         polled.for_each(|word| arrived = Some((word.wr_id(), word.status(), word.imm_data())));
     }
     assert_eq!(arrived, Some((77, 0, 0xc0_ffee)));
-    assert!(target.bytes((2 << 20) + 3, 9000).unwrap() == one.bytes(70_000, 9000));
+    assert!(target.bytes_at((2 << 20) + 3, 9000).unwrap() == one.bytes(70_000, 9000));
 
     // Scattered into three places, beyond the one allowed by the queue pair: refused, nothing sent.
     let mut guard = active.pair().start_post_send();

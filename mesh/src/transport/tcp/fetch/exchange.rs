@@ -159,7 +159,7 @@ impl Exchange {
                 chunk,
                 now() + self.shared.config.limits.progress,
             )?;
-            let bytes = self.shared.blocks.bytes(place, chunk).expect("checked when posted");
+            let bytes = self.shared.blocks.bytes_at(place, chunk).expect("checked when posted");
             hash.write(bytes);
             at += chunk;
         }

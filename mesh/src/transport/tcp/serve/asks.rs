@@ -152,9 +152,9 @@ pub(in crate::transport) fn granted<'a>(
     label: &Label,
     grant: Grant,
 ) -> Result<(&'a [u8], u64), Status> {
-    let bytes = shared.blocks.bytes(grant.slot.offset, label.bytes as usize);
+    let bytes = shared.blocks.bytes_at(grant.slot.offset, label.bytes as usize);
     let bytes = bytes.expect("a granted slot lies in the pool");
-    let checksum = grant.checksum.unwrap_or_else(|| pool::checksum(bytes));
+    let checksum = grant.checksum.unwrap_or_else(|| pool::compute_checksum(bytes));
     if !shared.blocks.is_whole() {
         return Err(Status::Absent);
     }

@@ -12,7 +12,7 @@ impl Scene {
     /// The engine appends promised keys to a log with `length` keys.
     fn append(&mut self, log: u32, length: u32, keys: Range<u32>) {
         let chunks = [log * 2, log * 2 + 1, 0, 0, 0, 0];
-        let named = Keys::new(log, length..length + keys.len() as u32);
+        let named = LogKeys::new(log, length..length + keys.len() as u32);
         let append = Append { keys: named, chunks, promised: true, tail: false };
         self.engine.append(append, keys.map(hash).collect());
         self.take_actions();
@@ -38,7 +38,8 @@ impl Scene {
     fn await_keys(&mut self, log: u32, keys: Range<u32>) -> u64 {
         let (op, count) = (self.next_op(), keys.len() as u32);
         self.engine.open(log, keys);
-        let query = Query { op, keys: Keys::new(log, 0..count), arriving: false, awaits: true, last: false };
+        let query =
+            Query { op, keys: LogKeys::new(log, 0..count), arriving: false, awaits: true, last: false };
         self.ask(SchedulerRequest::Query(query));
         op
     }
@@ -89,7 +90,7 @@ fn a_promise_is_told_until_its_blocks_are_kept_and_behind_that() {
         let mut scene = with_peer();
         scene.promise(9, 0..3);
         for (op, keys) in [(1, 0..2), (2, 2..3)] {
-            scene.engine.hand_over(op, Keys::new(9, keys));
+            scene.engine.hand_over(op, LogKeys::new(9, keys));
         }
         scene.take_actions();
         scene.told_promises();
@@ -100,7 +101,7 @@ fn a_promise_is_told_until_its_blocks_are_kept_and_behind_that() {
         // P promises another prompt.
         scene.promise(8, 10..11);
         assert_eq!(scene.told_promises().last().map(Vec::len), Some(3));
-        scene.engine.hand_over(3, Keys::new(8, 0..1));
+        scene.engine.hand_over(3, LogKeys::new(8, 0..1));
         scene.take_actions();
         let copies = scene.engine.copies();
         for (copy, kept) in [(1, 1), (0, 3)] {
@@ -157,7 +158,7 @@ fn of_promises_that_have_ended_before_their_saves_the_newest_are_told() {
     let mut scene = with_peer();
     scene.promise(1000, 9000..9001);
     // This save never begins: its step is never seen done.
-    scene.engine.hand_over(1, Keys::new(1000, 0..1));
+    scene.engine.hand_over(1, LogKeys::new(1000, 0..1));
     for log in 0..100 {
         scene.promise(log, 2 * log..2 * log + 2);
         scene.ask(SchedulerRequest::Close { log, way: 0 });

@@ -8,7 +8,7 @@ fn asking() -> (Scene, u64) {
     scene.save(1..2);
     scene.engine.open(1, 0..6);
     let op = scene.next_op();
-    let keys = Keys::new(1, 0..6);
+    let keys = LogKeys::new(1, 0..6);
     scene.ask(SchedulerRequest::Query(Query { op, keys, arriving: false, awaits: false, last: true }));
     assert_eq!(scene.answers(), [(op, Status::Pending, 0)]);
     (scene, op)

@@ -17,7 +17,7 @@ impl Scene {
     fn ask_last(&mut self, count: u32) -> u64 {
         self.engine.open(1, 0..6);
         let op = self.next_op();
-        let keys = Keys::new(1, 0..count);
+        let keys = LogKeys::new(1, 0..count);
         self.ask(SchedulerRequest::Query(Query { op, keys, arriving: false, awaits: false, last: true }));
         op
     }

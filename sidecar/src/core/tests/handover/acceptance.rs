@@ -5,7 +5,7 @@ use super::*;
 impl Harness {
     /// P's step of this number hands over keys of its log 0 and copies them whole. No step is accepted.
     fn hand_over_whole(&mut self, step: u64, part: std::ops::Range<u32>) {
-        self.hand_over(step, Keys::new(0, part));
+        self.hand_over(step, LogKeys::new(0, part));
         self.fences(RANKS[0], step, step);
         let copies = self.out.iter().filter_map(taken!(Action::Copy { copy, .. } => *copy));
         copies.collect::<Vec<_>>().into_iter().for_each(|copy| self.end_copy(copy, true));

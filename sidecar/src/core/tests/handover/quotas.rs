@@ -1,6 +1,6 @@
 //! Blocks kept for another engine in a quota full of such blocks.
 
-use shm_protocol::pool::Remains;
+use shm_protocol::pool::SlotRemains;
 use tiers::dram::Whose;
 
 use super::*;
@@ -13,7 +13,7 @@ fn within_8_blocks() -> Harness {
 impl Harness {
     /// P's step of this number hands over a part of the prompt of its open log `log`.
     fn hand_over_part(&mut self, log: u32, op: u64, part: std::ops::Range<u32>) {
-        self.hand_over(op, Keys::new(log, part));
+        self.hand_over(op, LogKeys::new(log, part));
         self.fences(RANKS[0], op, op);
         self.copied();
         self.out.clear();
@@ -46,7 +46,7 @@ fn what_is_kept_in_a_quota_takes_no_room_from_what_its_engine_hands_over_next() 
 fn what_is_kept_stays_while_an_engine_of_an_earlier_life_may_read_what_that_left() {
     let config = Config { pool_bytes: 4 << 20, segment_bytes: 2 << 20, lease_ttl_ms: 1000 };
     let mut core = Core::new(Dram::unopened(config, 5000).unwrap(), &["c19a797f=32KiB".parse().unwrap()], []);
-    let block = |n| Remains::Block { generation: 1, namespace: NAMESPACE, group: GROUP, hash: hash(n) };
+    let block = |n| SlotRemains::Block { generation: 1, namespace: NAMESPACE, group: GROUP, hash: hash(n) };
     let remains = (1000..1004).map(block).collect();
     let used = Opened::Used { segment: 0, block_bytes: SHARD_BYTES, first: 0, remains };
     for opened in [used, Opened::Empty { segment: 1 }] {

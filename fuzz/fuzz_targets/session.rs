@@ -26,7 +26,7 @@ use sidecar::config::SsdAdmission;
 use sidecar::copiers::Copiers;
 use sidecar::core::{Action, CopyId, Core, Event, JobEnd, TierJob, disk_tier};
 use tiers::dram::{self, Dram};
-use tiers::ssd::{self, Done, Fault, Geometry, Job, Log, Recovered};
+use tiers::ssd::{self, DeviceGeometry, DeviceJob, JobDone, JobFault, Recovered, SegmentLog};
 
 const SEGMENT_BYTES: u64 = 2 << 20;
 /// Bytes of a rank's blocks, by form: a pool of two segments holds many of the first and few of the second.
@@ -46,7 +46,7 @@ struct World {
     core: Core,
     peers: BTreeMap<u64, Peer>,
     copies: VecDeque<CopyId>,
-    jobs: VecDeque<Job>,
+    jobs: VecDeque<DeviceJob>,
     out: Vec<Action>,
     next: u64,
     now_ms: u64,
@@ -130,10 +130,18 @@ fn role(kind: u8) -> Role {
 
 impl World {
     fn new() -> Self {
-        let config =
-            dram::Config { pool_bytes: 2 * SEGMENT_BYTES, segment_bytes: SEGMENT_BYTES, lease_ttl_ms: 1000 };
-        let geometry = Geometry { unit_bytes: 4096, segment_bytes: 4 << 20, segments: 8, first_sequence: 1 };
-        let log = Log::new(ssd::Config { devices: vec![geometry], write_bytes_max: 1 << 20, late_ms: 500 });
+        let config = dram::DramConfig {
+            pool_bytes: 2 * SEGMENT_BYTES,
+            segment_bytes: SEGMENT_BYTES,
+            lease_ttl_ms: 1000,
+        };
+        let geometry =
+            DeviceGeometry { unit_bytes: 4096, segment_bytes: 4 << 20, segments: 8, first_sequence: 1 };
+        let log = SegmentLog::new(ssd::LogConfig {
+            devices: vec![geometry],
+            write_bytes_max: 1 << 20,
+            late_ms: 500,
+        });
         let disks = disk_tier(log, SsdAdmission::All);
         let core = Core::new(Dram::new(config).expect("a small tier"), &[], [disks]).with_claims(CLAIMS);
         let (peers, copies, jobs, out) = (BTreeMap::new(), VecDeque::new(), VecDeque::new(), Vec::new());
@@ -154,8 +162,8 @@ impl World {
     /// A disk ends its oldest job.
     fn end_job(&mut self, ok: bool) -> bool {
         let Some(job) = self.jobs.pop_front() else { return false };
-        let result = if ok { Ok(()) } else { Err(Fault::Corrupt("fuzz")) };
-        let done = Done { device: 0, ticket: job.ticket, micros: 1, result };
+        let result = if ok { Ok(()) } else { Err(JobFault::Corrupt("fuzz")) };
+        let done = JobDone { device: 0, ticket: job.ticket, micros: 1, result };
         self.handle(Event::Transferred { tier: 0, ends: vec![JobEnd::Disk(done)] });
         true
     }

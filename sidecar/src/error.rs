@@ -12,7 +12,7 @@ pub enum StartError {
     #[error(transparent)]
     Listen(#[from] ListenError),
     #[error(transparent)]
-    Tier(#[from] tiers::Error),
+    Tier(#[from] tiers::TierError),
     #[error("cannot serve the pages of --http at {address} ({source}): pass another --http IP:PORT")]
     Admin { address: SocketAddr, source: std::io::Error },
     #[error("cannot listen for pillion ctl at {address} ({source}): pass another --control-listen IP:PORT")]

@@ -38,7 +38,7 @@ pub struct Foretold {
 
 impl Forecaster {
     /// Starts the thread; it ends when this value is dropped.
-    pub fn start(registry: &Registry, config: &dram::Config) -> Result<Self, StartError> {
+    pub fn start(registry: &Registry, config: &dram::DramConfig) -> Result<Self, StartError> {
         let foretold = Foretold::new(registry)?;
         let (config, shown) = (*config, foretold.clone());
         let (requests, to_play) = mpsc::sync_channel(WAITING_MAX);
@@ -59,7 +59,7 @@ impl Forecaster {
     }
 }
 
-fn play(requests: &Receiver<Ended>, config: &dram::Config, foretold: &Foretold) {
+fn play(requests: &Receiver<Ended>, config: &dram::DramConfig, foretold: &Foretold) {
     if let Err(error) = rustix::process::nice(NICE) {
         tracing::warn!(%error, "hits of other pool sizes are forecast at the sidecar's own priority, because a lower \
              one was refused");
@@ -114,7 +114,7 @@ mod tests {
 
     #[test]
     fn requests_of_one_size_are_played() {
-        let config = dram::Config { pool_bytes: 64 << 20, segment_bytes: 2 << 20, lease_ttl_ms: 1000 };
+        let config = dram::DramConfig { pool_bytes: 64 << 20, segment_bytes: 2 << 20, lease_ttl_ms: 1000 };
         let foretold = Foretold::new(&Registry::new()).unwrap();
         let (sender, requests) = mpsc::channel();
         let keys: Vec<BlockHash> = (0..10).map(|number| BlockHash([number; 32])).collect();

@@ -11,7 +11,7 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use shm_protocol::key::{BlockHash, BlockKey};
-use tiers::dram::{Config, Dram, Ending, HolderId, Whose};
+use tiers::dram::{BlockAccount, Dram, DramConfig, Ending, HolderId};
 
 use shm_protocol::random::Random;
 
@@ -43,7 +43,7 @@ fn rss_bytes() -> u64 {
 
 fn fill(dram: &mut Dram, number: u64) {
     let key = BlockKey { namespace: NAMESPACE, group: 0, hash: hash(number) };
-    let slot = dram.begin_fill(key, BLOCK_BYTES, Whose::default()).expect("room, evicting");
+    let slot = dram.begin_fill(key, BLOCK_BYTES, BlockAccount::default()).expect("room, evicting");
     assert!(dram.commit(slot));
     dram.drain_evicted().for_each(drop);
     dram.drain_assigned().for_each(drop);
@@ -53,8 +53,11 @@ fn fill(dram: &mut Dram, number: u64) {
 fn full(keys: u64) -> (Dram, u64) {
     let slots = u64::from(shm_protocol::pool::slot_count(SEGMENT_BYTES, BLOCK_BYTES).expect("fits"));
     let segments = keys.div_ceil(slots);
-    let config =
-        Config { pool_bytes: segments * SEGMENT_BYTES, segment_bytes: SEGMENT_BYTES, lease_ttl_ms: 30_000 };
+    let config = DramConfig {
+        pool_bytes: segments * SEGMENT_BYTES,
+        segment_bytes: SEGMENT_BYTES,
+        lease_ttl_ms: 30_000,
+    };
     let mut dram = Dram::new(config).expect("sizes");
     let keys = segments * slots;
     (0..keys).for_each(|number| fill(&mut dram, number));

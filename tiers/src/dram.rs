@@ -25,13 +25,13 @@ pub use self::adoption::HOLD_MS;
 use self::adoption::Hold;
 use self::below::Below;
 pub use self::below::{Judge, Leaving, Standing};
-pub use self::holders::Whose;
+pub use self::holders::BlockAccount;
 pub use self::quotas::QuotaStats;
 pub use self::walk::Walk;
-use crate::Error;
-use crate::entries::{Entry, Place, State};
+use crate::TierError;
+use crate::entries::{ListPlace, SlotEntry, SlotState};
 pub use crate::error::{FillError, LeaseError};
-use crate::index::{Index, Print};
+use crate::index::{Index, KeyPrint};
 use crate::lease::Leases;
 pub use crate::lease::{LeaseEnd, LeaseId, WORKERS_MAX};
 use crate::ledger::Ledger;
@@ -40,7 +40,7 @@ pub use crate::policy::Ending;
 use crate::policy::{Parent, Policy};
 pub use crate::quota::QuotaId;
 use crate::slab::Slab;
-use crate::watch::Watch;
+use crate::watch::ChangeWatch;
 
 /// With this number of segments a pool wastes at most 1/32 of its bytes on a block size used once.
 const POOL_SEGMENTS: u64 = 32;
@@ -51,7 +51,7 @@ const SEGMENT_BYTES_DEFAULT_MAX: u64 = 256 << 20;
 
 /// Sizes of a DRAM tier.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub struct Config {
+pub struct DramConfig {
     /// Bytes of all segments; a remainder below one segment is left unused.
     pub pool_bytes: u64,
     /// Bytes of a segment, a power of two; [`segment_bytes_for`] chooses one.
@@ -70,7 +70,7 @@ pub struct Assigned {
 
 /// The tier's fill level and its counters.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
-pub struct Stats {
+pub struct DramStats {
     pub blocks: u64,
     pub filling: u64,
     /// Bytes of blocks: committed, being filled, and to be verified.
@@ -99,7 +99,7 @@ pub struct Stats {
 
 #[derive(Debug)]
 pub struct Dram {
-    config: Config,
+    config: DramConfig,
     slab: Slab,
     index: Index,
     policy: Policy,
@@ -113,9 +113,9 @@ pub struct Dram {
     disowned: Vec<SlotRef>,
     /// Kept between calls, so no call allocates.
     chain: Vec<u32>,
-    watch: Watch,
+    watch: ChangeWatch,
     below: Below,
-    stats: Stats,
+    stats: DramStats,
 }
 
 /// Returns a segment size for a pool: a power of two near a 32nd of it, within 4 to 256 MiB.
@@ -138,14 +138,14 @@ pub fn pool_bytes_for(block_bytes: u64) -> Option<u64> {
 }
 
 /// Returns the number of segments of a pool; fails on invalid sizes.
-pub(crate) fn segments(pool_bytes: u64, segment_bytes: u64) -> Result<u64, Error> {
+pub(crate) fn count_segments(pool_bytes: u64, segment_bytes: u64) -> Result<u64, TierError> {
     // A block of one byte fits every valid segment, so this fails on a wrong segment size alone.
     Geometry::new(segment_bytes, 1)?;
     if pool_bytes > pool::POOL_BYTES_MAX {
-        return Err(Error::TooLarge { bytes: pool_bytes, max: pool::POOL_BYTES_MAX });
+        return Err(TierError::TooLarge { bytes: pool_bytes, max: pool::POOL_BYTES_MAX });
     }
     match pool_bytes / segment_bytes {
-        0 => Err(Error::TooSmall { bytes: pool_bytes, min: segment_bytes }),
+        0 => Err(TierError::TooSmall { bytes: pool_bytes, min: segment_bytes }),
         // One segment less leaves the last entry number free, since it means "none".
         count if count * segment_bytes == pool::POOL_BYTES_MAX => Ok(count - 1),
         count => Ok(count),
@@ -156,7 +156,7 @@ pub(crate) fn segments(pool_bytes: u64, segment_bytes: u64) -> Result<u64, Error
 
 impl Dram {
     /// Makes an empty tier, all of its segments in service.
-    pub fn new(config: Config) -> Result<Self, Error> {
+    pub fn new(config: DramConfig) -> Result<Self, TierError> {
         let mut dram = Self::unopened(config, 0)?;
         (0..dram.stats.segments).for_each(|segment| dram.open_empty(segment));
         Ok(dram)
@@ -165,8 +165,8 @@ impl Dram {
     /// Makes a tier without a segment in service: each comes by [`Dram::open_empty`] or [`Dram::open_used`].
     /// For `hold_ms` after the last segment with blocks of an earlier life, no block is evicted and no slot
     /// of such blocks reused.
-    pub fn unopened(config: Config, hold_ms: u64) -> Result<Self, Error> {
-        let count = segments(config.pool_bytes, config.segment_bytes)?;
+    pub fn unopened(config: DramConfig, hold_ms: u64) -> Result<Self, TierError> {
+        let count = count_segments(config.pool_bytes, config.segment_bytes)?;
         Ok(Self {
             config,
             slab: Slab::new(config.segment_bytes, count as usize),
@@ -180,14 +180,14 @@ impl Dram {
             assigned: Vec::new(),
             disowned: Vec::new(),
             chain: Vec::new(),
-            watch: Watch::default(),
+            watch: ChangeWatch::default(),
             below: Below::default(),
-            stats: Stats { segments: count, ..Stats::default() },
+            stats: DramStats { segments: count, ..DramStats::default() },
         })
     }
 
     /// Returns the number of the next filling: every present block has a smaller one.
-    pub fn generation(&self) -> u64 {
+    pub fn next_generation(&self) -> u64 {
         self.generation
     }
 
@@ -198,13 +198,13 @@ impl Dram {
     }
 
     /// Returns the sizes given at construction.
-    pub fn config(&self) -> &Config {
+    pub fn config(&self) -> &DramConfig {
         &self.config
     }
 
     /// Returns the figures as of now.
-    pub fn stats(&self) -> Stats {
-        Stats { leases: self.leases.len() as u64, ..self.stats }
+    pub fn stats(&self) -> DramStats {
+        DramStats { leases: self.leases.len() as u64, ..self.stats }
     }
 }
 
@@ -218,12 +218,12 @@ impl Dram {
         &mut self,
         key: BlockKey,
         block_bytes: u64,
-        whose: Whose,
+        whose: BlockAccount,
     ) -> Result<SlotRef, FillError> {
-        let print = Print::of(&key);
+        let print = KeyPrint::of_key(&key);
         black_box(self.far(print));
-        if let Some(id) = self.index.find(print, |id| self.slab.entries.get(id).key() == key) {
-            let committed = self.slab.entries.get(id).state() == State::Committed;
+        if let Some(id) = self.index.find_entry(print, |id| self.slab.entries.get(id).block_key() == key) {
+            let committed = self.slab.entries.get(id).state() == SlotState::Committed;
             return Err(if committed { FillError::Present } else { FillError::Filling });
         }
         let geometry =
@@ -231,24 +231,24 @@ impl Dram {
                 LayoutError::BlockBytes { block_bytes: 0, .. } => FillError::Empty,
                 _ => FillError::TooLarge { max: pool::block_bytes_max(self.config.segment_bytes) },
             })?;
-        let class = self.slab.class(geometry).filter(|_| key.group <= Entry::GROUP_MAX);
+        let class = self.slab.class(geometry).filter(|_| key.group <= SlotEntry::GROUP_MAX);
         let class = class.ok_or(FillError::NoSpace)?;
         if self.room(whose.holder) < block_bytes {
             return Err(FillError::NoSpace);
         }
         let room = whose.quota.map_or(Ok(()), |quota| self.make_room(quota, block_bytes, whose.holder));
         let id = room.and_then(|()| self.vacate(class, whose.holder))?;
-        self.slab.move_to(id, Place::Detached);
+        self.slab.move_to(id, ListPlace::Detached);
         self.charge(id, whose);
         self.ledger.begin_fill(whose.holder, block_bytes);
-        Ok(self.start(id, key, print))
+        Ok(self.start_filling(id, key, print))
     }
 
-    fn start(&mut self, id: u32, key: BlockKey, print: Print) -> SlotRef {
+    fn start_filling(&mut self, id: u32, key: BlockKey, print: KeyPrint) -> SlotRef {
         let entry = self.slab.entries.get_mut(id);
         entry.set_key(key);
         entry.generation = self.generation;
-        entry.set_state(State::Filling);
+        entry.set_state(SlotState::Filling);
         self.generation += 1;
         self.index.insert(print, id);
         let segment = &mut self.slab.segments[self.slab.entries.segment(id)];
@@ -280,26 +280,26 @@ impl Dram {
 
     /// Loads the words of the index and of the ghost for a filling or an eviction. Both mostly come from
     /// memory: they are loaded together.
-    fn far(&self, print: Print) -> u64 {
-        self.index.home(print).load() ^ self.policy.load(print)
+    fn far(&self, print: KeyPrint) -> u64 {
+        self.index.home(print).load_word() ^ self.policy.load_key(print)
     }
 
-    fn print(&self, id: u32) -> Print {
-        Print::of(&self.slab.entries.get(id).key())
+    fn print(&self, id: u32) -> KeyPrint {
+        KeyPrint::of_key(&self.slab.entries.get(id).block_key())
     }
 
     /// Frees the slot of a committed block without a lease.
     fn evict(&mut self, id: u32) {
         let entry = self.slab.entries.get(id);
         assert!(
-            entry.claims.pins() == 0 && entry.state() == State::Committed,
+            entry.claims.pins() == 0 && entry.state() == SlotState::Committed,
             "only an unleased, whole block is evicted"
         );
         // The entry ahead of it most likely goes next.
         let next = self.slab.entries.get_or_vacant(entry.link.previous).generation;
         black_box(self.far(self.print(id)) ^ next);
-        self.watch.note(entry.key(), false);
-        self.below.note(entry.key(), entry.standing);
+        self.watch.note_change(entry.block_key(), false);
+        self.below.note_gone(entry.block_key(), entry.standing);
         self.evicted.push(self.slab.slot_ref(id));
         let bytes = self.slab.block_bytes(id);
         self.stats.blocks -= 1;
@@ -309,13 +309,13 @@ impl Dram {
     }
 
     /// Takes an entry out of the index, and puts its slot into the free list.
-    fn vacated(&mut self, id: u32, bytes: u64) -> Print {
+    fn vacated(&mut self, id: u32, bytes: u64) -> KeyPrint {
         let print = self.unindexed(id);
         self.free(id, bytes);
         print
     }
 
-    fn unindexed(&mut self, id: u32) -> Print {
+    fn unindexed(&mut self, id: u32) -> KeyPrint {
         let print = self.print(id);
         assert!(self.index.remove(print, id), "a used slot is in the index");
         print
@@ -324,8 +324,8 @@ impl Dram {
     /// Puts the slot of an entry outside of the index into the free list.
     fn free(&mut self, id: u32, bytes: u64) {
         let standing = self.slab.entries.get(id).standing;
-        self.slab.entries.get_mut(id).set_state(State::Free);
-        self.slab.move_to(id, Place::Free);
+        self.slab.entries.get_mut(id).set_state(SlotState::Free);
+        self.slab.move_to(id, ListPlace::Free);
         if let Some(parent) = self.slab.part(id) {
             self.policy.lost_children(&mut self.slab, parent, standing);
         }
@@ -357,8 +357,8 @@ impl Dram {
 
     fn parent(&self, key: &BlockKey) -> Parent {
         let entries = &self.slab.entries;
-        match self.index.find(Print::of(key), |id| entries.get(id).key() == *key) {
-            Some(id) if entries.get(id).state() == State::Committed => Parent::Kept(id),
+        match self.index.find_entry(KeyPrint::of_key(key), |id| entries.get(id).block_key() == *key) {
+            Some(id) if entries.get(id).state() == SlotState::Committed => Parent::Kept(id),
             Some(_) => Parent::None,
             None => Parent::Lost,
         }
@@ -372,11 +372,11 @@ impl Dram {
     fn commit_in(&mut self, slot: SlotRef, parent: Parent) -> bool {
         let Some(id) = self.end_fill(slot) else { return false };
         let entry = self.slab.entries.get_mut(id);
-        entry.set_state(State::Committed);
-        self.watch.note(entry.key(), true);
+        entry.set_state(SlotState::Committed);
+        self.watch.note_change(entry.block_key(), true);
         self.stats.blocks += 1;
         let print = self.print(id);
-        self.policy.admit(&mut self.slab, id, print, parent);
+        self.policy.admit_block(&mut self.slab, id, print, parent);
         true
     }
 
@@ -389,8 +389,8 @@ impl Dram {
     }
 
     fn end_fill(&mut self, slot: SlotRef) -> Option<u32> {
-        let id = self.slab.find(slot)?;
-        if self.slab.entries.get(id).state() != State::Filling {
+        let id = self.slab.find_slot(slot)?;
+        if self.slab.entries.get(id).state() != SlotState::Filling {
             return None;
         }
         self.slab.segments[self.slab.entries.segment(id)].held -= 1;

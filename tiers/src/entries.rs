@@ -11,13 +11,13 @@ use shm_protocol::key::{BlockHash, BlockKey};
 pub(crate) use self::claims::Claims;
 use self::phase::EntryPhase;
 use crate::ledger::HolderId;
-use crate::list::{Link, Links, List, NIL};
+use crate::list::{LinkTable, List, ListLink, NIL};
 use crate::standing::{SORTS, Standing};
 
 /// The content of a slot.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 #[repr(u8)]
-pub(crate) enum State {
+pub(crate) enum SlotState {
     Free,
     Filling,
     /// A block of an earlier life with unverified bytes: no lookup finds it.
@@ -32,7 +32,7 @@ pub(crate) enum State {
 /// The list an entry is in.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 #[repr(u8)]
-pub(crate) enum Place {
+pub(crate) enum ListPlace {
     /// No list: the block is being filled, was leased at its eviction or removal, or is of an earlier life
     /// and not verified.
     Detached,
@@ -44,13 +44,13 @@ pub(crate) enum Place {
 
 #[repr(C, align(64))]
 #[derive(Clone, Debug)]
-pub(crate) struct Entry {
+pub(crate) struct SlotEntry {
     hash: BlockHash,
     namespace: u32,
     /// The entry of the block before it in its chain, or none: [`Slab`](crate::slab::Slab) keeps it.
     pub(crate) parent: u32,
     pub(crate) generation: u64,
-    pub(crate) link: Link,
+    pub(crate) link: ListLink,
     pub(crate) claims: Claims,
     /// Its sort and last use, for the policy.
     pub(crate) standing: Standing,
@@ -58,14 +58,14 @@ pub(crate) struct Entry {
     phase: EntryPhase,
 }
 
-const _: () = assert!(size_of::<Entry>() == 64);
+const _: () = assert!(size_of::<SlotEntry>() == 64);
 
 /// The policy's lists of one holder, by sort.
 pub(crate) type Sorts = [List; SORTS];
 
 /// The policy's lists, by holder.
 #[derive(Debug, Default)]
-pub(crate) struct Queues(Vec<Sorts>);
+pub(crate) struct PolicyLists(Vec<Sorts>);
 
 /// One `T` for every slot: a table for each segment, empty until the segment is assigned.
 #[derive(Clone, Debug)]
@@ -76,32 +76,32 @@ pub(crate) struct Tables<T> {
 }
 
 /// The entries of all segments.
-pub(crate) type Entries = Tables<Entry>;
+pub(crate) type Entries = Tables<SlotEntry>;
 
-// === impl Entry ===
+// === impl SlotEntry ===
 
-const VACANT: Entry = Entry {
+const VACANT: SlotEntry = SlotEntry {
     hash: BlockHash([0; 32]),
     namespace: 0,
     parent: NIL,
     generation: 0,
-    link: Link { previous: NIL, next: NIL },
+    link: ListLink { previous: NIL, next: NIL },
     claims: Claims::NONE,
     standing: Standing::NONE,
     group: 0,
     phase: EntryPhase::NONE,
 };
 
-impl Entry {
+impl SlotEntry {
     pub(crate) const NONE: &Self = {
-        static NONE: Entry = VACANT;
+        static NONE: SlotEntry = VACANT;
         &NONE
     };
 
     /// The cache groups whose blocks fit an entry.
     pub(crate) const GROUP_MAX: u32 = u8::MAX as u32;
 
-    pub(crate) fn key(&self) -> BlockKey {
+    pub(crate) fn block_key(&self) -> BlockKey {
         BlockKey { namespace: self.namespace, group: self.group.into(), hash: self.hash }
     }
 
@@ -110,19 +110,19 @@ impl Entry {
         (self.namespace, self.group, self.hash) = (key.namespace, key.group as u8, key.hash);
     }
 
-    pub(crate) fn state(&self) -> State {
+    pub(crate) fn state(&self) -> SlotState {
         self.phase.state()
     }
 
-    pub(crate) fn set_state(&mut self, state: State) {
+    pub(crate) fn set_state(&mut self, state: SlotState) {
         self.phase.set_state(state);
     }
 
-    pub(crate) fn list_place(&self) -> Place {
+    pub(crate) fn list_place(&self) -> ListPlace {
         self.phase.list_place()
     }
 
-    pub(crate) fn set_place(&mut self, place: Place) {
+    pub(crate) fn set_place(&mut self, place: ListPlace) {
         self.phase.set_place(place);
     }
 
@@ -135,7 +135,7 @@ impl Entry {
         self.phase.set_returned(returned);
     }
 
-    /// Returns the number of kept blocks with this one as their parent, up to [`Entry::CHILDREN_MAX`] for
+    /// Returns the number of kept blocks with this one as their parent, up to [`SlotEntry::CHILDREN_MAX`] for
     /// that many or more.
     pub(crate) fn children(&self) -> u8 {
         self.phase.children()
@@ -148,7 +148,7 @@ impl Entry {
     }
 
     pub(crate) fn is_committed(&self) -> bool {
-        self.state() == State::Committed
+        self.state() == SlotState::Committed
     }
 
     #[inline]
@@ -183,7 +183,7 @@ impl<T: Clone> Tables<T> {
         ((id >> self.shift) as usize, (id & ((1 << self.shift) - 1)) as usize)
     }
 
-    pub(crate) fn join(&self, segment: usize, slot: usize) -> u32 {
+    pub(crate) fn entry_id(&self, segment: usize, slot: usize) -> u32 {
         (segment as u32) << self.shift | slot as u32
     }
 
@@ -213,13 +213,13 @@ impl<T: Clone> Tables<T> {
     }
 
     /// Returns a segment's entries, none before it is assigned.
-    pub(crate) fn of(&self, segment: usize) -> &[T] {
+    pub(crate) fn segment_entries(&self, segment: usize) -> &[T] {
         &self.tables[segment]
     }
 
     /// Returns the numbers of a segment's entries.
     pub(crate) fn of_segment(&self, segment: usize) -> std::ops::Range<u32> {
-        let first = self.join(segment, 0);
+        let first = self.entry_id(segment, 0);
         first..first + self.tables[segment].len() as u32
     }
 }
@@ -227,24 +227,24 @@ impl<T: Clone> Tables<T> {
 impl Entries {
     /// Returns the entry `id`, or a vacant one if there is none.
     #[inline]
-    pub(crate) fn get_or_vacant(&self, id: u32) -> &Entry {
+    pub(crate) fn get_or_vacant(&self, id: u32) -> &SlotEntry {
         let (segment, slot) = self.split(id);
-        self.tables.get(segment).and_then(|table| table.get(slot)).unwrap_or(Entry::NONE)
+        self.tables.get(segment).and_then(|table| table.get(slot)).unwrap_or(SlotEntry::NONE)
     }
 }
 
-impl Links for Entries {
-    fn link(&mut self, id: u32) -> &mut Link {
+impl LinkTable for Entries {
+    fn link(&mut self, id: u32) -> &mut ListLink {
         &mut self.get_mut(id).link
     }
 }
 
-// === impl Queues ===
+// === impl PolicyLists ===
 
-impl Queues {
+impl PolicyLists {
     /// Returns the list of an entry's place, holder and sort.
-    pub(crate) fn list(&mut self, entry: &Entry) -> Option<&mut List> {
-        let kept = entry.list_place() == Place::Kept;
+    pub(crate) fn entry_list(&mut self, entry: &SlotEntry) -> Option<&mut List> {
+        let kept = entry.list_place() == ListPlace::Kept;
         kept.then(|| self.of_sort(entry.claims.holder(), entry.standing.sort().index()))
     }
 
@@ -261,7 +261,7 @@ impl Queues {
     }
 
     /// Returns the lists of one holder.
-    pub(crate) fn of(&self, holder: HolderId) -> &Sorts {
+    pub(crate) fn holder_lists(&self, holder: HolderId) -> &Sorts {
         &self.0[holder.index()]
     }
 }

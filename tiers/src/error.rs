@@ -8,7 +8,7 @@ use thiserror::Error;
 
 /// The tier cannot be built; the process should end with this text.
 #[derive(Debug, Error)]
-pub enum Error {
+pub enum TierError {
     /// The sizes fit no pool.
     #[error(transparent)]
     Layout(#[from] LayoutError),
@@ -101,7 +101,7 @@ pub enum Error {
         "cannot move the bytes of --ssd: {0}; let the container's seccomp profile allow io_uring_setup, io_uring_enter \
          and io_uring_register, and set sysctl kernel.io_uring_disabled=0, or pass --ssd-io threads"
     )]
-    Carrier(io::Error),
+    Transfers(io::Error),
     #[error("cannot {doing} for the DRAM pool: {source}")]
     Os {
         doing: &'static str,
@@ -149,9 +149,9 @@ pub enum FillError {
     Empty,
 }
 
-// === impl Error ===
+// === impl TierError ===
 
-impl Error {
+impl TierError {
     /// Attaches the failed step to an errno.
     pub(crate) fn os(doing: &'static str) -> impl FnOnce(rustix::io::Errno) -> Self {
         move |errno| Self::Os { doing, source: errno.into() }

@@ -12,8 +12,8 @@ use std::ops::Range;
 use shm_protocol::key::{BlockHash, BlockKey, GROUP};
 use shm_protocol::pool::{SlotRef, slot_count};
 
-use crate::dram::{Config, Dram, Ending, HolderId, Whose};
-use crate::index::Print;
+use crate::dram::{BlockAccount, Dram, DramConfig, Ending, HolderId};
+use crate::index::KeyPrint;
 
 /// Sizes of the miniatures, in halves of the real room.
 const HALVES: [u64; 4] = [1, 2, 4, 8];
@@ -50,8 +50,8 @@ struct Miniature {
 /// All blocks ever kept, as far as they are remembered.
 #[derive(Debug)]
 struct Endless {
-    known: HashSet<Print>,
-    order: VecDeque<Print>,
+    known: HashSet<KeyPrint>,
+    order: VecDeque<KeyPrint>,
     blocks_max: usize,
 }
 
@@ -115,7 +115,7 @@ impl Miniature {
     fn new(slots: u64) -> Self {
         let by_segment = u64::from(slot_count(SEGMENT_BYTES, BLOCK_BYTES).expect("they fit"));
         let pool_bytes = slots.div_ceil(by_segment).max(1) * SEGMENT_BYTES;
-        let config = Config { pool_bytes, segment_bytes: SEGMENT_BYTES, lease_ttl_ms: 0 };
+        let config = DramConfig { pool_bytes, segment_bytes: SEGMENT_BYTES, lease_ttl_ms: 0 };
         Self { dram: Dram::new(config).expect("sizes that are fit for a pool"), slots: Vec::new() }
     }
 
@@ -126,7 +126,7 @@ impl Miniature {
         let from = from.min(chain.len());
         let run = from + self.dram.probe(namespace, &chain[from..]);
         for at in 0..chain.len() {
-            let slot = self.dram.begin_fill(key(at), BLOCK_BYTES, Whose::default());
+            let slot = self.dram.begin_fill(key(at), BLOCK_BYTES, BlockAccount::default());
             self.slots.extend(slot.map(|slot| (at, slot)));
         }
         self.dram.use_run(namespace, chain);
@@ -149,7 +149,7 @@ impl Endless {
     /// Remembers a chain. Returns the length of the part known before; the query leaves out the first `from`
     /// blocks.
     fn request(&mut self, namespace: u32, chain: &[BlockHash], from: usize) -> usize {
-        let prints = || chain.iter().map(|hash| Print::new(namespace, GROUP, hash));
+        let prints = || chain.iter().map(|hash| KeyPrint::new(namespace, GROUP, hash));
         let run = from + prints().skip(from).take_while(|print| self.known.contains(print)).count();
         for print in prints() {
             if self.known.insert(print) {

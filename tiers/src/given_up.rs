@@ -4,7 +4,7 @@ use std::fmt;
 
 shm_protocol::named! {
     /// The cause of giving up a pool file or a log.
-    pub enum Cause {
+    pub enum GivenUpCause {
         /// Another release made its layout, and this release does not read it.
         Version = "version",
         /// It was made for other sizes.
@@ -21,14 +21,14 @@ shm_protocol::named! {
 /// A file given up, with a text for operators.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct GivenUp {
-    pub cause: Cause,
+    pub cause: GivenUpCause,
     text: String,
 }
 
 // === impl GivenUp ===
 
 impl GivenUp {
-    pub(crate) fn new(cause: Cause, text: impl Into<String>) -> Self {
+    pub(crate) fn new(cause: GivenUpCause, text: impl Into<String>) -> Self {
         Self { cause, text: text.into() }
     }
 }

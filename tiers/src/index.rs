@@ -24,14 +24,14 @@ const MIX: [u64; 5] = [
 
 /// The digest of a key: the shard in its high bits, the tag in its low ones.
 #[derive(Copy, Clone, Debug, Default, Eq, Hash, PartialEq)]
-pub(crate) struct Print(u64);
+pub(crate) struct KeyPrint(u64);
 
 /// The result of one look at a key's home bucket: the one entry with its tag, if any.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(crate) struct Glance {
     /// The entry to compare with, or [`NO_ENTRY`].
     pub(crate) entry: u32,
-    /// Several entries have the tag, or the key may lie in a later bucket: call [`Index::find`].
+    /// Several entries have the tag, or the key may lie in a later bucket: call [`Index::find_entry`].
     pub(crate) unsure: bool,
 }
 
@@ -54,14 +54,14 @@ pub(crate) struct Index {
     shards: Box<[Shard]>,
 }
 
-// === impl Print ===
+// === impl KeyPrint ===
 
 fn fold(left: u64, right: u64) -> u64 {
     let product = u128::from(left) * u128::from(right);
     product as u64 ^ (product >> 64) as u64
 }
 
-impl Print {
+impl KeyPrint {
     #[inline]
     pub(crate) fn new(namespace: u32, group: u32, hash: &BlockHash) -> Self {
         let words = hash.words();
@@ -72,7 +72,7 @@ impl Print {
     }
 
     #[inline]
-    pub(crate) fn of(key: &BlockKey) -> Self {
+    pub(crate) fn of_key(key: &BlockKey) -> Self {
         Self::new(key.namespace, key.group, &key.hash)
     }
 
@@ -95,7 +95,7 @@ impl Print {
 
     /// Returns the key's place in a table of so many sets.
     #[inline]
-    pub(crate) fn place(self, sets: usize) -> usize {
+    pub(crate) fn set_index(self, sets: usize) -> usize {
         home(self.tag(), sets)
     }
 }
@@ -120,7 +120,7 @@ impl Shard {
         Self { buckets: vec![Bucket::default(); buckets].into_boxed_slice(), used: 0 }
     }
 
-    fn after(&self, bucket: usize) -> usize {
+    fn next_bucket(&self, bucket: usize) -> usize {
         if bucket + 1 == self.buckets.len() { 0 } else { bucket + 1 }
     }
 
@@ -137,7 +137,7 @@ impl Shard {
                 self.used += 1;
                 return;
             }
-            at = self.after(at);
+            at = self.next_bucket(at);
         }
     }
 
@@ -160,7 +160,7 @@ impl Shard {
             if self.buckets[at].0.contains(&0) {
                 return false;
             }
-            at = self.after(at);
+            at = self.next_bucket(at);
         };
         self.used -= 1;
         let full = !self.buckets[at].0.contains(&0);
@@ -172,7 +172,7 @@ impl Shard {
     }
 
     fn fill_hole(&mut self, mut hole: usize, mut position: usize) {
-        let mut from = self.after(hole);
+        let mut from = self.next_bucket(hole);
         while from != hole {
             let full = !self.buckets[from].0.contains(&0);
             let way = self.distance(hole, from);
@@ -186,7 +186,7 @@ impl Shard {
             if !full {
                 return;
             }
-            from = self.after(from);
+            from = self.next_bucket(from);
         }
     }
 }
@@ -199,13 +199,13 @@ impl Bucket {
     /// Loads one word. In a loop of such calls alone, their cache misses are in flight together: a prefetch
     /// in safe code.
     #[inline]
-    pub(crate) fn load(&self) -> u64 {
+    pub(crate) fn load_word(&self) -> u64 {
         self.0[0]
     }
 
     /// Looks once at a key's home, without a branch on its content.
     #[inline]
-    pub(crate) fn glance(&self, print: Print) -> Glance {
+    pub(crate) fn glance(&self, print: KeyPrint) -> Glance {
         let (mut entry, mut matches, mut unused) = (0u32, 0u32, 0u32);
         for word in self.0 {
             let same = u32::from(tag_of(word) == print.tag());
@@ -229,7 +229,7 @@ impl Index {
     }
 
     /// Adds an entry under a new key.
-    pub(crate) fn insert(&mut self, print: Print, entry: u32) {
+    pub(crate) fn insert(&mut self, print: KeyPrint, entry: u32) {
         debug_assert!(entry <= Self::ENTRY_MAX, "zero marks an unused word");
         let shard = &mut self.shards[print.shard()];
         if (shard.used + 1) * LOAD_MAX.1 > shard.buckets.len() * BUCKET_WORDS * LOAD_MAX.0 {
@@ -239,21 +239,21 @@ impl Index {
     }
 
     /// Takes an entry out; returns false if it is not there.
-    pub(crate) fn remove(&mut self, print: Print, entry: u32) -> bool {
+    pub(crate) fn remove(&mut self, print: KeyPrint, entry: u32) -> bool {
         self.shards[print.shard()].remove(word(print.tag(), entry + 1))
     }
 
     /// Returns the key's home bucket. The key lies there, unless the bucket was full.
     #[inline]
-    pub(crate) fn home(&self, print: Print) -> &Bucket {
+    pub(crate) fn home(&self, print: KeyPrint) -> &Bucket {
         let shard = &self.shards[print.shard()];
-        &shard.buckets[print.place(shard.buckets.len())]
+        &shard.buckets[print.set_index(shard.buckets.len())]
     }
 
     /// Returns the entry with the tag for which `same` holds.
-    pub(crate) fn find(&self, print: Print, mut same: impl FnMut(u32) -> bool) -> Option<u32> {
+    pub(crate) fn find_entry(&self, print: KeyPrint, mut same: impl FnMut(u32) -> bool) -> Option<u32> {
         let shard = &self.shards[print.shard()];
-        let mut at = print.place(shard.buckets.len());
+        let mut at = print.set_index(shard.buckets.len());
         loop {
             for word in shard.buckets[at].0 {
                 if tag_of(word) == print.tag() && same(word as u32 - 1) {
@@ -263,7 +263,7 @@ impl Index {
             if shard.buckets[at].0.contains(&0) {
                 return None;
             }
-            at = shard.after(at);
+            at = shard.next_bucket(at);
         }
     }
 

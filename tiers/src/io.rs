@@ -3,8 +3,8 @@
 
 #[expect(unsafe_code, reason = "anonymous mappings")]
 pub(crate) mod buf;
-pub(crate) mod carrier;
 mod threads;
 pub(crate) mod transfer;
+pub(crate) mod transfer_queue;
 #[expect(unsafe_code, reason = "the kernel is given addresses")]
 mod uring;

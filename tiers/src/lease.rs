@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use crate::LeaseError;
 use crate::ledger::HolderId;
-use crate::list::{Link, Links, List};
+use crate::list::{LinkTable, List, ListLink};
 
 /// Most leases at once: one for each of 65,536 logs of 16 engines. Beyond that a grant is refused: a miss.
 pub(crate) const LEASES_MAX: usize = 1 << 20;
@@ -21,7 +21,7 @@ const KEPT_CAPACITY_MAX: usize = 1024;
 pub struct LeaseId(pub u64);
 
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
-enum Phase {
+enum LeasePhase {
     /// Ends at its deadline.
     Timed,
     /// A load was posted: the lease ends with its workers or its owner.
@@ -44,7 +44,7 @@ pub enum LeaseEnd {
 #[derive(Debug, Default)]
 struct Lease {
     generation: u32,
-    phase: Phase,
+    phase: LeasePhase,
     owner: u64,
     granted_ms: u64,
     /// The holder charged for the leased bytes.
@@ -53,27 +53,27 @@ struct Lease {
     awaited: u64,
     workers: u32,
     deadline_ms: u64,
-    link: Link,
+    link: ListLink,
     entries: Vec<u32>,
 }
 
 /// The blocks of a lease.
 #[derive(Debug)]
-pub(crate) struct Held<E> {
+pub(crate) struct HeldEntries<E> {
     pub(crate) entries: E,
     pub(crate) holder: HolderId,
     pub(crate) is_promised: bool,
 }
 
 /// The blocks of an ended lease.
-pub(crate) type Ended = Held<Vec<u32>>;
+pub(crate) type Ended = HeldEntries<Vec<u32>>;
 
 #[derive(Debug, Default)]
-struct Table(Vec<Lease>);
+struct LeaseTable(Vec<Lease>);
 
 #[derive(Debug)]
 pub(crate) struct Leases {
-    table: Table,
+    table: LeaseTable,
     /// Ended entries, the longest ended first: an old name is recognised as long as possible.
     ended: VecDeque<u32>,
     /// Timed leases; the tail is due first, since all have the same time from their last renewal.
@@ -100,9 +100,9 @@ impl LeaseId {
     }
 }
 
-// === impl Phase ===
+// === impl LeasePhase ===
 
-impl From<LeaseEnd> for Phase {
+impl From<LeaseEnd> for LeasePhase {
     fn from(how: LeaseEnd) -> Self {
         match how {
             LeaseEnd::Consumed => Self::Consumed,
@@ -116,26 +116,26 @@ impl From<LeaseEnd> for Phase {
 
 impl Lease {
     fn live(&self) -> bool {
-        matches!(self.phase, Phase::Timed | Phase::Promised)
+        matches!(self.phase, LeasePhase::Timed | LeasePhase::Promised)
     }
 
-    fn begin(&mut self, owner: u64, holder: HolderId, workers: u32) {
+    fn begin_lease(&mut self, owner: u64, holder: HolderId, workers: u32) {
         assert!(
             (1..=WORKERS_MAX).contains(&workers),
             "a lease serves 1 to {WORKERS_MAX} workers, not {workers}"
         );
         self.generation = self.generation.checked_add(1).unwrap_or(1);
-        self.phase = Phase::Timed;
+        self.phase = LeasePhase::Timed;
         (self.owner, self.holder) = (owner, holder);
         self.workers = workers;
         self.awaited = u64::MAX >> (WORKERS_MAX - workers);
     }
 }
 
-// === impl Table ===
+// === impl LeaseTable ===
 
-impl Links for Table {
-    fn link(&mut self, id: u32) -> &mut Link {
+impl LinkTable for LeaseTable {
+    fn link(&mut self, id: u32) -> &mut ListLink {
         &mut self.0[id as usize].link
     }
 }
@@ -144,7 +144,7 @@ impl Links for Table {
 
 impl Leases {
     pub(crate) fn new(ttl_ms: u64) -> Self {
-        let (table, ended, timed) = (Table::default(), VecDeque::new(), List::default());
+        let (table, ended, timed) = (LeaseTable::default(), VecDeque::new(), List::default());
         Self { table, ended, timed, ttl_ms, last_deadline_ms: 0, ends: Vec::new() }
     }
 
@@ -162,7 +162,7 @@ impl Leases {
     ) -> Option<LeaseId> {
         let index = self.vacancy()?;
         let lease = &mut self.table.0[index as usize];
-        lease.begin(owner, holder, workers);
+        lease.begin_lease(owner, holder, workers);
         lease.granted_ms = now_ms;
         let id = LeaseId::new(lease.generation, index);
         self.start_clock(index, now_ms);
@@ -185,48 +185,48 @@ impl Leases {
     }
 
     /// Returns the table index of a live lease of `owner`; fails for any other lease.
-    fn check(&self, id: LeaseId, owner: u64) -> Result<u32, LeaseError> {
+    fn check_lease(&self, id: LeaseId, owner: u64) -> Result<u32, LeaseError> {
         let lease = self.table.0.get(id.index() as usize).ok_or(LeaseError::Unknown)?;
         if lease.generation != id.generation() {
             return Err(LeaseError::Unknown);
         }
         match lease.phase {
-            Phase::Released => Err(LeaseError::Unknown),
+            LeasePhase::Released => Err(LeaseError::Unknown),
             _ if lease.owner != owner => Err(LeaseError::Foreign),
-            Phase::Expired => Err(LeaseError::Expired),
-            Phase::Consumed => Err(LeaseError::Consumed),
-            Phase::Timed | Phase::Promised => Ok(id.index()),
+            LeasePhase::Expired => Err(LeaseError::Expired),
+            LeasePhase::Consumed => Err(LeaseError::Consumed),
+            LeasePhase::Timed | LeasePhase::Promised => Ok(id.index()),
         }
     }
 
     /// Returns the entries of a live lease.
     pub(crate) fn entries(&self, id: LeaseId, owner: u64) -> Result<&[u32], LeaseError> {
-        self.check(id, owner).map(|index| self.table.0[index as usize].entries.as_slice())
+        self.check_lease(id, owner).map(|index| self.table.0[index as usize].entries.as_slice())
     }
 
     /// Returns the same for changes: the caller pins added entries and unpins removed ones.
     pub(crate) fn entries_mut(&mut self, id: LeaseId, owner: u64) -> Result<&mut Vec<u32>, LeaseError> {
-        self.check(id, owner).map(|index| &mut self.table.0[index as usize].entries)
+        self.check_lease(id, owner).map(|index| &mut self.table.0[index as usize].entries)
     }
 
     /// Returns a live lease's holder, and true if it is promised.
     pub(crate) fn whose(&self, id: LeaseId, owner: u64) -> Result<(HolderId, bool), LeaseError> {
-        let lease = &self.table.0[self.check(id, owner)? as usize];
-        Ok((lease.holder, lease.phase == Phase::Promised))
+        let lease = &self.table.0[self.check_lease(id, owner)? as usize];
+        Ok((lease.holder, lease.phase == LeasePhase::Promised))
     }
 
     /// True if a worker has ended its load already.
     pub(crate) fn begun(&self, id: LeaseId, owner: u64) -> Result<bool, LeaseError> {
-        let lease = &self.table.0[self.check(id, owner)? as usize];
+        let lease = &self.table.0[self.check_lease(id, owner)? as usize];
         Ok(lease.awaited.count_ones() < lease.workers)
     }
 
     /// Gives a timed lease its whole time again. `Ok(false)`: the lease was due, and the caller must expire
     /// it.
     pub(crate) fn renew(&mut self, id: LeaseId, owner: u64, now_ms: u64) -> Result<bool, LeaseError> {
-        let index = self.check(id, owner)?;
+        let index = self.check_lease(id, owner)?;
         let lease = &self.table.0[index as usize];
-        if lease.phase == Phase::Promised {
+        if lease.phase == LeasePhase::Promised {
             return Ok(true);
         }
         if lease.deadline_ms <= now_ms {
@@ -239,14 +239,14 @@ impl Leases {
 
     /// Stops the lease's clock.
     pub(crate) fn promise(&mut self, id: LeaseId, owner: u64) -> Result<(), LeaseError> {
-        let index = self.check(id, owner)?;
-        self.stop_clock(index, Phase::Promised);
+        let index = self.check_lease(id, owner)?;
+        self.stop_clock(index, LeasePhase::Promised);
         Ok(())
     }
 
-    fn stop_clock(&mut self, index: u32, phase: Phase) {
+    fn stop_clock(&mut self, index: u32, phase: LeasePhase) {
         let before = std::mem::replace(&mut self.table.0[index as usize].phase, phase);
-        if before == Phase::Timed {
+        if before == LeasePhase::Timed {
             self.timed.remove(&mut self.table, index);
         }
     }
@@ -258,7 +258,7 @@ impl Leases {
         owner: u64,
         worker: u32,
     ) -> Result<Option<Ended>, LeaseError> {
-        let index = self.check(id, owner)?;
+        let index = self.check_lease(id, owner)?;
         let lease = &mut self.table.0[index as usize];
         if worker >= lease.workers {
             return Err(LeaseError::Foreign);
@@ -267,28 +267,28 @@ impl Leases {
             return Err(LeaseError::Consumed);
         }
         lease.awaited &= !(1 << worker);
-        Ok((lease.awaited == 0).then(|| self.end(index, LeaseEnd::Consumed)))
+        Ok((lease.awaited == 0).then(|| self.end_lease(index, LeaseEnd::Consumed)))
     }
 
     pub(crate) fn release(&mut self, id: LeaseId, owner: u64) -> Result<Ended, LeaseError> {
-        let index = self.check(id, owner)?;
-        Ok(self.end(index, LeaseEnd::Released))
+        let index = self.check_lease(id, owner)?;
+        Ok(self.end_lease(index, LeaseEnd::Released))
     }
 
     /// Ends the lease due first, if it is due. Looks at one lease.
     pub(crate) fn expire_one(&mut self, now_ms: u64) -> Option<Ended> {
         let index = self.timed.tail()?;
         let due = self.table.0[index as usize].deadline_ms <= now_ms;
-        due.then(|| self.end(index, LeaseEnd::Expired))
+        due.then(|| self.end_lease(index, LeaseEnd::Expired))
     }
 
     /// Returns the blocks of every live lease.
-    pub(crate) fn live(&self) -> impl Iterator<Item = Held<&[u32]>> {
+    pub(crate) fn live(&self) -> impl Iterator<Item = HeldEntries<&[u32]>> {
         let live = self.table.0.iter().filter(|lease| lease.live());
-        live.map(|lease| Held {
+        live.map(|lease| HeldEntries {
             entries: lease.entries.as_slice(),
             holder: lease.holder,
-            is_promised: lease.phase == Phase::Promised,
+            is_promised: lease.phase == LeasePhase::Promised,
         })
     }
 
@@ -296,7 +296,7 @@ impl Leases {
     /// Looks at all leases.
     pub(crate) fn timed_with(&self, is_meant: impl Fn(u32) -> bool) -> Vec<(LeaseId, u64)> {
         let meant =
-            |lease: &Lease| lease.phase == Phase::Timed && lease.entries.iter().any(|id| is_meant(*id));
+            |lease: &Lease| lease.phase == LeasePhase::Timed && lease.entries.iter().any(|id| is_meant(*id));
         let leases = self.table.0.iter().enumerate().filter(|(_, lease)| meant(lease));
         leases.map(|(index, lease)| (LeaseId::new(lease.generation, index as u32), lease.owner)).collect()
     }
@@ -306,8 +306,8 @@ impl Leases {
         self.ends.drain(..)
     }
 
-    fn end(&mut self, index: u32, how: LeaseEnd) -> Ended {
-        let is_promised = self.table.0[index as usize].phase == Phase::Promised;
+    fn end_lease(&mut self, index: u32, how: LeaseEnd) -> Ended {
+        let is_promised = self.table.0[index as usize].phase == LeasePhase::Promised;
         self.stop_clock(index, how.into());
         self.ended.push_back(index);
         let lease = &mut self.table.0[index as usize];

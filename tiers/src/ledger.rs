@@ -29,14 +29,14 @@ pub struct Holdings {
 
 /// Some holders, one bit each.
 #[derive(Copy, Clone, Debug, Default)]
-pub(crate) struct Group([u64; 4]);
+pub(crate) struct HolderSet([u64; 4]);
 
 /// Bytes in use within a pool or a quota, by holder.
 #[derive(Debug, Default)]
-pub(crate) struct Used(Vec<u64>);
+pub(crate) struct UsedBytes(Vec<u64>);
 
 #[derive(Debug, Default)]
-struct Holder {
+struct HolderAccount {
     /// True until the holder leaves.
     is_here: bool,
     busy_until_ms: u64,
@@ -49,8 +49,8 @@ struct Holder {
 pub(crate) struct Ledger {
     pool_bytes: u64,
     /// Number 0 is nobody: the holder of blocks without an engine.
-    holders: Vec<Holder>,
-    used: Used,
+    holders: Vec<HolderAccount>,
+    used: UsedBytes,
     /// The time of the last work of any holder.
     now_ms: u64,
 }
@@ -92,16 +92,16 @@ impl std::ops::AddAssign for Holdings {
     }
 }
 
-// === impl Group ===
+// === impl HolderSet ===
 
-impl Group {
+impl HolderSet {
     #[inline]
     pub(crate) fn has(&self, id: HolderId) -> bool {
         self.0[id.index() / 64] >> (id.index() % 64) & 1 == 1
     }
 }
 
-impl FromIterator<HolderId> for Group {
+impl FromIterator<HolderId> for HolderSet {
     fn from_iter<T: IntoIterator<Item = HolderId>>(ids: T) -> Self {
         let mut group = Self::default();
         ids.into_iter().for_each(|id| group.0[id.index() / 64] |= 1 << (id.index() % 64));
@@ -109,16 +109,16 @@ impl FromIterator<HolderId> for Group {
     }
 }
 
-impl From<HolderId> for Group {
+impl From<HolderId> for HolderSet {
     fn from(id: HolderId) -> Self {
         [id].into_iter().collect()
     }
 }
 
-// === impl Used ===
+// === impl UsedBytes ===
 
-impl Used {
-    pub(crate) fn of(&self, holder: HolderId) -> u64 {
+impl UsedBytes {
+    pub(crate) fn of_holder(&self, holder: HolderId) -> u64 {
         self.0.get(holder.index()).copied().unwrap_or(0)
     }
 
@@ -126,21 +126,21 @@ impl Used {
         self.0.iter().sum()
     }
 
-    pub(crate) fn add(&mut self, holder: HolderId, bytes: u64) {
+    pub(crate) fn add_bytes(&mut self, holder: HolderId, bytes: u64) {
         if self.0.len() <= holder.index() {
             self.0.resize(holder.index() + 1, 0);
         }
         self.0[holder.index()] += bytes;
     }
 
-    pub(crate) fn take(&mut self, holder: HolderId, bytes: u64) {
+    pub(crate) fn take_bytes(&mut self, holder: HolderId, bytes: u64) {
         self.0[holder.index()] -= bytes;
     }
 }
 
-// === impl Holder ===
+// === impl HolderAccount ===
 
-impl Holder {
+impl HolderAccount {
     /// Returns the bytes that cannot be taken back at once.
     fn pinned(&self) -> u64 {
         self.filling + self.leased + self.promised
@@ -151,27 +151,27 @@ impl Holder {
 
 impl Ledger {
     pub(crate) fn new(pool_bytes: u64) -> Self {
-        Self { pool_bytes, holders: vec![Holder::default()], used: Used::default(), now_ms: 0 }
+        Self { pool_bytes, holders: vec![HolderAccount::default()], used: UsedBytes::default(), now_ms: 0 }
     }
 
     /// Registers a new holder. It takes the number of the gone holder with the fewest bytes, and those bytes
     /// with it. Returns nobody if every number is taken.
-    pub(crate) fn enter(&mut self) -> HolderId {
+    pub(crate) fn enter_holder(&mut self) -> HolderId {
         let numbers = (1..=u8::MAX).map(HolderId);
         let vacant = numbers.filter(|id| match self.holders.get(id.index()) {
             Some(holder) => !holder.is_here && holder.pinned() == 0,
             None => true,
         });
-        let Some(id) = vacant.min_by_key(|id| self.used.of(*id)) else { return HolderId::NOBODY };
+        let Some(id) = vacant.min_by_key(|id| self.used.of_holder(*id)) else { return HolderId::NOBODY };
         if self.holders.len() <= id.index() {
-            self.holders.resize_with(id.index() + 1, Holder::default);
+            self.holders.resize_with(id.index() + 1, HolderAccount::default);
         }
-        self.holders[id.index()] = Holder { is_here: true, ..Holder::default() };
+        self.holders[id.index()] = HolderAccount { is_here: true, ..HolderAccount::default() };
         id
     }
 
     /// Ends a holder. Its blocks stay, and belong to the next holder that uses them.
-    pub(crate) fn leave(&mut self, id: HolderId) {
+    pub(crate) fn leave_holder(&mut self, id: HolderId) {
         self.holders[id.index()].is_here = false;
     }
 
@@ -191,11 +191,11 @@ impl Ledger {
         HolderId::first(self.holders.len())
     }
 
-    fn numbered(&self) -> impl Iterator<Item = (HolderId, &Holder)> {
+    fn numbered(&self) -> impl Iterator<Item = (HolderId, &HolderAccount)> {
         self.ids().zip(&self.holders)
     }
 
-    fn is_at_work(&self, holder: &Holder) -> bool {
+    fn is_at_work(&self, holder: &HolderAccount) -> bool {
         holder.is_here && holder.busy_until_ms > self.now_ms
     }
 
@@ -205,17 +205,17 @@ impl Ledger {
 
     /// Returns the holders that may lose a block of those `used`: while several are at work, none of them
     /// with no more than its share.
-    pub(crate) fn losers(&self, used: &Used) -> Group {
+    pub(crate) fn losers(&self, used: &UsedBytes) -> HolderSet {
         let (at_work, all) = (self.at_work(), used.all());
-        let may_lose = |id: HolderId, holder: &Holder| {
-            at_work < 2 || !self.is_at_work(holder) || used.of(id).saturating_mul(at_work) > all
+        let may_lose = |id: HolderId, holder: &HolderAccount| {
+            at_work < 2 || !self.is_at_work(holder) || used.of_holder(id).saturating_mul(at_work) > all
         };
         self.numbered().filter(|(id, holder)| may_lose(*id, holder)).map(|(id, _)| id).collect()
     }
 
     /// True if a holder has less than its share.
     pub(crate) fn is_short(&self, id: HolderId) -> bool {
-        self.used.of(id).saturating_mul(self.at_work()) < self.used.all()
+        self.used.of_holder(id).saturating_mul(self.at_work()) < self.used.all()
     }
 
     /// Returns the further bytes a holder may have filled, leased or promised. `pinned` bytes of the pool are
@@ -237,18 +237,18 @@ impl Ledger {
     }
 
     /// Returns the bytes in use, by holder.
-    pub(crate) fn used(&self) -> &Used {
+    pub(crate) fn used(&self) -> &UsedBytes {
         &self.used
     }
 
     /// Charges a block to a holder.
     pub(crate) fn charge(&mut self, id: HolderId, bytes: u64) {
-        self.used.add(id, bytes);
+        self.used.add_bytes(id, bytes);
     }
 
     /// Ends the charge: the slot is free, or has another holder.
     pub(crate) fn discharge(&mut self, id: HolderId, bytes: u64) {
-        self.used.take(id, bytes);
+        self.used.take_bytes(id, bytes);
     }
 
     /// Charges a block's filling to a holder.
@@ -277,8 +277,8 @@ impl Ledger {
     }
 
     pub(crate) fn holdings(&self, id: HolderId) -> Holdings {
-        let Holder { filling, leased, promised, .. } = self.holders[id.index()];
-        Holdings { kept: self.used.of(id) - filling, filling, leased, promised }
+        let HolderAccount { filling, leased, promised, .. } = self.holders[id.index()];
+        Holdings { kept: self.used.of_holder(id) - filling, filling, leased, promised }
     }
 
     /// Returns the bytes being filled, of all holders.

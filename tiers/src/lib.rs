@@ -3,11 +3,11 @@
 //! Job: the slot of each block ([`dram`]: index, slab, eviction, leases) and the memory of those slots
 //! ([`pool`]). The two meet in the caller: [`dram::Dram`] decides, purely, and the caller carries its
 //! decisions out on a [`pool::Pool`]; an [`opener::Opener`] finds the blocks an earlier life left there.
-//! [`forecast`] predicts the hits of other pool sizes. Below lies [`ssd`]: its [`ssd::Log`] decides as
-//! purely, and its [`ssd::Device`]s carry out, each on its own threads.
+//! [`forecast`] predicts the hits of other pool sizes. Below lies [`ssd`]: its [`ssd::SegmentLog`] decides as
+//! purely, and its [`ssd::SsdDevice`]s carry out, each on its own threads.
 //!
 //! May depend on: shm-protocol, rustix, io-uring. Never: reads the environment, evicts a leased block.
-//! Outside [`ssd::Device`] never: copies a block's bytes, reads the clock, starts a thread.
+//! Outside [`ssd::SsdDevice`] never: copies a block's bytes, reads the clock, starts a thread.
 
 #![deny(unsafe_code)]
 
@@ -34,4 +34,4 @@ mod watch;
 #[cfg(test)]
 extern crate self as tiers;
 
-pub use error::{Error, FillError, LeaseError};
+pub use error::{FillError, LeaseError, TierError};

@@ -4,15 +4,15 @@ pub(crate) const NIL: u32 = u32::MAX;
 
 /// The links of one element.
 #[derive(Copy, Clone, Debug)]
-pub(crate) struct Link {
+pub(crate) struct ListLink {
     pub(crate) previous: u32,
     pub(crate) next: u32,
 }
 
 /// A table of elements with links. An element is in at most one list at a time; the table's owner ensures it.
-pub(crate) trait Links {
+pub(crate) trait LinkTable {
     /// Returns the links of element `id`.
-    fn link(&mut self, id: u32) -> &mut Link;
+    fn link(&mut self, id: u32) -> &mut ListLink;
 }
 
 /// One list: elements enter at the head and leave at the tail, or anywhere.
@@ -25,7 +25,7 @@ pub(crate) struct List {
 
 /// Neighbours in a list, from the one nearest to its head to the one nearest to its tail.
 #[derive(Copy, Clone, Debug)]
-pub(crate) struct Run {
+pub(crate) struct ListRun {
     first: u32,
     last: u32,
     len: u32,
@@ -40,9 +40,9 @@ pub(crate) enum Spot {
     Behind(u32),
 }
 
-// === impl Link ===
+// === impl ListLink ===
 
-impl Default for Link {
+impl Default for ListLink {
     fn default() -> Self {
         Self { previous: NIL, next: NIL }
     }
@@ -61,16 +61,16 @@ impl Spot {
     }
 }
 
-// === impl Run ===
+// === impl ListRun ===
 
-impl Run {
-    pub(crate) fn of(id: u32) -> Self {
+impl ListRun {
+    pub(crate) fn of_one(id: u32) -> Self {
         Self { first: id, last: id, len: 1 }
     }
 
     /// Adds the element before the run in its list. Returns false if `ahead` is not the run's neighbour.
     #[inline]
-    pub(crate) fn extend(&mut self, ahead: u32, link: Link) -> bool {
+    pub(crate) fn extend(&mut self, ahead: u32, link: ListLink) -> bool {
         let neighbours = link.next == self.first;
         if neighbours {
             (self.first, self.len) = (ahead, self.len + 1);
@@ -103,12 +103,12 @@ impl List {
     }
 
     /// Adds an element of no list at the head.
-    pub(crate) fn push_head(&mut self, table: &mut impl Links, id: u32) {
-        self.push_run(table, Run::of(id));
+    pub(crate) fn push_head(&mut self, table: &mut impl LinkTable, id: u32) {
+        self.push_run(table, ListRun::of_one(id));
     }
 
     /// Adds elements of no list, linked to each other, at the head.
-    pub(crate) fn push_run(&mut self, table: &mut impl Links, run: Run) {
+    pub(crate) fn push_run(&mut self, table: &mut impl LinkTable, run: ListRun) {
         table.link(run.first).previous = NIL;
         table.link(run.last).next = self.head;
         match self.head {
@@ -120,7 +120,7 @@ impl List {
     }
 
     /// Moves elements of this list to its head.
-    pub(crate) fn raise_run(&mut self, table: &mut impl Links, run: Run) {
+    pub(crate) fn raise_run(&mut self, table: &mut impl LinkTable, run: ListRun) {
         if self.head != run.first {
             self.remove_run(table, run);
             self.push_run(table, run);
@@ -128,16 +128,16 @@ impl List {
     }
 
     /// Adds an element of no list.
-    pub(crate) fn push(&mut self, table: &mut impl Links, id: u32, spot: Spot) {
+    pub(crate) fn push(&mut self, table: &mut impl LinkTable, id: u32, spot: Spot) {
         match (spot, self.tail()) {
             (Spot::Behind(ahead), _) | (Spot::Tail, Some(ahead)) => self.push_behind(table, id, ahead),
             (Spot::Head, _) | (Spot::Tail, None) => self.push_head(table, id),
         }
     }
 
-    fn push_behind(&mut self, table: &mut impl Links, id: u32, ahead: u32) {
+    fn push_behind(&mut self, table: &mut impl LinkTable, id: u32, ahead: u32) {
         let behind = std::mem::replace(&mut table.link(ahead).next, id);
-        *table.link(id) = Link { previous: ahead, next: behind };
+        *table.link(id) = ListLink { previous: ahead, next: behind };
         match behind {
             NIL => self.tail = id,
             behind => table.link(behind).previous = id,
@@ -146,12 +146,12 @@ impl List {
     }
 
     /// Takes an element out of this list; it must be in it.
-    pub(crate) fn remove(&mut self, table: &mut impl Links, id: u32) {
-        self.remove_run(table, Run::of(id));
+    pub(crate) fn remove(&mut self, table: &mut impl LinkTable, id: u32) {
+        self.remove_run(table, ListRun::of_one(id));
     }
 
     /// Takes elements out of this list; they must be in it, and stay linked to each other.
-    pub(crate) fn remove_run(&mut self, table: &mut impl Links, run: Run) {
+    pub(crate) fn remove_run(&mut self, table: &mut impl LinkTable, run: ListRun) {
         let (previous, next) = (table.link(run.first).previous, table.link(run.last).next);
         match previous {
             NIL => self.head = next,
@@ -173,10 +173,10 @@ mod tests {
 
     use super::*;
 
-    struct Table(Vec<Link>);
+    struct Table(Vec<ListLink>);
 
-    impl Links for Table {
-        fn link(&mut self, id: u32) -> &mut Link {
+    impl LinkTable for Table {
+        fn link(&mut self, id: u32) -> &mut ListLink {
             &mut self.0[id as usize]
         }
     }
@@ -184,7 +184,7 @@ mod tests {
     proptest! {
         #[test]
         fn a_list_is_a_deque_with_removal(steps in prop::collection::vec((0..6u8, 0..16u32, 0..16u32), 0..200)) {
-            let (mut table, mut list, mut model) = (Table(vec![Link::default(); 16]), List::default(), VecDeque::new());
+            let (mut table, mut list, mut model) = (Table(vec![ListLink::default(); 16]), List::default(), VecDeque::new());
             for (action, id, ahead) in steps {
                 let inside = model.iter().position(|other| *other == id);
                 match (action, inside) {
@@ -207,7 +207,7 @@ mod tests {
                     }
                     (5, Some(at)) => {
                         let from = at.saturating_sub(ahead as usize);
-                        let mut run = Run::of(id);
+                        let mut run = ListRun::of_one(id);
                         for ahead in model.range(from..at).rev() {
                             assert!(run.extend(*ahead, *table.link(*ahead)));
                         }

@@ -10,7 +10,7 @@ const SLOTS_MAX: u32 = 2048;
 
 /// A part of the pool newly in service.
 #[derive(Debug)]
-pub enum Opened {
+pub enum OpenedSegment {
     /// An empty segment.
     Empty { segment: u64 },
     /// Slots from `first` on of a segment used by an earlier life. The slots of a segment come in order.
@@ -42,20 +42,20 @@ impl Opener {
     }
 
     /// Returns the next part, if its memory is reserved.
-    pub fn next(&mut self, pool: &Pool) -> Option<Opened> {
+    pub fn next(&mut self, pool: &Pool) -> Option<OpenedSegment> {
         if self.segment >= pool.reserved_segments() {
             return None;
         }
         let segment = self.segment;
         let Some((geometry, first)) = self.begun.or_else(|| Some((pool.take_over(segment)?, 0))) else {
             self.segment += 1;
-            return Some(Opened::Empty { segment });
+            return Some(OpenedSegment::Empty { segment });
         };
         let end = geometry.slot_count.min(first + SLOTS_MAX);
         self.begun = (end < geometry.slot_count).then_some((geometry, end));
         self.segment += u64::from(self.begun.is_none());
         let remains = pool.remains(segment, &geometry, first..end);
-        Some(Opened::Used { segment, block_bytes: geometry.block_bytes, first, remains })
+        Some(OpenedSegment::Used { segment, block_bytes: geometry.block_bytes, first, remains })
     }
 }
 

@@ -3,7 +3,7 @@
 //!
 //! Every kept block has a sort, and each sort a list in order of use. While a request goes on, its blocks are
 //! judged by age alone. When it is over, its blocks get a sort from its answer's end ([`Kinds`]) and its turn
-//! in its conversation ([`Ends`]), unless another conversation uses them, too. Among the blocks at the lists'
+//! in its conversation ([`TurnEnds`]), unless another conversation uses them, too. Among the blocks at the lists'
 //! tails, the policy evicts the one with the fewest uses expected by [`Odds`] for the time of its stay.
 //!
 //! A parent goes after its children, for any worth of theirs: a parent chosen while it has children waits in
@@ -19,13 +19,13 @@ mod kinds;
 mod odds;
 mod order;
 
-use self::ends::Ends;
+use self::ends::TurnEnds;
 use self::ghost::Ghost;
 use self::kinds::Kinds;
 use self::odds::Odds;
-use crate::entries::{Entry, Place};
-use crate::index::Print;
-use crate::ledger::{Group, HolderId};
+use crate::entries::{ListPlace, SlotEntry};
+use crate::index::KeyPrint;
+use crate::ledger::{HolderId, HolderSet};
 use crate::list::Spot;
 use crate::slab::{Among, Slab};
 use crate::standing::{SORTS, Sort, Standing};
@@ -37,7 +37,7 @@ const SORTS_THAT_GO: usize = SORTS - 1;
 
 /// Time, counted in uses of blocks.
 #[derive(Debug, Default)]
-struct Clock {
+struct PolicyClock {
     tick: u32,
     /// Uses since the tick began, times [`TICKS_PER_ROOM`].
     rest: u64,
@@ -46,18 +46,18 @@ struct Clock {
 /// The policy's own memory.
 #[derive(Debug, Default)]
 pub(crate) struct Policy {
-    clock: Clock,
-    ends: Ends,
+    clock: PolicyClock,
+    ends: TurnEnds,
     kinds: Kinds,
     odds: Odds,
     ghost: Ghost,
     /// Kept between calls, so no call allocates.
-    prints: Vec<Print>,
+    prints: Vec<KeyPrint>,
 }
 
 /// A block at a tail.
 #[derive(Copy, Clone, Debug)]
-struct Candidate {
+struct EvictionCandidate {
     worth: f32,
     age: u32,
     sort: Sort,
@@ -88,16 +88,16 @@ pub struct Ending {
 
 /// An ended request, for [`Policy::used`].
 #[derive(Copy, Clone, Debug)]
-pub(crate) struct Turn {
+pub(crate) struct EndedTurn {
     sort: Sort,
     /// Number of its first keys used by other conversations.
     pub(crate) shared: usize,
     last: bool,
 }
 
-// === impl Clock ===
+// === impl PolicyClock ===
 
-impl Clock {
+impl PolicyClock {
     fn advance(&mut self, uses: u64, slots: u64) {
         self.rest += uses * TICKS_PER_ROOM;
         self.tick = self.tick.wrapping_add((self.rest / slots) as u32);
@@ -110,7 +110,7 @@ impl Clock {
 impl Policy {
     /// Puts a just committed block into a list. A block without its kept parent cannot be found: it goes
     /// next.
-    pub(crate) fn admit(&mut self, slab: &mut Slab, entry: u32, print: Print, parent: Parent) {
+    pub(crate) fn admit_block(&mut self, slab: &mut Slab, entry: u32, print: KeyPrint, parent: Parent) {
         let returned = self.ghost.recall(print) || matches!(parent, Parent::Below(_));
         slab.entries.get_mut(entry).set_returned(returned);
         let now = Standing::new(Sort::OPEN, self.clock.tick);
@@ -119,7 +119,7 @@ impl Policy {
             Parent::Kept(parent) => {
                 slab.adopt_child(parent, entry);
                 let before = slab.entries.get(parent);
-                match before.list_place() == Place::Kept && before.standing.sort() == now.sort() {
+                match before.list_place() == ListPlace::Kept && before.standing.sort() == now.sort() {
                     true => (before.standing, Spot::Behind(parent)),
                     false => (now, Spot::Head),
                 }
@@ -143,19 +143,19 @@ impl Policy {
 
     /// Puts a block that was held and not used back to the tail, if it had left its list.
     pub(crate) fn unheld(&self, slab: &mut Slab, entry: u32) {
-        let Entry { standing, .. } = *slab.entries.get(entry);
-        if slab.entries.get(entry).list_place() == Place::Detached {
+        let SlotEntry { standing, .. } = *slab.entries.get(entry);
+        if slab.entries.get(entry).list_place() == ListPlace::Detached {
             slab.keep(entry, standing, Spot::Tail);
         }
     }
 
     /// Loads the word for a later look at a key's eviction, so that look need not wait.
-    pub(crate) fn load(&self, print: Print) -> u64 {
-        self.ghost.load(print)
+    pub(crate) fn load_key(&self, print: KeyPrint) -> u64 {
+        self.ghost.load_set(print)
     }
 
     /// Records a key's eviction.
-    pub(crate) fn evicted(&mut self, print: Print, slots: u64) {
+    pub(crate) fn evicted(&mut self, print: KeyPrint, slots: u64) {
         self.ghost.remember(print, slots);
     }
 
@@ -166,28 +166,33 @@ impl Policy {
             return;
         }
         match entry.list_place() {
-            Place::Kept => slab.keep(parent, standing.left(), Spot::Tail),
-            _ => entry.standing = standing.left(),
+            ListPlace::Kept => slab.keep(parent, standing.leave_dram(), Spot::Tail),
+            _ => entry.standing = standing.leave_dram(),
         }
     }
 
     /// Records an ended request with these keys, in a tier of so many slots. [`Policy::used`] follows with
     /// its kept blocks.
-    pub(crate) fn turn(&mut self, prints: impl Iterator<Item = Print>, slots: u64, ending: Ending) -> Turn {
+    pub(crate) fn end_turn(
+        &mut self,
+        prints: impl Iterator<Item = KeyPrint>,
+        slots: u64,
+        ending: Ending,
+    ) -> EndedTurn {
         self.prints.clear();
         self.prints.extend(prints);
         self.clock.advance(self.prints.len() as u64, slots);
-        let end = self.ends.turn(&self.prints, slots);
+        let end = self.ends.end_turn(&self.prints, slots);
         let Ending { way, last } = ending;
         let sort = if last { Sort::OPEN } else { Sort::of_turn(self.kinds.kind(way), end.turn) };
-        let turn = Turn { sort, shared: end.shared, last };
+        let turn = EndedTurn { sort, shared: end.shared, last };
         self.odds.used(&self.prints, turn, self.clock.tick, slots);
         turn
     }
 
     /// Sorts blocks used by an ended request, the deepest first; those from `shared` on are among its first
     /// keys shared with other conversations.
-    pub(crate) fn used(&self, slab: &mut Slab, entries: &[u32], turn: Turn, shared: usize) {
+    pub(crate) fn used(&self, slab: &mut Slab, entries: &[u32], turn: EndedTurn, shared: usize) {
         let mut at = 0;
         slab.raise(entries, |entry| {
             at += 1;
@@ -210,7 +215,7 @@ impl Policy {
 
     /// Returns the next block to evict among those of these holders, left in its list; `None` if every one is
     /// leased or being filled.
-    pub(crate) fn next(&self, slab: &mut Slab, among: Among, losers: Group) -> Option<u32> {
+    pub(crate) fn next(&self, slab: &mut Slab, among: Among, losers: HolderSet) -> Option<u32> {
         let holders = slab.queues(among).holders().filter(|id| losers.has(*id));
         loop {
             for sort in 0..SORTS {
@@ -219,9 +224,9 @@ impl Policy {
             let queues = slab.queues(among);
             let tails = (0..SORTS_THAT_GO)
                 .rev()
-                .flat_map(|sort| holders.clone().filter_map(move |id| queues.of(id)[sort].tail()));
+                .flat_map(|sort| holders.clone().filter_map(move |id| queues.holder_lists(id)[sort].tail()));
             let Some(first) = self.first(slab, tails) else {
-                let mut parents = holders.filter_map(|id| queues.of(id)[SORTS_THAT_GO].tail());
+                let mut parents = holders.filter_map(|id| queues.holder_lists(id)[SORTS_THAT_GO].tail());
                 return parents.next();
             };
             if slab.children(first) == 0 {
@@ -236,22 +241,22 @@ impl Policy {
     /// before an older one: otherwise a prompt computed in steps would lose its first blocks to its next
     /// ones.
     fn first(&self, slab: &Slab, tails: impl Iterator<Item = u32>) -> Option<u32> {
-        let (mut first, mut open): (Option<Candidate>, Option<Candidate>) = (None, None);
+        let (mut first, mut open): (Option<EvictionCandidate>, Option<EvictionCandidate>) = (None, None);
         for entry in tails {
-            let Entry { standing, generation, .. } = *slab.entries.get(entry);
-            let candidate = Candidate { generation, ..self.candidate(entry, standing) };
+            let SlotEntry { standing, generation, .. } = *slab.entries.get(entry);
+            let candidate = EvictionCandidate { generation, ..self.candidate(entry, standing) };
             let of = if candidate.sort.is_open() { &mut open } else { &mut first };
             if of.is_none_or(|other| candidate.goes_before(&other)) {
                 *of = Some(candidate);
             }
         }
-        let oldest = |open: &Candidate| first.is_none_or(|first| open.age > first.age);
+        let oldest = |open: &EvictionCandidate| first.is_none_or(|first| open.age > first.age);
         open.filter(oldest).or(first).map(|first| first.entry)
     }
 
-    fn candidate(&self, entry: u32, standing: Standing) -> Candidate {
+    fn candidate(&self, entry: u32, standing: Standing) -> EvictionCandidate {
         let (sort, age) = (standing.sort(), standing.age(self.clock.tick));
-        Candidate { worth: self.odds.worth(sort, age), age, sort, generation: 0, entry }
+        EvictionCandidate { worth: self.odds.worth(sort, age), age, sort, generation: 0, entry }
     }
 
     /// Returns the next block to go among those at the tails of a disk's lists.
@@ -262,9 +267,9 @@ impl Policy {
     }
 }
 
-// === impl Candidate ===
+// === impl EvictionCandidate ===
 
-impl Candidate {
+impl EvictionCandidate {
     fn goes_before(&self, other: &Self) -> bool {
         if self.worth != other.worth {
             return self.worth < other.worth;
@@ -278,10 +283,10 @@ impl Candidate {
 
 /// Lets pinned blocks at the tail of a holder's sort leave their list.
 fn detach_pinned(slab: &mut Slab, among: Among, holder: HolderId, sort: usize) {
-    while let Some(entry) = slab.queues(among).of(holder)[sort].tail() {
+    while let Some(entry) = slab.queues(among).holder_lists(holder)[sort].tail() {
         if slab.entries.get(entry).claims.pins() == 0 {
             return;
         }
-        slab.move_to(entry, Place::Detached);
+        slab.move_to(entry, ListPlace::Detached);
     }
 }

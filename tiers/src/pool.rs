@@ -21,18 +21,18 @@ use shm_protocol::pool::{self, Geometry, PoolView, SlotPlace, SlotRef, SlotRemai
 use shm_protocol::region::{Access, Region};
 
 pub use self::checksums::{BlockSum, PART_BYTES};
-use crate::given_up::{Cause, GivenUp};
-use crate::{Error, dram};
+use crate::given_up::{GivenUp, GivenUpCause};
+use crate::{TierError, dram};
 
 /// Bytes of a file reserved before it is served, a second or less; the rest follows in the background.
 const RESERVE_FIRST: u64 = 1 << 30;
 
 /// The settings of a pool.
 #[derive(Clone, Debug)]
-pub struct Config {
-    /// Bytes of all segments, as [`dram::Config::pool_bytes`].
+pub struct PoolConfig {
+    /// Bytes of all segments, as [`dram::DramConfig::pool_bytes`].
     pub bytes: u64,
-    /// Bytes of a segment, as [`dram::Config::segment_bytes`].
+    /// Bytes of a segment, as [`dram::DramConfig::segment_bytes`].
     pub segment_bytes: u64,
     /// A file on tmpfs or hugetlbfs; a memfd if there is none.
     pub path: Option<PathBuf>,
@@ -44,7 +44,7 @@ pub struct Config {
 
 /// The content of the pool file at the start.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub enum Found {
+pub enum FoundPool {
     /// A new file, or anonymous memory.
     Nothing,
     /// A pool of an earlier life, whose blocks can be adopted.
@@ -61,7 +61,7 @@ pub struct Pool {
     fd: OwnedFd,
     segment_bytes: u64,
     life: u64,
-    found: Found,
+    found: FoundPool,
     /// Epoch of the life whose pool was taken over.
     former: Option<u64>,
     /// Bytes from the start with reserved memory.
@@ -78,9 +78,9 @@ pub struct Pool {
 impl Pool {
     /// Makes the pool and writes its header. A file's content of an earlier life stays, if this life can read
     /// it; a file is never shrunk. The rest of a file's memory is reserved later: see [`Pool::reserve_some`].
-    pub fn create(config: &Config) -> Result<Self, Error> {
-        let segments = dram::segments(config.bytes, config.segment_bytes)?;
-        let too_large = Error::TooLarge { bytes: config.bytes, max: pool::POOL_BYTES_MAX };
+    pub fn create(config: &PoolConfig) -> Result<Self, TierError> {
+        let segments = dram::count_segments(config.bytes, config.segment_bytes)?;
+        let too_large = TierError::TooLarge { bytes: config.bytes, max: pool::POOL_BYTES_MAX };
         let bytes = pool::pool_bytes(config.segment_bytes, segments).ok_or(too_large)?;
         let file = match &config.path {
             Some(path) => place::open_file(path, bytes, config.hugepages)?,
@@ -88,34 +88,34 @@ impl Pool {
             None => place::open_memfd(bytes)?,
         };
         let mut region = Region::map(file.fd.as_fd(), bytes as usize, Access::ReadWrite)
-            .map_err(Error::os("map memory"))?;
+            .map_err(TierError::os("map memory"))?;
         if config.path.is_some() {
             // Opened separately: the lock ends with the pool's own descriptor.
-            region.guard(place::reopen(&file.fd)?).map_err(Error::os("guard the pool file"))?;
+            region.guard(place::reopen_file(&file.fd)?).map_err(TierError::os("guard the pool file"))?;
         }
         let mut pool = Self {
             region: Arc::new(region),
             fd: file.fd,
             segment_bytes: config.segment_bytes,
             life: 0,
-            found: Found::Nothing,
+            found: FoundPool::Nothing,
             former: None,
             reserved: AtomicU64::new(pool::SEGMENT_ALIGN),
             exhausted: AtomicBool::new(false),
             block_bytes: (0..segments).map(|_| AtomicU64::new(0)).collect(),
         };
         let boot = place::boot_id()?;
-        pool.found = pool.look(file.found_bytes, boot);
-        if pool.found == Found::Pool && !file.found_whole {
+        pool.found = pool.inspect_file(file.found_bytes, boot);
+        if pool.found == FoundPool::Pool && !file.found_whole {
             let reason = "memory was taken from it, or its sidecar ended before it had reserved all of it";
-            pool.found = Found::Unusable(GivenUp::new(Cause::Unfinished, reason));
+            pool.found = FoundPool::Unusable(GivenUp::new(GivenUpCause::Unfinished, reason));
         }
         let epoch = || pool.region.word64(header::EPOCH as usize).load(Ordering::Relaxed);
-        pool.former = (pool.found == Found::Pool).then(epoch);
+        pool.former = (pool.found == FoundPool::Pool).then(epoch);
         pool.life = pool.initialise(config.epoch, boot);
         match pool.found {
             // An engine may still read the content.
-            Found::Unusable(_) => {}
+            FoundPool::Unusable(_) => {}
             _ if file.reserved => pool.reserved.store(bytes, Ordering::Relaxed),
             _ => {
                 while pool.reserving() && pool.reserved_bytes() < RESERVE_FIRST {
@@ -126,7 +126,7 @@ impl Pool {
         if config.path.is_none() {
             // Sealed after the mapping: FUTURE_WRITE allows this mapping and no other to write.
             let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::FUTURE_WRITE | SealFlags::SEAL;
-            rustix::fs::fcntl_add_seals(&pool.fd, seals).map_err(Error::os("seal the memfd"))?;
+            rustix::fs::fcntl_add_seals(&pool.fd, seals).map_err(TierError::os("seal the memfd"))?;
         }
         // The first look; later ones compare with it.
         pool.is_whole();
@@ -134,36 +134,39 @@ impl Pool {
     }
 
     /// Decides if the file's `len` bytes are a pool this life can take over.
-    fn look(&self, len: u64, boot: u128) -> Found {
+    fn inspect_file(&self, len: u64, boot: u128) -> FoundPool {
         if len == 0 {
-            return Found::Nothing;
+            return FoundPool::Nothing;
         }
         let word = |field: u64| self.region.word64(field as usize).load(Ordering::Acquire);
-        let unusable = |cause, text: String| Found::Unusable(GivenUp::new(cause, text));
+        let unusable = |cause, text: String| FoundPool::Unusable(GivenUp::new(cause, text));
         if len < pool::HEADER_BYTES || word(header::MAGIC) != pool::MAGIC {
-            return unusable(Cause::Damaged, "it is not a pool file".into());
+            return unusable(GivenUpCause::Damaged, "it is not a pool file".into());
         }
         if let Err(error) = pool::check_versions(|at| word(at as u64)) {
-            return unusable(Cause::Version, error.to_string());
+            return unusable(GivenUpCause::Version, error.to_string());
         }
         if [word(header::BOOT_ID), word(header::BOOT_ID + 8)] != [boot as u64, (boot >> 64) as u64] {
-            return unusable(Cause::Boot, "it was written before the last reboot of this machine".into());
+            return unusable(
+                GivenUpCause::Boot,
+                "it was written before the last reboot of this machine".into(),
+            );
         }
         let segment_bytes = word(header::SEGMENT_BYTES);
         if segment_bytes != self.segment_bytes {
             let expected = self.segment_bytes;
             let text = format!("its segments have {segment_bytes} bytes, and --dram needs {expected}");
-            return unusable(Cause::Sizes, text);
+            return unusable(GivenUpCause::Sizes, text);
         }
         if word(header::SETTLED) != 1 {
-            return unusable(Cause::Unfinished, "a sidecar ended while it emptied the file".into());
+            return unusable(GivenUpCause::Unfinished, "a sidecar ended while it emptied the file".into());
         }
         if let Err(error) = PoolView::new(|at| word(at as u64), len) {
-            return unusable(Cause::Damaged, error.to_string());
+            return unusable(GivenUpCause::Damaged, error.to_string());
         }
         match word(header::LIFE) {
-            1..pool::LIFE_MAX => Found::Pool,
-            life => unusable(Cause::Damaged, format!("its number of runs, {life}, is invalid")),
+            1..pool::LIFE_MAX => FoundPool::Pool,
+            life => unusable(GivenUpCause::Damaged, format!("its number of runs, {life}, is invalid")),
         }
     }
 
@@ -172,15 +175,15 @@ impl Pool {
     fn initialise(&self, epoch: u64, boot: u128) -> u64 {
         let word = |offset: u64| self.region.word64(offset as usize);
         let life = match self.found {
-            Found::Nothing => 1,
+            FoundPool::Nothing => 1,
             // Also for a pool not taken over: by the numbers its engines see that its blocks are gone.
             _ => word(header::LIFE).load(Ordering::Relaxed) % pool::LIFE_MAX + 1,
         };
-        if self.found != Found::Pool {
+        if self.found != FoundPool::Pool {
             word(header::VERSION).store(0, Ordering::Release);
         }
         // Content not taken over stays for a while, and no later life may take it for this layout's content.
-        let settled = !matches!(self.found, Found::Unusable(_));
+        let settled = !matches!(self.found, FoundPool::Unusable(_));
         let own = pool::own_versions();
         let release = own.release_bytes();
         let words = release.as_chunks::<8>().0.iter().map(|eight| u64::from_le_bytes(*eight));
@@ -208,15 +211,15 @@ impl Pool {
 
 impl Pool {
     /// Returns the content found at the start.
-    pub fn found(&self) -> &Found {
+    pub fn found(&self) -> &FoundPool {
         &self.found
     }
 
     /// Returns the pool of an earlier life that was given up, if there was one.
     pub fn given_up(&self) -> Option<&GivenUp> {
         match &self.found {
-            Found::Unusable(given_up) => Some(given_up),
-            Found::Nothing | Found::Pool => None,
+            FoundPool::Unusable(given_up) => Some(given_up),
+            FoundPool::Nothing | FoundPool::Pool => None,
         }
     }
 
@@ -239,14 +242,14 @@ impl Pool {
         // Before a file of other content is emptied, no byte of it is in use, and emptying takes memory from
         // it.
         let emptied =
-            self.reserved_bytes() > pool::SEGMENT_ALIGN || !matches!(self.found, Found::Unusable(_));
+            self.reserved_bytes() > pool::SEGMENT_ALIGN || !matches!(self.found, FoundPool::Unusable(_));
         !emptied || self.region.is_whole()
     }
 
     /// Keeps later lives from a pool with lost bytes: zeros may lie behind sound headers by now.
-    pub fn disown(&self) -> Result<(), Error> {
+    pub fn disown(&self) -> Result<(), TierError> {
         let settled = rustix::io::pwrite(&self.fd, &0_u64.to_ne_bytes(), header::SETTLED);
-        settled.map(drop).map_err(Error::os("disown the pool file"))
+        settled.map(drop).map_err(TierError::os("disown the pool file"))
     }
 
     /// Returns the number of segments with reserved memory.
@@ -262,14 +265,14 @@ impl Pool {
     /// Reserves the memory of one more segment, if one is missing. The first call gives back the memory of a
     /// pool this life cannot use: engines with it mapped then read zeros, and these are no header of a whole
     /// slot. One thread at a time; after an error no more memory is reserved.
-    pub fn reserve_some(&self) -> Result<(), Error> {
+    pub fn reserve_some(&self) -> Result<(), TierError> {
         let from = self.reserved.load(Ordering::Relaxed);
         if from == self.len() {
             return Ok(());
         }
-        let discard = from == pool::SEGMENT_ALIGN && matches!(self.found, Found::Unusable(_));
+        let discard = from == pool::SEGMENT_ALIGN && matches!(self.found, FoundPool::Unusable(_));
         let emptied = if discard { self.empty() } else { Ok(()) };
-        let reserved = emptied.and_then(|()| place::reserve(&self.fd, from, self.segment_bytes));
+        let reserved = emptied.and_then(|()| place::reserve_range(&self.fd, from, self.segment_bytes));
         match &reserved {
             // SYNC POINT(reserved): release pairs with `reserved_bytes`.
             Ok(()) => self.reserved.store(from + self.segment_bytes, Ordering::Release),
@@ -278,8 +281,8 @@ impl Pool {
         reserved
     }
 
-    fn empty(&self) -> Result<(), Error> {
-        place::empty(&self.fd, pool::SEGMENT_ALIGN, self.len() - pool::SEGMENT_ALIGN)?;
+    fn empty(&self) -> Result<(), TierError> {
+        place::empty_range(&self.fd, pool::SEGMENT_ALIGN, self.len() - pool::SEGMENT_ALIGN)?;
         self.region.word64(header::SETTLED as usize).store(1, Ordering::Release);
         Ok(())
     }
@@ -287,7 +290,7 @@ impl Pool {
     /// Returns the slots of a segment left by an earlier life, which can be filled and freed from now on;
     /// `None` if the segment is empty.
     pub fn take_over(&self, number: u64) -> Option<Geometry> {
-        if self.found != Found::Pool {
+        if self.found != FoundPool::Pool {
             return None;
         }
         let geometry = self.view()?.geometry(number)?;
@@ -350,17 +353,17 @@ impl Pool {
 
     /// Returns a descriptor for engines, opened for reading: it cannot be mapped for writing. A memfd cannot
     /// be reopened for writing either, since it is sealed; a file can, by its owner and root.
-    pub fn read_only_fd(&self) -> Result<OwnedFd, Error> {
-        place::reopen(&self.fd)
+    pub fn read_only_fd(&self) -> Result<OwnedFd, TierError> {
+        place::reopen_file(&self.fd)
     }
 
     /// Returns the same for a pool file, by its path on a read-only mount.
-    pub fn open_view(&self, path: &Path) -> Result<OwnedFd, Error> {
+    pub fn open_view(&self, path: &Path) -> Result<OwnedFd, TierError> {
         place::open_view(path, &self.fd)
     }
 
     /// Copies data at pool offset `offset` out, word by word. No thread may write there meanwhile.
-    pub fn read(&self, offset: u64, out: &mut [u8]) {
+    pub fn read_bytes(&self, offset: u64, out: &mut [u8]) {
         let skipped = (offset % 8) as usize;
         let words = self.region.words64(offset as usize - skipped, (skipped + out.len()).div_ceil(8));
         let (mut word, mut at) = (words.iter(), skipped);
@@ -413,7 +416,7 @@ impl Pool {
     }
 
     /// Returns the place of the slot at `offset`, by this process's own segment table.
-    fn place(&self, offset: u64) -> Option<(SlotPlace, u64)> {
+    fn place_of(&self, offset: u64) -> Option<(SlotPlace, u64)> {
         let number = offset.checked_sub(pool::SEGMENT_ALIGN)? / self.segment_bytes;
         let block_bytes = self.block_bytes.get(usize::try_from(number).ok()?)?.load(Ordering::Relaxed);
         let place = Geometry::new(self.segment_bytes, block_bytes).ok()?.place_of(offset).ok()?;
@@ -422,7 +425,7 @@ impl Pool {
 
     /// Returns the place of a slot that is still in this filling.
     fn current(&self, slot: SlotRef) -> Option<SlotPlace> {
-        let (place, _) = self.place(slot.offset)?;
+        let (place, _) = self.place_of(slot.offset)?;
         let generation = self.slot_word(&place, slot::GENERATION).load(Ordering::Relaxed);
         (generation == slot.generation).then_some(place)
     }
@@ -431,7 +434,7 @@ impl Pool {
     /// no such slot.
     #[must_use = "a slot that does not exist must not be written"]
     pub fn fill(&self, slot: SlotRef, namespace: NamespaceDigest, key: &BlockKey) -> bool {
-        let Some((place, block_bytes)) = self.place(slot.offset) else { return false };
+        let Some((place, block_bytes)) = self.place_of(slot.offset) else { return false };
         self.slot_word(&place, slot::STATE).store(pool::FILLING, Ordering::Relaxed);
         // SYNC POINT(slot reuse): a reader of any later byte, of the header or of the block, sees FILLING or
         // another generation when it verifies again.

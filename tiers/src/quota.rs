@@ -4,9 +4,9 @@
 //! policy finds the quota's next block without meeting blocks of other quotas. That costs 12 bytes a slot, in
 //! a tier with quotas alone.
 
-use crate::entries::{Entry, Queues, Tables};
-use crate::ledger::{HolderId, Used};
-use crate::list::{Link, Links, NIL, Spot};
+use crate::entries::{PolicyLists, SlotEntry, Tables};
+use crate::ledger::{HolderId, UsedBytes};
+use crate::list::{LinkTable, ListLink, NIL, Spot};
 
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct QuotaId(u32);
@@ -21,54 +21,54 @@ impl QuotaId {
 }
 
 #[derive(Debug)]
-pub(crate) struct Quota {
+pub(crate) struct PoolQuota {
     pub(crate) bytes_max: u64,
     /// Bytes of its blocks, those being filled too.
-    pub(crate) used: Used,
-    queues: Queues,
+    pub(crate) used: UsedBytes,
+    queues: PolicyLists,
 }
 
 /// The quota of a slot's block.
 #[derive(Copy, Clone, Debug)]
-pub(crate) struct Member {
+pub(crate) struct QuotaMember {
     quota: u32,
-    link: Link,
+    link: ListLink,
 }
 
-const _: () = assert!(size_of::<Member>() == 12);
+const _: () = assert!(size_of::<QuotaMember>() == 12);
 
 /// All quotas and their members.
 #[derive(Debug)]
-pub(crate) struct Quotas {
-    list: Vec<Quota>,
-    pub(crate) members: Tables<Member>,
+pub(crate) struct PoolQuotas {
+    list: Vec<PoolQuota>,
+    pub(crate) members: Tables<QuotaMember>,
 }
 
-// === impl Member ===
+// === impl QuotaMember ===
 
-impl Member {
-    pub(crate) const NONE: Self = Self { quota: NIL, link: Link { previous: NIL, next: NIL } };
+impl QuotaMember {
+    pub(crate) const NONE: Self = Self { quota: NIL, link: ListLink { previous: NIL, next: NIL } };
 
-    pub(crate) fn link(&self) -> Link {
+    pub(crate) fn link(&self) -> ListLink {
         self.link
     }
 }
 
-impl Links for Tables<Member> {
-    fn link(&mut self, id: u32) -> &mut Link {
+impl LinkTable for Tables<QuotaMember> {
+    fn link(&mut self, id: u32) -> &mut ListLink {
         &mut self.get_mut(id).link
     }
 }
 
-// === impl Quotas ===
+// === impl PoolQuotas ===
 
-impl Quotas {
-    pub(crate) fn new(members: Tables<Member>) -> Self {
+impl PoolQuotas {
+    pub(crate) fn new(members: Tables<QuotaMember>) -> Self {
         Self { list: Vec::new(), members }
     }
 
-    pub(crate) fn add(&mut self, bytes_max: u64) -> QuotaId {
-        self.list.push(Quota { bytes_max, used: Used::default(), queues: Queues::default() });
+    pub(crate) fn add_quota(&mut self, bytes_max: u64) -> QuotaId {
+        self.list.push(PoolQuota { bytes_max, used: UsedBytes::default(), queues: PolicyLists::default() });
         QuotaId(self.list.len() as u32 - 1)
     }
 
@@ -76,42 +76,42 @@ impl Quotas {
         (0..self.list.len() as u32).map(QuotaId)
     }
 
-    pub(crate) fn get(&self, quota: QuotaId) -> &Quota {
+    pub(crate) fn get(&self, quota: QuotaId) -> &PoolQuota {
         &self.list[quota.0 as usize]
     }
 
-    pub(crate) fn queues(&self, quota: QuotaId) -> &Queues {
+    pub(crate) fn queues(&self, quota: QuotaId) -> &PolicyLists {
         &self.get(quota).queues
     }
 
     /// Charges a block of no queue to a quota.
     pub(crate) fn charge(&mut self, id: u32, quota: QuotaId, holder: HolderId, bytes: u64) {
         self.members.get_mut(id).quota = quota.0;
-        self.list[quota.0 as usize].used.add(holder, bytes);
+        self.list[quota.0 as usize].used.add_bytes(holder, bytes);
     }
 
     /// Ends the charge of a block that has left its queue, and returns its quota.
     pub(crate) fn discharge(&mut self, id: u32, holder: HolderId, bytes: u64) -> Option<QuotaId> {
         let member = self.members.get_mut(id);
         let quota = QuotaId(std::mem::replace(&mut member.quota, NIL));
-        self.list.get_mut(quota.0 as usize)?.used.take(holder, bytes);
+        self.list.get_mut(quota.0 as usize)?.used.take_bytes(holder, bytes);
         Some(quota)
     }
 
     /// Removes a block from its quota's list, when it leaves a list of its class.
-    pub(crate) fn left(&mut self, id: u32, entry: &Entry) {
+    pub(crate) fn leave_list(&mut self, id: u32, entry: &SlotEntry) {
         let Some(quota) = self.list.get_mut(self.members.get(id).quota as usize) else { return };
-        if let Some(list) = quota.queues.list(entry) {
+        if let Some(list) = quota.queues.entry_list(entry) {
             list.remove(&mut self.members, id);
         }
     }
 
     /// Adds a block to its quota's list, when it enters a list of its class.
-    pub(crate) fn entered(&mut self, id: u32, entry: &Entry, spot: Spot) {
+    pub(crate) fn entered(&mut self, id: u32, entry: &SlotEntry, spot: Spot) {
         let quota_of = |id| self.members.get(id).quota;
         let spot = spot.among(|ahead| quota_of(ahead) == quota_of(id));
         let Some(quota) = self.list.get_mut(quota_of(id) as usize) else { return };
-        if let Some(list) = quota.queues.list(entry) {
+        if let Some(list) = quota.queues.entry_list(entry) {
             list.push(&mut self.members, id, spot);
         }
     }

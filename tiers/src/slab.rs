@@ -7,11 +7,11 @@ use std::collections::{HashMap, VecDeque};
 
 use shm_protocol::pool::{self, Geometry, SlotRef};
 
-use crate::entries::{Entries, Entry, Place, Queues, State, Tables};
+use crate::entries::{Entries, ListPlace, PolicyLists, SlotEntry, SlotState, Tables};
 use crate::index::Index;
 use crate::ledger::HolderId;
 use crate::list::{List, Spot};
-use crate::quota::{Member, QuotaId, Quotas};
+use crate::quota::{PoolQuotas, QuotaId, QuotaMember};
 use crate::standing::Standing;
 
 /// Most block sizes in the pool at once; a class without segments gives way to a new one.
@@ -34,12 +34,12 @@ pub(crate) struct Class {
     pub(crate) geometry: Geometry,
     pub(crate) segments: u32,
     pub(crate) free: List,
-    pub(crate) queues: Queues,
+    pub(crate) queues: PolicyLists,
 }
 
 /// The facts about a segment as a whole.
 #[derive(Copy, Clone, Debug)]
-pub(crate) struct Segment {
+pub(crate) struct SlabSegment {
     class: u16,
     /// Slots that are leased, being filled, not verified or debris of an earlier life: with any such slot the
     /// segment stays.
@@ -52,10 +52,10 @@ pub(crate) struct Segment {
 #[derive(Debug)]
 pub(crate) struct Slab {
     pub(crate) entries: Entries,
-    pub(crate) segments: Box<[Segment]>,
+    pub(crate) segments: Box<[SlabSegment]>,
     pub(crate) classes: Vec<Class>,
     /// `None` in a tier without quotas.
-    pub(crate) quotas: Option<Quotas>,
+    pub(crate) quotas: Option<PoolQuotas>,
     segment_bytes: u64,
     /// Segments in service without a class so far, lowest first: GPUs reach the pool from its start
     /// upwards.
@@ -71,12 +71,16 @@ pub(crate) struct Slab {
 
 impl Class {
     fn new(geometry: Geometry) -> Self {
-        Self { geometry, segments: 0, free: List::default(), queues: Queues::default() }
+        Self { geometry, segments: 0, free: List::default(), queues: PolicyLists::default() }
     }
 
     /// Returns the list of an entry's place.
-    fn list(&mut self, entry: &Entry) -> Option<&mut List> {
-        if entry.list_place() == Place::Free { Some(&mut self.free) } else { self.queues.list(entry) }
+    fn entry_list(&mut self, entry: &SlotEntry) -> Option<&mut List> {
+        if entry.list_place() == ListPlace::Free {
+            Some(&mut self.free)
+        } else {
+            self.queues.entry_list(entry)
+        }
     }
 }
 
@@ -91,7 +95,7 @@ impl Slab {
             ((segments as u64) << shift) <= u64::from(Index::ENTRY_MAX),
             "POOL_BYTES_MAX keeps ids in u32"
         );
-        let segment = Segment { class: UNASSIGNED, held: 0, used: 0 };
+        let segment = SlabSegment { class: UNASSIGNED, held: 0, used: 0 };
         Self {
             entries: Entries::new(segments, shift),
             segments: vec![segment; segments].into_boxed_slice(),
@@ -106,15 +110,16 @@ impl Slab {
     }
 
     /// Returns the quotas, made with the first one.
-    pub(crate) fn quotas_mut(&mut self) -> &mut Quotas {
+    pub(crate) fn quotas_mut(&mut self) -> &mut PoolQuotas {
         assert_eq!(self.assigned, 0, "quotas come before blocks");
-        self.quotas.get_or_insert_with(|| Quotas::new(Tables::like(&self.entries)))
+        self.quotas.get_or_insert_with(|| PoolQuotas::new(Tables::like(&self.entries)))
     }
 
     /// Returns the class with the most evictable bytes of a holder, other than `besides`.
     pub(crate) fn main_class(&self, holder: HolderId, besides: usize) -> Option<usize> {
         let blocks = |class: &Class| {
-            let lists = class.queues.holders().find(|id| *id == holder).map(|id| class.queues.of(id));
+            let lists =
+                class.queues.holders().find(|id| *id == holder).map(|id| class.queues.holder_lists(id));
             let blocks: u64 = lists.into_iter().flatten().map(|list| u64::from(list.len())).sum();
             blocks * class.geometry.block_bytes
         };
@@ -124,7 +129,7 @@ impl Slab {
     }
 
     /// Returns lists of the policy.
-    pub(crate) fn queues(&self, among: Among) -> &Queues {
+    pub(crate) fn queues(&self, among: Among) -> &PolicyLists {
         match (among, &self.quotas) {
             (Among::Class(class), _) => &self.classes[class].queues,
             (Among::Quota(quota), Some(quotas)) => quotas.queues(quota),
@@ -184,12 +189,12 @@ impl Slab {
     }
 
     /// Returns the entry of a slot in its present filling.
-    pub(crate) fn find(&self, slot: SlotRef) -> Option<u32> {
+    pub(crate) fn find_slot(&self, slot: SlotRef) -> Option<u32> {
         let segment =
             usize::try_from(slot.offset.checked_sub(pool::SEGMENT_ALIGN)? / self.segment_bytes).ok()?;
         let class = self.classes.get(usize::from(self.segments.get(segment)?.class))?;
         let place = class.geometry.place_of(slot.offset).ok()?;
-        let id = self.entries.join(segment, place.index as usize);
+        let id = self.entries.entry_id(segment, place.index as usize);
         (self.entries.get(id).generation == slot.generation).then_some(id)
     }
 
@@ -225,17 +230,17 @@ impl Slab {
     pub(crate) fn assign(&mut self, segment: usize, class: usize) {
         self.adopt(segment, class);
         for id in self.entries.of_segment(segment) {
-            self.move_to(id, Place::Free);
+            self.move_to(id, ListPlace::Free);
         }
     }
 
     /// Takes a segment of an earlier life into service: its slots belong to a class, and none is free yet.
     pub(crate) fn adopt(&mut self, segment: usize, class: usize) {
         let slots = self.classes[class].geometry.slot_count;
-        self.segments[segment] = Segment { class: class as u16, held: 0, used: 0 };
-        self.entries.assign(segment, slots, Entry::NONE.clone());
+        self.segments[segment] = SlabSegment { class: class as u16, held: 0, used: 0 };
+        self.entries.assign(segment, slots, SlotEntry::NONE.clone());
         if let Some(quotas) = &mut self.quotas {
-            quotas.members.assign(segment, slots, Member::NONE);
+            quotas.members.assign(segment, slots, QuotaMember::NONE);
         }
         self.classes[class].segments += 1;
         self.assigned += 1;
@@ -245,14 +250,14 @@ impl Slab {
     /// Returns the entry of a slot of an assigned segment.
     pub(crate) fn entry(&self, segment: usize, index: u32) -> Option<u32> {
         let exists = (index as usize) < self.entries.get_table(segment)?.len();
-        exists.then(|| self.entries.join(segment, index as usize))
+        exists.then(|| self.entries.entry_id(segment, index as usize))
     }
 
     /// Takes an empty segment from its class: every slot must be free.
     pub(crate) fn withdraw(&mut self, segment: usize) {
         assert_eq!(self.segments[segment].used, 0, "a segment with blocks must not be withdrawn");
         for id in self.entries.of_segment(segment) {
-            self.move_to(id, Place::Detached);
+            self.move_to(id, ListPlace::Detached);
         }
         let class = &mut self.classes[usize::from(self.segments[segment].class)];
         class.segments -= 1;
@@ -264,10 +269,10 @@ impl Slab {
     /// Returns the segment to take from a class accepted by `is_meant`: from the class with the most
     /// segments, the segment with the fewest blocks. Never returns one with a leased slot.
     pub(crate) fn victim(&self, is_meant: impl Fn(usize) -> bool) -> Option<usize> {
-        let stealable = |segment: &Segment| {
+        let stealable = |segment: &SlabSegment| {
             segment.held == 0 && segment.class != UNASSIGNED && is_meant(usize::from(segment.class))
         };
-        let worth = |segment: &Segment| {
+        let worth = |segment: &SlabSegment| {
             let owner = &self.classes[usize::from(segment.class)];
             (owner.segments, std::cmp::Reverse(segment.used))
         };
@@ -279,45 +284,45 @@ impl Slab {
     }
 
     /// Returns the committed blocks of a segment.
-    pub(crate) fn blocks(&self, segment: usize) -> Vec<u32> {
-        let committed = |id: &u32| self.entries.get(*id).state() == State::Committed;
+    pub(crate) fn committed_blocks(&self, segment: usize) -> Vec<u32> {
+        let committed = |id: &u32| self.entries.get(*id).state() == SlotState::Committed;
         self.entries.of_segment(segment).filter(committed).collect()
     }
 
     /// Returns the entries of a segment whose slots are not free.
     pub(crate) fn used(&self, segment: usize) -> impl Iterator<Item = u32> + '_ {
-        let used = |id: &u32| self.entries.get(*id).state() != State::Free;
+        let used = |id: &u32| self.entries.get(*id).state() != SlotState::Free;
         self.entries.of_segment(segment).filter(used)
     }
 
     /// Moves an entry from its list to the free list, or to none.
-    pub(crate) fn move_to(&mut self, id: u32, place: Place) {
-        debug_assert!(place != Place::Kept, "the policy says where in which list");
-        self.leave(id);
-        self.enter(id, place, Spot::Head);
+    pub(crate) fn move_to(&mut self, id: u32, place: ListPlace) {
+        debug_assert!(place != ListPlace::Kept, "the policy says where in which list");
+        self.leave_list(id);
+        self.enter_list(id, place, Spot::Head);
     }
 
     /// Moves an entry from its list to the list of its standing's sort. The entry before its new place has
     /// that sort.
     pub(crate) fn keep(&mut self, id: u32, standing: Standing, spot: Spot) {
-        self.leave(id);
+        self.leave_list(id);
         self.entries.get_mut(id).standing = standing;
-        self.enter(id, Place::Kept, spot);
+        self.enter_list(id, ListPlace::Kept, spot);
     }
 
-    fn leave(&mut self, id: u32) {
+    fn leave_list(&mut self, id: u32) {
         let entry = self.entries.get(id);
         if let Some(quotas) = &mut self.quotas {
-            quotas.left(id, entry);
+            quotas.leave_list(id, entry);
         }
         let class = &mut self.classes[usize::from(self.segments[self.entries.segment(id)].class)];
-        if let Some(list) = class.list(entry) {
+        if let Some(list) = class.entry_list(entry) {
             list.remove(&mut self.entries, id);
         }
-        self.entries.get_mut(id).set_place(Place::Detached);
+        self.entries.get_mut(id).set_place(ListPlace::Detached);
     }
 
-    fn enter(&mut self, id: u32, place: Place, spot: Spot) {
+    fn enter_list(&mut self, id: u32, place: ListPlace, spot: Spot) {
         self.entries.get_mut(id).set_place(place);
         let entry = self.entries.get(id);
         let group_of =
@@ -326,7 +331,7 @@ impl Slab {
         if let Some(quotas) = &mut self.quotas {
             quotas.entered(id, entry, spot);
         }
-        if let Some(list) = self.classes[usize::from(group_of(id).0)].list(entry) {
+        if let Some(list) = self.classes[usize::from(group_of(id).0)].entry_list(entry) {
             list.push(&mut self.entries, id, spot);
         }
     }

@@ -1,8 +1,8 @@
 //! The SSD tier: an append-only log of blocks on each device.
 //!
-//! [`Log`] decides, purely, on the caller's thread: the place of each block, reclamation, refusals. A
-//! [`Device`] carries out on its own threads, through io_uring if the kernel has it. The log sends [`Job`]s
-//! down and the device [`Up`]s back, as plain data. The module `format` has the layout on a device;
+//! [`SegmentLog`] decides, purely, on the caller's thread: the place of each block, reclamation, refusals. A
+//! [`SsdDevice`] carries out on its own threads, through io_uring if the kernel has it. The log sends [`DeviceJob`]s
+//! down and the device [`DeviceEvent`]s back, as plain data. The module `format` has the layout on a device;
 //! `recovery` reads back the blocks that survive a kill or a power cut.
 
 mod device;
@@ -22,19 +22,19 @@ use shm_protocol::key::{BlockKey, NamespaceDigest};
 use shm_protocol::pool::SlotRef;
 use thiserror::Error;
 
-pub use self::device::Device;
-pub use self::location::{Missing, locate};
-pub use self::log::{Config, DeviceStats, Log, Pace, Refused, Stats};
-pub use self::opened::Opened;
-pub use crate::io::carrier::Backend;
+pub use self::device::SsdDevice;
+pub use self::location::{Missing, locate_log};
+pub use self::log::{DeviceStats, LogConfig, LogRefusal, LogStats, ReadPace, SegmentLog};
+pub use self::opened::OpenedDevice;
+pub use crate::io::transfer_queue::Backend;
 
-/// Names a job; unique within a [`Log`].
+/// Names a job; unique within a [`SegmentLog`].
 #[derive(Copy, Clone, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub struct Ticket(pub(crate) u64);
 
 /// A place on a device: the begin of a structure.
 #[derive(Copy, Clone, Debug, Eq, Hash, PartialEq)]
-pub struct Place {
+pub struct DevicePlace {
     pub segment: u32,
     /// Units from the segment's begin.
     pub unit: u32,
@@ -42,7 +42,7 @@ pub struct Place {
 
 /// Sizes of one device, found or chosen when it was opened.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub struct Geometry {
+pub struct DeviceGeometry {
     /// Bytes of the smallest transfer: direct I/O and the file system handle this many whole.
     pub unit_bytes: u64,
     /// Bytes of a segment.
@@ -54,22 +54,22 @@ pub struct Geometry {
 
 /// Work for a device.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub struct Job {
-    /// Number of the device, as in [`Config::devices`].
+pub struct DeviceJob {
+    /// Number of the device, as in [`LogConfig::devices`].
     pub device: usize,
-    /// The ticket repeated in [`Done`].
+    /// The ticket repeated in [`JobDone`].
     pub ticket: Ticket,
-    pub work: Work,
+    pub work: DeviceWork,
 }
 
-/// The kinds of work of a device. A pool offset names a slot; the job owns the slot until its [`Done`].
+/// The kinds of work of a device. A pool offset names a slot; the job owns the slot until its [`JobDone`].
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub enum Work {
+pub enum DeviceWork {
     /// Writes a segment's header; every earlier block in the segment is gone.
     Begin { segment: u32, sequence: u64 },
     /// Computes a block's checksum and writes the block, header first, from the pool.
     Write {
-        place: Place,
+        place: DevicePlace,
         sequence: u64,
         /// The label of the block.
         label: Label,
@@ -78,7 +78,7 @@ pub enum Work {
     },
     /// Reads a block into the pool and verifies its header and its checksum.
     Read {
-        place: Place,
+        place: DevicePlace,
         /// The sequence under which it was written.
         sequence: u64,
         /// The expected label.
@@ -88,10 +88,10 @@ pub enum Work {
     },
     /// Verifies a block and writes it again elsewhere on the device.
     Move {
-        from: Place,
+        from: DevicePlace,
         /// The sequence under which it was written.
         from_sequence: u64,
-        to: Place,
+        to: DevicePlace,
         /// The sequence of the segment there.
         to_sequence: u64,
         /// The expected label.
@@ -101,7 +101,7 @@ pub enum Work {
     Seal { segment: u32, sequence: u64 },
     /// Checks if a failed device works again: writes and reads a unit of no other use.
     Check,
-    /// Ends the queued reads and writes of blocks as [`Fault::Stopped`], since the device does not answer.
+    /// Ends the queued reads and writes of blocks as [`JobFault::Stopped`], since the device does not answer.
     GiveUp,
     /// Hides a namespace's blocks in segments of sequences below `before` from later lives.
     Distrust { namespace: NamespaceDigest, before: u64 },
@@ -109,18 +109,18 @@ pub enum Work {
 
 /// A job has ended: its slot belongs to the caller again.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub struct Done {
+pub struct JobDone {
     pub device: usize,
     pub ticket: Ticket,
     /// Microseconds since the device took it up.
     pub micros: u64,
     /// The result of the job.
-    pub result: Result<(), Fault>,
+    pub result: Result<(), JobFault>,
 }
 
-/// The reason of a job's failure. Each failure is a miss, and counted by its [`Fault::kind`].
+/// The reason of a job's failure. Each failure is a miss, and counted by its [`JobFault::kind`].
 #[derive(Copy, Clone, Debug, Eq, Error, PartialEq)]
-pub enum Fault {
+pub enum JobFault {
     #[error("{0}")]
     Io(#[from] Errno),
     /// A transfer ended early.
@@ -147,7 +147,7 @@ shm_protocol::named! {
         Short = "short",
         /// Other bytes than the written ones.
         Corrupt = "corrupt",
-        /// A job took longer than [`Config::late_ms`].
+        /// A job took longer than [`LogConfig::late_ms`].
         Late = "late",
         Other = "other",
     }
@@ -155,17 +155,17 @@ shm_protocol::named! {
 
 /// A report of a device to its caller.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub enum Up {
+pub enum DeviceEvent {
     /// A job has ended.
-    Done(Done),
-    /// Blocks left by earlier lives: for [`Log::recovered`].
+    Done(JobDone),
+    /// Blocks left by earlier lives: for [`SegmentLog::recovered`].
     Recovered(Recovered),
     /// A text for the operator's log.
     Note(String),
 }
 
 /// A function of the caller for every report from a device's threads.
-pub(crate) type Tell = Arc<dyn Fn(Up) + Send + Sync>;
+pub(crate) type Tell = Arc<dyn Fn(DeviceEvent) + Send + Sync>;
 
 /// A part of the blocks left by earlier lives on a device, newest first.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -187,7 +187,7 @@ pub struct Recovered {
 
 /// The consequence of a job's end for the caller.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub enum Ended {
+pub enum EndedJob {
     /// The write of the slot's block has ended: unpin the slot.
     Written {
         slot: SlotRef,
@@ -212,9 +212,9 @@ impl fmt::Display for Ticket {
     }
 }
 
-// === impl Fault ===
+// === impl JobFault ===
 
-impl Fault {
+impl JobFault {
     /// Returns the kind under which the fault is counted; `None` for a fault without significance for the
     /// device.
     pub fn kind(&self) -> Option<FaultKind> {

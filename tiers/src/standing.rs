@@ -99,7 +99,7 @@ impl Standing {
     }
 
     /// The standing of the block on its way out of DRAM: no sort of a parent.
-    pub(crate) fn left(self) -> Self {
+    pub(crate) fn leave_dram(self) -> Self {
         if self.sort() == Sort::PARENT { Self::new(Sort::OPEN, self.tick()) } else { self }
     }
 

@@ -4,23 +4,23 @@ use shm_protocol::key::BlockKey;
 
 /// The log; `None` without a watcher, and then an event costs one comparison.
 #[derive(Debug, Default)]
-pub(crate) struct Watch(Option<Vec<(BlockKey, bool)>>);
+pub(crate) struct ChangeWatch(Option<Vec<(BlockKey, bool)>>);
 
-// === impl Watch ===
+// === impl ChangeWatch ===
 
-impl Watch {
-    pub(crate) fn begin(&mut self) {
+impl ChangeWatch {
+    pub(crate) fn begin_watch(&mut self) {
         self.0.get_or_insert_default();
     }
 
     #[inline]
-    pub(crate) fn note(&mut self, key: BlockKey, findable: bool) {
+    pub(crate) fn note_change(&mut self, key: BlockKey, findable: bool) {
         if let Some(changes) = &mut self.0 {
             changes.push((key, findable));
         }
     }
 
-    pub(crate) fn drain(&mut self) -> impl Iterator<Item = (BlockKey, bool)> + '_ {
+    pub(crate) fn drain_changes(&mut self) -> impl Iterator<Item = (BlockKey, bool)> + '_ {
         self.0.iter_mut().flat_map(|changes| changes.drain(..))
     }
 }

@@ -19,7 +19,7 @@ use shm_protocol::key::BlockHash;
 use shm_protocol::pool::SEGMENT_ALIGN;
 use shm_protocol::random::Random;
 use shm_protocol::region::{Access, Region};
-use tiers::ssd::{Backend, Log, Missing, Opened};
+use tiers::ssd::{Backend, Missing, OpenedDevice, SegmentLog};
 use tools::bench::tier::{BenchTier, TierLoad, Times, make_key};
 
 const POOL_BYTES: u64 = 256 << 20;
@@ -41,7 +41,7 @@ fn start(path: &Path, bytes: u64) -> (BenchTier, Arc<Region>) {
     rustix::fs::ftruncate(&fd, SEGMENT_ALIGN + POOL_BYTES).expect("memory");
     let len = (SEGMENT_ALIGN + POOL_BYTES) as usize;
     let pool = Arc::new(Region::map(fd.as_fd(), len, Access::ReadWrite).expect("map"));
-    let opened = Opened::open(path, bytes, Missing::Create).unwrap_or_else(|error| panic!("{error}"));
+    let opened = OpenedDevice::open(path, bytes, Missing::Create).unwrap_or_else(|error| panic!("{error}"));
     let tier = BenchTier::start_device(opened, &pool, wanted()).unwrap_or_else(|error| panic!("{error}"));
     (tier, pool)
 }
@@ -71,7 +71,7 @@ fn rss_bytes() -> u64 {
 }
 
 /// Microseconds of a probe over 1,024 keys that are there, of those that `make_key` numbers from 0 on, and that are not; medians.
-fn ask(log: &mut Log, blocks: u64) -> String {
+fn ask(log: &mut SegmentLog, blocks: u64) -> String {
     let mut random = Random(3);
     let mut probe = |base: u64, range: u64, hits: usize| {
         let mut times: Vec<f64> = (0..200)
@@ -107,7 +107,7 @@ fn main() {
     };
     let before = rss_bytes();
     let (mut tier, pool) = start(Path::new(path), bytes.parse().expect("bytes"));
-    let (recover_s, blocks) = (began.elapsed().as_secs_f64(), tier.log.stats().blocks);
+    let (recover_s, blocks) = (began.elapsed().as_secs_f64(), tier.log.log_stats().blocks);
     let bytes_per_key = (rss_bytes() - before) as f64 / blocks.max(1) as f64;
     let mut found = vec![format!(
         "\"recover_s\":{recover_s:.4},\"blocks\":{blocks},\"bytes_per_key\":{bytes_per_key:.1}"

@@ -51,7 +51,7 @@ pub enum What {
 #[derive(Debug, Error)]
 pub enum BenchError {
     #[error(transparent)]
-    Tier(#[from] tiers::Error),
+    Tier(#[from] tiers::TierError),
     #[error("--{option} {value}: {problem}")]
     Option { option: &'static str, value: String, problem: String },
     #[error("cannot allocate {bytes} bytes of memory: {source}: lower --size")]

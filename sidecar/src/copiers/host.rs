@@ -208,7 +208,7 @@ impl Shared {
                     // Notices a loss of the pool, as before a copy. The data thread checks the pool again
                     // afterwards.
                     self.pool.is_whole();
-                    let findings = inspection.carry_out(|offset, out| self.pool.read(offset, out));
+                    let findings = inspection.carry_out(|offset, out| self.pool.read_bytes(offset, out));
                     if !ends.tell((inspection.save, findings)) {
                         return;
                     }

@@ -6,7 +6,7 @@ use shm_protocol::key::{BlockKey, NamespaceDigest};
 use shm_protocol::pool::{SlotRef, SlotRemains};
 use shm_protocol::source::Source;
 use tiers::dram::Dram;
-use tiers::opener::Opened;
+use tiers::opener::OpenedSegment;
 
 use super::arrivals::SourceLane;
 use super::context::Context;
@@ -28,10 +28,12 @@ pub(super) struct Verification {
 
 /// Adopts an opened part of the pool. Engines find its verified blocks as soon as one of the namespace
 /// connects.
-pub(super) fn open_part(opened: Opened, Base { sources, cx, .. }: &mut Base) {
+pub(super) fn open_part(opened: OpenedSegment, Base { sources, cx, .. }: &mut Base) {
     let (segment, block_bytes, first, remains) = match opened {
-        Opened::Empty { segment } => return cx.dram.open_empty(segment),
-        Opened::Used { segment, block_bytes, first, remains } => (segment, block_bytes, first, remains),
+        OpenedSegment::Empty { segment } => return cx.dram.open_empty(segment),
+        OpenedSegment::Used { segment, block_bytes, first, remains } => {
+            (segment, block_bytes, first, remains)
+        }
     };
     if first == 0 && !cx.dram.open_used(segment, block_bytes, cx.now_ms) {
         // The file has more block sizes than any engines have: it is no pool of theirs.

@@ -372,7 +372,7 @@ impl Engines {
         let whole = whole(&engine);
         let same =
             self.schedulers.values().find(|other| whole.is_some() && self::whole(&other.engine) == whole);
-        let holder = same.map_or_else(|| dram.enter(), |other| other.holder);
+        let holder = same.map_or_else(|| dram.enter_holder(), |other| other.holder);
         let scheduler = Scheduler {
             engine,
             holder,
@@ -493,7 +493,7 @@ impl Engines {
     pub(super) fn remove_scheduler(&mut self, session: SessionId, dram: &mut Dram) {
         let scheduler = self.schedulers.remove(&session).expect("the caller checked");
         if self.schedulers.values().all(|other| other.holder != scheduler.holder) {
-            dram.leave(scheduler.holder);
+            dram.leave_holder(scheduler.holder);
         }
         // Also workers replaced by another session of their rank.
         for worker in self.workers.values_mut().filter(|worker| worker.scheduler == Some(session)) {

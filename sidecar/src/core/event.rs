@@ -15,7 +15,7 @@ use shm_protocol::request::{SchedulerRequest, WorkerRequest};
 use shm_protocol::session::Bound;
 use shm_protocol::source::Source;
 use tiers::dram::Ending;
-use tiers::opener::Opened;
+use tiers::opener::OpenedSegment;
 use tiers::ssd;
 
 use super::inspection::{Findings, Inspection};
@@ -69,7 +69,7 @@ pub enum Event {
         findings: Findings,
     },
     /// A part of the pool may be used from now on, with the blocks left in it by an earlier life.
-    Opened(Opened),
+    Opened(OpenedSegment),
     /// A comparison of [`Action::Verify`] has ended.
     Verified {
         key: BlockKey,
@@ -209,7 +209,7 @@ pub enum Action {
 /// A job of a tier.
 #[derive(Debug, PartialEq, Eq)]
 pub enum TierJob {
-    Disk(ssd::Job),
+    Disk(ssd::DeviceJob),
     /// Fetch blocks from a peer.
     Fetch(Fetch),
     /// End a fetch early; answered as if it had ended by itself.
@@ -221,7 +221,7 @@ pub enum TierJob {
 /// The end of a job of a tier, or blocks of earlier lives.
 #[derive(Debug)]
 pub enum JobEnd {
-    Disk(ssd::Done),
+    Disk(ssd::JobDone),
     /// Blocks of earlier lives on a disk.
     Recovered(ssd::Recovered),
     /// A block of a fetch.

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use shm_protocol::key::{BlockHash, BlockKey, GROUP};
 use shm_protocol::pool::SlotRef;
-use tiers::dram::{Dram, HolderId, Whose};
+use tiers::dram::{BlockAccount, Dram, HolderId};
 
 use super::SessionId;
 use super::arrivals::Waiter;
@@ -54,7 +54,7 @@ pub(super) struct Kept {
 }
 
 /// Owner, quota and bytes of a block: a slot of one kind can be used for any block of this kind.
-type Kind = (Whose, u64);
+type Kind = (BlockAccount, u64);
 
 #[derive(Debug)]
 struct KeptBlock {
@@ -126,7 +126,7 @@ impl Kept {
     pub(super) fn keep(
         &mut self,
         key: &BlockKey,
-        whose: Whose,
+        whose: BlockAccount,
         fenced: Option<Duration>,
         now_ms: u64,
         dram: &mut Dram,
@@ -169,7 +169,7 @@ impl Kept {
     /// later one may be of the very prompt in need of room: blocks are of no use without those before them.
     pub(super) fn make_slot(
         &mut self,
-        whose: Whose,
+        whose: BlockAccount,
         bytes: u64,
         before: u64,
         dram: &mut Dram,

@@ -6,7 +6,7 @@ use std::fmt;
 
 use mesh::digest::Digest;
 use shm_protocol::key::{BlockHash, BlockKey, GROUP, NamespaceDigest};
-use tiers::dram::Whose;
+use tiers::dram::BlockAccount;
 
 /// Limit of remembered namespaces, of past and present engines: at 40 bytes each, 3 MB.
 const NAMESPACES_MAX: usize = 65_536;
@@ -37,7 +37,7 @@ pub(super) struct Binding {
     pub(super) digest: NamespaceDigest,
     pub(super) namespace: u32,
     /// The holder and quota of its blocks; the quota is the same for every salt.
-    pub(super) whose: Whose,
+    pub(super) whose: BlockAccount,
     pub(super) shard_bytes: u64,
     pub(super) shards: u32,
     /// Its blocks are of use without those before them.

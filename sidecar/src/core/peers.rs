@@ -20,7 +20,7 @@ use mesh::digest::{Change, Digest};
 use mesh::directory::{Credit, Directory};
 use mesh::transport::PeerNumber;
 use shm_protocol::key::{BlockHash, BlockKey};
-use tiers::ssd::Pace;
+use tiers::ssd::ReadPace;
 
 use self::distrusted::Distrusted;
 use self::fetches::{Again, Fetching};
@@ -54,7 +54,7 @@ pub(super) struct Peers {
     distrusted: Distrusted,
     stats: PeersStats,
     /// The limit of requested bytes: the fetches of 2 s.
-    pace: Pace,
+    pace: ReadPace,
 }
 
 /// Returns a tier of the members of a directory.
@@ -97,7 +97,7 @@ impl Peers {
             promised: BTreeSet::new(),
             distrusted: Distrusted::default(),
             stats: PeersStats::default(),
-            pace: Pace::default(),
+            pace: ReadPace::default(),
         }
     }
 

@@ -13,7 +13,7 @@ use shm_protocol::key::{BlockHash, BlockKey};
 use shm_protocol::pool::SlotRef;
 use shm_protocol::source::Source;
 use tiers::dram::{Dram, HolderId, Leaving, Standing};
-use tiers::ssd::{self, Done, Ended, Label, Log, Recovered, Ticket};
+use tiers::ssd::{self, EndedJob, JobDone, Label, Recovered, SegmentLog, Ticket};
 
 use self::writes::Unwritten;
 use super::arrivals::{SourceLane, Waiter};
@@ -29,7 +29,7 @@ use crate::system::clock::millis;
 #[derive(Debug)]
 pub(super) struct Ssd {
     number: usize,
-    log: Log,
+    log: SegmentLog,
     admission: SsdAdmission,
     /// Unended reads, one for each block, with the time of the request.
     reads: BTreeMap<Ticket, (BlockKey, Duration)>,
@@ -51,7 +51,7 @@ pub(super) struct Ssd {
 #[derive(Clone, Debug, Default)]
 pub struct SsdStats {
     /// Figures of the log and of each device.
-    pub log: ssd::Stats,
+    pub log: ssd::LogStats,
     /// Blocks waiting for their write.
     pub queued: u64,
     /// Blocks not written: the queue was full.
@@ -67,7 +67,7 @@ pub struct SsdStats {
 }
 
 /// Returns a tier of the disks of a log, for the blocks of this admission.
-pub fn disk_tier(log: Log, admission: SsdAdmission) -> NewTier {
+pub fn disk_tier(log: SegmentLog, admission: SsdAdmission) -> NewTier {
     NewTier::new(Ssd::new(log, admission))
 }
 
@@ -83,7 +83,7 @@ impl Sources {
 // === impl Ssd ===
 
 impl Ssd {
-    fn new(log: Log, admission: SsdAdmission) -> Self {
+    fn new(log: SegmentLog, admission: SsdAdmission) -> Self {
         Self {
             number: 0,
             log,
@@ -104,14 +104,14 @@ impl Ssd {
     }
 
     /// Ends a job of a device. Returns the read, if the job was one.
-    fn end_job(&mut self, done: Done, cx: &mut Context) -> Option<ReadEnd> {
+    fn end_job(&mut self, done: JobDone, cx: &mut Context) -> Option<ReadEnd> {
         match self.log.done(cx.now_ms, done)? {
-            Ended::Written { slot, .. } => {
+            EndedJob::Written { slot, .. } => {
                 self.writing -= 1;
                 cx.dram.unhold(slot, HolderId::NOBODY);
                 None
             }
-            Ended::Read { ticket, slot, ok, .. } => {
+            EndedJob::Read { ticket, slot, ok, .. } => {
                 let (key, since) = self.reads.remove(&ticket).expect("a read ends once");
                 self.stats.promoted_blocks += u64::from(ok);
                 // The device has compared the block's checksum, and does not pass it on.
@@ -149,7 +149,7 @@ impl Ssd {
 
     fn stats(&self) -> SsdStats {
         SsdStats {
-            log: self.log.stats(),
+            log: self.log.log_stats(),
             queued: (self.queue.len() + self.leaving.len()) as u64,
             ..self.stats.clone()
         }
@@ -194,11 +194,11 @@ impl Tier for Ssd {
     }
 
     fn recovers(&self) -> bool {
-        self.log.stats().devices.iter().any(|device| device.recovering)
+        self.log.log_stats().devices.iter().any(|device| device.recovering)
     }
 
     fn begin_read(&mut self, key: BlockKey, slot: SlotRef, _bytes: u64, parts: u64, now: Duration) -> bool {
-        let ticket = self.log.read(millis(now), &key, slot, parts);
+        let ticket = self.log.read_block(millis(now), &key, slot, parts);
         ticket.map(|ticket| self.reads.insert(ticket, (key, now))).is_some()
     }
 
@@ -232,7 +232,7 @@ impl Tier for Ssd {
     fn take_notice(&mut self, notice: Notice<'_>, cx: &mut Context) {
         match notice {
             Notice::Offered(key, saved, binding) => self.offer(key, saved, binding, &cx.dram),
-            Notice::Left(key, standing) => self.log.left(key, standing),
+            Notice::Left(key, standing) => self.log.leave_dram(key, standing),
             Notice::Came(key) => _ = self.log.came(key),
             Notice::Learned(namespace, digest, quota) => self.log.learn(namespace, digest, quota),
             Notice::Distrusted(binding, begins_anew) => {

@@ -23,8 +23,8 @@ use shm_protocol::namespace::Facts;
 use shm_protocol::pool::SlotRef;
 use shm_protocol::request::{self, Append, Cancel, LoadEnd, LoadFlags, LogKeys, Query};
 use shm_protocol::session::Bound;
-use tiers::dram::Config;
-use tiers::opener::Opened;
+use tiers::dram::DramConfig;
+use tiers::opener::OpenedSegment;
 
 use super::*;
 
@@ -93,7 +93,7 @@ fn core_of(pool_bytes: u64) -> Core {
 
 /// The same, with quotas and a tier.
 fn core_over(pool_bytes: u64, quotas: &[&str], tier: Option<NewTier>) -> Core {
-    let dram = Dram::new(Config { pool_bytes, segment_bytes: 2 << 20, lease_ttl_ms: 1000 }).unwrap();
+    let dram = Dram::new(DramConfig { pool_bytes, segment_bytes: 2 << 20, lease_ttl_ms: 1000 }).unwrap();
     let quotas: Vec<_> = quotas.iter().map(|quota| quota.parse().unwrap()).collect();
     Core::new(dram, &quotas, tier)
 }

@@ -214,7 +214,7 @@ fn verify(blocks: &Receiver<(BlockKey, SlotRef)>, pool: &Pool, reports: &Reports
 mod tests {
     use shm_protocol::key::{BlockHash, NamespaceDigest};
     use shm_protocol::pool::Geometry;
-    use tiers::pool::Config;
+    use tiers::pool::PoolConfig;
 
     use super::*;
 
@@ -224,7 +224,7 @@ mod tests {
 
     fn full_pool() -> (Arc<Pool>, Vec<SlotRef>) {
         let config =
-            Config { bytes: 2 * SEGMENT, segment_bytes: SEGMENT, path: None, hugepages: false, epoch: 1 };
+            PoolConfig { bytes: 2 * SEGMENT, segment_bytes: SEGMENT, path: None, hugepages: false, epoch: 1 };
         let pool = Pool::create(&config).unwrap();
         let geometry = Geometry::new(SEGMENT, BLOCK).unwrap();
         let mut slots = Vec::new();

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use shm_protocol::wait;
 use tiers::pool::Pool;
-use tiers::ssd::{self, Backend, Device, Geometry, Job, Missing, Opened, Up};
+use tiers::ssd::{self, Backend, DeviceEvent, DeviceGeometry, DeviceJob, Missing, OpenedDevice, SsdDevice};
 
 use crate::config::{Disk, SsdIo};
 use crate::error::StartError;
@@ -39,12 +39,12 @@ const OPEN_MAX: Duration = Duration::from_secs(60);
 pub struct Disks {
     /// Dropped before the devices: their threads may wait for room in it, and end only once it is gone.
     ups: Ups,
-    devices: Vec<Device>,
+    devices: Vec<SsdDevice>,
     /// The disks as configured.
     disks: Vec<Disk>,
     wake: Arc<OwnedFd>,
     /// Jobs not yet handed to a device.
-    jobs: Vec<Job>,
+    jobs: Vec<DeviceJob>,
     /// For each disk, true if the log last said that the disk is not used.
     down: Vec<bool>,
 }
@@ -54,8 +54,8 @@ pub struct Disks {
 /// [`FOUND_MAX`] reports to handle.
 #[derive(Debug)]
 struct Ups {
-    ends: mpsc::Receiver<Up>,
-    found: mpsc::Receiver<Up>,
+    ends: mpsc::Receiver<DeviceEvent>,
+    found: mpsc::Receiver<DeviceEvent>,
     /// Ended jobs taken since the last report of recovered blocks.
     ends_taken: u32,
 }
@@ -63,7 +63,7 @@ struct Ups {
 /// The disks of a start.
 #[derive(Debug, Default)]
 pub struct Found {
-    pub opened: Vec<(Disk, Opened)>,
+    pub opened: Vec<(Disk, OpenedDevice)>,
     /// Unusable disks.
     pub left_out: Vec<Disk>,
 }
@@ -71,10 +71,10 @@ pub struct Found {
 /// Opens and locks the disks. An unusable disk is left out and logged; with `required` it is an error. With a
 /// pool file, a disk that hangs or is locked by another process is an error too: transfers between disk and
 /// pool may still be in flight.
-pub fn open(disks: &[Disk], required: bool, has_pool_file: bool) -> Result<Found, tiers::Error> {
-    let fatal = |error: &tiers::Error| {
+pub fn open(disks: &[Disk], required: bool, has_pool_file: bool) -> Result<Found, tiers::TierError> {
+    let fatal = |error: &tiers::TierError| {
         let may_transfer =
-            matches!(error, tiers::Error::DeviceBusy { .. } | tiers::Error::DeviceHangs { .. });
+            matches!(error, tiers::TierError::DeviceBusy { .. } | tiers::TierError::DeviceHangs { .. });
         required || (has_pool_file && may_transfer)
     };
     let mut found = Found::default();
@@ -101,10 +101,11 @@ pub fn open(disks: &[Disk], required: bool, has_pool_file: bool) -> Result<Found
 }
 
 /// Opens a disk on a new thread. If the call hangs, the thread is left behind.
-fn begin_to_open(disk: &Disk) -> mpsc::Receiver<Result<Opened, tiers::Error>> {
+fn begin_to_open(disk: &Disk) -> mpsc::Receiver<Result<OpenedDevice, tiers::TierError>> {
     let (sender, opened) = mpsc::sync_channel(1);
     let (disk, name) = (disk.clone(), "ssd-open".to_owned());
-    let open = move || drop(sender.send(Opened::open(&disk.path, disk.size.as_bytes(), missing(&disk))));
+    let open =
+        move || drop(sender.send(OpenedDevice::open(&disk.path, disk.size.as_bytes(), missing(&disk))));
     // Without a thread the channel has no sender, and the disk counts as not opened.
     let _ = thread::Builder::new().name(name).spawn(open);
     opened
@@ -113,13 +114,13 @@ fn begin_to_open(disk: &Disk) -> mpsc::Receiver<Result<Opened, tiers::Error>> {
 /// The result of opening a disk since the clock's start; an error if it hangs. After the first of the two
 /// times the log names the disk.
 fn end_of(
-    opening: &mpsc::Receiver<Result<Opened, tiers::Error>>,
+    opening: &mpsc::Receiver<Result<OpenedDevice, tiers::TierError>>,
     disk: &Disk,
     clock: Clock,
     (slow, most): (Duration, Duration),
-) -> Result<Opened, tiers::Error> {
+) -> Result<OpenedDevice, tiers::TierError> {
     let within = |limit: Duration| opening.recv_timeout(limit.saturating_sub(clock.now()));
-    let hangs = || Err(tiers::Error::DeviceHangs { path: disk.path.clone(), seconds: most.as_secs() });
+    let hangs = || Err(tiers::TierError::DeviceHangs { path: disk.path.clone(), seconds: most.as_secs() });
     within(slow).unwrap_or_else(|_| {
         tracing::warn!(%disk, "a disk has not opened yet; the sidecar waits up to {} s in all", most.as_secs());
         within(most).unwrap_or_else(|_| hangs())
@@ -127,8 +128,8 @@ fn end_of(
 }
 
 /// The path of a disk's log. Nothing is written.
-pub fn locate(disk: &Disk) -> Result<PathBuf, tiers::Error> {
-    ssd::locate(&disk.path, disk.size.as_bytes(), missing(disk))
+pub fn locate(disk: &Disk) -> Result<PathBuf, tiers::TierError> {
+    ssd::locate_log(&disk.path, disk.size.as_bytes(), missing(disk))
 }
 
 fn missing(disk: &Disk) -> Missing {
@@ -136,19 +137,19 @@ fn missing(disk: &Disk) -> Missing {
 }
 
 /// The configuration of a log over these devices.
-pub fn log_config(opened: &[(Disk, Opened)], pool_bytes: u64) -> ssd::Config {
-    let devices: Vec<Geometry> = opened.iter().map(|(_, opened)| opened.geometry()).collect();
+pub fn log_config(opened: &[(Disk, OpenedDevice)], pool_bytes: u64) -> ssd::LogConfig {
+    let devices: Vec<DeviceGeometry> = opened.iter().map(|(_, opened)| opened.geometry()).collect();
     let part = pool_bytes / WRITE_PART / devices.len().max(1) as u64;
-    ssd::Config { devices, write_bytes_max: part.min(WRITE_BYTES_MAX), late_ms: LATE_MS }
+    ssd::LogConfig { devices, write_bytes_max: part.min(WRITE_BYTES_MAX), late_ms: LATE_MS }
 }
 
 /// A channel for results of devices, and the function that sends them.
-fn channel() -> (impl Fn(Up) + Clone + Send + Sync, Ups) {
+fn channel() -> (impl Fn(DeviceEvent) + Clone + Send + Sync, Ups) {
     let (ended, ends) = mpsc::channel();
     let (recovered, found) = mpsc::sync_channel(FOUND_MAX);
     let say = move |up| {
         // The receiver is gone when the sidecar ends.
-        let _ = if matches!(up, Up::Recovered(_)) { recovered.send(up) } else { ended.send(up) };
+        let _ = if matches!(up, DeviceEvent::Recovered(_)) { recovered.send(up) } else { ended.send(up) };
     };
     (say, Ups { ends, found, ends_taken: 0 })
 }
@@ -158,7 +159,7 @@ fn channel() -> (impl Fn(Up) + Clone + Send + Sync, Ups) {
 impl Ups {
     /// The next result. A report of recovered blocks takes a turn of the data thread, so [`ENDS_MAX`] ended
     /// jobs come first.
-    fn take(&mut self) -> Option<Up> {
+    fn take(&mut self) -> Option<DeviceEvent> {
         if self.ends_taken < ENDS_MAX
             && let Ok(end) = self.ends.try_recv()
         {
@@ -175,7 +176,7 @@ impl Ups {
 impl Disks {
     /// Starts the threads of the devices. They read the blocks of earlier lives while they serve jobs.
     pub fn start(
-        opened: Vec<(Disk, Opened)>,
+        opened: Vec<(Disk, OpenedDevice)>,
         pool: &Pool,
         io: SsdIo,
         ended: &Arc<EndSignal>,
@@ -197,9 +198,9 @@ impl Disks {
                 say(up);
                 wait::signal_eventfd(&wake);
             };
-            devices.push(Device::start(opened, number, pool.shared_region(), io.wanted(), up)?);
+            devices.push(SsdDevice::start(opened, number, pool.shared_region(), io.wanted(), up)?);
         }
-        if let Some(error) = devices.iter().find_map(Device::ring_refused) {
+        if let Some(error) = devices.iter().find_map(SsdDevice::ring_refused) {
             tracing::warn!(
                 "the kernel refuses io_uring ({error}), so threads read and write the disks, which costs more CPU time: \
                  let the container's seccomp profile allow io_uring_setup, io_uring_enter and io_uring_register, and \
@@ -212,11 +213,11 @@ impl Disks {
 
     /// The disks in the order of their numbers, each with its kind of I/O.
     pub fn at_work(&self) -> impl Iterator<Item = (&Disk, Backend)> {
-        self.disks.iter().zip(self.devices.iter().map(Device::backend))
+        self.disks.iter().zip(self.devices.iter().map(SsdDevice::backend))
     }
 
     /// Queues a job for [`Disks::flush`].
-    pub fn push(&mut self, job: Job) {
+    pub fn push(&mut self, job: DeviceJob) {
         self.jobs.push(job);
     }
 
@@ -226,7 +227,7 @@ impl Disks {
             return;
         }
         for (number, device) in self.devices.iter().enumerate() {
-            device.post(self.jobs.iter().filter(|job| job.device == number).copied());
+            device.post_jobs(self.jobs.iter().filter(|job| job.device == number).copied());
         }
         self.jobs.clear();
     }
@@ -253,7 +254,7 @@ impl Disks {
     }
 
     /// The next result of a device.
-    pub fn take(&mut self) -> Option<Up> {
+    pub fn take(&mut self) -> Option<DeviceEvent> {
         self.ups.take()
     }
 
@@ -276,9 +277,9 @@ mod tests {
         let (sender, opening) = mpsc::sync_channel(1);
         let error = end_of(&opening, &disk, Clock::start(), (slow, most)).unwrap_err().to_string();
         assert!(error.contains("--ssd /mnt/disk/log did not open"), "{error}");
-        sender.send(Err(tiers::Error::Locked("/mnt".into()))).unwrap();
+        sender.send(Err(tiers::TierError::Locked("/mnt".into()))).unwrap();
         let other = end_of(&opening, &disk, Clock::start(), (Duration::ZERO, WATCHDOG)).unwrap_err();
-        assert!(matches!(other, tiers::Error::Locked(_)), "the late result counts: {other}");
+        assert!(matches!(other, tiers::TierError::Locked(_)), "the late result counts: {other}");
     }
 
     #[test]
@@ -287,20 +288,29 @@ mod tests {
         let found = |segment: u32| {
             let blocks = Vec::new();
             let (sequence, unreadable, segments_read, last) = (1, false, 0, false);
-            Up::Recovered(Recovered { device: 0, segment, sequence, blocks, unreadable, segments_read, last })
+            DeviceEvent::Recovered(Recovered {
+                device: 0,
+                segment,
+                sequence,
+                blocks,
+                unreadable,
+                segments_read,
+                last,
+            })
         };
-        let tell = move |say: &dyn Fn(Up), count: u32| (0..count).for_each(|segment| say(found(segment)));
+        let tell =
+            move |say: &dyn Fn(DeviceEvent), count: u32| (0..count).for_each(|segment| say(found(segment)));
         tell(&say, FOUND_MAX as u32);
         let waits = thread::spawn({
             let say = say.clone();
             move || tell(&say, 2)
         });
-        (0..1000).for_each(|number| say(Up::Note(number.to_string())));
+        (0..1000).for_each(|number| say(DeviceEvent::Note(number.to_string())));
         thread::sleep(Duration::from_millis(100));
         assert!(!waits.is_finished(), "the channel of recovered blocks is full");
         for part in 0..2 {
             let ends = part * ENDS_MAX..(part + 1) * ENDS_MAX;
-            ends.for_each(|number| assert_eq!(ups.take(), Some(Up::Note(number.to_string()))));
+            ends.for_each(|number| assert_eq!(ups.take(), Some(DeviceEvent::Note(number.to_string()))));
             assert_eq!(ups.take(), Some(found(part)));
         }
         waits.join().unwrap();

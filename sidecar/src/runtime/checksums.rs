@@ -1,7 +1,7 @@
 //! Handles checksums: blocks of earlier lives become findable after their verification, and blocks of this
 //! life can be adopted later.
 
-use tiers::pool::Found;
+use tiers::pool::FoundPool;
 
 use super::Runtime;
 use crate::core::{Event, SearchedBlock};
@@ -51,7 +51,7 @@ impl Runtime {
         let (blocks, bytes) = (stats.adopted_blocks, stats.pool_used_bytes);
         let (dropped, corrupt) = (stats.adoption_dropped, stats.adoption_corrupt);
         let after_ms = self.now.as_millis() as u64;
-        if *self.pool.found() == Found::Pool {
+        if *self.pool.found() == FoundPool::Pool {
             tracing::info!(
                 blocks,
                 bytes,

@@ -1,7 +1,7 @@
 //! Handles results of disks, and publishes their metrics.
 
 use shm_protocol::source::Source;
-use tiers::ssd::Up;
+use tiers::ssd::DeviceEvent;
 
 use super::Runtime;
 use crate::core::{Event, JobEnd};
@@ -24,8 +24,8 @@ impl Runtime {
         let Some(up) = self.disks.as_mut().and_then(Disks::take) else { return 0 };
         let mut cost = 1;
         match up {
-            Up::Done(done) => self.end_jobs(Source::Disk, vec![JobEnd::Disk(done)]),
-            Up::Recovered(found) => {
+            DeviceEvent::Done(done) => self.end_jobs(Source::Disk, vec![JobEnd::Disk(done)]),
+            DeviceEvent::Recovered(found) => {
                 let last = found.last.then_some(found.device);
                 cost += found.blocks.len() / RECOVERED_AT_ONCE;
                 self.end_jobs(Source::Disk, vec![JobEnd::Recovered(found)]);
@@ -33,7 +33,7 @@ impl Runtime {
                     self.report_recovered(device);
                 }
             }
-            Up::Note(text) => tracing::warn!("{text}"),
+            DeviceEvent::Note(text) => tracing::warn!("{text}"),
         }
         if !self.core.waits_for_tiers() {
             // The next tick may come much later, so the metrics are published now.

@@ -17,7 +17,7 @@ use rustix::process::PidfdFlags;
 use rustix::rand::GetRandomFlags;
 use tiers::dram::{self, Dram};
 use tiers::pool::{self, Pool};
-use tiers::ssd::{Log, Opened};
+use tiers::ssd::{OpenedDevice, SegmentLog};
 
 use super::file_sizes::check_file_sizes;
 use super::{Runtime, Terms};
@@ -223,14 +223,14 @@ fn watch(
 /// dead sidecar has no transfer in flight between that disk and the pool.
 fn start_disks(
     config: &Config,
-    opened: Vec<(Disk, Opened)>,
+    opened: Vec<(Disk, OpenedDevice)>,
     pool: &Pool,
     ended: &Arc<EndSignal>,
 ) -> Result<Option<(NewTier, Disks)>, StartError> {
     if opened.is_empty() {
         return Ok(None);
     }
-    let log = Log::new(disks::log_config(&opened, config.dram.as_bytes()));
+    let log = SegmentLog::new(disks::log_config(&opened, config.dram.as_bytes()));
     let disks = Disks::start(opened, pool, config.ssd_io, ended)?;
     Ok(Some((disk_tier(log, config.ssd_admission), disks)))
 }
@@ -266,7 +266,7 @@ fn begin_core(config: &Config, core: Core, pool: &Pool, lacks_disks: bool) -> Co
 fn count_given_up(
     registry: &Registry,
     pool: &Pool,
-    opened: &[(Disk, Opened)],
+    opened: &[(Disk, OpenedDevice)],
 ) -> Result<(), prometheus::Error> {
     let logs = opened.iter().filter_map(|(_, opened)| opened.given_up()).map(|log| (File::Ssd, log.cause));
     given_up::count(registry, pool.given_up().map(|pool| (File::Pool, pool.cause)).into_iter().chain(logs))
@@ -286,7 +286,7 @@ fn add_metrics(
 }
 
 /// The descriptor of the pool for engines.
-fn engines_fd(config: &Config, pool: &Pool) -> Result<OwnedFd, tiers::Error> {
+fn engines_fd(config: &Config, pool: &Pool) -> Result<OwnedFd, tiers::TierError> {
     if let Some(view) = &config.pool_view {
         return pool.open_view(view);
     }
@@ -300,13 +300,13 @@ fn engines_fd(config: &Config, pool: &Pool) -> Result<OwnedFd, tiers::Error> {
     pool.read_only_fd()
 }
 
-fn open_tier(config: &Config, segment_bytes: u64, epoch: u64) -> Result<(Dram, Arc<Pool>), tiers::Error> {
+fn open_tier(config: &Config, segment_bytes: u64, epoch: u64) -> Result<(Dram, Arc<Pool>), tiers::TierError> {
     let bytes = config.dram.as_bytes();
     let lease_ttl_ms = config.lease_ttl.as_millis();
-    let tier = dram::Config { pool_bytes: bytes, segment_bytes, lease_ttl_ms };
+    let tier = dram::DramConfig { pool_bytes: bytes, segment_bytes, lease_ttl_ms };
     let mut dram = Dram::unopened(tier, dram::HOLD_MS)?;
     let (path, hugepages) = (config.pool_path.clone(), config.hugepages);
-    let pool = Pool::create(&pool::Config { bytes, segment_bytes, path, hugepages, epoch })?;
+    let pool = Pool::create(&pool::PoolConfig { bytes, segment_bytes, path, hugepages, epoch })?;
     dram.raise_generation(pool.first_generation());
     Ok((dram, Arc::new(pool)))
 }

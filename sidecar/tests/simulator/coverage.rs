@@ -6,8 +6,8 @@ use shm_protocol::message::{Kind, Message};
 use sidecar::core::{
     Action, Direction, Event, Findings, Heard, InspectedBlocks, Inspection, JobEnd, Request, TierJob,
 };
-use tiers::opener::Opened;
-use tiers::ssd::{self, Work};
+use tiers::opener::OpenedSegment;
+use tiers::ssd::{self, DeviceWork};
 
 /// Messages without a sender in the simulator.
 const NEVER_SENT: [Kind; 2] = [Kind::Staged, Kind::Golden];
@@ -230,8 +230,8 @@ pub(crate) fn event(event: &Event) -> &'static str {
         Event::Inspected { findings: Findings::Searched(_), .. } => "event Scanned",
         Event::Verified { whole: true, .. } => "event Verified whole",
         Event::Verified { .. } => "event Verified changed",
-        Event::Opened(Opened::Empty { .. }) => "event Opened empty",
-        Event::Opened(Opened::Used { .. }) => "event Opened used",
+        Event::Opened(OpenedSegment::Empty { .. }) => "event Opened empty",
+        Event::Opened(OpenedSegment::Used { .. }) => "event Opened used",
         Event::Behind { .. } => "event Behind",
         Event::Tick => "event Tick",
         Event::Drain => "event Drain",
@@ -275,7 +275,7 @@ pub(crate) fn action(action: &Action) -> &'static str {
         Action::Inspect(Inspection { blocks: InspectedBlocks::Alone(_), .. }) => "action Scan",
         Action::Verify { .. } => "action Verify",
         Action::Transfer { job, .. } => match job {
-            TierJob::Disk(ssd::Job { work: Work::Read { .. }, .. }) => "action Transfer read",
+            TierJob::Disk(ssd::DeviceJob { work: DeviceWork::Read { .. }, .. }) => "action Transfer read",
             TierJob::Fetch(_) => "action Fetch",
             TierJob::CancelFetch { .. } => "action CancelFetch",
             _ => "action Transfer",

@@ -6,7 +6,7 @@ use shm_protocol::key::{BlockHash, Label, NamespaceDigest};
 use shm_protocol::pool::SlotRef;
 use shm_protocol::session::Bound;
 use sidecar::core::{Action, Direction, InspectedBlocks, Inspection, TierJob};
-use tiers::ssd::{self, Work};
+use tiers::ssd::{self, DeviceWork};
 
 use crate::rng::mix_bits;
 
@@ -138,27 +138,27 @@ impl Words {
         }
     }
 
-    fn disk_job(&mut self, ssd::Job { device, ticket: _, work }: &ssd::Job) {
-        if let Work::Read { label, into, .. } = work {
+    fn disk_job(&mut self, ssd::DeviceJob { device, ticket: _, work }: &ssd::DeviceJob) {
+        if let DeviceWork::Read { label, into, .. } = work {
             return self.read(label, *into);
         }
         self.put([21, *device as u64]);
         match work {
-            Work::Read { .. } => {}
-            Work::Begin { segment, sequence } => self.put([1, u64::from(*segment), *sequence]),
-            Work::Write { place, sequence, label, from } => {
+            DeviceWork::Read { .. } => {}
+            DeviceWork::Begin { segment, sequence } => self.put([1, u64::from(*segment), *sequence]),
+            DeviceWork::Write { place, sequence, label, from } => {
                 self.put([2, u64::from(place.segment), u64::from(place.unit), *sequence, *from]);
                 self.label(label);
             }
-            Work::Move { from, from_sequence, to, to_sequence, label } => {
+            DeviceWork::Move { from, from_sequence, to, to_sequence, label } => {
                 self.put([3, u64::from(from.segment), u64::from(from.unit), *from_sequence]);
                 self.put([u64::from(to.segment), u64::from(to.unit), *to_sequence]);
                 self.label(label);
             }
-            Work::Seal { segment, sequence } => self.put([4, u64::from(*segment), *sequence]),
-            Work::Check => self.put([5]),
-            Work::GiveUp => self.put([6]),
-            Work::Distrust { namespace: NamespaceDigest(namespace), before } => {
+            DeviceWork::Seal { segment, sequence } => self.put([4, u64::from(*segment), *sequence]),
+            DeviceWork::Check => self.put([5]),
+            DeviceWork::GiveUp => self.put([6]),
+            DeviceWork::Distrust { namespace: NamespaceDigest(namespace), before } => {
                 self.put([7, *before]);
                 self.bytes(namespace);
             }

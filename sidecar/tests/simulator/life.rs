@@ -25,7 +25,7 @@ use sidecar::clients::session::Session;
 use sidecar::core::{Action, Core, Event, JobEnd, Piece, Request, SessionId, peer_tier};
 use sidecar::runtime::turn::{self as order, Turn};
 use tiers::dram::{self, Dram};
-use tiers::opener::{Opened, Opener};
+use tiers::opener::{OpenedSegment, Opener};
 use tiers::pool::{self, Pool};
 
 use self::actions::TornHeader;
@@ -112,13 +112,13 @@ impl Life {
         ctx: &mut Ctx,
     ) -> Self {
         let bytes = ctx.knobs.segments * SEGMENT_BYTES;
-        let config = pool::Config { bytes, segment_bytes: SEGMENT_BYTES, path, hugepages: false, epoch };
+        let config = pool::PoolConfig { bytes, segment_bytes: SEGMENT_BYTES, path, hugepages: false, epoch };
         let pool = Pool::create(&config).expect("a small pool fits anywhere");
         let fd = pool.read_only_fd().expect("a descriptor");
         let region = Region::map(fd.as_fd(), pool.len() as usize, Access::ReadOnly).expect("a small mapping");
         let map = PoolMap { region, epoch, segment_bytes: SEGMENT_BYTES, segments: pool.segments() };
         let lease_ttl_ms = ctx.knobs.lease_ttl_ms;
-        let config = dram::Config { pool_bytes: bytes, segment_bytes: SEGMENT_BYTES, lease_ttl_ms };
+        let config = dram::DramConfig { pool_bytes: bytes, segment_bytes: SEGMENT_BYTES, lease_ttl_ms };
         let mut dram = Dram::unopened(config, HOLD / 1000).expect("sizes of a pool that exists");
         dram.raise_generation(pool.first_generation());
         let mut ledger = Ledger::new(SEGMENT_BYTES);
@@ -304,7 +304,7 @@ impl Life {
     /// Brings a part of the pool into service. Returns false if all of it is.
     fn open_part(&mut self, ctx: &mut Ctx) -> bool {
         let Some(opened) = self.opener.next(&self.pool) else { return false };
-        if let Opened::Used { segment, block_bytes, remains, first } = &opened {
+        if let OpenedSegment::Used { segment, block_bytes, remains, first } = &opened {
             assert_eq!(*first, 0, "a segment of the simulator is one part");
             let (kept, dropped) = self.ledger.adopt(*segment, *block_bytes, remains);
             self.held_until_ms = ctx.now / 1000 + HOLD / 1000;

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use shm_protocol::key::{BlockHash, BlockKey};
 use shm_protocol::pool::{SlotRef, slot_count};
-use tiers::dram::{Config, Dram, Ending, HolderId, Whose};
+use tiers::dram::{BlockAccount, Dram, DramConfig, Ending, HolderId};
 
 /// A chain of blocks, as in one request.
 pub(crate) type Chain = Vec<BlockHash>;
@@ -52,7 +52,7 @@ pub(crate) struct Clairvoyant {
 pub(crate) struct Tier {
     pub(crate) dram: Dram,
     /// Holder and quota of the next request's blocks.
-    pub(crate) whose: Whose,
+    pub(crate) whose: BlockAccount,
     /// Blocks computed by one step.
     step_blocks: usize,
     /// Slots being filled, with their places in the chain.
@@ -147,9 +147,9 @@ impl Tier {
     pub(crate) fn new(blocks: usize) -> Self {
         let slots = u64::from(slot_count(SEGMENT_BYTES, BLOCK_BYTES).expect("fits"));
         let pool_bytes = (blocks as u64).div_ceil(slots) * SEGMENT_BYTES;
-        let config = Config { pool_bytes, segment_bytes: SEGMENT_BYTES, lease_ttl_ms: 30_000 };
+        let config = DramConfig { pool_bytes, segment_bytes: SEGMENT_BYTES, lease_ttl_ms: 30_000 };
         let dram = Dram::new(config).expect("sizes");
-        Self { dram, whose: Whose::default(), step_blocks: usize::MAX, slots: Vec::new() }
+        Self { dram, whose: BlockAccount::default(), step_blocks: usize::MAX, slots: Vec::new() }
     }
 
     /// Makes a tier for prompts computed, and saved, in steps.

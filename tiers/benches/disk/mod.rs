@@ -6,7 +6,9 @@ use std::collections::{BTreeMap, VecDeque};
 
 use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use tiers::dram::{HolderId, Leaving};
-use tiers::ssd::{Config, Done, Ended, Geometry, Label, Log, Recovered, Refused, Work};
+use tiers::ssd::{
+    DeviceGeometry, DeviceWork, EndedJob, JobDone, Label, LogConfig, LogRefusal, Recovered, SegmentLog,
+};
 
 use crate::caches::{BLOCK_BYTES, Cache, Clairvoyant, Lru, Request, STEP_BLOCKS, Tier};
 use crate::replayed::share;
@@ -30,7 +32,7 @@ type Medium = BTreeMap<u32, (u64, Vec<(u32, Label)>)>;
 /// DRAM and a disk.
 struct Disked {
     tier: Tier,
-    log: Log,
+    log: SegmentLog,
     room: usize,
     now_ms: u64,
     requests: usize,
@@ -54,11 +56,11 @@ fn key(hash: &BlockHash) -> BlockKey {
     BlockKey { namespace: 0, group: 0, hash: *hash }
 }
 
-fn geometry(room: usize) -> Geometry {
+fn geometry(room: usize) -> DeviceGeometry {
     let block_units = 1 + BLOCK_BYTES.div_ceil(UNIT_BYTES);
     let blocks = (DISK_ROOMS * room).div_ceil(SEGMENTS) as u64;
     let footer_units = 1 + (blocks * 64).div_ceil(UNIT_BYTES);
-    Geometry {
+    DeviceGeometry {
         unit_bytes: UNIT_BYTES,
         segment_bytes: (1 + blocks * block_units + footer_units) * UNIT_BYTES,
         segments: ((DISK_ROOMS * room) as u64 / blocks) as u32,
@@ -86,9 +88,9 @@ impl Disked {
     }
 
     /// Starts a sidecar over the disk of an earlier one.
-    fn begin(room: usize, geometry: Geometry, medium: &Medium) -> (Tier, Log) {
-        let config = Config { devices: vec![geometry], write_bytes_max: u64::MAX, late_ms: u64::MAX };
-        let mut log = Log::new(config);
+    fn begin(room: usize, geometry: DeviceGeometry, medium: &Medium) -> (Tier, SegmentLog) {
+        let config = LogConfig { devices: vec![geometry], write_bytes_max: u64::MAX, late_ms: u64::MAX };
+        let mut log = SegmentLog::new(config);
         let mut segments: Vec<_> = medium.iter().collect();
         segments.sort_by_key(|(_, (sequence, _))| Reverse(*sequence));
         let last = [(&0, &(0, Vec::new()))];
@@ -118,24 +120,26 @@ impl Disked {
             }
             for job in jobs {
                 self.carry_out(job.work);
-                let done = Done { device: job.device, ticket: job.ticket, micros: 1, result: Ok(()) };
+                let done = JobDone { device: job.device, ticket: job.ticket, micros: 1, result: Ok(()) };
                 match self.log.done(self.now_ms, done) {
-                    Some(Ended::Read { slot, key, .. }) => {
+                    Some(EndedJob::Read { slot, key, .. }) => {
                         let standing = self.log.standing(&key);
                         assert!(self.tier.dram.commit_back(slot, standing));
                         self.log.came(&key);
                     }
-                    Some(Ended::Written { slot, .. }) => self.tier.dram.unhold(slot, HolderId::NOBODY),
+                    Some(EndedJob::Written { slot, .. }) => self.tier.dram.unhold(slot, HolderId::NOBODY),
                     None => {}
                 }
             }
         }
     }
 
-    fn carry_out(&mut self, work: Work) {
+    fn carry_out(&mut self, work: DeviceWork) {
         match work {
-            Work::Begin { segment, sequence } => drop(self.medium.insert(segment, (sequence, Vec::new()))),
-            Work::Write { place, label, .. } | Work::Move { to: place, label, .. } => {
+            DeviceWork::Begin { segment, sequence } => {
+                drop(self.medium.insert(segment, (sequence, Vec::new())))
+            }
+            DeviceWork::Write { place, label, .. } | DeviceWork::Move { to: place, label, .. } => {
                 self.medium.get_mut(&place.segment).expect("begun").1.push((place.unit, label));
             }
             _ => {}
@@ -147,12 +151,12 @@ impl Disked {
         // A new segment's header is written first, and a full disk gives up a segment.
         for _ in 0..TRIES {
             let Some(slot) = self.tier.dram.hold(key, HolderId::NOBODY) else { return };
-            let written = self.log.write(*key, DIGEST, BLOCK_BYTES, slot);
+            let written = self.log.write_block(*key, DIGEST, BLOCK_BYTES, slot);
             if written.is_err() {
                 self.tier.dram.unhold(slot, HolderId::NOBODY);
             }
             self.end_jobs();
-            if written != Err(Refused::Busy) {
+            if written != Err(LogRefusal::Busy) {
                 return;
             }
             self.log.tick(self.now_ms, &mut Vec::new());
@@ -161,7 +165,7 @@ impl Disked {
 
     /// Writes DRAM's next evictions, then saved blocks, as far as there is room for copies.
     fn flow(&mut self) {
-        self.tier.dram.drain_gone().for_each(|(key, standing)| self.log.left(&key, standing));
+        self.tier.dram.drain_gone().for_each(|(key, standing)| self.log.leave_dram(&key, standing));
         let mut due = Vec::new();
         self.tier.dram.next_out(self.tier.dram.config().pool_bytes / AHEAD_PART, usize::MAX, &mut due);
         for Leaving { key, bytes, .. } in due {
@@ -190,7 +194,7 @@ impl Disked {
                 self.end_jobs();
                 return at;
             };
-            if self.log.read(0, &key(hash), slot, 1).is_none() {
+            if self.log.read_block(0, &key(hash), slot, 1).is_none() {
                 self.tier.dram.abandon(slot);
                 self.end_jobs();
                 return at;
@@ -204,7 +208,7 @@ impl Disked {
     }
 
     fn written_bytes(&self) -> u64 {
-        let stats = &self.log.stats().devices[0];
+        let stats = &self.log.log_stats().devices[0];
         stats.written_bytes_total + stats.moved_bytes_total
     }
 
@@ -220,7 +224,7 @@ impl Disked {
                 }
             }
         }
-        let geometry = Geometry { first_sequence: 1 << 32, ..geometry(self.room) };
+        let geometry = DeviceGeometry { first_sequence: 1 << 32, ..geometry(self.room) };
         (self.tier, self.log) = Self::begin(self.room, geometry, &self.medium);
         self.saved.clear();
     }

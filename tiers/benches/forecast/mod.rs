@@ -21,9 +21,13 @@ pub(crate) fn of_trace(name: &str, rooms: &[usize], requests: &[Request]) -> Vec
             share(&mut Tier::new(blocks), requests, 0)
         });
         for stride in STRIDES {
-            let foretold = foretell(room, stride, requests);
-            let worst = real.iter().zip(foretold).map(|(real, told)| (real - told).abs()).fold(0.0, f64::max);
-            println!("{name}_{room} by {stride}: {foretold:.4?}, real {real:.4?}, worst {worst:.4}");
+            let predicted = foretell(room, stride, requests);
+            let worst = real
+                .iter()
+                .zip(predicted)
+                .map(|(real, predicted_share)| (real - predicted_share).abs())
+                .fold(0.0, f64::max);
+            println!("{name}_{room} by {stride}: {predicted:.4?}, real {real:.4?}, worst {worst:.4}");
             cells.push(format!("\"{name}_{room}_by_{stride}\":{worst:.4}"));
         }
     }

@@ -1,7 +1,7 @@
 //! Shared rooms: by two namespaces, one of them with a quota, and by two pods with reads from each other.
 
 use shm_protocol::key::{BlockHash, BlockKey};
-use tiers::dram::{HolderId, Whose};
+use tiers::dram::{BlockAccount, HolderId};
 
 use crate::caches::{BLOCK_BYTES, Cache, Chain, Lru, Request, Tier};
 use crate::replayed::{ROOM_OF_GAIN_MAX, ROOMS, share};
@@ -143,7 +143,8 @@ fn pods_of_tiers(room: usize, requests: &[Request], counts: OwnerCounts, keeps: 
         }
         if keeps {
             for hash in &read {
-                let Ok(slot) = pods[pod].dram.begin_fill(key(*hash), BLOCK_BYTES, Whose::default()) else {
+                let Ok(slot) = pods[pod].dram.begin_fill(key(*hash), BLOCK_BYTES, BlockAccount::default())
+                else {
                     continue;
                 };
                 pods[pod].dram.drain_evicted().for_each(drop);

@@ -15,9 +15,9 @@ use std::collections::VecDeque;
 use shm_protocol::key::BlockKey;
 use shm_protocol::pool::{Geometry, SlotRef, SlotRemains};
 
-use super::{Dram, QuotaId, Whose};
-use crate::entries::{Entry, Place, State};
-use crate::index::Print;
+use super::{BlockAccount, Dram, QuotaId};
+use crate::entries::{ListPlace, SlotEntry, SlotState};
+use crate::index::KeyPrint;
 
 /// How long slots in use by an earlier life keep their bytes: as long as an engine keeps an earlier pool
 /// mapped, a thousand times the time of its own copies of loads.
@@ -90,7 +90,7 @@ impl Dram {
     ) -> bool {
         let Some(id) = self.slab.entry(segment as usize, index) else { return false };
         match (remains, namespace) {
-            (SlotRemains::Free, _) => self.slab.move_to(id, Place::Free),
+            (SlotRemains::Free, _) => self.slab.move_to(id, ListPlace::Free),
             (SlotRemains::Block { generation, group, hash, .. }, Some(namespace)) => {
                 let key = BlockKey { namespace, group: *group, hash: *hash };
                 self.adopt_block(id, *generation, key, quota);
@@ -103,19 +103,19 @@ impl Dram {
     }
 
     fn adopt_block(&mut self, id: u32, generation: u64, key: BlockKey, quota: Option<QuotaId>) {
-        let print = Print::of(&key);
+        let print = KeyPrint::of_key(&key);
         // The key has a group of no engine, or was filled again in this life, or is twice in a file not
         // written by a sidecar.
-        if key.group > Entry::GROUP_MAX
-            || self.index.find(print, |id| self.slab.entries.get(id).key() == key).is_some()
+        if key.group > SlotEntry::GROUP_MAX
+            || self.index.find_entry(print, |id| self.slab.entries.get(id).block_key() == key).is_some()
         {
             return self.adopt_debris(id, generation);
         }
         let entry = self.slab.entries.get_mut(id);
         entry.set_key(key);
         entry.generation = generation;
-        entry.set_state(State::Adopted);
-        self.charge(id, Whose { quota, ..Whose::default() });
+        entry.set_state(SlotState::Adopted);
+        self.charge(id, BlockAccount { quota, ..BlockAccount::default() });
         self.index.insert(print, id);
         let segment = &mut self.slab.segments[self.slab.entries.segment(id)];
         segment.held += 1;
@@ -144,7 +144,7 @@ impl Dram {
     /// Begins the verification of such a block: [`Dram::end_verification`] follows.
     pub fn begin_verification(&mut self, key: &BlockKey) -> Option<SlotRef> {
         let id = self.find_adopted(key)?;
-        self.slab.entries.get_mut(id).set_state(State::Verifying);
+        self.slab.entries.get_mut(id).set_state(SlotState::Verifying);
         Some(self.slab.slot_ref(id))
     }
 
@@ -153,8 +153,8 @@ impl Dram {
         while let Some(id) = self.hold.unverified.pop_front() {
             // A slot whose block was discarded may be in a segment of another size by now.
             let entry = self.slab.entries.get_or_vacant(id);
-            if entry.state() == State::Adopted {
-                let key = entry.key();
+            if entry.state() == SlotState::Adopted {
+                let key = entry.block_key();
                 return Some((key, self.begin_verification(&key).expect("an adopted block is in the index")));
             }
         }
@@ -164,14 +164,14 @@ impl Dram {
     /// Ends a verification: lookups find a whole block from now on; the slot of another one is free once the
     /// hold is over.
     pub fn end_verification(&mut self, slot: SlotRef, whole: bool) {
-        let id = self.slab.find(slot).expect("a block that is verified stays in its slot");
+        let id = self.slab.find_slot(slot).expect("a block that is verified stays in its slot");
         let entry = self.slab.entries.get_mut(id);
-        assert!(entry.state() == State::Verifying, "a block is verified once");
+        assert!(entry.state() == SlotState::Verifying, "a block is verified once");
         if !whole {
             return self.discard(id);
         }
-        entry.set_state(State::Committed);
-        self.watch.note(entry.key(), true);
+        entry.set_state(SlotState::Committed);
+        self.watch.note_change(entry.block_key(), true);
         self.leave_unverified(id);
         self.stats.blocks += 1;
         self.stats.adopted_blocks_total += 1;
@@ -183,7 +183,7 @@ impl Dram {
         let entries = &self.slab.entries;
         let meant = |id: &u32| {
             let entry = entries.get_or_vacant(*id);
-            entry.state() == State::Adopted && entry.key().namespace == namespace
+            entry.state() == SlotState::Adopted && entry.block_key().namespace == namespace
         };
         let ids: Vec<u32> = self.hold.unverified.iter().copied().filter(meant).collect();
         ids.into_iter().for_each(|id| self.discard(id));
@@ -193,9 +193,9 @@ impl Dram {
         if self.stats.unverified_blocks == 0 {
             return None;
         }
-        let print = Print::of(key);
-        let id = self.index.find(print, |id| self.slab.entries.get(id).key() == *key)?;
-        (self.slab.entries.get(id).state() == State::Adopted).then_some(id)
+        let print = KeyPrint::of_key(key);
+        let id = self.index.find_entry(print, |id| self.slab.entries.get(id).block_key() == *key)?;
+        (self.slab.entries.get(id).state() == SlotState::Adopted).then_some(id)
     }
 
     fn leave_unverified(&mut self, id: u32) {
@@ -209,7 +209,7 @@ impl Dram {
         self.leave_unverified(id);
         self.vacated(id, self.slab.block_bytes(id));
         if self.hold.lasts() {
-            self.slab.move_to(id, Place::Detached);
+            self.slab.move_to(id, ListPlace::Detached);
             self.leave_debris(id);
             self.disowned.push(self.slab.slot_ref(id));
         } else {
@@ -227,7 +227,7 @@ impl Dram {
         let removed = some_of(&mut self.hold.removed, FREED_AT_ONCE - debris.len());
         for id in debris {
             self.slab.segments[self.slab.entries.segment(id)].held -= 1;
-            self.slab.move_to(id, Place::Free);
+            self.slab.move_to(id, ListPlace::Free);
             self.evicted.push(self.slab.slot_ref(id));
         }
         for id in removed {

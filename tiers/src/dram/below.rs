@@ -5,7 +5,7 @@ use std::collections::HashSet;
 use shm_protocol::key::BlockKey;
 
 use super::Dram;
-use crate::ledger::Group;
+use crate::ledger::HolderSet;
 use crate::policy::Policy;
 use crate::slab::Among;
 use crate::standing::SORTS;
@@ -34,7 +34,7 @@ pub struct Judge<'a>(&'a Policy);
 
 impl Below {
     #[inline]
-    pub(super) fn note(&mut self, key: BlockKey, standing: Standing) {
+    pub(super) fn note_gone(&mut self, key: BlockKey, standing: Standing) {
         if self.bytes > 0 {
             self.gone.push((key, standing));
         }
@@ -101,7 +101,7 @@ impl Dram {
         for sort in (0..SORTS).rev() {
             for class in &self.slab.classes {
                 for holder in class.queues.holders() {
-                    let first = class.queues.of(holder)[sort].head();
+                    let first = class.queues.holder_lists(holder)[sort].head();
                     for id in std::iter::successors(first, |id| self.slab.behind(*id)) {
                         let above = std::iter::successors(Some(id), |id| self.slab.parent(*id));
                         let line: Vec<u32> = above.take_while(|id| seen.insert(*id)).collect();
@@ -112,7 +112,7 @@ impl Dram {
         }
     }
 
-    fn list_out(&self, among: Among, losers: Group, bytes: u64, most: usize, out: &mut Vec<Leaving>) {
+    fn list_out(&self, among: Among, losers: HolderSet, bytes: u64, most: usize, out: &mut Vec<Leaving>) {
         let mut listed = 0;
         for id in self.policy.order(&self.slab, among, losers).take(most) {
             if listed >= bytes {
@@ -126,6 +126,6 @@ impl Dram {
 
     fn leaving(&self, id: u32) -> Leaving {
         let entry = self.slab.entries.get(id);
-        Leaving { key: entry.key(), bytes: self.slab.block_bytes(id), standing: entry.standing }
+        Leaving { key: entry.block_key(), bytes: self.slab.block_bytes(id), standing: entry.standing }
     }
 }

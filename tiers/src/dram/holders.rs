@@ -1,13 +1,13 @@
 //! Holders of blocks, and evictions of other holders' blocks for a holder's new block.
 
 use super::{Dram, HolderId, Holdings, QuotaId};
-use crate::entries::{Place, State};
-use crate::ledger::Group;
+use crate::entries::{ListPlace, SlotState};
+use crate::ledger::HolderSet;
 use crate::slab::Among;
 
 /// The holder and the quota charged for a block.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
-pub struct Whose {
+pub struct BlockAccount {
     /// The engine saving the block, or waiting for it from a tier below.
     pub holder: HolderId,
     /// The quota of its namespace.
@@ -18,13 +18,13 @@ pub struct Whose {
 
 impl Dram {
     /// Registers a new holder, an engine.
-    pub fn enter(&mut self) -> HolderId {
-        self.ledger.enter()
+    pub fn enter_holder(&mut self) -> HolderId {
+        self.ledger.enter_holder()
     }
 
     /// Ends a holder. Its leases end by [`Dram::release`]; its blocks stay.
-    pub fn leave(&mut self, holder: HolderId) {
-        self.ledger.leave(holder);
+    pub fn leave_holder(&mut self, holder: HolderId) {
+        self.ledger.leave_holder(holder);
     }
 
     /// Notes that a holder was at work: for a second from now on it has a share of the pool.
@@ -62,7 +62,7 @@ impl Dram {
         }
         let beyond = self.class_beyond(class, holder, losers);
         if beyond.is_some_and(|beyond| self.steal(class, |other| other == beyond))
-            || self.evict_next(Among::Class(class), Group::from(holder))
+            || self.evict_next(Among::Class(class), HolderSet::from(holder))
         {
             return true;
         }
@@ -72,18 +72,18 @@ impl Dram {
 
     /// Returns the main class of the holder with the most bytes. `None` if that holder would have fewer bytes than
     /// `holder` after losing a segment to it.
-    fn class_beyond(&self, class: usize, holder: HolderId, losers: Group) -> Option<usize> {
+    fn class_beyond(&self, class: usize, holder: HolderId, losers: HolderSet) -> Option<usize> {
         let used = self.ledger.used();
-        let least = used.of(holder) + 2 * self.config.segment_bytes;
+        let least = used.of_holder(holder) + 2 * self.config.segment_bytes;
         let others = self.ledger.ids().filter(|id| *id != holder && losers.has(*id));
-        let beyond = others.filter(|id| used.of(*id) >= least).max_by_key(|id| used.of(*id))?;
+        let beyond = others.filter(|id| used.of_holder(*id) >= least).max_by_key(|id| used.of_holder(*id))?;
         if self.ledger.at_work() < 2 { None } else { self.slab.main_class(beyond, class) }
     }
 
     /// Takes a segment from another class accepted by `is_meant`. Returns false if there is none.
     fn steal(&mut self, class: usize, is_meant: impl Fn(usize) -> bool) -> bool {
         let Some(segment) = self.slab.victim(is_meant) else { return false };
-        for id in self.slab.blocks(segment) {
+        for id in self.slab.committed_blocks(segment) {
             self.evict(id);
         }
         self.slab.withdraw(segment);
@@ -93,14 +93,14 @@ impl Dram {
     }
 
     /// Evicts the next block of these holders. Returns false if there is none.
-    pub(super) fn evict_next(&mut self, among: Among, losers: Group) -> bool {
+    pub(super) fn evict_next(&mut self, among: Among, losers: HolderSet) -> bool {
         let victim = self.policy.next(&mut self.slab, among, losers);
         victim.into_iter().for_each(|id| self.evict(id));
         victim.is_some()
     }
 
     /// Charges an entry's new block to its holder and quota.
-    pub(super) fn charge(&mut self, id: u32, whose: Whose) {
+    pub(super) fn charge(&mut self, id: u32, whose: BlockAccount) {
         let bytes = self.slab.block_bytes(id);
         self.slab.entries.get_mut(id).claims.set_holder(whose.holder);
         self.ledger.charge(whose.holder, bytes);
@@ -110,19 +110,19 @@ impl Dram {
     }
 
     /// Ends the charge of an entry's block, and returns its holder and quota.
-    pub(super) fn discharge(&mut self, id: u32, bytes: u64) -> Whose {
+    pub(super) fn discharge(&mut self, id: u32, bytes: u64) -> BlockAccount {
         let holder = self.slab.entries.get(id).claims.holder();
         self.ledger.discharge(holder, bytes);
         let quota = self.slab.quotas.as_mut().and_then(|quotas| quotas.discharge(id, holder, bytes));
-        Whose { holder, quota }
+        BlockAccount { holder, quota }
     }
 
     /// Changes the holder of a whole block.
     pub(super) fn hand_over(&mut self, id: u32, holder: HolderId) {
         let bytes = self.slab.block_bytes(id);
-        self.slab.move_to(id, Place::Detached);
+        self.slab.move_to(id, ListPlace::Detached);
         let whose = self.discharge(id, bytes);
-        self.charge(id, Whose { holder, ..whose });
+        self.charge(id, BlockAccount { holder, ..whose });
     }
 
     /// Panics unless the ledger's numbers of every holder match its blocks and leases. Looks at all of them.
@@ -133,7 +133,7 @@ impl Dram {
             let entry = self.slab.entries.get(id);
             let holdings = &mut counted[entry.claims.holder().index()];
             match entry.state() {
-                State::Filling => holdings.filling += self.slab.block_bytes(id),
+                SlotState::Filling => holdings.filling += self.slab.block_bytes(id),
                 _ => holdings.kept += self.slab.block_bytes(id),
             }
         }

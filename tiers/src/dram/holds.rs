@@ -12,7 +12,7 @@ impl Dram {
     /// Keeps a block from eviction until [`Dram::unhold`], as often as it is held. It counts as a lease of
     /// `holder`, even beyond its room. `None` if the block is not committed.
     pub fn hold(&mut self, key: &BlockKey, holder: HolderId) -> Option<SlotRef> {
-        let id = self.find(key.namespace, key.group, &key.hash)?;
+        let id = self.find_committed(key.namespace, key.group, &key.hash)?;
         let held = self.pin_id(id);
         if held {
             self.ledger.lease(holder, false, self.slab.block_bytes(id));
@@ -21,7 +21,7 @@ impl Dram {
     }
 
     pub fn unhold(&mut self, slot: SlotRef, holder: HolderId) {
-        let id = self.slab.find(slot).expect("a held block stays in its slot");
+        let id = self.slab.find_slot(slot).expect("a held block stays in its slot");
         self.ledger.unlease(holder, false, self.slab.block_bytes(id));
         if self.unpin_id(id) && !self.free_removed(id) {
             self.policy.unheld(&mut self.slab, id);
@@ -30,11 +30,11 @@ impl Dram {
 
     /// Returns the bytes of the block in a slot, if it is still there.
     pub fn block_bytes(&self, slot: SlotRef) -> Option<u64> {
-        self.slab.find(slot).map(|id| self.slab.block_bytes(id))
+        self.slab.find_slot(slot).map(|id| self.slab.block_bytes(id))
     }
 
     /// True if a just committed block was evicted not long ago and came back.
     pub fn has_returned(&self, slot: SlotRef) -> bool {
-        self.slab.find(slot).is_some_and(|id| self.slab.entries.get(id).has_returned())
+        self.slab.find_slot(slot).is_some_and(|id| self.slab.entries.get(id).has_returned())
     }
 }

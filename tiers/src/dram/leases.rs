@@ -4,7 +4,7 @@ use shm_protocol::key::BlockHash;
 use shm_protocol::pool::SlotRef;
 
 use super::{Dram, HolderId};
-use crate::entries::State;
+use crate::entries::SlotState;
 use crate::error::LeaseError;
 use crate::lease::{Ended, LeaseEnd, LeaseId};
 
@@ -110,8 +110,9 @@ impl Dram {
         slots: &[SlotRef],
         now_ms: u64,
     ) -> Option<LeaseId> {
-        let is_whole = |id: &u32| self.slab.entries.get(*id).state() == State::Committed;
-        let entries: Option<_> = slots.iter().map(|slot| self.slab.find(*slot).filter(is_whole)).collect();
+        let is_whole = |id: &u32| self.slab.entries.get(*id).state() == SlotState::Committed;
+        let entries: Option<_> =
+            slots.iter().map(|slot| self.slab.find_slot(*slot).filter(is_whole)).collect();
         let entries = entries?;
         let lease = self.leases.grant(owner, holder, workers, now_ms)?;
         *self.leases.entries_mut(lease, owner).expect("granted above") = entries;
@@ -168,12 +169,12 @@ impl Dram {
     /// ended.
     pub fn consume(&mut self, lease: LeaseId, owner: u64, worker: u32) -> Result<bool, LeaseError> {
         let ended = self.leases.consume(lease, owner, worker)?;
-        Ok(ended.map(|ended| self.end(ended)).is_some())
+        Ok(ended.map(|ended| self.end_lease(ended)).is_some())
     }
 
     pub fn release(&mut self, lease: LeaseId, owner: u64) -> Result<(), LeaseError> {
         let ended = self.leases.release(lease, owner)?;
-        self.end(ended);
+        self.end_lease(ended);
         Ok(())
     }
 
@@ -183,7 +184,7 @@ impl Dram {
         self.end_hold(now_ms);
         let mut expired = 0;
         while let Some(ended) = self.leases.expire_one(now_ms) {
-            self.end(ended);
+            self.end_lease(ended);
             expired += 1;
         }
         expired
@@ -224,7 +225,7 @@ impl Dram {
         self.policy.touch(&mut self.slab, &ended.entries);
     }
 
-    fn end(&mut self, mut ended: Ended) {
+    fn end_lease(&mut self, mut ended: Ended) {
         self.unpin_all(&mut ended);
         self.leases.recycle(ended.entries);
     }

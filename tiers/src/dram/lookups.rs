@@ -6,8 +6,8 @@ use shm_protocol::key::{BlockHash, BlockKey, GROUP};
 use shm_protocol::pool::SlotRef;
 
 use super::{Dram, Ending, HolderId};
-use crate::entries::{Entry, State};
-use crate::index::{Bucket, NO_ENTRY, Print};
+use crate::entries::{SlotEntry, SlotState};
+use crate::index::{Bucket, KeyPrint, NO_ENTRY};
 
 /// Keys looked up side by side, so their cache misses overlap: more than a core's misses in flight, and few
 /// enough so an early end of a run wastes little.
@@ -57,9 +57,9 @@ impl Dram {
         if hashes.is_empty() || self.slab.assigned() == 0 {
             return;
         }
-        let prints = hashes.iter().map(|hash| Print::new(namespace, GROUP, hash));
+        let prints = hashes.iter().map(|hash| KeyPrint::new(namespace, GROUP, hash));
         let room = self.below.room(self.slots_in_service(), self.config.pool_bytes);
-        let turn = self.policy.turn(prints, room, ending);
+        let turn = self.policy.end_turn(prints, room, ending);
         self.chain.clear();
         let (mut depth, mut own) = (hashes.len(), 0);
         self.deepest_first(namespace, hashes, |dram, id| {
@@ -133,16 +133,16 @@ impl Dram {
     /// bucket and entry, first runs for all keys in a loop of its own. Then the core keeps some twenty misses
     /// in flight, and the comparing loops find all words near.
     fn find_batch(&self, namespace: u32, hashes: &[BlockHash]) -> [u32; BATCH] {
-        let mut homes = [(Print::default(), Bucket::NONE); BATCH];
+        let mut homes = [(KeyPrint::default(), Bucket::NONE); BATCH];
         for (home, hash) in homes.iter_mut().zip(hashes) {
-            let print = Print::new(namespace, GROUP, hash);
+            let print = KeyPrint::new(namespace, GROUP, hash);
             *home = (print, self.index.home(print));
         }
         let homes = &homes[..hashes.len()];
-        black_box(homes.iter().fold(0, |sum, (_, home)| sum ^ home.load()));
+        black_box(homes.iter().fold(0, |sum, (_, home)| sum ^ home.load_word()));
 
         let mut ids = [NO_ENTRY; BATCH];
-        let mut entries = [Entry::NONE; BATCH];
+        let mut entries = [SlotEntry::NONE; BATCH];
         let mut unsure = 0u64;
         for (at, (print, home)) in homes.iter().enumerate() {
             let glance = home.glance(*print);
@@ -160,7 +160,7 @@ impl Dram {
         }
         while unsure != 0 {
             let at = unsure.trailing_zeros() as usize;
-            ids[at] = self.find(namespace, GROUP, &hashes[at]).unwrap_or(NO_ENTRY);
+            ids[at] = self.find_committed(namespace, GROUP, &hashes[at]).unwrap_or(NO_ENTRY);
             unsure &= unsure - 1;
         }
         ids
@@ -174,13 +174,13 @@ impl Dram {
     /// Returns the slot of a block being filled.
     pub fn filling(&self, key: &BlockKey) -> Option<SlotRef> {
         let entries = &self.slab.entries;
-        let id = self.index.find(Print::of(key), |id| entries.get(id).key() == *key)?;
-        (entries.get(id).state() == State::Filling).then(|| self.slab.slot_ref(id))
+        let id = self.index.find_entry(KeyPrint::of_key(key), |id| entries.get(id).block_key() == *key)?;
+        (entries.get(id).state() == SlotState::Filling).then(|| self.slab.slot_ref(id))
     }
 
     #[cold]
-    pub(super) fn find(&self, namespace: u32, group: u32, hash: &BlockHash) -> Option<u32> {
-        let print = Print::new(namespace, group, hash);
-        self.index.find(print, |id| self.committed_as(id, namespace, group, hash))
+    pub(super) fn find_committed(&self, namespace: u32, group: u32, hash: &BlockHash) -> Option<u32> {
+        let print = KeyPrint::new(namespace, group, hash);
+        self.index.find_entry(print, |id| self.committed_as(id, namespace, group, hash))
     }
 }

@@ -4,8 +4,8 @@
 //! block's room comes from any holder chosen by the policy.
 
 use super::{Dram, FillError, HolderId, QuotaId};
-use crate::ledger::Group;
-use crate::quota::Quota;
+use crate::ledger::HolderSet;
+use crate::quota::PoolQuota;
 use crate::slab::Among;
 
 /// Most blocks evicted by one filling for its quota: one is enough, unless block sizes differ or an earlier
@@ -26,7 +26,7 @@ pub struct QuotaStats {
 impl Dram {
     /// Adds a quota, before the first block comes.
     pub fn add_quota(&mut self, bytes_max: u64) -> QuotaId {
-        self.slab.quotas_mut().add(bytes_max)
+        self.slab.quotas_mut().add_quota(bytes_max)
     }
 
     /// Returns the fill level of a quota.
@@ -40,7 +40,7 @@ impl Dram {
         ids.map(|id| self.quota(id))
     }
 
-    fn quota_of(&self, quota: QuotaId) -> &Quota {
+    fn quota_of(&self, quota: QuotaId) -> &PoolQuota {
         self.slab.quotas.as_ref().expect("an id was given out with a quota").get(quota)
     }
 
@@ -63,7 +63,7 @@ impl Dram {
             }
             let losers = self.ledger.losers(&self.quota_of(quota).used);
             let among = Among::Quota(quota);
-            if !self.evict_next(among, losers) && !self.evict_next(among, Group::from(holder)) {
+            if !self.evict_next(among, losers) && !self.evict_next(among, HolderSet::from(holder)) {
                 return Err(FillError::NoSpace);
             }
         }

@@ -8,7 +8,7 @@ use shm_protocol::key::BlockKey;
 use shm_protocol::pool::SlotRef;
 
 use super::Dram;
-use crate::entries::{Place, State};
+use crate::entries::{ListPlace, SlotState};
 
 // === impl Dram: removal ===
 
@@ -16,7 +16,7 @@ impl Dram {
     /// Removes a committed block; returns false if there is none. Call [`Dram::end_removal`] after the last
     /// of several.
     pub fn remove(&mut self, key: &BlockKey) -> bool {
-        let found = self.find(key.namespace, key.group, &key.hash);
+        let found = self.find_committed(key.namespace, key.group, &key.hash);
         found.into_iter().for_each(|id| self.remove_entry(id));
         found.is_some()
     }
@@ -24,25 +24,26 @@ impl Dram {
     /// Removes every block of a namespace, and returns their number. Looks at every slot: 10 ms for each 64
     /// MB of entries, and 0.2 us for each removed block.
     pub fn remove_namespace(&mut self, namespace: u32) -> usize {
-        let here = |id: &u32| self.slab.entries.get(*id).key().namespace == namespace;
+        let here = |id: &u32| self.slab.entries.get(*id).block_key().namespace == namespace;
         let segments = 0..self.slab.segments.len();
-        let ids: Vec<u32> = segments.flat_map(|segment| self.slab.blocks(segment)).filter(here).collect();
+        let ids: Vec<u32> =
+            segments.flat_map(|segment| self.slab.committed_blocks(segment)).filter(here).collect();
         ids.iter().for_each(|id| self.remove_entry(*id));
         self.discard_namespace(namespace);
         ids.len()
     }
 
     fn remove_entry(&mut self, id: u32) {
-        self.watch.note(self.slab.entries.get(id).key(), false);
+        self.watch.note_change(self.slab.entries.get(id).block_key(), false);
         self.unindexed(id);
         self.stats.blocks -= 1;
         self.stats.removed_blocks_total += 1;
-        self.slab.entries.get_mut(id).set_state(State::Removed);
-        self.slab.move_to(id, Place::Detached);
+        self.slab.entries.get_mut(id).set_state(SlotState::Removed);
+        self.slab.move_to(id, ListPlace::Detached);
         if self.slab.entries.get(id).claims.pins() == 0 {
             self.free_removed(id);
         }
-        if self.slab.entries.get(id).state() == State::Removed {
+        if self.slab.entries.get(id).state() == SlotState::Removed {
             self.disowned.push(self.slab.slot_ref(id));
         }
     }
@@ -55,14 +56,14 @@ impl Dram {
     /// Ends every lease for loads of a removed block. Posted loads go on.
     pub fn end_removal(&mut self) {
         let entries = &self.slab.entries;
-        for (lease, owner) in self.leases.timed_with(|id| entries.get(id).state() == State::Removed) {
+        for (lease, owner) in self.leases.timed_with(|id| entries.get(id).state() == SlotState::Removed) {
             self.release(lease, owner).expect("found above");
         }
     }
 
     /// Frees the slot of a removed block without pins. Returns false if the block was not removed.
     pub(super) fn free_removed(&mut self, id: u32) -> bool {
-        if self.slab.entries.get(id).state() != State::Removed {
+        if self.slab.entries.get(id).state() != SlotState::Removed {
             return false;
         }
         if self.hold_removed(id) {

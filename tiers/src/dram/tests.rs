@@ -26,12 +26,12 @@ fn key(number: u64) -> BlockKey {
 }
 
 fn tier(segments: u64) -> Dram {
-    Dram::new(Config { pool_bytes: segments * SEGMENT, segment_bytes: SEGMENT, lease_ttl_ms: TTL_MS })
+    Dram::new(DramConfig { pool_bytes: segments * SEGMENT, segment_bytes: SEGMENT, lease_ttl_ms: TTL_MS })
         .expect("sizes")
 }
 
 fn begin(dram: &mut Dram, number: u64, block_bytes: u64) -> Result<SlotRef, FillError> {
-    dram.begin_fill(key(number), block_bytes, Whose::default())
+    dram.begin_fill(key(number), block_bytes, BlockAccount::default())
 }
 
 /// Returns generations of the slots freed since the last call.
@@ -133,7 +133,7 @@ struct Model {
     /// Removed blocks whose bytes a lease or hold keeps in place.
     removed: Vec<Block>,
     /// Slots of removed blocks not yet reported as free.
-    untold: HashSet<SlotRef>,
+    unreported: HashSet<SlotRef>,
     segments: BTreeMap<u64, u64>,
     generation: u64,
     now_ms: u64,
@@ -143,9 +143,20 @@ struct Model {
 impl Model {
     fn new() -> Self {
         let (blocks, leases, segments) = (HashMap::new(), Vec::new(), BTreeMap::new());
-        let (holds, removed, untold) = Default::default();
+        let (holds, removed, unreported) = Default::default();
         let dram = tier(3);
-        Self { dram, blocks, leases, holds, removed, untold, segments, generation: 0, now_ms: 0, evicted: 0 }
+        Self {
+            dram,
+            blocks,
+            leases,
+            holds,
+            removed,
+            unreported,
+            segments,
+            generation: 0,
+            now_ms: 0,
+            evicted: 0,
+        }
     }
 
     /// Returns the blocks with a slot.
@@ -194,10 +205,10 @@ impl Model {
 
     fn fill(&mut self, number: u64, bytes: u64) {
         let leased = self.leased();
-        let answer = self.dram.begin_fill(key(number), bytes, Whose::default());
+        let answer = self.dram.begin_fill(key(number), bytes, BlockAccount::default());
         let mut evicted: HashSet<SlotRef> = self.dram.drain_evicted().collect();
         assert!(evicted.is_disjoint(&leased), "a leased block was evicted");
-        evicted.retain(|slot| !self.untold.remove(slot));
+        evicted.retain(|slot| !self.unreported.remove(slot));
         let before = self.blocks.len();
         self.blocks.retain(|_, block| !(block.committed && evicted.contains(&block.slot)));
         assert_eq!(before - self.blocks.len(), evicted.len(), "what is evicted was committed");
@@ -279,7 +290,7 @@ impl Model {
         self.dram.end_removal();
         let Some(block) = known else { return };
         self.blocks.remove(&number);
-        self.untold.insert(block.slot);
+        self.unreported.insert(block.slot);
         let loadable = |lease: &&mut Held| lease.over.is_none() && !lease.promised;
         let meant = self.leases.iter_mut().filter(|lease| lease.slots.contains(&block.slot));
         meant.filter(loadable).for_each(|lease| lease.over = Some(LeaseError::Unknown));
@@ -408,7 +419,7 @@ impl Model {
         assert_eq!(stats.leases, self.leases.iter().filter(|lease| lease.over.is_none()).count() as u64);
         for number in 0..KEYS {
             let wanted = self.blocks.get(&number).filter(|block| block.committed).map(|block| block.slot);
-            let found = self.dram.find(7, 0, &hash(number)).map(|id| self.dram.slab.slot_ref(id));
+            let found = self.dram.find_committed(7, 0, &hash(number)).map(|id| self.dram.slab.slot_ref(id));
             assert_eq!(found, wanted, "key {number}");
         }
         self.check_leased();
@@ -459,7 +470,7 @@ proptest! {
 #[test]
 fn sizes_that_fit_no_pool_are_refused_with_the_remedy() {
     let make = |pool_bytes, segment_bytes| {
-        Dram::new(Config { pool_bytes, segment_bytes, lease_ttl_ms: 1 })
+        Dram::new(DramConfig { pool_bytes, segment_bytes, lease_ttl_ms: 1 })
             .map(|_| ())
             .expect_err("refused")
             .to_string()
@@ -467,7 +478,7 @@ fn sizes_that_fit_no_pool_are_refused_with_the_remedy() {
     assert!(make(SEGMENT - 1, SEGMENT).contains("the least is 2097152"));
     assert!(make(SEGMENT, SEGMENT - 1).contains("power of two"));
     assert!(make(pool::POOL_BYTES_MAX + 1, SEGMENT).contains("lower --dram"));
-    assert_eq!(segments(pool::POOL_BYTES_MAX, 1 << 30).expect("fits"), 2047);
+    assert_eq!(count_segments(pool::POOL_BYTES_MAX, 1 << 30).expect("fits"), 2047);
     for pool_bytes in [0, 1 << 20, 1 << 30, 100 << 30, u64::MAX] {
         assert!(Geometry::new(segment_bytes_for(pool_bytes), 1).is_ok());
     }
@@ -498,7 +509,7 @@ fn a_new_block_size_takes_a_whole_segment_from_the_largest_class() {
     // Leases in two of three segments: only the third may go.
     let in_segment = |segment: u64| {
         (0..9).find(|number| {
-            let id = dram.find(7, 0, &hash(*number)).expect("kept");
+            let id = dram.find_committed(7, 0, &hash(*number)).expect("kept");
             dram.slab.entries.segment(id) as u64 == segment
         })
     };
@@ -577,7 +588,7 @@ fn whole(number: u64, generation: u64) -> SlotRemains {
 
 /// A tier of two segments, the first with the three slots of an earlier life.
 fn adopted(remains: [SlotRemains; 3]) -> Dram {
-    let config = Config { pool_bytes: 2 * SEGMENT, segment_bytes: SEGMENT, lease_ttl_ms: TTL_MS };
+    let config = DramConfig { pool_bytes: 2 * SEGMENT, segment_bytes: SEGMENT, lease_ttl_ms: TTL_MS };
     let mut dram = Dram::unopened(config, HOLD).expect("sizes");
     assert_eq!(begin(&mut dram, 1, SIZES[0]), Err(FillError::NoSpace), "nothing is in service");
     assert!(dram.open_used(0, SIZES[0], 1000));
@@ -668,7 +679,7 @@ fn slots_that_held_nothing_whole_are_free_after_the_hold() {
 #[test]
 fn what_the_hold_kept_is_freed_in_parts_and_keeps_its_segment_until_then() {
     let (small, segments) = (256, 4);
-    let config = Config { pool_bytes: segments * SEGMENT, segment_bytes: SEGMENT, lease_ttl_ms: TTL_MS };
+    let config = DramConfig { pool_bytes: segments * SEGMENT, segment_bytes: SEGMENT, lease_ttl_ms: TTL_MS };
     let mut dram = Dram::unopened(config, HOLD).expect("sizes");
     let slots = pool::slot_count(SEGMENT, small).expect("fits");
     for segment in 0..segments {
@@ -703,7 +714,7 @@ fn a_key_is_kept_once_whoever_wrote_it_twice() {
 
 #[test]
 fn what_cannot_be_numbered_or_classed_is_not_kept() {
-    let config = Config { pool_bytes: SEGMENT, segment_bytes: SEGMENT, lease_ttl_ms: TTL_MS };
+    let config = DramConfig { pool_bytes: SEGMENT, segment_bytes: SEGMENT, lease_ttl_ms: TTL_MS };
     let mut dram = Dram::unopened(config, HOLD).expect("sizes");
     assert!(!dram.open_used(0, 0, 0) && !dram.open_used(0, SEGMENT, 0));
     assert!(dram.open_used(0, SIZES[0], 0));
@@ -738,7 +749,7 @@ fn a_held_parent_comes_back_to_the_tail_and_goes_after_its_child() {
     let slots = u64::from(pool::slot_count(SEGMENT, 600_000).expect("fits"));
     fill(&mut dram, 0, 600_000);
     let held = dram.hold(&key(0), NOBODY).expect("kept");
-    let child = dram.begin_fill(key(1), 600_000, Whose::default()).expect("room");
+    let child = dram.begin_fill(key(1), 600_000, BlockAccount::default()).expect("room");
     assert!(dram.commit_behind(child, &key(0)));
     let child = dram.hold(&key(1), NOBODY).expect("kept");
     fill_all(&mut dram, 100..100 + 2 * slots, 600_000);
@@ -746,7 +757,7 @@ fn a_held_parent_comes_back_to_the_tail_and_goes_after_its_child() {
     dram.unhold(held, NOBODY);
     for there in [[true, false], [false, false]] {
         fill(&mut dram, if there[0] { 200 } else { 201 }, 600_000);
-        assert_eq!([0, 1].map(|number| dram.find(7, 0, &hash(number)).is_some()), there);
+        assert_eq!([0, 1].map(|number| dram.find_committed(7, 0, &hash(number)).is_some()), there);
     }
 }
 

@@ -23,9 +23,12 @@ impl Dram {
         let Walk { mut segment, mut slot } = from;
         let mut left = SLOTS;
         while segment < self.slab.segments.len() {
-            let rest = self.slab.entries.of(segment).get(slot..).unwrap_or_default();
+            let rest = self.slab.entries.segment_entries(segment).get(slot..).unwrap_or_default();
             let looked = rest.len().min(left);
-            rest[..looked].iter().filter(|entry| entry.is_committed()).for_each(|entry| see(&entry.key()));
+            rest[..looked]
+                .iter()
+                .filter(|entry| entry.is_committed())
+                .for_each(|entry| see(&entry.block_key()));
             if looked < rest.len() {
                 return Some(Walk { segment, slot: slot + looked });
             }

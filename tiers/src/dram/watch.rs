@@ -10,12 +10,12 @@ impl Dram {
     /// Notes changes from now on, but not the blocks already there. The log grows until
     /// [`Dram::drain_changes`], so drain it after every event.
     pub fn watch(&mut self) {
-        self.watch.begin();
+        self.watch.begin_watch();
     }
 
     /// Returns the changes since the last call in their order: newly findable blocks with true, blocks no
     /// longer findable with false. A block known before is never new, and an unknown one never gone.
     pub fn drain_changes(&mut self) -> impl Iterator<Item = (BlockKey, bool)> + '_ {
-        self.watch.drain()
+        self.watch.drain_changes()
     }
 }

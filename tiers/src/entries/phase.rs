@@ -1,22 +1,22 @@
 //! A block's state, its place, its return after an eviction, and the number of its children, in one byte.
 
-use super::{Place, State};
+use super::{ListPlace, SlotState};
 
 /// 3 bits of state, 2 of place, one of return, 2 of children.
 #[derive(Copy, Clone, Debug)]
 pub(super) struct EntryPhase(u8);
 
-const STATES: [State; 8] = [
-    State::Free,
-    State::Filling,
-    State::Adopted,
-    State::Verifying,
-    State::Committed,
-    State::Removed,
-    State::Removed,
-    State::Removed,
+const STATES: [SlotState; 8] = [
+    SlotState::Free,
+    SlotState::Filling,
+    SlotState::Adopted,
+    SlotState::Verifying,
+    SlotState::Committed,
+    SlotState::Removed,
+    SlotState::Removed,
+    SlotState::Removed,
 ];
-const PLACES: [Place; 4] = [Place::Detached, Place::Free, Place::Kept, Place::Kept];
+const PLACES: [ListPlace; 4] = [ListPlace::Detached, ListPlace::Free, ListPlace::Kept, ListPlace::Kept];
 
 // === impl EntryPhase ===
 
@@ -32,20 +32,20 @@ impl EntryPhase {
     const CHILDREN_SHIFT: u32 = 6;
 
     #[inline]
-    pub(super) fn state(self) -> State {
+    pub(super) fn state(self) -> SlotState {
         STATES[usize::from(self.0 & Self::STATE)]
     }
 
-    pub(super) fn set_state(&mut self, state: State) {
+    pub(super) fn set_state(&mut self, state: SlotState) {
         self.put_bits(Self::STATE, state as u8);
     }
 
     #[inline]
-    pub(super) fn list_place(self) -> Place {
+    pub(super) fn list_place(self) -> ListPlace {
         PLACES[usize::from((self.0 & Self::PLACE) >> Self::PLACE_SHIFT)]
     }
 
-    pub(super) fn set_place(&mut self, place: Place) {
+    pub(super) fn set_place(&mut self, place: ListPlace) {
         self.put_bits(Self::PLACE, (place as u8) << Self::PLACE_SHIFT);
     }
 

@@ -41,9 +41,9 @@ fn a_room_finds_what_was_foretold_of_it() {
     for slots_max in [slots, slots / 4] {
         let mut forecast = Forecast::new(slots, slots_max);
         requests.iter().for_each(|chain| forecast.request(0, chain, 0..chain.len(), Ending::default()));
-        let foretold = forecast.found().map(|found| found as f64 / forecast.asked() as f64);
-        for (real, foretold) in real.iter().zip(foretold) {
-            assert!((real - foretold).abs() < 0.03, "{slots} by {slots_max}: {real} and {foretold}");
+        let predicted = forecast.found().map(|found| found as f64 / forecast.asked() as f64);
+        for (real, predicted) in real.iter().zip(predicted) {
+            assert!((real - predicted).abs() < 0.03, "{slots} by {slots_max}: {real} and {predicted}");
         }
     }
 }

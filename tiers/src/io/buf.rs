@@ -49,7 +49,7 @@ impl Buffer {
 
     /// Returns the address of `len` bytes at `offset`, for the kernel; `None` if they do not lie in the
     /// buffer.
-    pub(crate) fn address(&self, offset: usize, len: usize) -> Option<NonNull<u8>> {
+    pub(crate) fn address_of(&self, offset: usize, len: usize) -> Option<NonNull<u8>> {
         if offset.checked_add(len)? > self.len {
             return None;
         }
@@ -74,8 +74,8 @@ mod tests {
     fn a_buffer_is_aligned_zeroed_and_whole_pages() {
         let mut buffer = Buffer::new(5000).unwrap();
         assert_eq!(buffer.len(), 8192);
-        assert_eq!(buffer.address(0, 8192).unwrap().as_ptr() as u64 % BUFFER_ALIGN, 0);
-        assert_eq!(buffer.address(4096, 4097), None);
+        assert_eq!(buffer.address_of(0, 8192).unwrap().as_ptr() as u64 % BUFFER_ALIGN, 0);
+        assert_eq!(buffer.address_of(4096, 4097), None);
         assert!(buffer.bytes().iter().all(|byte| *byte == 0));
         buffer.bytes_mut()[8191] = 7;
         assert_eq!(buffer.bytes()[8191], 7);

@@ -13,47 +13,47 @@ use rustix::io::Errno;
 use shm_protocol::blocks::PoolBlocks;
 use shm_protocol::wait;
 
-use super::transfer::{Direction, Memory, TRANSFERS_MAX, Transfer};
+use super::transfer::{IoDirection, TRANSFERS_MAX, Transfer, TransferMemory};
 
 /// Transfers of a device at a time: so many blocks of some hundred KiB keep a fast device busy.
 const THREADS: usize = 8;
 
 /// The threads of one file.
-pub(crate) struct Threads {
-    shared: Arc<Shared>,
+pub(crate) struct IoThreads {
+    shared: Arc<ThreadsShared>,
     threads: Vec<JoinHandle<()>>,
     in_flight: usize,
 }
 
-struct Shared {
+struct ThreadsShared {
     file: Arc<OwnedFd>,
     blocks: PoolBlocks,
     /// Written after each completed transfer.
     wake: Arc<OwnedFd>,
-    queue: Mutex<Queue>,
+    queue: Mutex<ThreadsQueue>,
     /// Signalled for a new transfer, and when the queue is closed.
     called: Condvar,
 }
 
 #[derive(Default)]
-struct Queue {
+struct ThreadsQueue {
     waiting: VecDeque<Transfer>,
     /// Completed transfers, with the kernel's answers.
     back: VecDeque<(Transfer, i32)>,
     closed: bool,
 }
 
-// === impl Threads ===
+// === impl IoThreads ===
 
-impl Threads {
+impl IoThreads {
     /// Starts threads for `file`. A write to the eventfd `wake` ends a wait.
     pub(crate) fn new(file: Arc<OwnedFd>, wake: Arc<OwnedFd>, blocks: PoolBlocks) -> io::Result<Self> {
-        let shared = Shared { file, blocks, wake, queue: Mutex::default(), called: Condvar::new() };
+        let shared = ThreadsShared { file, blocks, wake, queue: Mutex::default(), called: Condvar::new() };
         let mut threads = Self { shared: Arc::new(shared), threads: Vec::new(), in_flight: 0 };
         for number in 0..THREADS {
             let shared = Arc::clone(&threads.shared);
             let named = std::thread::Builder::new().name(format!("ssd-io-{number}"));
-            threads.threads.push(named.spawn(move || shared.serve())?);
+            threads.threads.push(named.spawn(move || shared.serve_transfers())?);
         }
         Ok(threads)
     }
@@ -90,7 +90,7 @@ impl Threads {
     }
 }
 
-impl Drop for Threads {
+impl Drop for IoThreads {
     /// A thread stuck in the kernel keeps its transfer and the file; the others end.
     fn drop(&mut self) {
         self.shared.queue().closed = true;
@@ -101,14 +101,14 @@ impl Drop for Threads {
     }
 }
 
-// === impl Shared ===
+// === impl ThreadsShared ===
 
-impl Shared {
-    fn queue(&self) -> MutexGuard<'_, Queue> {
+impl ThreadsShared {
+    fn queue(&self) -> MutexGuard<'_, ThreadsQueue> {
         self.queue.lock().expect("nothing panics while it has the queue")
     }
 
-    fn serve(&self) {
+    fn serve_transfers(&self) {
         while let Some(mut transfer) = self.next() {
             let moved = self.carry(&mut transfer);
             let answer = moved.map_or_else(|errno| -errno.raw_os_error(), |moved| moved as i32);
@@ -137,16 +137,16 @@ impl Shared {
         let (skip, end) = (transfer.moved as usize, transfer.len as usize);
         let at = transfer.at + u64::from(transfer.moved);
         match (transfer.direction, &mut transfer.memory) {
-            (Direction::Read, Memory::Own(buffer)) => {
+            (IoDirection::Read, TransferMemory::Own(buffer)) => {
                 rustix::io::pread(&*self.file, &mut buffer.bytes_mut()[skip..end], at)
             }
-            (Direction::Write, Memory::Own(buffer)) => {
+            (IoDirection::Write, TransferMemory::Own(buffer)) => {
                 rustix::io::pwrite(&*self.file, &buffer.bytes()[skip..end], at)
             }
-            (Direction::Read, Memory::Pool(offset)) => {
+            (IoDirection::Read, TransferMemory::Pool(offset)) => {
                 self.blocks.read_at(&*self.file, at, *offset + skip as u64, end - skip)
             }
-            (Direction::Write, Memory::Pool(offset)) => {
+            (IoDirection::Write, TransferMemory::Pool(offset)) => {
                 let bytes = self.blocks.bytes_at(*offset + skip as u64, end - skip).ok_or(Errno::FAULT)?;
                 rustix::io::pwrite(&*self.file, bytes, at)
             }

@@ -7,14 +7,14 @@ pub(crate) const TRANSFERS_MAX: usize = 256;
 
 /// The direction of a transfer.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub enum Direction {
+pub enum IoDirection {
     Read,
     Write,
 }
 
 /// The memory of a transfer.
 #[derive(Debug)]
-pub(crate) enum Memory {
+pub(crate) enum TransferMemory {
     /// A buffer, from its start.
     Own(Buffer),
     /// The pool, from this offset.
@@ -26,10 +26,10 @@ pub(crate) enum Memory {
 pub(crate) struct Transfer {
     /// The caller's number for the transfer.
     pub(crate) token: u64,
-    pub(crate) direction: Direction,
+    pub(crate) direction: IoDirection,
     /// The offset in the file.
     pub(crate) at: u64,
-    pub(crate) memory: Memory,
+    pub(crate) memory: TransferMemory,
     pub(crate) len: u32,
     /// True for a write that ends only once its bytes lie on the medium.
     pub(crate) durable: bool,

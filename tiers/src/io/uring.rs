@@ -12,7 +12,7 @@ use rustix::io::Errno;
 use shm_protocol::blocks::PoolBlocks;
 use shm_protocol::pool;
 
-use super::transfer::{Direction, Memory, TRANSFERS_MAX, Transfer};
+use super::transfer::{IoDirection, TRANSFERS_MAX, Transfer, TransferMemory};
 
 /// Bytes of the pool registered at a time: the most for one registered buffer. No block lies in two chunks,
 /// since they consist of whole segments.
@@ -25,25 +25,25 @@ const WAKE: u64 = u64::MAX;
 
 /// A chunk of the pool.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-enum Chunk {
+enum PoolChunk {
     Untried,
     Registered,
     Refused,
 }
 
 /// The ring of one file.
-pub(crate) struct Ring {
+pub(crate) struct UringQueue {
     /// Dropped by hand: never while the kernel may still write a transfer's memory.
-    shared: ManuallyDrop<Shared>,
+    shared: ManuallyDrop<UringShared>,
     vacant: Vec<usize>,
     /// Empty if the kernel registers no buffers.
-    chunks: Vec<Chunk>,
+    chunks: Vec<PoolChunk>,
     note: Option<String>,
     file_registered: bool,
 }
 
 /// Memory shared with the kernel. The ring is the first field, so it is dropped first.
-struct Shared {
+struct UringShared {
     uring: IoUring,
     flights: Vec<Option<Transfer>>,
     blocks: PoolBlocks,
@@ -51,7 +51,7 @@ struct Shared {
     wake: Arc<OwnedFd>,
 }
 
-// === impl Ring ===
+// === impl UringQueue ===
 
 /// Makes the newest kind of ring in this kernel: one thread, completions taken at its calls.
 fn build() -> io::Result<IoUring> {
@@ -63,7 +63,7 @@ fn build() -> io::Result<IoUring> {
     newest.or_else(|_| builder.build(entries))
 }
 
-impl Ring {
+impl UringQueue {
     /// Makes a ring for `file`, for the calling thread alone. A write to the eventfd `wake` ends a wait.
     pub(crate) fn new(file: Arc<OwnedFd>, wake: Arc<OwnedFd>, blocks: PoolBlocks) -> io::Result<Self> {
         let uring = build()?;
@@ -71,11 +71,11 @@ impl Ring {
         let file_registered = submitter.register_files(&[file.as_raw_fd()]).is_ok();
         let count = blocks.len().div_ceil(CHUNK_BYTES) as u32;
         let (chunks, note) = match submitter.register_buffers_sparse(count) {
-            Ok(()) => (vec![Chunk::Untried; count as usize], None),
+            Ok(()) => (vec![PoolChunk::Untried; count as usize], None),
             Err(error) => (Vec::new(), Some(not_registered(&error))),
         };
         let flights = (0..TRANSFERS_MAX).map(|_| None).collect();
-        let shared = ManuallyDrop::new(Shared { uring, flights, blocks, file, wake });
+        let shared = ManuallyDrop::new(UringShared { uring, flights, blocks, file, wake });
         let vacant = (0..TRANSFERS_MAX).rev().collect();
         let mut ring = Self { shared, vacant, chunks, note, file_registered };
         ring.watch_wake();
@@ -95,7 +95,7 @@ impl Ring {
     }
 
     /// Hands a transfer over; gives it back if the ring is full. The kernel has it after the next
-    /// [`Ring::flush`].
+    /// [`UringQueue::flush`].
     pub(crate) fn push(&mut self, transfer: Transfer) -> Result<(), Transfer> {
         let Some(at) = self.vacant.pop() else { return Err(transfer) };
         let entry = match self.entry(&transfer) {
@@ -119,8 +119,8 @@ impl Ring {
         let skip = transfer.moved as usize;
         let len = transfer.len - transfer.moved;
         let (address, fixed) = match &transfer.memory {
-            Memory::Own(buffer) => (buffer.address(skip, len as usize)?.as_ptr(), None),
-            Memory::Pool(offset) => {
+            TransferMemory::Own(buffer) => (buffer.address_of(skip, len as usize)?.as_ptr(), None),
+            TransferMemory::Pool(offset) => {
                 let offset = offset + u64::from(transfer.moved);
                 (self.shared.blocks.address_of(offset, len as usize)?.as_ptr(), self.chunk(offset, len))
             }
@@ -130,14 +130,14 @@ impl Ring {
         let file = types::Fd(if self.file_registered { 0 } else { self.shared.file.as_raw_fd() });
         let flags = if transfer.durable { libc::RWF_DSYNC } else { 0 };
         let entry = match (transfer.direction, fixed) {
-            (Direction::Read, None) => opcode::Read::new(file, address, len).offset(at).build(),
-            (Direction::Write, None) => {
+            (IoDirection::Read, None) => opcode::Read::new(file, address, len).offset(at).build(),
+            (IoDirection::Write, None) => {
                 opcode::Write::new(file, address, len).offset(at).rw_flags(flags).build()
             }
-            (Direction::Read, Some(chunk)) => {
+            (IoDirection::Read, Some(chunk)) => {
                 opcode::ReadFixed::new(file, address, len, chunk).offset(at).build()
             }
-            (Direction::Write, Some(chunk)) => {
+            (IoDirection::Write, Some(chunk)) => {
                 opcode::WriteFixed::new(file, address, len, chunk).offset(at).rw_flags(flags).build()
             }
         };
@@ -153,10 +153,10 @@ impl Ring {
         if offset + u64::from(len) > begin + bytes {
             return None;
         }
-        if *self.chunks.get(number as usize)? == Chunk::Untried {
+        if *self.chunks.get(number as usize)? == PoolChunk::Untried {
             self.register(number as u32, begin, bytes as usize);
         }
-        (self.chunks[number as usize] == Chunk::Registered).then_some(number as u16)
+        (self.chunks[number as usize] == PoolChunk::Registered).then_some(number as u16)
     }
 
     fn register(&mut self, number: u32, begin: u64, bytes: usize) {
@@ -166,12 +166,12 @@ impl Ring {
         let registered =
             unsafe { self.shared.uring.submitter().register_buffers_update(number, &[chunk], None) };
         match registered {
-            Ok(()) => self.chunks[number as usize] = Chunk::Registered,
+            Ok(()) => self.chunks[number as usize] = PoolChunk::Registered,
             Err(error) => {
                 // A limit once reached stays reached: the rest of the pool is not tried.
                 self.note = Some(not_registered(&error));
-                let untried = self.chunks.iter_mut().filter(|chunk| **chunk == Chunk::Untried);
-                untried.for_each(|chunk| *chunk = Chunk::Refused);
+                let untried = self.chunks.iter_mut().filter(|chunk| **chunk == PoolChunk::Untried);
+                untried.for_each(|chunk| *chunk = PoolChunk::Refused);
             }
         }
     }
@@ -189,7 +189,7 @@ impl Ring {
         if idle { Ok(()) } else { entered(self.shared.uring.submit()) }
     }
 
-    /// Does the same as [`Ring::flush`], and waits until a transfer has completed, the eventfd was written,
+    /// Does the same as [`UringQueue::flush`], and waits until a transfer has completed, the eventfd was written,
     /// or `limit` has passed.
     pub(crate) fn wait(&mut self, limit: Option<Duration>) -> io::Result<()> {
         let submitter = self.shared.uring.submitter();
@@ -220,7 +220,7 @@ impl Ring {
     }
 }
 
-impl Drop for Ring {
+impl Drop for UringQueue {
     /// Frees the memory only if the kernel has none of it.
     fn drop(&mut self) {
         if self.in_flight() > 0 {

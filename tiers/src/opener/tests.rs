@@ -6,7 +6,7 @@ use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::pool::{SLOT_HEADER_BYTES, SlotRef, pool_bytes, segment_offset};
 
 use super::*;
-use crate::dram::{self, Dram, Whose};
+use crate::dram::{self, BlockAccount, Dram};
 use crate::pool;
 
 const SEGMENT: u64 = 2 << 20;
@@ -28,9 +28,9 @@ impl Drop for File {
 fn open(file: &File) -> (Pool, Dram) {
     let bytes = SEGMENTS * SEGMENT;
     let path = Some(file.0.clone());
-    let config = pool::Config { bytes, segment_bytes: SEGMENT, path, hugepages: false, epoch: 1 };
+    let config = pool::PoolConfig { bytes, segment_bytes: SEGMENT, path, hugepages: false, epoch: 1 };
     let pool = pool::tests::created(&config);
-    let config = dram::Config { pool_bytes: bytes, segment_bytes: SEGMENT, lease_ttl_ms: 1 };
+    let config = dram::DramConfig { pool_bytes: bytes, segment_bytes: SEGMENT, lease_ttl_ms: 1 };
     let mut dram = Dram::unopened(config, 10).expect("sizes");
     dram.raise_generation(pool.first_generation());
     (pool, dram)
@@ -43,7 +43,7 @@ fn hash(number: u64) -> BlockHash {
 /// Carries out a filling as the sidecar does.
 fn fill(pool: &Pool, dram: &mut Dram, number: u64) -> Option<SlotRef> {
     let key = BlockKey { namespace: 7, group: 0, hash: hash(number) };
-    let slot = dram.begin_fill(key, BLOCK, Whose::default()).ok();
+    let slot = dram.begin_fill(key, BLOCK, BlockAccount::default()).ok();
     dram.drain_evicted().for_each(|slot| assert!(pool.free(slot)));
     dram.drain_assigned().for_each(|new| assert!(pool.write_segment_header(new.segment, new.block_bytes)));
     let slot = slot?;
@@ -57,8 +57,8 @@ fn fill(pool: &Pool, dram: &mut Dram, number: u64) -> Option<SlotRef> {
 fn adopt(pool: &Pool, dram: &mut Dram) -> u64 {
     let (mut opener, mut blocks) = (Opener::default(), 0);
     while let Some(opened) = opener.next(pool) {
-        let Opened::Used { segment, block_bytes, first, remains } = opened else {
-            let Opened::Empty { segment } = opened else { unreachable!("the other kind") };
+        let OpenedSegment::Used { segment, block_bytes, first, remains } = opened else {
+            let OpenedSegment::Empty { segment } = opened else { unreachable!("the other kind") };
             dram.open_empty(segment);
             continue;
         };

@@ -7,7 +7,7 @@
 
 use std::hint::black_box;
 
-use crate::index::Print;
+use crate::index::KeyPrint;
 
 /// The last turn with a number of its own; later turns have it, too.
 pub(super) const TURNS_MAX: u8 = 8;
@@ -23,11 +23,11 @@ const BATCH: usize = 64;
 
 /// A mark: 28 bits of a key, never all zero, and the turn ended there, or 0 once a request has gone on from it.
 #[derive(Copy, Clone, Debug, Default)]
-struct Mark(u32);
+struct TurnMark(u32);
 
 #[repr(C, align(64))]
 #[derive(Copy, Clone, Debug, Default)]
-struct Set([Mark; WAYS]);
+struct Set([TurnMark; WAYS]);
 
 /// A request's place in its conversation, found at its end.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -39,18 +39,18 @@ pub(super) struct ChainEnd {
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Ends {
+pub(super) struct TurnEnds {
     sets: Box<[Set]>,
     /// Slots of the tier when the sets were made.
     slots: u64,
 }
 
-// === impl Mark ===
+// === impl TurnMark ===
 
-impl Mark {
+impl TurnMark {
     const TURN_BITS: u32 = 4;
 
-    fn new(print: Print, turn: u8) -> Self {
+    fn new(print: KeyPrint, turn: u8) -> Self {
         Self(
             (print.bits() >> 28) as u32 >> Self::TURN_BITS << Self::TURN_BITS
                 | 1 << Self::TURN_BITS
@@ -58,18 +58,18 @@ impl Mark {
         )
     }
 
-    fn is_of(self, print: Print) -> bool {
+    fn is_of(self, print: KeyPrint) -> bool {
         self.0 >> Self::TURN_BITS == Self::new(print, 0).0 >> Self::TURN_BITS
     }
 
-    fn turn(self) -> u8 {
+    fn turn_number(self) -> u8 {
         self.0 as u8 & ((1 << Self::TURN_BITS) - 1)
     }
 }
 
-// === impl Ends ===
+// === impl TurnEnds ===
 
-impl Ends {
+impl TurnEnds {
     fn fit(&mut self, slots: u64) {
         if self.slots < slots / 2 || self.slots > slots.saturating_mul(2) || self.sets.is_empty() {
             let sets = (slots / SLOTS_PER_MARK).max(MARKS_MIN).div_ceil(WAYS as u64);
@@ -78,26 +78,31 @@ impl Ends {
         }
     }
 
-    fn set(&mut self, print: Print) -> &mut [Mark; WAYS] {
-        &mut self.sets[print.place(self.sets.len())].0
+    fn set_of(&mut self, print: KeyPrint) -> &mut [TurnMark; WAYS] {
+        &mut self.sets[print.set_index(self.sets.len())].0
     }
 
-    fn is_known(&self, print: Print) -> bool {
+    fn is_known(&self, print: KeyPrint) -> bool {
         // All marks are compared, without a branch for each.
-        self.sets[print.place(self.sets.len())].0.iter().fold(false, |known, mark| known | mark.is_of(print))
+        self.sets[print.set_index(self.sets.len())]
+            .0
+            .iter()
+            .fold(false, |known, mark| known | mark.is_of(print))
     }
 
     /// Loads the sets of some keys. The sets are seldom in the CPU's cache, and a loop with nothing else overlaps the misses.
-    fn load(&self, batch: &[Print]) {
-        black_box(batch.iter().fold(0, |sum, print| sum ^ self.sets[print.place(self.sets.len())].0[0].0));
+    fn load_sets(&self, batch: &[KeyPrint]) {
+        black_box(
+            batch.iter().fold(0, |sum, print| sum ^ self.sets[print.set_index(self.sets.len())].0[0].0),
+        );
     }
 
     /// Returns the place of a chain's deepest known key.
-    fn deepest_known(&self, chain: &[Print]) -> Option<usize> {
+    fn deepest_known(&self, chain: &[KeyPrint]) -> Option<usize> {
         let mut rest = chain;
         while !rest.is_empty() {
             let (before, batch) = rest.split_at(rest.len().saturating_sub(BATCH));
-            self.load(batch);
+            self.load_sets(batch);
             if let Some(at) = batch.iter().rposition(|print| self.is_known(*print)) {
                 return Some(before.len() + at);
             }
@@ -107,7 +112,7 @@ impl Ends {
     }
 
     /// Returns the turn of a request with these keys. Marks them, so the next turn is found.
-    pub(super) fn turn(&mut self, chain: &[Print], slots: u64) -> ChainEnd {
+    pub(super) fn end_turn(&mut self, chain: &[KeyPrint], slots: u64) -> ChainEnd {
         self.fit(slots);
         let known = self.deepest_known(chain);
         let ended = known.map_or(0, |at| self.turn_at(chain[at]));
@@ -123,7 +128,7 @@ impl Ends {
         }
         // The marks of the turn before lie in this quarter if it ended this far or further.
         for batch in chain[fresh - fresh.div_ceil(PART)..fresh].chunks(BATCH) {
-            self.load(batch);
+            self.load_sets(batch);
             for print in batch {
                 if self.is_known(*print) {
                     self.mark(*print, 0);
@@ -133,21 +138,21 @@ impl Ends {
         let part = chain.len().div_ceil(PART).max(2);
         let marked = &chain[fresh.max(chain.len().saturating_sub(part))..];
         for print in marked.iter().rev().step_by(part.div_ceil(MARKS_MAX)) {
-            let set = self.set(*print);
+            let set = self.set_of(*print);
             set.copy_within(..WAYS - 1, 1);
-            set[0] = Mark::new(*print, turn);
+            set[0] = TurnMark::new(*print, turn);
         }
         ChainEnd { turn, shared }
     }
 
     /// Writes into a known key's mark the turn ended there.
-    fn mark(&mut self, print: Print, turn: u8) {
-        let mark = self.set(print).iter_mut().find(|mark| mark.is_of(print));
-        *mark.expect("it is known") = Mark::new(print, turn);
+    fn mark(&mut self, print: KeyPrint, turn: u8) {
+        let mark = self.set_of(print).iter_mut().find(|mark| mark.is_of(print));
+        *mark.expect("it is known") = TurnMark::new(print, turn);
     }
 
-    fn turn_at(&mut self, print: Print) -> u8 {
-        self.set(print).iter().find(|mark| mark.is_of(print)).map_or(0, |mark| mark.turn())
+    fn turn_at(&mut self, print: KeyPrint) -> u8 {
+        self.set_of(print).iter().find(|mark| mark.is_of(print)).map_or(0, |mark| mark.turn_number())
     }
 }
 
@@ -159,28 +164,32 @@ mod tests {
 
     const SLOTS: u64 = 10_000;
 
-    fn keys(numbers: std::ops::Range<u64>) -> Vec<Print> {
-        numbers.map(|number| Print::new(0, 0, &BlockHash::from_words([number, 0, 0, 0]))).collect()
+    fn keys(numbers: std::ops::Range<u64>) -> Vec<KeyPrint> {
+        numbers.map(|number| KeyPrint::new(0, 0, &BlockHash::from_words([number, 0, 0, 0]))).collect()
     }
 
     #[test]
     fn a_conversation_goes_on_from_about_where_it_ended() {
-        let mut ends = Ends::default();
-        assert_eq!(ends.turn(&keys(0..100), SLOTS).turn, 1);
+        let mut ends = TurnEnds::default();
+        assert_eq!(ends.end_turn(&keys(0..100), SLOTS).turn, 1);
         assert_eq!(
-            ends.turn(&[keys(0..90), keys(1000..1060)].concat(), SLOTS).turn,
+            ends.end_turn(&[keys(0..90), keys(1000..1060)].concat(), SLOTS).turn,
             2,
             "its last blocks were written differently"
         );
-        assert_eq!(ends.turn(&[keys(0..90), keys(1000..1060)].concat(), SLOTS).turn, 3, "asked once more");
-        assert_eq!(ends.turn(&[keys(0..90), keys(1000..1060), keys(2000..2004)].concat(), SLOTS).turn, 4);
         assert_eq!(
-            ends.turn(&[keys(0..90), keys(1000..1060), keys(3000..3004)].concat(), SLOTS).turn,
+            ends.end_turn(&[keys(0..90), keys(1000..1060)].concat(), SLOTS).turn,
+            3,
+            "asked once more"
+        );
+        assert_eq!(ends.end_turn(&[keys(0..90), keys(1000..1060), keys(2000..2004)].concat(), SLOTS).turn, 4);
+        assert_eq!(
+            ends.end_turn(&[keys(0..90), keys(1000..1060), keys(3000..3004)].concat(), SLOTS).turn,
             1,
             "a branch, where one went on before"
         );
         assert_eq!(
-            ends.turn(&[keys(0..40), keys(4000..4004)].concat(), SLOTS).turn,
+            ends.end_turn(&[keys(0..40), keys(4000..4004)].concat(), SLOTS).turn,
             1,
             "a branch further up"
         );
@@ -188,12 +197,12 @@ mod tests {
 
     #[test]
     fn a_shared_prompt_makes_no_conversation() {
-        let mut ends = Ends::default();
-        ends.turn(&[keys(0..100), keys(1000..1010)].concat(), SLOTS);
-        ends.turn(&[keys(0..100), keys(2000..2010)].concat(), SLOTS);
+        let mut ends = TurnEnds::default();
+        ends.end_turn(&[keys(0..100), keys(1000..1010)].concat(), SLOTS);
+        ends.end_turn(&[keys(0..100), keys(2000..2010)].concat(), SLOTS);
         for user in 3..20 {
             assert_eq!(
-                ends.turn(&[keys(0..100), keys(user * 1000..user * 1000 + 10)].concat(), SLOTS).turn,
+                ends.end_turn(&[keys(0..100), keys(user * 1000..user * 1000 + 10)].concat(), SLOTS).turn,
                 1,
                 "user {user}"
             );
@@ -202,9 +211,9 @@ mod tests {
 
     #[test]
     fn turns_are_told_apart_up_to_a_limit() {
-        let mut ends = Ends::default();
+        let mut ends = TurnEnds::default();
         for turn in 1..20 {
-            assert_eq!(ends.turn(&keys(0..turn * 20), SLOTS).turn, (turn as u8).min(TURNS_MAX));
+            assert_eq!(ends.end_turn(&keys(0..turn * 20), SLOTS).turn, (turn as u8).min(TURNS_MAX));
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Keys of evicted blocks: a key that comes back while it is remembered has been used.
 
-use crate::index::Print;
+use crate::index::KeyPrint;
 
 /// The ghost's part of the slots, in keys: 7 of 10.
 const GHOST_PART: (u64, u64) = (7, 10);
@@ -32,28 +32,28 @@ impl Ghost {
         }
     }
 
-    fn set(&mut self, print: Print) -> Option<&mut GhostSet> {
-        let place = print.place(self.sets.len());
+    fn set_of(&mut self, print: KeyPrint) -> Option<&mut GhostSet> {
+        let place = print.set_index(self.sets.len());
         self.sets.get_mut(place)
     }
 
     /// Returns one fingerprint of a key's set.
-    pub(super) fn load(&self, print: Print) -> u64 {
-        self.sets.get(print.place(self.sets.len())).map_or(0, |GhostSet(ways)| ways[0].into())
+    pub(super) fn load_set(&self, print: KeyPrint) -> u64 {
+        self.sets.get(print.set_index(self.sets.len())).map_or(0, |GhostSet(ways)| ways[0].into())
     }
 
     /// Remembers an evicted key.
-    pub(super) fn remember(&mut self, print: Print, slots: u64) {
+    pub(super) fn remember(&mut self, print: KeyPrint, slots: u64) {
         self.fit(slots);
-        if let Some(GhostSet(ways)) = self.set(print) {
+        if let Some(GhostSet(ways)) = self.set_of(print) {
             ways.copy_within(..GHOST_WAYS - 1, 1);
             ways[0] = fingerprint(print);
         }
     }
 
     /// Forgets a key. Returns true if it was remembered.
-    pub(super) fn recall(&mut self, print: Print) -> bool {
-        let Some(GhostSet(ways)) = self.set(print) else { return false };
+    pub(super) fn recall(&mut self, print: KeyPrint) -> bool {
+        let Some(GhostSet(ways)) = self.set_of(print) else { return false };
         match ways.iter().position(|way| *way == fingerprint(print)) {
             Some(way) => {
                 ways.copy_within(way + 1.., way);
@@ -66,7 +66,7 @@ impl Ghost {
 }
 
 /// Returns the fingerprint. It is never zero, since no tag is.
-fn fingerprint(print: Print) -> u32 {
+fn fingerprint(print: KeyPrint) -> u32 {
     print.tag()
 }
 
@@ -76,8 +76,8 @@ mod tests {
 
     use super::*;
 
-    fn print(number: u64) -> Print {
-        Print::new(0, 0, &BlockHash::from_words([number, 0, 0, 0]))
+    fn print(number: u64) -> KeyPrint {
+        KeyPrint::new(0, 0, &BlockHash::from_words([number, 0, 0, 0]))
     }
 
     #[test]

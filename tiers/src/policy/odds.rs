@@ -8,10 +8,10 @@
 
 use std::hint::black_box;
 
-use crate::index::Print;
+use crate::index::KeyPrint;
 use crate::standing::{KINDS, SORTS, Sort, TURNS};
 
-use super::{TICKS_PER_ROOM, Turn};
+use super::{EndedTurn, TICKS_PER_ROOM};
 
 /// First ticks of the spans of ages, two to an octave, from a 64th of a room on. The last span has no end, and blocks in it are worth nothing.
 const SPANS: [u32; 23] =
@@ -39,7 +39,7 @@ const ROOMS_SAMPLED: u64 = 8;
 /// A sampled key, the tick of its last use, and its age at the last count of its ticks. A print of zero is no key.
 #[repr(C)]
 #[derive(Copy, Clone, Debug, Default)]
-struct Sample {
+struct KeySample {
     print: u32,
     stamp: u32,
     counted: u32,
@@ -48,7 +48,7 @@ struct Sample {
     span: u8,
 }
 
-const _: () = assert!(size_of::<Sample>() == 16);
+const _: () = assert!(size_of::<KeySample>() == 16);
 
 /// Uses of samples, and ticks spent by them.
 #[derive(Copy, Clone, Debug, Default)]
@@ -66,7 +66,7 @@ struct Rates([f64; SPANS.len()]);
 
 #[derive(Debug, Default)]
 pub(super) struct Odds {
-    sets: Box<[[Sample; WAYS]]>,
+    sets: Box<[[KeySample; WAYS]]>,
     /// Slots of the tier when the sets were made.
     slots: u64,
     one_in: u64,
@@ -74,7 +74,7 @@ pub(super) struct Odds {
     look: usize,
     learned: u32,
     /// Empty between calls. Its memory is kept, so no call allocates.
-    chosen: Vec<(usize, Print)>,
+    chosen: Vec<(usize, KeyPrint)>,
     /// Requests, and their sampled uses in `sampled`.
     requests: f64,
     sampled: f64,
@@ -91,11 +91,11 @@ fn width(span: usize) -> f64 {
     SPANS.get(span + 1).map_or(f64::INFINITY, |end| f64::from(end - SPANS[span]))
 }
 
-// === impl Sample ===
+// === impl KeySample ===
 
-impl Sample {
+impl KeySample {
     /// Counts the ticks since the last count.
-    fn count(&mut self, tick: u32, counts: &mut [Counts; SORTS]) {
+    fn count_ticks(&mut self, tick: u32, counts: &mut [Counts; SORTS]) {
         let age = tick.wrapping_sub(self.stamp).min(AGE_MAX);
         while self.counted < age {
             let (span, end) = (usize::from(self.span), SPANS[usize::from(self.span) + 1]);
@@ -146,21 +146,23 @@ impl Odds {
         if self.slots < slots / 2 || self.slots > slots.saturating_mul(2) || self.sets.is_empty() {
             let one_in = 1 << (slots / SAMPLED_MIN).clamp(1, ONE_IN_MAX).ilog2();
             let sets = (slots * ROOMS_SAMPLED / one_in).div_ceil(WAYS as u64).max(1);
-            let sets = vec![[Sample::default(); WAYS]; sets as usize].into_boxed_slice();
+            let sets = vec![[KeySample::default(); WAYS]; sets as usize].into_boxed_slice();
             *self = Self { sets, slots, one_in, ..Self::default() };
         }
     }
 
     /// Counts a request's use of these keys, the deepest one last.
-    pub(super) fn used(&mut self, prints: &[Print], turn: Turn, tick: u32, slots: u64) {
+    pub(super) fn used(&mut self, prints: &[KeyPrint], turn: EndedTurn, tick: u32, slots: u64) {
         self.fit(slots);
         self.requests += 1.0;
         let mut chosen = std::mem::take(&mut self.chosen);
-        let is_chosen = |(_, print): &(usize, Print)| (print.bits() >> 32) & (self.one_in - 1) == 0;
+        let is_chosen = |(_, print): &(usize, KeyPrint)| (print.bits() >> 32) & (self.one_in - 1) == 0;
         chosen.extend(prints.iter().copied().enumerate().rev().filter(is_chosen));
         // The sets are seldom in the CPU's cache, and a loop with nothing else overlaps the misses.
         black_box(
-            chosen.iter().fold(0, |sum, (_, print)| sum ^ self.sets[print.place(self.sets.len())][0].print),
+            chosen
+                .iter()
+                .fold(0, |sum, (_, print)| sum ^ self.sets[print.set_index(self.sets.len())][0].print),
         );
         for (at, print) in chosen.drain(..) {
             self.sample(print, turn.sort, at < turn.shared, tick);
@@ -168,29 +170,29 @@ impl Odds {
         self.chosen = chosen;
     }
 
-    fn sample(&mut self, print: Print, turn: Sort, shares: bool, tick: u32) {
+    fn sample(&mut self, print: KeyPrint, turn: Sort, shares: bool, tick: u32) {
         self.sampled += 1.0;
         let key = (print.bits() >> 24) as u32 | 1;
-        let place = print.place(self.sets.len());
+        let place = print.set_index(self.sets.len());
         let set = &mut self.sets[place];
         let before = match set.iter().position(|sample| sample.print == key) {
             Some(way) => {
                 let mut known = set[way];
-                known.count(tick, &mut self.counts);
+                known.count_ticks(tick, &mut self.counts);
                 self.counts[known.sort.index()][usize::from(known.span)].uses += 1.0;
                 set.copy_within(..way, 1);
                 known.sort
             }
             None => {
                 if set[WAYS - 1].print != 0 {
-                    set[WAYS - 1].count(tick, &mut self.counts);
+                    set[WAYS - 1].count_ticks(tick, &mut self.counts);
                 }
                 set.copy_within(..WAYS - 1, 1);
                 Sort::OPEN
             }
         };
         let sort = before.after_end(turn, shares);
-        set[0] = Sample { print: key, stamp: tick, counted: 0, sort, span: 0 };
+        set[0] = KeySample { print: key, stamp: tick, counted: 0, sort, span: 0 };
         self.look_through(tick);
         if tick.wrapping_sub(self.learned) >= LEARN_TICKS {
             self.learned = tick;
@@ -201,9 +203,9 @@ impl Odds {
     fn look_through(&mut self, tick: u32) {
         for _ in 0..LOOKS.min(self.sets.len()) {
             for sample in self.sets[self.look].iter_mut().filter(|sample| sample.print != 0) {
-                sample.count(tick, &mut self.counts);
+                sample.count_ticks(tick, &mut self.counts);
                 if sample.counted == AGE_MAX {
-                    *sample = Sample::default();
+                    *sample = KeySample::default();
                 }
             }
             self.look = (self.look + 1) % self.sets.len();
@@ -275,12 +277,12 @@ mod tests {
 
     const SLOTS: u64 = 1024;
 
-    fn print(number: u64) -> Print {
-        Print::new(0, 0, &BlockHash::from_words([number, 0, 0, 0]))
+    fn print(number: u64) -> KeyPrint {
+        KeyPrint::new(0, 0, &BlockHash::from_words([number, 0, 0, 0]))
     }
 
-    fn turn(turn: u8) -> Turn {
-        Turn { sort: Sort::of_turn(0, turn), shared: 0, last: false }
+    fn turn(turn: u8) -> EndedTurn {
+        EndedTurn { sort: Sort::of_turn(0, turn), shared: 0, last: false }
     }
 
     /// Odds after uses of two sorts of keys: first turns' keys used once, and second turns' keys used again after a room.

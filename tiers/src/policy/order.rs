@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet};
 
 use super::{Policy, SORTS_THAT_GO};
-use crate::ledger::Group;
+use crate::ledger::HolderSet;
 use crate::list::NIL;
 use crate::slab::{Among, Slab};
 
@@ -29,14 +29,15 @@ impl Policy {
         &'a self,
         slab: &'a Slab,
         among: Among,
-        losers: Group,
+        losers: HolderSet,
     ) -> impl Iterator<Item = u32> + 'a {
         let queues = slab.queues(among);
         let holders = queues.holders().filter(move |id| losers.has(*id));
-        let parents = holders.clone().map(|id| queues.of(id)[SORTS_THAT_GO].tail());
+        let parents = holders.clone().map(|id| queues.holder_lists(id)[SORTS_THAT_GO].tail());
         let parents = parents.flat_map(|tail| std::iter::successors(tail, |id| slab.ahead(among, *id)));
         let sorts = (0..SORTS_THAT_GO).rev();
-        let tails = sorts.flat_map(|sort| holders.clone().map(move |id| queues.of(id)[sort].tail()));
+        let tails =
+            sorts.flat_map(|sort| holders.clone().map(move |id| queues.holder_lists(id)[sort].tail()));
         let mut order = EvictionOrder {
             policy: self,
             slab,

@@ -95,7 +95,7 @@ impl Pool {
     /// pool are lost. A filling may still begin until [`Pool::set_checksum`].
     pub fn sum(&self, slot: SlotRef) -> Option<u64> {
         self.current(slot)?;
-        let (_, block_bytes) = self.place(slot.offset)?;
+        let (_, block_bytes) = self.place_of(slot.offset)?;
         let (mut sum, mut part, mut summed) = (BlockSum::default(), [0; PART_BYTES], 0);
         while summed < block_bytes {
             let wanted = PART_BYTES.min((block_bytes - summed) as usize);

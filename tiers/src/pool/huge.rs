@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use crate::Error;
+use crate::TierError;
 
 /// Bytes of the huge pages of anonymous pools: every x86 and most other machines have them, and a pool is a
 /// whole number of them.
@@ -10,7 +10,7 @@ pub(super) const PAGE_BYTES: u64 = 2 << 20;
 
 /// The machine's huge pages of one size.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-struct Pages {
+struct HugePages {
     bytes: u64,
     /// Reserved by the administrator, used or not.
     total: u64,
@@ -20,17 +20,17 @@ struct Pages {
 
 /// Fails unless enough huge pages of `page_bytes` are free for a pool, apart from `held` bytes its file
 /// already has.
-pub(super) fn check(bytes: u64, page_bytes: u64, held: u64) -> Result<(), Error> {
+pub(super) fn check_huge_pages(bytes: u64, page_bytes: u64, held: u64) -> Result<(), TierError> {
     if !bytes.is_multiple_of(page_bytes) {
-        return Err(Error::HugePageBytes { bytes, page_bytes });
+        return Err(TierError::HugePageBytes { bytes, page_bytes });
     }
-    Pages::of(page_bytes).check(bytes, held)
+    HugePages::of_size(page_bytes).check_free(bytes, held)
 }
 
-// === impl Pages ===
+// === impl HugePages ===
 
-impl Pages {
-    fn of(bytes: u64) -> Self {
+impl HugePages {
+    fn of_size(bytes: u64) -> Self {
         let folder = format!("/sys/kernel/mm/hugepages/hugepages-{}kB", bytes / 1024);
         let figure = |name: &str| -> u64 {
             let text = fs::read_to_string(format!("{folder}/{name}")).unwrap_or_default();
@@ -42,12 +42,12 @@ impl Pages {
         Self { bytes, total: figure("nr_hugepages"), available }
     }
 
-    fn check(self, bytes: u64, held: u64) -> Result<(), Error> {
+    fn check_free(self, bytes: u64, held: u64) -> Result<(), TierError> {
         let needed = bytes.saturating_sub(held).div_ceil(self.bytes);
         if needed <= self.available {
             return Ok(());
         }
-        Err(Error::NoHugePages {
+        Err(TierError::NoHugePages {
             bytes,
             needed,
             page_kib: self.bytes / 1024,
@@ -63,9 +63,9 @@ mod tests {
 
     #[test]
     fn too_few_pages_are_refused_with_the_number_to_reserve() {
-        let pages = Pages { bytes: PAGE_BYTES, total: 10, available: 4 };
-        assert!(pages.check(8 << 20, 0).is_ok() && pages.check(10 << 20, 2 << 20).is_ok());
-        let refused = pages.check(10 << 20, 0).expect_err("one is missing").to_string();
+        let pages = HugePages { bytes: PAGE_BYTES, total: 10, available: 4 };
+        assert!(pages.check_free(8 << 20, 0).is_ok() && pages.check_free(10 << 20, 2 << 20).is_ok());
+        let refused = pages.check_free(10 << 20, 0).expect_err("one is missing").to_string();
         for remedy in [
             "5 huge pages of 2048 KiB",
             "4 are free",
@@ -76,8 +76,11 @@ mod tests {
             assert!(refused.contains(remedy), "{remedy} in {refused}");
         }
         assert!(
-            check(3 << 20, PAGE_BYTES, 0).expect_err("no whole pages").to_string().contains("pagesize=2M")
+            check_huge_pages(3 << 20, PAGE_BYTES, 0)
+                .expect_err("no whole pages")
+                .to_string()
+                .contains("pagesize=2M")
         );
-        assert_eq!(Pages::of(3 << 10).available, 0, "no machine has such pages");
+        assert_eq!(HugePages::of_size(3 << 10).available, 0, "no machine has such pages");
     }
 }

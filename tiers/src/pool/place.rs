@@ -10,13 +10,13 @@ use shm_protocol::pool;
 use shm_protocol::region::{HUGETLBFS_MAGIC, TMPFS_MAGIC};
 
 use super::huge;
-use crate::Error;
+use crate::TierError;
 
 const STAT_BLOCK_BYTES: u64 = 512;
 
 /// Memory for a pool.
 #[derive(Debug)]
-pub(super) struct File {
+pub(super) struct PoolFile {
     pub(super) fd: OwnedFd,
     /// Bytes the file had; zero if there was no file.
     pub(super) found_bytes: u64,
@@ -26,44 +26,44 @@ pub(super) struct File {
     pub(super) reserved: bool,
 }
 
-pub(super) fn open_memfd(bytes: u64) -> Result<File, Error> {
+pub(super) fn open_memfd(bytes: u64) -> Result<PoolFile, TierError> {
     if let Some(available) = memory_available()
         && available < bytes
     {
         let place = "memory (MemAvailable of /proc/meminfo)".to_owned();
-        return Err(Error::NoMemory { bytes, available, place, remedy: "free memory" });
+        return Err(TierError::NoMemory { bytes, available, place, remedy: "free memory" });
     }
     let fd = memfd(bytes, MemfdFlags::empty(), "create a memfd")?;
-    Ok(File { fd, found_bytes: 0, found_whole: true, reserved: true })
+    Ok(PoolFile { fd, found_bytes: 0, found_whole: true, reserved: true })
 }
 
-fn memfd(bytes: u64, kind: MemfdFlags, doing: &'static str) -> Result<OwnedFd, Error> {
+fn memfd(bytes: u64, kind: MemfdFlags, doing: &'static str) -> Result<OwnedFd, TierError> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | kind;
-    let fd = rustix::fs::memfd_create(c"pillion-pool", flags).map_err(Error::os(doing))?;
-    rustix::fs::ftruncate(&fd, bytes).map_err(Error::os("size the memfd"))?;
+    let fd = rustix::fs::memfd_create(c"pillion-pool", flags).map_err(TierError::os(doing))?;
+    rustix::fs::ftruncate(&fd, bytes).map_err(TierError::os("size the memfd"))?;
     Ok(fd)
 }
 
 /// Makes a memfd of huge pages. Its pages are reserved as those of a file: a refusal by a control group is
 /// then an error, while a touch of a page would end the process.
-pub(super) fn open_huge_memfd(bytes: u64) -> Result<File, Error> {
-    huge::check(bytes, huge::PAGE_BYTES, 0)?;
+pub(super) fn open_huge_memfd(bytes: u64) -> Result<PoolFile, TierError> {
+    huge::check_huge_pages(bytes, huge::PAGE_BYTES, 0)?;
     let fd = memfd(bytes, MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB, "create a memfd of huge pages")?;
-    reserve(&fd, 0, pool::SEGMENT_ALIGN)?;
-    Ok(File { fd, found_bytes: 0, found_whole: true, reserved: false })
+    reserve_range(&fd, 0, pool::SEGMENT_ALIGN)?;
+    Ok(PoolFile { fd, found_bytes: 0, found_whole: true, reserved: false })
 }
 
 /// Opens a pool file of `bytes`, locked for this process, the memory of its header page reserved.
-pub(super) fn open_file(path: &Path, bytes: u64, hugepages: bool) -> Result<File, Error> {
+pub(super) fn open_file(path: &Path, bytes: u64, hugepages: bool) -> Result<PoolFile, TierError> {
     check_place(path, bytes, hugepages)?;
     let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC | OFlags::NOFOLLOW;
     let fd = rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR).map_err(|errno| unopened(path, errno))?;
     match rustix::fs::flock(&fd, FlockOperation::NonBlockingLockExclusive) {
-        Err(Errno::WOULDBLOCK) => return Err(Error::Locked(path.to_owned())),
-        locked => locked.map_err(Error::os("lock the pool file"))?,
+        Err(Errno::WOULDBLOCK) => return Err(TierError::Locked(path.to_owned())),
+        locked => locked.map_err(TierError::os("lock the pool file"))?,
     }
-    let stat = rustix::fs::fstat(&fd).map_err(Error::os("stat the pool file"))?;
-    let refuse = |problem: String| Err(Error::File { path: path.to_owned(), problem });
+    let stat = rustix::fs::fstat(&fd).map_err(TierError::os("stat the pool file"))?;
+    let refuse = |problem: String| Err(TierError::File { path: path.to_owned(), problem });
     if stat.st_uid != rustix::process::geteuid().as_raw() {
         return refuse(format!("belongs to user {}: remove it, or pass another --pool-path", stat.st_uid));
     }
@@ -73,36 +73,36 @@ pub(super) fn open_file(path: &Path, bytes: u64, hugepages: bool) -> Result<File
             "has {found} bytes, and --dram needs {bytes}: raise --dram to keep the file's size, or remove it"
         ));
     }
-    rustix::fs::fchmod(&fd, Mode::RUSR | Mode::WUSR).map_err(Error::os("restrict the pool file"))?;
+    rustix::fs::fchmod(&fd, Mode::RUSR | Mode::WUSR).map_err(TierError::os("restrict the pool file"))?;
     let held = stat.st_blocks as u64 * STAT_BLOCK_BYTES;
     let (found_whole, reserved) = (held >= found, held >= bytes);
     if found < bytes {
-        rustix::fs::ftruncate(&fd, bytes).map_err(Error::os("size the pool file"))?;
+        rustix::fs::ftruncate(&fd, bytes).map_err(TierError::os("size the pool file"))?;
     }
-    reserve(&fd, 0, pool::SEGMENT_ALIGN)?;
-    Ok(File { fd, found_bytes: found, found_whole, reserved })
+    reserve_range(&fd, 0, pool::SEGMENT_ALIGN)?;
+    Ok(PoolFile { fd, found_bytes: found, found_whole, reserved })
 }
 
 /// Opens the same file for reading.
-pub(super) fn reopen(fd: &OwnedFd) -> Result<OwnedFd, Error> {
+pub(super) fn reopen_file(fd: &OwnedFd) -> Result<OwnedFd, TierError> {
     let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
     let opened = rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty());
-    opened.map_err(Error::os("reopen the pool for reading"))
+    opened.map_err(TierError::os("reopen the pool for reading"))
 }
 
 /// Opens the same file as `file` for reading, by a path on a read-only mount: an engine with this descriptor
 /// cannot open it again for writing, not even as root.
-pub(super) fn open_view(path: &Path, file: &OwnedFd) -> Result<OwnedFd, Error> {
-    let refuse = |problem: &str| Err(Error::File { path: path.to_owned(), problem: problem.to_owned() });
+pub(super) fn open_view(path: &Path, file: &OwnedFd) -> Result<OwnedFd, TierError> {
+    let refuse = |problem: &str| Err(TierError::File { path: path.to_owned(), problem: problem.to_owned() });
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
     let view = rustix::fs::open(path, flags, Mode::empty()).map_err(|errno| unopened(path, errno))?;
     let doing = "stat the --pool-view";
-    let stat = |fd: &OwnedFd| rustix::fs::fstat(fd).map_err(Error::os(doing));
+    let stat = |fd: &OwnedFd| rustix::fs::fstat(fd).map_err(TierError::os(doing));
     let (seen, held) = (stat(&view)?, stat(file)?);
     if (seen.st_dev, seen.st_ino) != (held.st_dev, held.st_ino) {
         return refuse("is not the file of --pool-path: pass its path on another mount of the same volume");
     }
-    let mount = rustix::fs::fstatvfs(&view).map_err(Error::os(doing))?;
+    let mount = rustix::fs::fstatvfs(&view).map_err(TierError::os(doing))?;
     if !mount.f_flag.contains(StatVfsMountFlags::RDONLY) {
         return refuse(
             "is not on a read-only mount: mount the volume once more with readOnly (mount -o bind,ro)",
@@ -112,7 +112,7 @@ pub(super) fn open_view(path: &Path, file: &OwnedFd) -> Result<OwnedFd, Error> {
 }
 
 /// Makes the error for a `path` at which no file can be opened or made.
-fn unopened(path: &Path, errno: Errno) -> Error {
+fn unopened(path: &Path, errno: Errno) -> TierError {
     let remedy = match errno {
         Errno::LOOP => "pass the path of the file itself, not of a link",
         Errno::ACCESS | Errno::PERM => {
@@ -121,20 +121,20 @@ fn unopened(path: &Path, errno: Errno) -> Error {
         }
         _ => "create or mount its folder",
     };
-    Error::File { path: path.to_owned(), problem: format!("cannot be opened: {errno}; {remedy}") }
+    TierError::File { path: path.to_owned(), problem: format!("cannot be opened: {errno}; {remedy}") }
 }
 
 /// Fails for a place that cannot hold the pool, before any file is created there.
-fn check_place(path: &Path, bytes: u64, hugepages: bool) -> Result<(), Error> {
+fn check_place(path: &Path, bytes: u64, hugepages: bool) -> Result<(), TierError> {
     let folder = match path.parent() {
         Some(folder) if !folder.as_os_str().is_empty() => folder,
         _ => Path::new("."),
     };
     let fs = rustix::fs::statfs(folder).map_err(|errno| unopened(path, errno))?;
-    let refuse = |problem: &str| Err(Error::File { path: path.to_owned(), problem: problem.to_owned() });
+    let refuse = |problem: &str| Err(TierError::File { path: path.to_owned(), problem: problem.to_owned() });
     let held = rustix::fs::stat(path).map_or(0, |stat| stat.st_blocks as u64 * STAT_BLOCK_BYTES);
     match kind(&fs) {
-        HUGETLBFS_MAGIC => huge::check(bytes, fs.f_bsize as u64, held)?,
+        HUGETLBFS_MAGIC => huge::check_huge_pages(bytes, fs.f_bsize as u64, held)?,
         TMPFS_MAGIC if hugepages => {
             return refuse(
                 "is on tmpfs: with --hugepages, pass a path on a hugetlbfs mount, or no --pool-path",
@@ -151,7 +151,7 @@ fn check_place(path: &Path, bytes: u64, hugepages: bool) -> Result<(), Error> {
     if sized && available < bytes {
         let place = folder.display().to_string();
         let remedy = "enlarge that mount (in Kubernetes: sizeLimit of the emptyDir with medium Memory)";
-        return Err(Error::NoMemory { bytes, available, place, remedy });
+        return Err(TierError::NoMemory { bytes, available, place, remedy });
     }
     Ok(())
 }
@@ -162,19 +162,19 @@ fn kind(fs: &StatFs) -> u32 {
 
 /// Takes the memory of `len` bytes from `start` now, and not at the first touch of a page. The size of a cut
 /// file stays.
-pub(super) fn reserve(fd: &OwnedFd, start: u64, len: u64) -> Result<(), Error> {
+pub(super) fn reserve_range(fd: &OwnedFd, start: u64, len: u64) -> Result<(), TierError> {
     loop {
         match rustix::fs::fallocate(fd, FallocateFlags::KEEP_SIZE, start, len) {
             Err(Errno::INTR) => {}
-            reserved => return reserved.map_err(Error::os("reserve memory in the pool file")),
+            reserved => return reserved.map_err(TierError::os("reserve memory in the pool file")),
         }
     }
 }
 
 /// Gives back the memory of `len` bytes from `start`: they read as zeros.
-pub(super) fn empty(fd: &OwnedFd, start: u64, len: u64) -> Result<(), Error> {
+pub(super) fn empty_range(fd: &OwnedFd, start: u64, len: u64) -> Result<(), TierError> {
     let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-    rustix::fs::fallocate(fd, punch, start, len).map_err(Error::os("empty the pool file"))
+    rustix::fs::fallocate(fd, punch, start, len).map_err(TierError::os("empty the pool file"))
 }
 
 fn memory_available() -> Option<u64> {
@@ -184,11 +184,11 @@ fn memory_available() -> Option<u64> {
 }
 
 /// Returns the machine's boot id, its 16 bytes in order, as a little-endian number.
-pub(super) fn boot_id() -> Result<u128, Error> {
+pub(super) fn boot_id() -> Result<u128, TierError> {
     let doing = "read /proc/sys/kernel/random/boot_id";
     let text = fs::read_to_string("/proc/sys/kernel/random/boot_id")
-        .map_err(|source| Error::Os { doing, source })?;
+        .map_err(|source| TierError::Os { doing, source })?;
     let digits: String = text.chars().filter(char::is_ascii_hexdigit).collect();
-    let value = u128::from_str_radix(&digits, 16).map_err(|_| Error::os(doing)(Errno::INVAL))?;
+    let value = u128::from_str_radix(&digits, 16).map_err(|_| TierError::os(doing)(Errno::INVAL))?;
     Ok(value.swap_bytes())
 }

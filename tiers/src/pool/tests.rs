@@ -14,8 +14,8 @@ use super::*;
 const SEGMENT: u64 = 4 << 20;
 const BLOCK: u64 = 10_000;
 
-fn config(path: Option<PathBuf>) -> Config {
-    Config { bytes: 2 * SEGMENT, segment_bytes: SEGMENT, path, hugepages: false, epoch: 42 }
+fn config(path: Option<PathBuf>) -> PoolConfig {
+    PoolConfig { bytes: 2 * SEGMENT, segment_bytes: SEGMENT, path, hugepages: false, epoch: 42 }
 }
 
 /// A path on tmpfs, removed at the end.
@@ -110,7 +110,7 @@ fn a_pool_file_is_private_locked_and_outlives_its_sidecar() {
     let path = TmpfsPath::new("file");
     let pool = created_in(&path);
     check_slot_life(&pool);
-    assert!(matches!(Pool::create(&config(Some(path.0.clone()))), Err(Error::Locked(_))));
+    assert!(matches!(Pool::create(&config(Some(path.0.clone()))), Err(TierError::Locked(_))));
     let stat = rustix::fs::stat(&path.0).expect("there");
     assert_eq!(stat.st_mode & 0o777, 0o600);
     assert!(stat.st_blocks as u64 * 512 >= pool.len(), "all of its memory is reserved");
@@ -141,7 +141,7 @@ fn a_pool_file_is_private_locked_and_outlives_its_sidecar() {
     assert!(pool.first_generation() > first_life + (1 << 39), "no number of the first life comes again");
     assert!(view(&region).verify(kept, BLOCK), "also while the next sidecar has it");
     assert!(!pool.fill(kept, NamespaceDigest([1; 16]), &key()), "nothing is taken over unasked");
-    assert_eq!((pool.found(), pool.take_over(0)), (&Found::Pool, None));
+    assert_eq!((pool.found(), pool.take_over(0)), (&FoundPool::Pool, None));
     assert_eq!(pool.former_epoch(), Some(42), "what the first life was called");
     let geometry = pool.take_over(1).expect("a segment of the first life");
     let (namespace, hash) = (NamespaceDigest([1; 16]), key().hash);
@@ -215,7 +215,7 @@ fn a_pool_file_that_is_cut_reads_as_zeros_and_is_known_to_be_lost() {
     assert!(!pool.commit(kept, 78) && !pool.free(kept));
     assert!(pool.write_segment_header(1, BLOCK), "writing neither");
     let mut bytes = [1; 100];
-    pool.read(kept.offset, &mut bytes);
+    pool.read_bytes(kept.offset, &mut bytes);
     assert_eq!(bytes, [0; 100]);
     drop(pool);
     let pool = created_in(&path);
@@ -248,19 +248,19 @@ fn a_file_that_lost_memory_between_two_lives_is_not_taken_over() {
         drop(pool);
         damage(&fs::OpenOptions::new().write(true).open(&path.0).expect("opened"), at);
         let pool = created_in(&path);
-        let Found::Unusable(reason) = pool.found() else { panic!("zeros behind a sound header") };
-        assert_eq!(reason.cause, Cause::Unfinished);
+        let FoundPool::Unusable(reason) = pool.found() else { panic!("zeros behind a sound header") };
+        assert_eq!(reason.cause, GivenUpCause::Unfinished);
         assert!(reason.to_string().contains("memory was taken from it"), "{reason}");
         while pool.reserving() {
             pool.reserve_some().expect("emptied and reserved");
         }
         drop(pool);
         let pool = created_in(&path);
-        assert_eq!(pool.found(), &Found::Pool);
+        assert_eq!(pool.found(), &FoundPool::Pool);
         pool.disown().expect("disowned");
         drop(pool);
         let pool = created_in(&path);
-        assert!(matches!(pool.found(), Found::Unusable(_)));
+        assert!(matches!(pool.found(), FoundPool::Unusable(_)));
     }
 }
 
@@ -270,16 +270,16 @@ fn created_in(path: &TmpfsPath) -> Pool {
 }
 
 /// Makes a pool with the settings `config`.
-pub(crate) fn created(config: &Config) -> Pool {
+pub(crate) fn created(config: &PoolConfig) -> Pool {
     unlocked(config).expect("created")
 }
 
 /// Makes a pool with the settings `config`, retrying while its file is locked. A child just forked by another
 /// test holds the lock until it runs its own program.
-fn unlocked(config: &Config) -> Result<Pool, Error> {
+fn unlocked(config: &PoolConfig) -> Result<Pool, TierError> {
     for _ in 0..1000 {
         match Pool::create(config) {
-            Err(Error::Locked(_)) => std::thread::sleep(std::time::Duration::from_millis(10)),
+            Err(TierError::Locked(_)) => std::thread::sleep(std::time::Duration::from_millis(10)),
             made => return made,
         }
     }
@@ -300,23 +300,23 @@ fn used_and_changed(path: &TmpfsPath, field: u64, value: u64) -> Pool {
 #[test]
 fn a_pool_of_another_kind_starts_empty_and_says_why() {
     for (field, value, cause, why) in [
-        (header::MAGIC, 99, Cause::Damaged, "not a pool file"),
+        (header::MAGIC, 99, GivenUpCause::Damaged, "not a pool file"),
         (
             header::VERSION,
             1,
-            Cause::Version,
+            GivenUpCause::Version,
             "version 1 (release not stated), and this release reads version 2 (release 0.",
         ),
-        (header::OLDEST, 99, Cause::Version, "versions 99 to 2 (release 0."),
-        (header::BOOT_ID, 99, Cause::Boot, "last reboot"),
-        (header::BOOT_ID + 8, 99, Cause::Boot, "last reboot"),
-        (header::SEGMENT_BYTES, 99, Cause::Sizes, "segments have 99 bytes"),
-        (header::SEGMENTS, 99, Cause::Damaged, "segment count is 99"),
-        (header::SETTLED, 99, Cause::Unfinished, "while it emptied the file"),
+        (header::OLDEST, 99, GivenUpCause::Version, "versions 99 to 2 (release 0."),
+        (header::BOOT_ID, 99, GivenUpCause::Boot, "last reboot"),
+        (header::BOOT_ID + 8, 99, GivenUpCause::Boot, "last reboot"),
+        (header::SEGMENT_BYTES, 99, GivenUpCause::Sizes, "segments have 99 bytes"),
+        (header::SEGMENTS, 99, GivenUpCause::Damaged, "segment count is 99"),
+        (header::SETTLED, 99, GivenUpCause::Unfinished, "while it emptied the file"),
     ] {
         let path = TmpfsPath::new("other");
         let pool = used_and_changed(&path, field, value);
-        let Found::Unusable(reason) = pool.found() else { panic!("{field}: {:?}", pool.found()) };
+        let FoundPool::Unusable(reason) = pool.found() else { panic!("{field}: {:?}", pool.found()) };
         assert_eq!(reason.cause, cause, "{reason}");
         assert!(reason.to_string().contains(why), "{reason}");
         let engine = pool.read_only_fd().expect("opened");
@@ -326,19 +326,19 @@ fn a_pool_of_another_kind_starts_empty_and_says_why() {
         assert_eq!((pool.take_over(1), pool.reserved_segments(), pool.reserving()), (None, 0, true));
         drop(pool);
         let pool = created_in(&path);
-        assert!(matches!(pool.found(), Found::Unusable(_)), "still not emptied");
+        assert!(matches!(pool.found(), FoundPool::Unusable(_)), "still not emptied");
         pool.reserve_some().expect("the first segment");
         assert!(!view(&region).verify(kept, BLOCK), "nothing is left of it");
         pool.reserve_some().expect("the second segment");
         assert_eq!((pool.reserved_bytes(), pool.reserving()), (pool.len(), false));
         drop(pool);
         let pool = created_in(&path);
-        assert_eq!((pool.found(), pool.take_over(1)), (&Found::Pool, None));
+        assert_eq!((pool.found(), pool.take_over(1)), (&FoundPool::Pool, None));
     }
     for life in [0, pool::LIFE_MAX, u64::MAX] {
         let path = TmpfsPath::new("lives");
         let pool = used_and_changed(&path, header::LIFE, life);
-        assert!(matches!(pool.found(), Found::Unusable(_)), "{life}");
+        assert!(matches!(pool.found(), FoundPool::Unusable(_)), "{life}");
         assert!((1..=pool::LIFE_MAX).contains(&pool.life));
     }
 }
@@ -347,7 +347,7 @@ fn a_pool_of_another_kind_starts_empty_and_says_why() {
 fn a_pool_of_a_later_release_that_this_one_reads_is_adopted() {
     let path = TmpfsPath::new("later");
     let pool = used_and_changed(&path, header::VERSION, u64::from(pool::VERSION) + 7);
-    assert_eq!(pool.found(), &Found::Pool);
+    assert_eq!(pool.found(), &FoundPool::Pool);
     let geometry = pool.take_over(1).expect("a segment of the later release");
     assert!(matches!(pool.remains(1, &geometry, 7..8)[..], [SlotRemains::Block { .. }]));
     let word = |at: u64| pool.region().word64(at as usize);
@@ -366,9 +366,9 @@ fn a_pool_of_a_later_release_that_this_one_reads_is_adopted() {
 fn a_pool_file_grows_with_its_blocks() {
     let path = TmpfsPath::new("grows");
     drop(used_and_changed(&path, header::EPOCH, 1));
-    let larger = Config { bytes: 4 * SEGMENT, ..config(Some(path.0.clone())) };
+    let larger = PoolConfig { bytes: 4 * SEGMENT, ..config(Some(path.0.clone())) };
     let pool = created(&larger);
-    assert_eq!((pool.found(), pool.reserved_segments()), (&Found::Pool, 4));
+    assert_eq!((pool.found(), pool.reserved_segments()), (&FoundPool::Pool, 4));
     assert!(pool.take_over(1).is_some() && pool.take_over(3).is_none());
     assert!(pool.write_segment_header(3, BLOCK));
 }
@@ -378,7 +378,7 @@ fn a_file_that_is_no_pool_is_initialised_and_a_larger_one_refused() {
     let path = TmpfsPath::new("garbage");
     fs::write(&path.0, vec![0xff; 1 << 20]).expect("written");
     let pool = created_in(&path);
-    assert!(matches!(pool.found(), Found::Unusable(_)));
+    assert!(matches!(pool.found(), FoundPool::Unusable(_)));
     let mut file = fs::File::open(&path.0).expect("open");
     drop(pool);
     file.seek(SeekFrom::Start(0)).expect("seek");
@@ -386,24 +386,24 @@ fn a_file_that_is_no_pool_is_initialised_and_a_larger_one_refused() {
     file.read_exact(&mut magic).expect("read");
     assert_eq!(&magic, b"PILLPOOL");
 
-    let smaller = Config { bytes: SEGMENT, ..config(Some(path.0.clone())) };
+    let smaller = PoolConfig { bytes: SEGMENT, ..config(Some(path.0.clone())) };
     let refused = unlocked(&smaller).expect_err("never shrunk").to_string();
     assert!(refused.contains("raise --dram"), "{refused}");
 }
 
 #[test]
 fn places_that_cannot_hold_a_pool_are_refused_before_anything_is_made() {
-    let large = Config { bytes: 1 << 40, ..config(None) };
-    assert!(matches!(Pool::create(&large), Err(Error::NoMemory { .. })));
+    let large = PoolConfig { bytes: 1 << 40, ..config(None) };
+    assert!(matches!(Pool::create(&large), Err(TierError::NoMemory { .. })));
     let path = TmpfsPath::new("large");
-    let large = Config { path: Some(path.0.clone()), ..large };
-    assert!(matches!(Pool::create(&large), Err(Error::NoMemory { .. })));
+    let large = PoolConfig { path: Some(path.0.clone()), ..large };
+    assert!(matches!(Pool::create(&large), Err(TierError::NoMemory { .. })));
     assert!(!path.0.exists());
-    let procfs = Config { path: Some("/proc/pillion-pool".into()), ..config(None) };
+    let procfs = PoolConfig { path: Some("/proc/pillion-pool".into()), ..config(None) };
     let refused = Pool::create(&procfs).expect_err("not tmpfs").to_string();
     assert!(refused.contains("not on tmpfs or hugetlbfs"), "{refused}");
-    let small = Config { bytes: SEGMENT - 1, ..config(None) };
-    assert!(matches!(Pool::create(&small), Err(Error::TooSmall { min: SEGMENT, .. })));
+    let small = PoolConfig { bytes: SEGMENT - 1, ..config(None) };
+    assert!(matches!(Pool::create(&small), Err(TierError::TooSmall { min: SEGMENT, .. })));
 }
 
 #[test]
@@ -411,6 +411,6 @@ fn a_symbolic_link_is_not_followed() {
     let (target, link) = (TmpfsPath::new("target"), TmpfsPath::new("link"));
     fs::File::create(&target.0).and_then(|mut file| file.write_all(b"x")).expect("written");
     std::os::unix::fs::symlink(&target.0, &link.0).expect("linked");
-    assert!(matches!(Pool::create(&config(Some(link.0.clone()))), Err(Error::File { .. })));
+    assert!(matches!(Pool::create(&config(Some(link.0.clone()))), Err(TierError::File { .. })));
     assert_eq!(fs::read(&target.0).expect("read"), b"x");
 }

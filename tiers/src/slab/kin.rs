@@ -3,8 +3,8 @@
 //! An entry has the number of its parent's entry, and counts its children. A parent is filled before its children. If the parent's
 //! slot is filled again, its generation is higher than the child's, and the child has no parent any more.
 
-use super::{Slab, State};
-use crate::entries::Entry;
+use super::{Slab, SlotState};
+use crate::entries::SlotEntry;
 use crate::list::NIL;
 
 // === impl Slab: kin ===
@@ -20,10 +20,10 @@ impl Slab {
         entry.parent = parent;
         let entry = self.entries.get_mut(parent);
         match entry.children() {
-            Entry::CHILDREN_MAX => *self.many.get_mut(&parent).expect("counted from the third on") += 1,
+            SlotEntry::CHILDREN_MAX => *self.many.get_mut(&parent).expect("counted from the third on") += 1,
             few => {
                 entry.set_children(few + 1);
-                if few + 1 == Entry::CHILDREN_MAX {
+                if few + 1 == SlotEntry::CHILDREN_MAX {
                     self.many.insert(parent, u32::from(few) + 1);
                 }
             }
@@ -33,28 +33,28 @@ impl Slab {
     /// Ends the ties of a leaving block to its parent and its children. Returns the parent if this was its last child.
     pub(crate) fn part(&mut self, child: u32) -> Option<u32> {
         let entry = self.entries.get_mut(child);
-        if entry.children() == Entry::CHILDREN_MAX {
+        if entry.children() == SlotEntry::CHILDREN_MAX {
             self.many.remove(&child);
         }
         entry.set_children(0);
         let (parent, generation) = (std::mem::replace(&mut entry.parent, NIL), entry.generation);
         let of_before = self.entries.get_or_vacant(parent);
         let is_there = of_before.generation < generation
-            && matches!(of_before.state(), State::Committed | State::Removed);
+            && matches!(of_before.state(), SlotState::Committed | SlotState::Removed);
         if parent == NIL || !is_there {
             return None;
         }
         let entry = self.entries.get_mut(parent);
         let left = match entry.children() {
             0 => return None,
-            Entry::CHILDREN_MAX => {
+            SlotEntry::CHILDREN_MAX => {
                 let many = self.many.get_mut(&parent).expect("counted from the third on");
                 *many -= 1;
                 *many
             }
             few => u32::from(few) - 1,
         };
-        if left < u32::from(Entry::CHILDREN_MAX) {
+        if left < u32::from(SlotEntry::CHILDREN_MAX) {
             entry.set_children(left as u8);
             self.many.remove(&parent);
         }
@@ -72,7 +72,7 @@ impl Slab {
     /// Returns the number of a block's kept children.
     pub(crate) fn children(&self, id: u32) -> u32 {
         match self.entries.get(id).children() {
-            Entry::CHILDREN_MAX => self.many[&id],
+            SlotEntry::CHILDREN_MAX => self.many[&id],
             few => few.into(),
         }
     }

@@ -1,8 +1,8 @@
 //! Moving the blocks of a chain to the heads of their lists.
 
-use super::{Class, Entry, Place, Slab, Standing};
+use super::{Class, ListPlace, Slab, SlotEntry, Standing};
 use crate::ledger::HolderId;
-use crate::list::{List, Run, Spot};
+use crate::list::{List, ListRun, Spot};
 
 /// One of the policy's lists: its class in 16 bits, its holder in 8, and its sort in 8. Compared as one word.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -11,7 +11,7 @@ struct Shelf(u32);
 /// Neighbours on their way from a list, if they are in one, to the head of a list.
 #[derive(Copy, Clone, Debug)]
 struct Move {
-    run: Run,
+    run: ListRun,
     from: Option<Shelf>,
     to: Shelf,
 }
@@ -21,12 +21,12 @@ struct Move {
 impl Shelf {
     /// Returns the policy's list of an entry, present or next.
     #[inline]
-    fn of(entry: &Entry, class: u16) -> Self {
+    fn of_entry(entry: &SlotEntry, class: u16) -> Self {
         let holder = entry.claims.holder().byte();
         Self(u32::from(class) << 16 | u32::from(holder) << 8 | entry.standing.sort().index() as u32)
     }
 
-    fn list(self, classes: &mut [Class]) -> &mut List {
+    fn list_in(self, classes: &mut [Class]) -> &mut List {
         let [sort, holder, ..] = self.0.to_le_bytes();
         let queues = &mut classes[(self.0 >> 16) as usize].queues;
         queues.of_sort(HolderId::from_byte(holder), sort.into())
@@ -39,27 +39,27 @@ impl Slab {
     /// Moves entries, none of them in a free list, to the heads of the lists of their sorts, one after the
     /// other. `standing` returns the new standing of each. Most are a chain moved so before: neighbours move
     /// together, and are not linked again.
-    pub(crate) fn raise(&mut self, ids: &[u32], mut standing: impl FnMut(&Entry) -> Standing) {
+    pub(crate) fn raise(&mut self, ids: &[u32], mut standing: impl FnMut(&SlotEntry) -> Standing) {
         let mut moving: Option<Move> = None;
         for id in ids {
             let class = self.segments[self.entries.segment(*id)].class;
             let entry = self.entries.get_mut(*id);
-            debug_assert!(entry.list_place() != Place::Free, "a free slot has no sort");
-            let from = (entry.list_place() == Place::Kept).then(|| Shelf::of(entry, class));
+            debug_assert!(entry.list_place() != ListPlace::Free, "a free slot has no sort");
+            let from = (entry.list_place() == ListPlace::Kept).then(|| Shelf::of_entry(entry, class));
             if let Some(quotas) = &mut self.quotas {
-                quotas.left(*id, entry);
+                quotas.leave_list(*id, entry);
             }
             entry.standing = standing(entry);
-            entry.set_place(Place::Kept);
+            entry.set_place(ListPlace::Kept);
             if let Some(quotas) = &mut self.quotas {
                 quotas.entered(*id, entry, Spot::Head);
             }
-            let (to, link) = (Shelf::of(entry, class), entry.link);
+            let (to, link) = (Shelf::of_entry(entry, class), entry.link);
             let joins = |other: &mut Move| {
                 from.is_some() && (other.from, other.to) == (from, to) && other.run.extend(*id, link)
             };
             if !moving.as_mut().is_some_and(joins) {
-                let run = Run::of(*id);
+                let run = ListRun::of_one(*id);
                 moving.replace(Move { run, from, to }).into_iter().for_each(|whole| self.carry_out(whole));
             }
         }
@@ -69,10 +69,10 @@ impl Slab {
     fn carry_out(&mut self, Move { run, from, to }: Move) {
         let (entries, classes) = (&mut self.entries, &mut self.classes);
         if from == Some(to) {
-            return to.list(classes).raise_run(entries, run);
+            return to.list_in(classes).raise_run(entries, run);
         }
-        from.into_iter().for_each(|from| from.list(classes).remove_run(entries, run));
-        to.list(classes).push_run(entries, run);
+        from.into_iter().for_each(|from| from.list_in(classes).remove_run(entries, run));
+        to.list_in(classes).push_run(entries, run);
     }
 }
 
@@ -82,8 +82,8 @@ mod tests {
     use shm_protocol::pool::Geometry;
 
     use super::*;
-    use crate::entries::Queues;
-    use crate::list::{Links, NIL};
+    use crate::entries::PolicyLists;
+    use crate::list::{LinkTable, NIL};
     use crate::quota::QuotaId;
     use crate::standing::Sort;
 
@@ -94,13 +94,13 @@ mod tests {
     /// Blocks of two holders; one in three is charged to a quota.
     fn slab() -> (Slab, QuotaId) {
         let mut slab = Slab::new(SEGMENT_BYTES, 1);
-        let quota = slab.quotas_mut().add(u64::MAX);
+        let quota = slab.quotas_mut().add_quota(u64::MAX);
         let class = slab.class(Geometry::new(SEGMENT_BYTES, BLOCK_BYTES).unwrap()).unwrap();
         slab.add_fresh(0);
         slab.assign_fresh(class).unwrap();
         for id in 0..BLOCKS {
             let holder = HolderId::from_byte((id % 2) as u8);
-            slab.move_to(id, Place::Detached);
+            slab.move_to(id, ListPlace::Detached);
             slab.entries.get_mut(id).claims.set_holder(holder);
             if id % 3 == 0 {
                 slab.quotas.as_mut().unwrap().charge(id, quota, holder, BLOCK_BYTES);
@@ -111,7 +111,7 @@ mod tests {
     }
 
     /// The elements of every list, the last ones first.
-    fn elements(queues: &Queues, table: &mut impl Links) -> Vec<Vec<u32>> {
+    fn elements(queues: &PolicyLists, table: &mut impl LinkTable) -> Vec<Vec<u32>> {
         let mut of = |list: &List| {
             let previous = |id: &u32| Some(table.link(*id).previous).filter(|id| *id != NIL);
             // At most the number of blocks: broken lists may have no end.
@@ -120,7 +120,7 @@ mod tests {
             assert_eq!(ids.len(), list.len() as usize);
             ids
         };
-        queues.holders().flat_map(|holder| queues.of(holder)).map(&mut of).collect()
+        queues.holders().flat_map(|holder| queues.holder_lists(holder)).map(&mut of).collect()
     }
 
     fn lists((slab, quota): &mut (Slab, QuotaId)) -> Vec<Vec<u32>> {
@@ -140,15 +140,15 @@ mod tests {
             let mut chains: Vec<Vec<u32>> = vec![];
             for (ids, turn, leave) in steps {
                 if leave {
-                    together.0.move_to(ids[0], Place::Detached);
-                    singly.0.move_to(ids[0], Place::Detached);
+                    together.0.move_to(ids[0], ListPlace::Detached);
+                    singly.0.move_to(ids[0], ListPlace::Detached);
                     continue;
                 }
                 // A chain moved before is moved again, with the new ones.
                 let again = chains.get(turn as usize).cloned().unwrap_or_default();
                 let chain = [again, ids].concat();
                 let sort = Sort::of_turn(0, 1 + turn);
-                let standing = |entry: &Entry| {
+                let standing = |entry: &SlotEntry| {
                     let before = entry.standing.sort();
                     Standing::new(if before.index() > sort.index() { before } else { sort }, 0)
                 };

@@ -1,4 +1,4 @@
-//! A device at work: one thread carries out jobs with its own carrier, another reads the blocks left by
+//! A device at work: one thread carries out jobs with its own transfer queue, another reads the blocks left by
 //! earlier lives.
 
 mod activity;
@@ -16,12 +16,12 @@ use shm_protocol::blocks::PoolBlocks;
 use shm_protocol::region::Region;
 use shm_protocol::wait;
 
-use self::activity::Desk;
-use self::worker::Worker;
+use self::activity::DeviceContext;
+use self::worker::DeviceWorker;
 use super::recovery::Recovery;
-use super::{Job, Opened, Tell, Up};
-use crate::Error;
-use crate::io::carrier::{Backend, Carrier};
+use super::{DeviceEvent, DeviceJob, OpenedDevice, Tell};
+use crate::TierError;
+use crate::io::transfer_queue::{Backend, TransferQueue};
 
 /// The longest wait for a device's threads on drop; a thread still in the kernel keeps its memory.
 const STOP_MAX: Duration = Duration::from_secs(5);
@@ -29,8 +29,8 @@ const STOP_MAX: Duration = Duration::from_secs(5);
 /// A device at work. Dropping it ends its threads: jobs in flight end first, queued ones as
 /// [`Fault::Stopped`](super::Fault::Stopped).
 #[derive(Debug)]
-pub struct Device {
-    jobs: Option<Sender<Job>>,
+pub struct SsdDevice {
+    jobs: Option<Sender<DeviceJob>>,
     wake: Arc<OwnedFd>,
     stop: Arc<AtomicBool>,
     threads: Vec<JoinHandle<()>>,
@@ -38,46 +38,47 @@ pub struct Device {
     ring_refused: Option<io::Error>,
 }
 
-// === impl Device ===
+// === impl SsdDevice ===
 
-impl Device {
+impl SsdDevice {
     /// Starts device `number`. It reads the blocks of earlier lives, in parts, and serves jobs meanwhile.
     /// `pool` is the memory for the offsets of jobs. The wanted backend moves bytes; without one it is
     /// io_uring, or threads if the kernel refuses io_uring. The device's threads call `up`. It must not wait,
-    /// except for [`Up::Recovered`].
+    /// except for [`DeviceEvent::Recovered`].
     pub fn start(
-        opened: Opened,
+        opened: OpenedDevice,
         number: usize,
         pool: Arc<Region>,
         wanted: Option<Backend>,
-        up: impl Fn(Up) + Send + Sync + 'static,
-    ) -> Result<Self, Error> {
+        up: impl Fn(DeviceEvent) + Send + Sync + 'static,
+    ) -> Result<Self, TierError> {
         Self::start_on(opened, number, pool, up, move |file, wake, blocks| {
-            Carrier::new(wanted, file, wake, blocks)
+            TransferQueue::new(wanted, file, wake, blocks)
         })
     }
 
     fn start_on(
-        opened: Opened,
+        opened: OpenedDevice,
         number: usize,
         pool: Arc<Region>,
-        up: impl Fn(Up) + Send + Sync + 'static,
-        make: impl FnOnce(OwnedFd, Arc<OwnedFd>, PoolBlocks) -> io::Result<Carrier> + Send + 'static,
-    ) -> Result<Self, Error> {
+        up: impl Fn(DeviceEvent) + Send + Sync + 'static,
+        make: impl FnOnce(OwnedFd, Arc<OwnedFd>, PoolBlocks) -> io::Result<TransferQueue> + Send + 'static,
+    ) -> Result<Self, TierError> {
         let tell: Tell = Arc::new(up);
-        let wake = Arc::new(wait::make_eventfd().map_err(Error::os("make an eventfd"))?);
+        let wake = Arc::new(wait::make_eventfd().map_err(TierError::os("make an eventfd"))?);
         let stop = Arc::new(AtomicBool::new(false));
         let (jobs, inbox) = mpsc::channel();
 
-        let fd = opened.fd.try_clone().map_err(|source| Error::Os { doing: "share the device", source })?;
+        let fd =
+            opened.fd.try_clone().map_err(|source| TierError::Os { doing: "share the device", source })?;
         let recovery = Recovery::new(fd, number, &opened, Arc::clone(&tell), Arc::clone(&stop));
         let (ready, started) = mpsc::sync_channel(1);
-        let (desk, bell) = (Desk::new(&opened, PoolBlocks::new(pool)), Arc::clone(&wake));
+        let (context, bell) = (DeviceContext::new(&opened, PoolBlocks::new(pool)), Arc::clone(&wake));
         // A ring belongs to its making thread.
-        let work = move || match make(opened.fd, bell, desk.blocks.clone()) {
-            Ok(mut carrier) => {
-                let _ = ready.send(Ok((carrier.backend(), carrier.refused.take())));
-                Worker::new(number, desk, carrier, inbox, tell).run();
+        let work = move || match make(opened.fd, bell, context.blocks.clone()) {
+            Ok(mut transfers) => {
+                let _ = ready.send(Ok((transfers.backend(), transfers.refused.take())));
+                DeviceWorker::new(number, context, transfers, inbox, tell).run();
             }
             Err(error) => drop(ready.send(Err(error))),
         };
@@ -86,7 +87,7 @@ impl Device {
             Self { jobs: Some(jobs), wake, stop, threads: Vec::new(), backend, ring_refused: None };
         device.spawn(format!("ssd-{number}"), work)?;
         let started = started.recv().expect("the thread answers first of all");
-        (device.backend, device.ring_refused) = started.map_err(Error::Carrier)?;
+        (device.backend, device.ring_refused) = started.map_err(TierError::Transfers)?;
         device.spawn(format!("ssd-{number}-recovery"), move || recovery.run())?;
         Ok(device)
     }
@@ -101,14 +102,14 @@ impl Device {
         self.ring_refused.as_ref()
     }
 
-    fn spawn(&mut self, name: String, run: impl FnOnce() + Send + 'static) -> Result<(), Error> {
+    fn spawn(&mut self, name: String, run: impl FnOnce() + Send + 'static) -> Result<(), TierError> {
         let thread = std::thread::Builder::new().name(name).spawn(run);
-        self.threads.push(thread.map_err(|source| Error::Os { doing: "start a thread", source })?);
+        self.threads.push(thread.map_err(|source| TierError::Os { doing: "start a thread", source })?);
         Ok(())
     }
 
     /// Hands jobs over. Never waits.
-    pub fn post(&self, jobs: impl IntoIterator<Item = Job>) {
+    pub fn post_jobs(&self, jobs: impl IntoIterator<Item = DeviceJob>) {
         let Some(queue) = &self.jobs else { return };
         let sent = jobs.into_iter().fold(false, |_, job| queue.send(job).is_ok());
         if sent {
@@ -117,7 +118,7 @@ impl Device {
     }
 }
 
-impl Drop for Device {
+impl Drop for SsdDevice {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
         self.jobs = None;

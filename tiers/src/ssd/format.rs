@@ -15,7 +15,7 @@ pub(crate) use shm_protocol::pool::compute_checksum;
 use shm_protocol::versions::{RELEASE_BYTES, Versions};
 use twox_hash::XxHash3_64;
 
-use super::{Label, Place};
+use super::{DevicePlace, Label};
 
 /// Version of this layout.
 const VERSION: u32 = 3;
@@ -70,7 +70,7 @@ pub(crate) struct Super {
 
 /// The content of a device's first unit.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub(crate) enum Found {
+pub(crate) enum FoundDevice {
     Log(Super),
     Empty,
     /// A log of a layout this release does not read.
@@ -83,7 +83,7 @@ pub(crate) enum Found {
 
 /// Blocks hidden from later lives: engines disagreed about the KV of their namespace.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
-pub(crate) struct Distrusted {
+pub(crate) struct DistrustedBlocks {
     /// Sequences below this one are distrusted for every namespace.
     floor: u64,
     /// Namespaces, each with a sequence below which its blocks are distrusted, the first distrusted first.
@@ -92,7 +92,7 @@ pub(crate) struct Distrusted {
 
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(crate) struct Header {
-    pub(crate) place: Place,
+    pub(crate) place: DevicePlace,
     pub(crate) sequence: u64,
     pub(crate) label: Label,
     /// XXH3-64 of the block's bytes.
@@ -123,16 +123,16 @@ fn get64(unit: &[u8], at: usize) -> u64 {
     u64::from_le_bytes(get(unit, at))
 }
 
-fn put(unit: &mut [u8], at: usize, bytes: &[u8]) {
+fn put_bytes(unit: &mut [u8], at: usize, bytes: &[u8]) {
     unit[at..at + bytes.len()].copy_from_slice(bytes);
 }
 
 /// Ends a structure after its fields were put: magic, then the checksum of all bytes from [`COVERED`] to
 /// `end`.
 fn seal(unit: &mut [u8], magic: u64, seed: u64, end: usize) {
-    put(unit, 0, &magic.to_le_bytes());
+    put_bytes(unit, 0, &magic.to_le_bytes());
     let checksum = XxHash3_64::oneshot_with_seed(seed, &unit[COVERED..end]);
-    put(unit, 8, &checksum.to_le_bytes());
+    put_bytes(unit, 8, &checksum.to_le_bytes());
 }
 
 fn sealed(unit: &[u8], magic: u64, seed: u64, end: usize) -> bool {
@@ -172,13 +172,13 @@ pub(crate) fn life_end(sequence: u64) -> u64 {
 
 impl Super {
     /// Writes the superblock as a release of these versions does.
-    pub(crate) fn write(&self, own: &Versions, unit: &mut [u8]) {
+    pub(crate) fn write_unit(&self, own: &Versions, unit: &mut [u8]) {
         unit.fill(0);
-        put(unit, 16, &own.version.to_le_bytes());
-        put(unit, 20, &own.oldest.to_le_bytes());
-        put(unit, SUPER_RELEASE, &own.release_bytes());
+        put_bytes(unit, 16, &own.version.to_le_bytes());
+        put_bytes(unit, 20, &own.oldest.to_le_bytes());
+        put_bytes(unit, SUPER_RELEASE, &own.release_bytes());
         for (at, word) in [(24, self.id), (32, self.unit_bytes), (40, self.segment_bytes), (48, self.life)] {
-            put(unit, at, &word.to_le_bytes());
+            put_bytes(unit, at, &word.to_le_bytes());
         }
         seal(unit, SUPER_MAGIC, 0, SUPER_END);
     }
@@ -189,36 +189,36 @@ impl Super {
     }
 
     /// Reads a superblock. Magic, versions and release keep their places in every version.
-    pub(crate) fn read(unit: &[u8]) -> Found {
+    pub(crate) fn read_unit(unit: &[u8]) -> FoundDevice {
         if unit.iter().all(|byte| *byte == 0) {
-            return Found::Empty;
+            return FoundDevice::Empty;
         }
         if get64(unit, 0) != SUPER_MAGIC {
-            return Found::Foreign;
+            return FoundDevice::Foreign;
         }
         let (version, oldest) = (get32(unit, 16).into(), get32(unit, 20).into());
         let found = Versions::of_file(version, oldest, &get::<RELEASE_BYTES>(unit, SUPER_RELEASE));
         if own_versions().common(&found).is_none() {
-            return Found::Version(found);
+            return FoundDevice::Version(found);
         }
         if !sealed(unit, SUPER_MAGIC, 0, SUPER_END) {
-            return Found::Damaged;
+            return FoundDevice::Damaged;
         }
         let [id, unit_bytes, segment_bytes, life] = [24, 32, 40, 48].map(|at| get64(unit, at));
-        Found::Log(Self { id, unit_bytes, segment_bytes, life })
+        FoundDevice::Log(Self { id, unit_bytes, segment_bytes, life })
     }
 }
 
-// === impl Distrusted ===
+// === impl DistrustedBlocks ===
 
-impl Distrusted {
+impl DistrustedBlocks {
     /// Returns its place on a device, in bytes.
     pub(crate) fn offset(unit_bytes: u64) -> u64 {
         2 * unit_bytes
     }
 
     /// Distrusts a namespace's blocks in segments of sequences below `before`.
-    pub(crate) fn add(&mut self, namespace: NamespaceDigest, before: u64) {
+    pub(crate) fn distrust_namespace(&mut self, namespace: NamespaceDigest, before: u64) {
         self.namespaces.retain(|(other, _)| *other != namespace);
         self.namespaces.push((namespace, before));
         if self.namespaces.len() > DISTRUSTED_MAX {
@@ -232,19 +232,19 @@ impl Distrusted {
         sequence < self.floor || self.namespaces.iter().any(listed)
     }
 
-    pub(crate) fn write(&self, unit: &mut [u8], id: u64) {
+    pub(crate) fn write_unit(&self, unit: &mut [u8], id: u64) {
         unit.fill(0);
-        put(unit, 16, &self.floor.to_le_bytes());
-        put(unit, 24, &(self.namespaces.len() as u32).to_le_bytes());
+        put_bytes(unit, 16, &self.floor.to_le_bytes());
+        put_bytes(unit, 24, &(self.namespaces.len() as u32).to_le_bytes());
         for (at, (namespace, before)) in self.namespaces.iter().enumerate() {
             let at = DISTRUSTED_FIRST + at * DISTRUSTED_BYTES;
-            put(unit, at, &namespace.0);
-            put(unit, at + 16, &before.to_le_bytes());
+            put_bytes(unit, at, &namespace.0);
+            put_bytes(unit, at + 16, &before.to_le_bytes());
         }
         seal(unit, DISTRUSTED_MAGIC, id, DISTRUSTED_END);
     }
 
-    pub(crate) fn read(unit: &[u8], id: u64) -> Option<Self> {
+    pub(crate) fn read_unit(unit: &[u8], id: u64) -> Option<Self> {
         if !sealed(unit, DISTRUSTED_MAGIC, id, DISTRUSTED_END) {
             return None;
         }
@@ -259,8 +259,8 @@ impl Distrusted {
 
 pub(crate) fn write_segment(unit: &mut [u8], id: u64, segment: u32, sequence: u64) {
     unit.fill(0);
-    put(unit, 16, &sequence.to_le_bytes());
-    put(unit, 24, &segment.to_le_bytes());
+    put_bytes(unit, 16, &sequence.to_le_bytes());
+    put_bytes(unit, 24, &segment.to_le_bytes());
     seal(unit, SEGMENT_MAGIC, id, SEGMENT_END);
 }
 
@@ -273,25 +273,25 @@ pub(crate) fn read_segment(unit: &[u8], id: u64, segment: u32) -> Option<u64> {
 // === impl Header ===
 
 impl Header {
-    pub(crate) fn write(&self, unit: &mut [u8], id: u64) {
+    pub(crate) fn write_unit(&self, unit: &mut [u8], id: u64) {
         unit.fill(0);
-        put(unit, 16, &self.sequence.to_le_bytes());
-        put(unit, 24, &self.place.segment.to_le_bytes());
-        put(unit, 28, &self.place.unit.to_le_bytes());
-        put(unit, 32, &self.label.namespace.0);
-        put(unit, 48, &self.label.hash.0);
-        put(unit, 80, &self.label.group.to_le_bytes());
-        put(unit, 84, &self.label.bytes.to_le_bytes());
-        put(unit, 88, &self.checksum.to_le_bytes());
+        put_bytes(unit, 16, &self.sequence.to_le_bytes());
+        put_bytes(unit, 24, &self.place.segment.to_le_bytes());
+        put_bytes(unit, 28, &self.place.unit.to_le_bytes());
+        put_bytes(unit, 32, &self.label.namespace.0);
+        put_bytes(unit, 48, &self.label.hash.0);
+        put_bytes(unit, 80, &self.label.group.to_le_bytes());
+        put_bytes(unit, 84, &self.label.bytes.to_le_bytes());
+        put_bytes(unit, 88, &self.checksum.to_le_bytes());
         seal(unit, BLOCK_MAGIC, id, BLOCK_END);
     }
 
-    pub(crate) fn read(unit: &[u8], id: u64) -> Option<Self> {
+    pub(crate) fn read_unit(unit: &[u8], id: u64) -> Option<Self> {
         if !sealed(unit, BLOCK_MAGIC, id, BLOCK_END) {
             return None;
         }
         Some(Self {
-            place: Place { segment: get32(unit, 24), unit: get32(unit, 28) },
+            place: DevicePlace { segment: get32(unit, 24), unit: get32(unit, 28) },
             sequence: get64(unit, 16),
             label: Label {
                 namespace: NamespaceDigest(get(unit, 32)),
@@ -339,16 +339,16 @@ impl Trailer {
         }
     }
 
-    pub(crate) fn write(&self, unit: &mut [u8], id: u64) {
+    pub(crate) fn write_unit(&self, unit: &mut [u8], id: u64) {
         unit.fill(0);
-        put(unit, 16, &self.sequence.to_le_bytes());
-        put(unit, 24, &self.segment.to_le_bytes());
-        put(unit, 28, &self.count.to_le_bytes());
-        put(unit, 32, &self.checksum.to_le_bytes());
+        put_bytes(unit, 16, &self.sequence.to_le_bytes());
+        put_bytes(unit, 24, &self.segment.to_le_bytes());
+        put_bytes(unit, 28, &self.count.to_le_bytes());
+        put_bytes(unit, 32, &self.checksum.to_le_bytes());
         seal(unit, TRAILER_MAGIC, id, TRAILER_END);
     }
 
-    pub(crate) fn read(unit: &[u8], id: u64) -> Option<Self> {
+    pub(crate) fn read_unit(unit: &[u8], id: u64) -> Option<Self> {
         sealed(unit, TRAILER_MAGIC, id, TRAILER_END).then(|| Self {
             segment: get32(unit, 24),
             sequence: get64(unit, 16),
@@ -370,19 +370,20 @@ mod tests {
     #[test]
     fn what_is_distrusted_is_read_as_it_was_written_and_the_oldest_of_many_takes_all_with_it() {
         let namespace = |number: u64| NamespaceDigest([number as u8; 16]);
-        let mut distrusted = Distrusted::default();
-        distrusted.add(namespace(0), 5);
-        distrusted.add(namespace(0), 10);
+        let mut distrusted = DistrustedBlocks::default();
+        distrusted.distrust_namespace(namespace(0), 5);
+        distrusted.distrust_namespace(namespace(0), 10);
         assert!(distrusted.has(namespace(0), 9) && !distrusted.has(namespace(0), 10));
         assert!(!distrusted.has(namespace(1), 0));
-        (1..=DISTRUSTED_MAX as u64).for_each(|number| distrusted.add(namespace(number), 10 + number));
+        (1..=DISTRUSTED_MAX as u64)
+            .for_each(|number| distrusted.distrust_namespace(namespace(number), 10 + number));
         assert!(distrusted.has(namespace(99), 9) && !distrusted.has(namespace(99), 10));
         assert!(distrusted.has(namespace(1), 10) && !distrusted.has(namespace(1), 11));
         let mut unit = [7; UNIT_BYTES_MIN as usize];
-        distrusted.write(&mut unit, 42);
-        assert_eq!(Distrusted::read(&unit, 42), Some(distrusted));
-        assert_eq!(Distrusted::read(&unit, 43), None, "another log's");
+        distrusted.write_unit(&mut unit, 42);
+        assert_eq!(DistrustedBlocks::read_unit(&unit, 42), Some(distrusted));
+        assert_eq!(DistrustedBlocks::read_unit(&unit, 43), None, "another log's");
         unit[100] ^= 1;
-        assert_eq!(Distrusted::read(&unit, 42), None);
+        assert_eq!(DistrustedBlocks::read_unit(&unit, 42), None);
     }
 }

@@ -7,7 +7,7 @@ use rustix::io::Errno;
 use shm_protocol::region::TMPFS_MAGIC;
 
 use super::format::SUPER_BYTES;
-use crate::Error;
+use crate::TierError;
 
 /// Fewest segments of a log: the open one, the next one, and two with blocks.
 pub(super) const SEGMENTS_MIN: u64 = 4;
@@ -32,12 +32,12 @@ pub(super) struct DeviceErrors<'a>(pub(super) &'a Path);
 
 /// Returns the file or block device for a log of `bytes` at `path`: a file, a folder (its file `pillion.log`)
 /// or a block device. Writes nothing. Fails if the place cannot hold a log.
-pub fn locate(path: &Path, bytes: u64, missing: Missing) -> Result<PathBuf, Error> {
+pub fn locate_log(path: &Path, bytes: u64, missing: Missing) -> Result<PathBuf, TierError> {
     locate_beside(Path::new("/"), path, bytes, missing)
 }
 
 /// Does the same, with a folder of the root disk.
-fn locate_beside(root: &Path, path: &Path, bytes: u64, missing: Missing) -> Result<PathBuf, Error> {
+fn locate_beside(root: &Path, path: &Path, bytes: u64, missing: Missing) -> Result<PathBuf, TierError> {
     let errors = DeviceErrors(path);
     let least = SUPER_BYTES + SEGMENTS_MIN * SEGMENT_BYTES_MIN;
     if bytes < least {
@@ -123,15 +123,15 @@ fn is_mount_point(folder: &Path) -> bool {
 // === impl DeviceErrors ===
 
 impl DeviceErrors<'_> {
-    pub(super) fn because(&self, problem: impl Into<String>, remedy: impl Into<String>) -> Error {
-        Error::Device { path: self.0.to_owned(), problem: problem.into(), remedy: remedy.into() }
+    pub(super) fn because(&self, problem: impl Into<String>, remedy: impl Into<String>) -> TierError {
+        TierError::Device { path: self.0.to_owned(), problem: problem.into(), remedy: remedy.into() }
     }
 
-    pub(super) fn busy(&self, problem: &'static str) -> Error {
-        Error::DeviceBusy { path: self.0.to_owned(), problem }
+    pub(super) fn busy_device(&self, problem: &'static str) -> TierError {
+        TierError::DeviceBusy { path: self.0.to_owned(), problem }
     }
 
-    pub(super) fn os(&self, doing: &'static str) -> impl FnOnce(Errno) -> Error + '_ {
+    pub(super) fn os(&self, doing: &'static str) -> impl FnOnce(Errno) -> TierError + '_ {
         move |errno| {
             let problem = format!("cannot {doing} ({})", std::io::Error::from(errno));
             self.because(problem, remedy(errno))
@@ -157,7 +157,7 @@ mod tests {
     const BYTES: u64 = 17 << 20;
 
     fn refusal(path: &Path, missing: Missing) -> String {
-        locate(path, BYTES, missing).unwrap_err().to_string()
+        locate_log(path, BYTES, missing).unwrap_err().to_string()
     }
 
     /// A new folder on a disk.
@@ -174,14 +174,14 @@ mod tests {
         let file = folder.join("log");
         let text = refusal(&file, Missing::Refuse);
         assert!(text.contains("mount the disk") && text.contains("log:SIZE:create"), "{text}");
-        assert_eq!(locate(&file, BYTES, Missing::Create).unwrap(), file);
+        assert_eq!(locate_log(&file, BYTES, Missing::Create).unwrap(), file);
         let text = refusal(&folder.join("none/log"), Missing::Create);
         assert!(text.contains("none is not a folder"), "{text}");
         let text = refusal(&file.join("log"), Missing::Create);
         assert!(text.contains("is not a folder"), "{text}");
         assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0, "nothing was made");
         std::fs::write(&file, "").unwrap();
-        assert_eq!(locate(&file, BYTES, Missing::Refuse).unwrap(), file);
+        assert_eq!(locate_log(&file, BYTES, Missing::Refuse).unwrap(), file);
         std::fs::remove_dir_all(&folder).unwrap();
         let text = refusal(Path::new("/pillion-none"), Missing::Refuse);
         assert!(text.contains("would be created on the disk of /:"), "{text}");

@@ -23,23 +23,23 @@ use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::pool::SlotRef;
 use thiserror::Error;
 
-use self::order::Order;
-pub use self::pace::Pace;
-use self::table::{State, Table};
+use self::order::LogOrder;
+pub use self::pace::ReadPace;
+use self::table::{EntryState, EntryTable};
 use self::volume::Volume;
-use super::{FaultKind, Geometry, Job, Label, Place, Ticket, Work, format};
-use crate::index::{Index, Print};
+use super::{DeviceGeometry, DeviceJob, DevicePlace, DeviceWork, FaultKind, Label, Ticket, format};
+use crate::index::{Index, KeyPrint};
 use crate::list::Spot;
 use crate::standing::Standing;
-use crate::watch::Watch;
+use crate::watch::ChangeWatch;
 
 /// Keys looked up side by side, so their cache misses overlap.
 const BATCH: usize = 32;
 /// Sizes and limits of the tier.
 #[derive(Clone, Debug)]
-pub struct Config {
+pub struct LogConfig {
     /// The devices, in the order of their numbers.
-    pub devices: Vec<Geometry>,
+    pub devices: Vec<DeviceGeometry>,
     /// Most bytes on their way to one device; beyond, writes are refused.
     pub write_bytes_max: u64,
     /// Milliseconds after which a job is late. A device without an ended job for that long is taken for
@@ -49,7 +49,7 @@ pub struct Config {
 
 /// A block is not written, or not read. There are no other effects.
 #[derive(Copy, Clone, Debug, Eq, Error, PartialEq)]
-pub enum Refused {
+pub enum LogRefusal {
     /// The block is kept already, or being written.
     #[error("the block is kept already")]
     Present,
@@ -66,7 +66,7 @@ pub enum Refused {
 
 /// The tier's fill level and counters, of all devices together and of each.
 #[derive(Clone, Debug, Default)]
-pub struct Stats {
+pub struct LogStats {
     /// Blocks that can be found.
     pub blocks: u64,
     pub devices: Vec<DeviceStats>,
@@ -114,9 +114,9 @@ pub struct DeviceStats {
 /// The purpose of a job.
 #[derive(Copy, Clone, Debug)]
 enum Errand {
-    Write { key: BlockKey, slot: SlotRef, place: Place, bytes: u32 },
-    Read { key: BlockKey, slot: SlotRef, place: Place, bytes: u32 },
-    Move { key: BlockKey, from: Place, to: Place, bytes: u32 },
+    Write { key: BlockKey, slot: SlotRef, place: DevicePlace, bytes: u32 },
+    Read { key: BlockKey, slot: SlotRef, place: DevicePlace, bytes: u32 },
+    Move { key: BlockKey, from: DevicePlace, to: DevicePlace, bytes: u32 },
     Begin { segment: u32 },
     Seal { segment: u32 },
     Check,
@@ -126,7 +126,7 @@ enum Errand {
 
 /// A job that has not ended.
 #[derive(Copy, Clone, Debug)]
-struct Flight {
+struct JobFlight {
     device: usize,
     since_ms: u64,
     late: bool,
@@ -135,13 +135,13 @@ struct Flight {
 
 /// The SSD tier's index and its jobs on their way.
 #[derive(Debug)]
-pub struct Log {
+pub struct SegmentLog {
     write_bytes_max: u64,
     late_ms: u64,
     volumes: Vec<Volume>,
     index: Index,
-    table: Table,
-    order: Order,
+    table: EntryTable,
+    order: LogOrder,
     /// The digest of each namespace, for labels on a device.
     digests: HashMap<u32, NamespaceDigest>,
     /// The group of each namespace in the order of eviction, if not the first.
@@ -150,29 +150,29 @@ pub struct Log {
     retired: HashSet<u32>,
     /// Most units of copies of DRAM's blocks while others need room; `None` if copies of all have room.
     copies_max: Option<u64>,
-    flights: BTreeMap<Ticket, Flight>,
+    flights: BTreeMap<Ticket, JobFlight>,
     next_ticket: u64,
     now_ms: u64,
-    /// The time of the last [`Log::tick`].
+    /// The time of the last [`SegmentLog::tick`].
     ticked_ms: u64,
-    jobs: Vec<Job>,
+    jobs: Vec<DeviceJob>,
     /// Works wanted by a volume, on their way to become jobs.
-    wanted: Vec<Work>,
-    watch: Watch,
+    wanted: Vec<DeviceWork>,
+    watch: ChangeWatch,
 }
 
-// === impl Log: looking up ===
+// === impl SegmentLog: looking up ===
 
-impl Log {
+impl SegmentLog {
     /// Makes an empty tier. A device takes writes once its blocks were recovered.
-    pub fn new(config: Config) -> Self {
+    pub fn new(config: LogConfig) -> Self {
         Self {
             write_bytes_max: config.write_bytes_max,
             late_ms: config.late_ms,
             volumes: config.devices.iter().map(Volume::new).collect(),
             index: Index::new(),
-            table: Table::default(),
-            order: Order::new(),
+            table: EntryTable::default(),
+            order: LogOrder::new(),
             digests: HashMap::new(),
             groups: HashMap::new(),
             retired: HashSet::new(),
@@ -183,7 +183,7 @@ impl Log {
             ticked_ms: 0,
             jobs: Vec::new(),
             wanted: Vec::new(),
-            watch: Watch::default(),
+            watch: ChangeWatch::default(),
         }
     }
 
@@ -191,7 +191,7 @@ impl Log {
     pub fn probe(&self, namespace: u32, group: u32, hashes: &[BlockHash]) -> usize {
         let mut hits = 0;
         for batch in hashes.chunks(BATCH) {
-            let prints = self.warmed(batch.iter().map(|hash| Print::new(namespace, group, hash)));
+            let prints = self.warmed(batch.iter().map(|hash| KeyPrint::new(namespace, group, hash)));
             for (hash, print) in batch.iter().zip(prints) {
                 let key = BlockKey { namespace, group, hash: *hash };
                 if !self.find_print(&key, print).is_some_and(|id| self.readable(id)) {
@@ -206,10 +206,10 @@ impl Log {
     /// Returns prints of up to [`BATCH`] keys. The loads outside of the cache, bucket and entry, first run
     /// for all keys, in loops of their own: then the core has many of them in flight, and the comparing code
     /// finds all words near.
-    fn warmed(&self, keys: impl Iterator<Item = Print>) -> [Print; BATCH] {
-        let mut prints = [Print::default(); BATCH];
+    fn warmed(&self, keys: impl Iterator<Item = KeyPrint>) -> [KeyPrint; BATCH] {
+        let mut prints = [KeyPrint::default(); BATCH];
         prints.iter_mut().zip(keys).for_each(|(print, key)| *print = key);
-        black_box(prints.iter().fold(0, |sum, print| sum ^ self.index.home(*print).load()));
+        black_box(prints.iter().fold(0, |sum, print| sum ^ self.index.home(*print).load_word()));
         black_box(
             prints
                 .iter()
@@ -220,81 +220,81 @@ impl Log {
 
     /// Returns the bytes of the block, if it can be read now.
     pub fn keeps(&self, key: &BlockKey) -> Option<u32> {
-        let id = self.find(key).filter(|id| self.readable(*id))?;
+        let id = self.find_key(key).filter(|id| self.readable(*id))?;
         Some(self.table.get(id).bytes)
     }
 
     /// Returns the device of a known block.
     pub fn device(&self, key: &BlockKey) -> Option<usize> {
-        self.find(key).map(|id| self.table.get(id).device.into())
+        self.find_key(key).map(|id| self.table.get(id).device.into())
     }
 
-    fn find(&self, key: &BlockKey) -> Option<u32> {
-        self.find_print(key, Print::of(key))
+    fn find_key(&self, key: &BlockKey) -> Option<u32> {
+        self.find_print(key, KeyPrint::of_key(key))
     }
 
     #[inline]
-    fn find_print(&self, key: &BlockKey, print: Print) -> Option<u32> {
-        self.index.find(print, |id| self.table.get(id).key == *key)
+    fn find_print(&self, key: &BlockKey, print: KeyPrint) -> Option<u32> {
+        self.index.find_entry(print, |id| self.table.get(id).key == *key)
     }
 
     fn readable(&self, id: u32) -> bool {
         let entry = self.table.get(id);
-        let on_device = matches!(entry.state, State::Kept | State::Moving);
+        let on_device = matches!(entry.state, EntryState::Kept | EntryState::Moving);
         on_device && !self.volumes[usize::from(entry.device)].breaker.is_open()
     }
 
     /// Returns the entry of a block as long as it lies at a job's place.
-    fn still_at(&self, key: &BlockKey, device: usize, place: Place) -> Option<u32> {
-        self.find(key).filter(|id| {
+    fn still_at(&self, key: &BlockKey, device: usize, place: DevicePlace) -> Option<u32> {
+        self.find_key(key).filter(|id| {
             let entry = self.table.get(*id);
             usize::from(entry.device) == device && (entry.segment, entry.unit) == (place.segment, place.unit)
         })
     }
 }
 
-// === impl Log: writing and reading ===
+// === impl SegmentLog: writing and reading ===
 
-impl Log {
+impl SegmentLog {
     /// Takes a place for a committed block in `slot`, and begins its write. The caller keeps the slot as it
-    /// is until [`Ended::Written`]. Never waits. Fails as [`Refused`] says.
-    pub fn write(
+    /// is until [`EndedJob::Written`]. Never waits. Fails as [`LogRefusal`] says.
+    pub fn write_block(
         &mut self,
         key: BlockKey,
         namespace: NamespaceDigest,
         bytes: u64,
         slot: SlotRef,
-    ) -> Result<Ticket, Refused> {
-        if let Some(id) = self.find(&key) {
+    ) -> Result<Ticket, LogRefusal> {
+        if let Some(id) = self.find_key(&key) {
             // A block on a failed device is of no use; another device may take it.
-            if self.table.get(id).state != State::Kept || self.readable(id) {
-                return Err(Refused::Present);
+            if self.table.get(id).state != EntryState::Kept || self.readable(id) {
+                return Err(LogRefusal::Present);
             }
         }
-        let bytes = u32::try_from(bytes).map_err(|_| Refused::TooLarge)?;
+        let bytes = u32::try_from(bytes).map_err(|_| LogRefusal::TooLarge)?;
         let device = self.choose(bytes)?;
-        if let Some(id) = self.find(&key) {
-            self.forget(id);
+        if let Some(id) = self.find_key(&key) {
+            self.forget_entry(id);
         }
-        let id = self.table.take().ok_or(Refused::Busy)?;
+        let id = self.table.take_free().ok_or(LogRefusal::Busy)?;
         let volume = &mut self.volumes[device];
         let place = volume.take_place(volume.units(bytes));
         let sequence = volume.segment(place.segment).sequence;
         volume.write_bytes += u64::from(bytes);
-        self.enter(id, key, device, place, bytes, State::Writing);
+        self.enter_block(id, key, device, place, bytes, EntryState::Writing);
         self.learn(key.namespace, namespace, None);
         let label = Label { namespace, group: key.group, hash: key.hash, bytes };
-        let work = Work::Write { place, sequence, label, from: slot.offset };
+        let work = DeviceWork::Write { place, sequence, label, from: slot.offset };
         Ok(self.issue(device, Errand::Write { key, slot, place, bytes }, work))
     }
 
     /// Chooses the device for a block: of those with room, the one with the least to do.
-    fn choose(&mut self, bytes: u32) -> Result<usize, Refused> {
+    fn choose(&mut self, bytes: u32) -> Result<usize, LogRefusal> {
         if !self.volumes.iter().any(|volume| volume.could_hold(volume.units(bytes))) {
-            return Err(Refused::TooLarge);
+            return Err(LogRefusal::TooLarge);
         }
         if self.volumes.iter().all(|volume| volume.breaker.is_open()) {
-            return Err(Refused::Down);
+            return Err(LogRefusal::Down);
         }
         let mut chosen: Option<usize> = None;
         for device in 0..self.volumes.len() {
@@ -307,23 +307,23 @@ impl Log {
             }
             let room = volume.has_room(units, &mut self.wanted);
             self.issue_wanted(device);
-            let load = |device: usize| self.volumes[device].load();
+            let load = |device: usize| self.volumes[device].pending_load();
             if room && chosen.is_none_or(|chosen| load(chosen) > load(device)) {
                 chosen = Some(device);
             }
         }
-        chosen.ok_or(Refused::Busy)
+        chosen.ok_or(LogRefusal::Busy)
     }
 
     /// Begins to read a kept block into a slot being filled by the caller. The job owns the slot until
-    /// [`Ended::Read`]. The read may use 1 of `parts` of the bytes that may wait for a device. Returns `None`
+    /// [`EndedJob::Read`]. The read may use 1 of `parts` of the bytes that may wait for a device. Returns `None`
     /// if the block is not kept (any more), or its device is down or cannot read it in time.
-    pub fn read(&mut self, now_ms: u64, key: &BlockKey, slot: SlotRef, parts: u64) -> Option<Ticket> {
+    pub fn read_block(&mut self, now_ms: u64, key: &BlockKey, slot: SlotRef, parts: u64) -> Option<Ticket> {
         self.now_ms = self.now_ms.max(now_ms);
-        let id = self.find(key).filter(|id| self.readable(*id))?;
+        let id = self.find_key(key).filter(|id| self.readable(*id))?;
         let entry = self.table.get(id);
         let (device, bytes) = (usize::from(entry.device), entry.bytes);
-        let place = Place { segment: entry.segment, unit: entry.unit };
+        let place = DevicePlace { segment: entry.segment, unit: entry.unit };
         let label = self.label(key, bytes);
         let volume = &mut self.volumes[device];
         if !volume.pace.takes(bytes.into(), parts) {
@@ -333,7 +333,7 @@ impl Log {
         volume.pace.began(bytes.into(), self.now_ms);
         let segment = volume.segment(place.segment);
         segment.reads += 1;
-        let work = Work::Read { place, sequence: segment.sequence, label, into: slot.offset };
+        let work = DeviceWork::Read { place, sequence: segment.sequence, label, into: slot.offset };
         Some(self.issue(device, Errand::Read { key: *key, slot, place, bytes }, work))
     }
 
@@ -345,8 +345,8 @@ impl Log {
     /// Forgets a block in this life. Returns false if it was not known. A begun read goes on. The bytes on
     /// the device stay until their segment is reclaimed, and a later life finds the block there.
     pub fn remove(&mut self, key: &BlockKey) -> bool {
-        let id = self.find(key);
-        id.iter().for_each(|id| self.forget(*id));
+        let id = self.find_key(key);
+        id.iter().for_each(|id| self.forget_entry(*id));
         id.is_some()
     }
 
@@ -361,7 +361,7 @@ impl Log {
         for device in 0..self.volumes.len() {
             let next = self.volumes[device].next_sequence;
             let before = if begins_anew { next } else { format::life_end(next) };
-            self.volumes[device].distrusts.add(digest, before);
+            self.volumes[device].distrusts.add_namespace(digest, before);
             self.tell_distrusted(device);
         }
     }
@@ -382,11 +382,11 @@ impl Log {
     }
 
     /// Returns the next jobs of the devices, in the order in which the devices must get them.
-    pub fn drain_jobs(&mut self) -> impl Iterator<Item = Job> + '_ {
+    pub fn drain_jobs(&mut self) -> impl Iterator<Item = DeviceJob> + '_ {
         self.jobs.drain(..)
     }
 
-    fn issue(&mut self, device: usize, errand: Errand, work: Work) -> Ticket {
+    fn issue(&mut self, device: usize, errand: Errand, work: DeviceWork) -> Ticket {
         let ticket = Ticket(self.next_ticket);
         self.next_ticket += 1;
         let volume = &mut self.volumes[device];
@@ -394,16 +394,16 @@ impl Log {
             volume.moved_ms = self.now_ms;
         }
         volume.flights += 1;
-        self.flights.insert(ticket, Flight { device, since_ms: self.now_ms, late: false, errand });
-        self.jobs.push(Job { device, ticket, work });
+        self.flights.insert(ticket, JobFlight { device, since_ms: self.now_ms, late: false, errand });
+        self.jobs.push(DeviceJob { device, ticket, work });
         ticket
     }
 
     fn issue_wanted(&mut self, device: usize) {
         while let Some(work) = self.wanted.pop() {
             let errand = match work {
-                Work::Begin { segment, .. } => Errand::Begin { segment },
-                Work::Seal { segment, .. } => Errand::Seal { segment },
+                DeviceWork::Begin { segment, .. } => Errand::Begin { segment },
+                DeviceWork::Seal { segment, .. } => Errand::Seal { segment },
                 _ => unreachable!("a volume wants nothing else"),
             };
             self.issue(device, errand, work);
@@ -411,26 +411,34 @@ impl Log {
     }
 
     /// Puts a vacant entry into the index, as a copy of a block in DRAM.
-    fn enter(&mut self, id: u32, key: BlockKey, device: usize, place: Place, bytes: u32, state: State) {
+    fn enter_block(
+        &mut self,
+        id: u32,
+        key: BlockKey,
+        device: usize,
+        place: DevicePlace,
+        bytes: u32,
+        state: EntryState,
+    ) {
         let entry = self.table.get_mut(id);
         (entry.key, entry.bytes, entry.state, entry.standing) = (key, bytes, state, Standing::ABOVE);
         (entry.device, entry.segment, entry.unit) = (device as u8, place.segment, place.unit);
-        self.index.insert(Print::of(&key), id);
+        self.index.insert(KeyPrint::of_key(&key), id);
         let volume = &mut self.volumes[device];
         let units = volume.units(bytes);
-        volume.settle(place.segment, id, units);
+        volume.place_block(place.segment, id, units);
     }
 
     /// Adds an entry of no list to its list: it is kept from now on.
     fn keep(&mut self, id: u32, spot: Spot) {
         let (group, units) = self.measure(id);
         let entry = self.table.get_mut(id);
-        entry.state = State::Kept;
-        self.watch.note(entry.key, true);
+        entry.state = EntryState::Kept;
+        self.watch.note_change(entry.key, true);
         let volume = &mut self.volumes[usize::from(entry.device)];
         volume.stats.blocks += 1;
         volume.stats.bytes += u64::from(entry.bytes);
-        self.order.enter(&mut self.table, id, group, units, spot);
+        self.order.enter_list(&mut self.table, id, group, units, spot);
     }
 
     /// Returns the group of an entry's block, and its units.
@@ -441,30 +449,30 @@ impl Log {
     }
 
     /// Takes an entry out of the index; it is vacant then.
-    fn forget(&mut self, id: u32) {
+    fn forget_entry(&mut self, id: u32) {
         let (group, units) = self.measure(id);
         let entry = self.table.get(id);
         let (key, device, segment, bytes) =
             (entry.key, usize::from(entry.device), entry.segment, entry.bytes);
         let volume = &mut self.volumes[device];
         volume.unsettle(segment, volume.units(bytes));
-        if entry.state != State::Writing {
-            self.watch.note(key, false);
+        if entry.state != EntryState::Writing {
+            self.watch.note_change(key, false);
             volume.stats.blocks -= 1;
             volume.stats.bytes -= u64::from(bytes);
-            self.order.leave(&mut self.table, id, group, units);
+            self.order.leave_list(&mut self.table, id, group, units);
         }
-        let print = Print::of(&key);
+        let print = KeyPrint::of_key(&key);
         assert!(self.index.remove(print, id), "an entry in use is in the index");
         self.table.put_back(id);
     }
 }
 
-// === impl Log: state ===
+// === impl SegmentLog: state ===
 
-impl Log {
+impl SegmentLog {
     /// True if a job is in flight, blocks are still to be moved or dropped, or a device must write distrusted
-    /// blocks again: [`Log::tick`] should be called soon.
+    /// blocks again: [`SegmentLog::tick`] should be called soon.
     pub fn busy(&self) -> bool {
         let is_due = |volume: &Volume| volume.reclaiming.is_some() && volume.takes();
         !self.flights.is_empty() || self.tells_distrusted() || self.volumes.iter().any(is_due)
@@ -476,7 +484,7 @@ impl Log {
     }
 
     /// Returns the fill level and the counters.
-    pub fn stats(&self) -> Stats {
+    pub fn log_stats(&self) -> LogStats {
         let device = |volume: &Volume| DeviceStats {
             segments_free: volume.free_segments(),
             recovering: volume.recovering,
@@ -487,7 +495,7 @@ impl Log {
             ..volume.stats.clone()
         };
         let devices: Vec<DeviceStats> = self.volumes.iter().map(device).collect();
-        Stats { blocks: devices.iter().map(|device| device.blocks).sum(), devices }
+        LogStats { blocks: devices.iter().map(|device| device.blocks).sum(), devices }
     }
 }
 

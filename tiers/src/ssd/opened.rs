@@ -10,11 +10,11 @@ use rustix::fs::{
 };
 use rustix::io::Errno;
 
-use super::Geometry;
-use super::format::{self, Distrusted, Found, SUPER_BYTES, Super, Trailer};
-use super::location::{DeviceErrors, Missing, SEGMENT_BYTES_MIN, SEGMENTS_MIN, locate};
-use crate::Error;
-use crate::given_up::{Cause, GivenUp};
+use super::DeviceGeometry;
+use super::format::{self, DistrustedBlocks, FoundDevice, SUPER_BYTES, Super, Trailer};
+use super::location::{DeviceErrors, Missing, SEGMENT_BYTES_MIN, SEGMENTS_MIN, locate_log};
+use crate::TierError;
+use crate::given_up::{GivenUp, GivenUpCause};
 use crate::io::buf::{BUFFER_ALIGN, Buffer};
 
 /// With about so many segments, a log loses a small part of its blocks to one reclamation.
@@ -35,11 +35,11 @@ const CLOSE_STEP: Duration = Duration::from_millis(10);
 
 /// A device ready to start.
 #[derive(Debug)]
-pub struct Opened {
+pub struct OpenedDevice {
     pub(crate) fd: OwnedFd,
     pub(crate) layout: Layout,
-    pub(crate) distrusted: Distrusted,
-    geometry: Geometry,
+    pub(crate) distrusted: DistrustedBlocks,
+    geometry: DeviceGeometry,
     given_up: Option<GivenUp>,
 }
 
@@ -47,7 +47,7 @@ pub struct Opened {
 #[derive(Debug)]
 enum Former {
     /// This life continues the log, with these distrusted blocks.
-    Kept(Super, Distrusted),
+    Kept(Super, DistrustedBlocks),
     /// This life begins a log, and gives up the former one.
     None(Option<GivenUp>),
 }
@@ -77,21 +77,26 @@ fn segment_bytes_for(bytes: u64) -> u64 {
     1 << usual.max(bytes / SEGMENTS_MANY).min(format::SEGMENT_BYTES_MAX).ilog2()
 }
 
-// === impl Opened ===
+// === impl OpenedDevice ===
 
-impl Opened {
-    /// Opens the place found by [`locate`] for a log of `bytes` at `path`, locks it, and checks or writes its
+impl OpenedDevice {
+    /// Opens the place found by [`locate_log`] for a log of `bytes` at `path`, locks it, and checks or writes its
     /// first units. Readable blocks of an earlier life stay. Fails if the place cannot be used, or holds
     /// other data.
-    pub fn open(path: &Path, bytes: u64, missing: Missing) -> Result<Self, Error> {
+    pub fn open(path: &Path, bytes: u64, missing: Missing) -> Result<Self, TierError> {
         Self::open_within(path, bytes, missing, CLOSE_MAX)
     }
 
-    fn open_within(path: &Path, bytes: u64, missing: Missing, close_max: Duration) -> Result<Self, Error> {
+    fn open_within(
+        path: &Path,
+        bytes: u64,
+        missing: Missing,
+        close_max: Duration,
+    ) -> Result<Self, TierError> {
         let errors = DeviceErrors(path);
-        let file = locate(path, bytes, missing)?;
+        let file = locate_log(path, bytes, missing)?;
         let (fd, is_block) = open_direct(&file, &errors, close_max)?;
-        let align = Align::of(&fd, is_block).map_err(errors.os("be asked for its alignment"))?;
+        let align = Align::of_device(&fd, is_block).map_err(errors.os("be asked for its alignment"))?;
         if align.unit > format::UNIT_BYTES_MAX {
             let most = format::UNIT_BYTES_MAX;
             let problem = format!(
@@ -100,8 +105,8 @@ impl Opened {
             );
             return Err(errors.because(problem, "pass another device"));
         }
-        let found = find(&fd, align.unit).map_err(errors.os("be read"))?;
-        if found == Found::Foreign {
+        let found = find_contents(&fd, align.unit).map_err(errors.os("be read"))?;
+        if found == FoundDevice::Foreign {
             return Err(errors.because(
                 "holds data that is not a log of Pillion",
                 "pass another path, or remove the file (of a device: wipefs --all, then zero its first MiB)",
@@ -112,7 +117,7 @@ impl Opened {
             Former::Kept(log, distrusted) => (Super { life: log.life + 1, ..log }, distrusted, None),
             Former::None(given_up) => {
                 let log = new_log(align.unit, bytes).map_err(errors.os("be named"))?;
-                (log, Distrusted::default(), given_up)
+                (log, DistrustedBlocks::default(), given_up)
             }
         };
         make_room(&fd, is_block, bytes, &errors)?;
@@ -128,7 +133,7 @@ impl Opened {
                 memory_align: align.memory,
             },
             distrusted,
-            geometry: Geometry {
+            geometry: DeviceGeometry {
                 unit_bytes: superblock.unit_bytes,
                 segment_bytes: superblock.segment_bytes,
                 segments,
@@ -138,7 +143,7 @@ impl Opened {
         })
     }
 
-    pub fn geometry(&self) -> Geometry {
+    pub fn geometry(&self) -> DeviceGeometry {
         self.geometry
     }
 
@@ -153,7 +158,7 @@ fn open_direct(
     file: &Path,
     errors: &DeviceErrors<'_>,
     close_max: Duration,
-) -> Result<(OwnedFd, bool), Error> {
+) -> Result<(OwnedFd, bool), TierError> {
     let kind = rustix::fs::stat(file).map(|stat| FileType::from_raw_mode(stat.st_mode));
     let is_block = kind == Ok(FileType::BlockDevice);
     let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::DIRECT;
@@ -163,12 +168,12 @@ fn open_direct(
         Errno::INVAL => {
             errors.because("does not support direct I/O", "pass a path on ext4 or XFS, or a block device")
         }
-        Errno::BUSY => errors.busy("is mounted, or held by another program"),
+        Errno::BUSY => errors.busy_device("is mounted, or held by another program"),
         errno => errors.os("be opened")(errno),
     })?;
     let locked = once_free(close_max, || rustix::fs::flock(&fd, FlockOperation::NonBlockingLockExclusive));
     locked.map_err(|errno| match errno {
-        Errno::WOULDBLOCK => errors.busy("is used by another sidecar"),
+        Errno::WOULDBLOCK => errors.busy_device("is used by another sidecar"),
         errno => errors.os("be locked")(errno),
     })?;
     Ok((fd, is_block))
@@ -187,23 +192,23 @@ fn once_free<T>(close_max: Duration, mut attempt: impl FnMut() -> Result<T, Errn
 }
 
 /// Returns the content of the device's first MiB. A file system's mark may lie anywhere in it.
-fn find(fd: &OwnedFd, unit: u64) -> Result<Found, Errno> {
+fn find_contents(fd: &OwnedFd, unit: u64) -> Result<FoundDevice, Errno> {
     let mut buffer = Buffer::new(SUPER_BYTES as usize)?;
     let read = read_some(fd, buffer.bytes_mut(), 0)?;
-    Ok(match Super::read(&buffer.bytes()[..unit as usize]) {
-        Found::Empty if buffer.bytes().iter().any(|byte| *byte != 0) => Found::Foreign,
+    Ok(match Super::read_unit(&buffer.bytes()[..unit as usize]) {
+        FoundDevice::Empty if buffer.bytes().iter().any(|byte| *byte != 0) => FoundDevice::Foreign,
         // The file was cut within its first word.
-        Found::Foreign if Super::begins(&buffer.bytes()[..read]) => Found::Damaged,
+        FoundDevice::Foreign if Super::begins(&buffer.bytes()[..read]) => FoundDevice::Damaged,
         found => found,
     })
 }
 
 /// Returns the blocks distrusted by earlier lives of a log; `None` if the list is damaged.
-fn distrusted(fd: &OwnedFd, superblock: &Super) -> Result<Option<Distrusted>, Errno> {
+fn distrusted(fd: &OwnedFd, superblock: &Super) -> Result<Option<DistrustedBlocks>, Errno> {
     let unit = superblock.unit_bytes;
     let mut buffer = Buffer::new(unit as usize)?;
-    read_some(fd, &mut buffer.bytes_mut()[..unit as usize], Distrusted::offset(unit))?;
-    Ok(Distrusted::read(&buffer.bytes()[..unit as usize], superblock.id))
+    read_some(fd, &mut buffer.bytes_mut()[..unit as usize], DistrustedBlocks::offset(unit))?;
+    Ok(DistrustedBlocks::read_unit(&buffer.bytes()[..unit as usize], superblock.id))
 }
 
 /// Reads up to the end of `bytes` or of the file.
@@ -239,7 +244,7 @@ pub(crate) fn write_all(fd: impl AsFd, bytes: &[u8], at: u64) -> Result<(), Errn
 }
 
 /// Decides if this life can continue the found log.
-fn former(fd: &OwnedFd, found: Found, unit: u64, bytes: u64) -> Result<Former, Errno> {
+fn former(fd: &OwnedFd, found: FoundDevice, unit: u64, bytes: u64) -> Result<Former, Errno> {
     let fits = |log: &Super| {
         log.unit_bytes == unit
             && log.segment_bytes.is_power_of_two()
@@ -248,21 +253,25 @@ fn former(fd: &OwnedFd, found: Found, unit: u64, bytes: u64) -> Result<Former, E
             && log.life < u64::from(u32::MAX)
     };
     let given_up = match found {
-        Found::Log(superblock) if fits(&superblock) => {
+        FoundDevice::Log(superblock) if fits(&superblock) => {
             if let Some(distrusted) = distrusted(fd, &superblock)? {
                 return Ok(Former::Kept(superblock, distrusted));
             }
             let text = "has a damaged list of what engines disagreed about and starts empty";
-            Some(GivenUp::new(Cause::Damaged, text))
+            Some(GivenUp::new(GivenUpCause::Damaged, text))
         }
-        Found::Log(_) => Some(GivenUp::new(Cause::Sizes, "was made for other sizes and starts empty")),
-        Found::Version(found) => {
+        FoundDevice::Log(_) => {
+            Some(GivenUp::new(GivenUpCause::Sizes, "was made for other sizes and starts empty"))
+        }
+        FoundDevice::Version(found) => {
             let own = format::own_versions();
             let text = format!("has a log of {found}, and this release writes {own}: it starts empty");
-            Some(GivenUp::new(Cause::Version, text))
+            Some(GivenUp::new(GivenUpCause::Version, text))
         }
-        Found::Damaged => Some(GivenUp::new(Cause::Damaged, "has a damaged superblock and starts empty")),
-        Found::Empty | Found::Foreign => None,
+        FoundDevice::Damaged => {
+            Some(GivenUp::new(GivenUpCause::Damaged, "has a damaged superblock and starts empty"))
+        }
+        FoundDevice::Empty | FoundDevice::Foreign => None,
     };
     Ok(Former::None(given_up))
 }
@@ -277,7 +286,7 @@ fn new_log(unit: u64, bytes: u64) -> Result<Super, Errno> {
 }
 
 /// Reserves a file's blocks, so it does not run out of space later; checks a device's size.
-fn make_room(fd: &OwnedFd, is_block: bool, bytes: u64, errors: &DeviceErrors<'_>) -> Result<(), Error> {
+fn make_room(fd: &OwnedFd, is_block: bool, bytes: u64, errors: &DeviceErrors<'_>) -> Result<(), TierError> {
     let there = rustix::fs::seek(fd, SeekFrom::End(0)).map_err(errors.os("be measured"))?;
     if is_block {
         return match there >= bytes {
@@ -304,12 +313,13 @@ fn make_room(fd: &OwnedFd, is_block: bool, bytes: u64, errors: &DeviceErrors<'_>
 /// Writes the superblock, the check's unit and the distrusted blocks, and waits until they lie on the medium:
 /// no sequence is given out twice. After a power cut between the first and the last of them, the next life
 /// finds the list damaged.
-fn write_begin(fd: &OwnedFd, superblock: &Super, distrusted: &Distrusted) -> Result<(), Errno> {
-    let (unit, list) = (superblock.unit_bytes as usize, Distrusted::offset(superblock.unit_bytes) as usize);
+fn write_begin(fd: &OwnedFd, superblock: &Super, distrusted: &DistrustedBlocks) -> Result<(), Errno> {
+    let (unit, list) =
+        (superblock.unit_bytes as usize, DistrustedBlocks::offset(superblock.unit_bytes) as usize);
     let mut buffer = Buffer::new(list + unit)?;
     let bytes = &mut buffer.bytes_mut()[..list + unit];
-    superblock.write(&format::own_versions(), &mut bytes[..unit]);
-    distrusted.write(&mut bytes[list..], superblock.id);
+    superblock.write_unit(&format::own_versions(), &mut bytes[..unit]);
+    distrusted.write_unit(&mut bytes[list..], superblock.id);
     write_all(fd, bytes, 0)?;
     rustix::fs::fsync(fd)
 }
@@ -319,7 +329,7 @@ fn write_begin(fd: &OwnedFd, superblock: &Super, distrusted: &Distrusted) -> Res
 impl Align {
     /// Asks the kernel. Units are at least the file system's blocks: smaller writes to a file wait for each
     /// other, and a device with larger physical sectors would read before it writes.
-    fn of(fd: &OwnedFd, is_block: bool) -> Result<Self, Errno> {
+    fn of_device(fd: &OwnedFd, is_block: bool) -> Result<Self, Errno> {
         if is_block {
             let logical = u64::from(rustix::fs::ioctl_blksszget(fd)?);
             let physical = u64::from(rustix::fs::ioctl_blkpbszget(fd)?);
@@ -362,7 +372,7 @@ impl Layout {
         let mut buffer = Buffer::new(len)?;
         let bytes = &mut buffer.bytes_mut()[..len];
         bytes[..entries.len()].copy_from_slice(entries);
-        trailer.write(&mut bytes[len - self.unit()..], self.id);
+        trailer.write_unit(&mut bytes[len - self.unit()..], self.id);
         Ok((buffer, self.offset(segment, self.segment_units() - units)))
     }
 
@@ -398,14 +408,14 @@ mod tests {
         let folder =
             std::env::current_exe().unwrap().with_file_name(format!("ssd-lock-{}", std::process::id()));
         let (bytes, wait) = (17 << 20, CLOSE_STEP * 2);
-        let first = Opened::open_within(&folder, bytes, Missing::Create, wait).unwrap();
-        let text = Opened::open_within(&folder, bytes, Missing::Create, wait).unwrap_err().to_string();
+        let first = OpenedDevice::open_within(&folder, bytes, Missing::Create, wait).unwrap();
+        let text = OpenedDevice::open_within(&folder, bytes, Missing::Create, wait).unwrap_err().to_string();
         assert!(text.contains("by another sidecar"), "{text}");
         let later = std::thread::spawn(move || {
             std::thread::sleep(CLOSE_STEP * 5);
             drop(first);
         });
-        Opened::open(&folder, bytes, Missing::Create).unwrap();
+        OpenedDevice::open(&folder, bytes, Missing::Create).unwrap();
         later.join().unwrap();
         std::fs::remove_file(&folder).unwrap();
     }

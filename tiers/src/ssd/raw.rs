@@ -8,14 +8,14 @@ use shm_protocol::region::Region;
 use shm_protocol::wait;
 
 use super::format::SUPER_BYTES;
-use super::{Backend, Opened};
-use crate::io::carrier::Carrier;
-pub use crate::io::transfer::Direction;
-use crate::io::transfer::{Memory, TRANSFERS_MAX, Transfer};
+use super::{Backend, OpenedDevice};
+pub use crate::io::transfer::IoDirection;
+use crate::io::transfer::{TRANSFERS_MAX, Transfer, TransferMemory};
+use crate::io::transfer_queue::TransferQueue;
 
 /// Transfers of one device. Their writes leave no readable log.
 pub struct Raw {
-    carrier: Carrier,
+    transfers: TransferQueue,
     /// Bytes behind the first MiB; that MiB is left as it is.
     bytes: u64,
 }
@@ -24,28 +24,29 @@ pub struct Raw {
 
 impl Raw {
     /// Uses the wanted backend, otherwise the first one the kernel allows; transfers move bytes of `pool`.
-    pub fn new(opened: Opened, pool: &Arc<Region>, wanted: Option<Backend>) -> io::Result<Self> {
+    pub fn new(opened: OpenedDevice, pool: &Arc<Region>, wanted: Option<Backend>) -> io::Result<Self> {
         let wake = wait::make_eventfd()?;
         let bytes = opened.layout.segment_bytes * u64::from(opened.layout.segments);
-        let carrier = Carrier::new(wanted, opened.fd, Arc::new(wake), PoolBlocks::new(Arc::clone(pool)))?;
-        Ok(Self { carrier, bytes })
+        let transfers =
+            TransferQueue::new(wanted, opened.fd, Arc::new(wake), PoolBlocks::new(Arc::clone(pool)))?;
+        Ok(Self { transfers, bytes })
     }
 
     /// Returns the backend that moves the bytes.
     pub fn backend(&self) -> Backend {
-        self.carrier.backend()
+        self.transfers.backend()
     }
 
     /// Returns the number of blocks of a size in the device's room.
-    pub fn blocks(&self, block_bytes: u32) -> u64 {
+    pub fn block_capacity(&self, block_bytes: u32) -> u64 {
         self.bytes / u64::from(block_bytes)
     }
 
     /// Moves these blocks, each between its place and one of `slots` slots of the pool from `offset` on.
     /// Returns when all have been moved, or fails when one was not.
-    pub fn run(
+    pub fn move_blocks(
         &mut self,
-        direction: Direction,
+        direction: IoDirection,
         block_bytes: u32,
         (offset, slots): (u64, u64),
         blocks: &[u64],
@@ -59,17 +60,17 @@ impl Raw {
                 && let Some(block) = left.next()
             {
                 let at = SUPER_BYTES + block * u64::from(block_bytes);
-                let memory = Memory::Pool(slot);
+                let memory = TransferMemory::Pool(slot);
                 let (len, durable) = (block_bytes, false);
                 let transfer = Transfer { token: slot, direction, at, memory, len, durable, moved: 0 };
-                self.carrier.push(transfer).map_err(|_| io::Error::other("too many transfers"))?;
+                self.transfers.push(transfer).map_err(|_| io::Error::other("too many transfers"))?;
                 open += 1;
             }
             if open == 0 {
                 return result;
             }
-            self.carrier.wait(None)?;
-            while let Some((transfer, moved)) = self.carrier.reap() {
+            self.transfers.wait(None)?;
+            while let Some((transfer, moved)) = self.transfers.reap() {
                 open -= 1;
                 free.push(transfer.token);
                 match moved {

@@ -13,9 +13,9 @@ use std::time::Duration;
 
 use rustix::io::Errno;
 
-use super::format::{self, Distrusted, ENTRY_BYTES, HEADER_UNITS, Header, Trailer};
-use super::opened::{self, Layout, Opened};
-use super::{Label, Recovered, Tell, Up};
+use super::format::{self, DistrustedBlocks, ENTRY_BYTES, HEADER_UNITS, Header, Trailer};
+use super::opened::{self, Layout, OpenedDevice};
+use super::{DeviceEvent, Label, Recovered, Tell};
 use crate::io::buf::Buffer;
 
 /// Blocks reported at a time: some 0.5 ms of the index's thread.
@@ -28,7 +28,7 @@ const AGAIN_AFTER: Duration = Duration::from_secs(1);
 
 /// The content of a segment's ends.
 #[derive(Copy, Clone, Debug)]
-struct Remains {
+struct SegmentRemains {
     segment: u32,
     sequence: u64,
     /// Absent if the segment was not sealed.
@@ -40,7 +40,7 @@ pub(crate) struct Recovery {
     fd: OwnedFd,
     device: usize,
     layout: Layout,
-    distrusted: Distrusted,
+    distrusted: DistrustedBlocks,
     tell: Tell,
     stop: Arc<AtomicBool>,
 }
@@ -51,7 +51,7 @@ impl Recovery {
     pub(crate) fn new(
         fd: OwnedFd,
         device: usize,
-        opened: &Opened,
+        opened: &OpenedDevice,
         tell: Tell,
         stop: Arc<AtomicBool>,
     ) -> Self {
@@ -76,28 +76,28 @@ impl Recovery {
             last: false,
         };
         for segment in unreadable {
-            (self.tell)(Up::Recovered(Recovered { segment, unreadable: true, ..found.clone() }));
+            (self.tell)(DeviceEvent::Recovered(Recovered { segment, unreadable: true, ..found.clone() }));
         }
         for remains in remains {
             if self.stop.load(Ordering::Relaxed) {
                 return;
             }
-            let (mut blocks, whole) = self.blocks(&remains);
+            let (mut blocks, whole) = self.find_blocks(&remains);
             blocks.retain(|(_, label)| !self.distrusted.has(label.namespace, remains.sequence));
             (found.segment, found.sequence) = (remains.segment, remains.sequence);
             for part in blocks.chunks(BATCH) {
-                (self.tell)(Up::Recovered(Recovered { blocks: part.to_vec(), ..found.clone() }));
+                (self.tell)(DeviceEvent::Recovered(Recovered { blocks: part.to_vec(), ..found.clone() }));
             }
             if !whole {
-                (self.tell)(Up::Recovered(Recovered { unreadable: true, ..found.clone() }));
+                (self.tell)(DeviceEvent::Recovered(Recovered { unreadable: true, ..found.clone() }));
             }
             found.segments_read += 1;
         }
-        (self.tell)(Up::Recovered(Recovered { last: true, ..found }));
+        (self.tell)(DeviceEvent::Recovered(Recovered { last: true, ..found }));
     }
 
     /// Reads up to the end of the file; zeros stand for the rest.
-    fn read<'a>(&self, buffer: &'a mut Buffer, len: usize, at: u64) -> Result<&'a [u8], Errno> {
+    fn read_range<'a>(&self, buffer: &'a mut Buffer, len: usize, at: u64) -> Result<&'a [u8], Errno> {
         let bytes = &mut buffer.bytes_mut()[..len];
         let read = opened::read_some(&self.fd, bytes, at)?;
         bytes[read..].fill(0);
@@ -105,7 +105,7 @@ impl Recovery {
     }
 
     /// Returns the used segments, and the unreadable ones.
-    fn remains(&self) -> (Vec<Remains>, Vec<u32>) {
+    fn remains(&self) -> (Vec<SegmentRemains>, Vec<u32>) {
         let mut unknown: Vec<u32> = (0..self.layout.segments).collect();
         let Ok(mut buffer) = Buffer::new(self.layout.unit()) else { return (Vec::new(), unknown) };
         let mut remains = Vec::new();
@@ -129,18 +129,18 @@ impl Recovery {
     }
 
     /// Returns the content of a segment's ends; `None` if the segment was never begun.
-    fn ends(&self, buffer: &mut Buffer, segment: u32) -> Result<Option<Remains>, Errno> {
+    fn ends(&self, buffer: &mut Buffer, segment: u32) -> Result<Option<SegmentRemains>, Errno> {
         let layout = &self.layout;
-        let header = self.read(buffer, layout.unit(), layout.offset(segment, 0))?;
+        let header = self.read_range(buffer, layout.unit(), layout.offset(segment, 0))?;
         let Some(sequence) = format::read_segment(header, layout.id, segment) else { return Ok(None) };
         let last = layout.offset(segment, layout.segment_units() - 1);
-        let trailer = Trailer::read(self.read(buffer, layout.unit(), last)?, layout.id);
+        let trailer = Trailer::read_unit(self.read_range(buffer, layout.unit(), last)?, layout.id);
         let trailer = trailer.filter(|trailer| trailer.segment == segment && trailer.sequence == sequence);
-        Ok(Some(Remains { segment, sequence, trailer }))
+        Ok(Some(SegmentRemains { segment, sequence, trailer }))
     }
 
     /// Returns the blocks found in a segment, and true if it was read to its end.
-    fn blocks(&self, remains: &Remains) -> (Vec<(u32, Label)>, bool) {
+    fn find_blocks(&self, remains: &SegmentRemains) -> (Vec<(u32, Label)>, bool) {
         let listed = remains.trailer.and_then(|trailer| self.listed(remains.segment, &trailer));
         listed.map_or_else(
             || {
@@ -161,14 +161,14 @@ impl Recovery {
         let first = layout.segment_units().checked_sub(units)?;
         let len = (units - 1) as usize * layout.unit();
         let mut buffer = Buffer::new(len).ok()?;
-        let entries = self.read(&mut buffer, len, layout.offset(segment, first)).ok()?;
+        let entries = self.read_range(&mut buffer, len, layout.offset(segment, first)).ok()?;
         let entries = &entries[..trailer.count as usize * ENTRY_BYTES];
         trailer.lists(entries).then(|| format::read_entries(entries).collect())
     }
 
     /// Appends the blocks whose headers lie in the segment. A torn header hides none behind it: every unit is
     /// looked at.
-    fn scan(&self, remains: &Remains, blocks: &mut Vec<(u32, Label)>) -> Result<(), Errno> {
+    fn scan(&self, remains: &SegmentRemains, blocks: &mut Vec<(u32, Label)>) -> Result<(), Errno> {
         let layout = &self.layout;
         let window = (WINDOW_BYTES / layout.unit_bytes).max(1) as u32;
         let mut buffer = Buffer::new(window as usize * layout.unit())?;
@@ -179,11 +179,11 @@ impl Recovery {
             }
             let units = window.min(layout.segment_units() - unit);
             let at = layout.offset(remains.segment, unit);
-            let bytes = self.read(&mut buffer, units as usize * layout.unit(), at)?;
+            let bytes = self.read_range(&mut buffer, units as usize * layout.unit(), at)?;
             let end = unit + units;
             while unit < end {
                 let skip = (units - (end - unit)) as usize * layout.unit();
-                let header = Header::read(&bytes[skip..skip + layout.unit()], layout.id);
+                let header = Header::read_unit(&bytes[skip..skip + layout.unit()], layout.id);
                 let here = |header: &Header| {
                     header.place.segment == remains.segment
                         && header.place.unit == unit
@@ -201,7 +201,7 @@ impl Recovery {
         Ok(())
     }
 
-    fn seal(&self, remains: &Remains, blocks: &[(u32, Label)]) -> Result<(), Errno> {
+    fn seal(&self, remains: &SegmentRemains, blocks: &[(u32, Label)]) -> Result<(), Errno> {
         let mut entries = Vec::with_capacity(blocks.len() * ENTRY_BYTES);
         blocks.iter().for_each(|(unit, label)| format::push_entry(&mut entries, *unit, label));
         let (buffer, at) = self.layout.footer(remains.segment, remains.sequence, &entries)?;

@@ -17,7 +17,8 @@ use shm_protocol::random::mix_bits;
 use shm_protocol::region::{Access, Region};
 use tiers::dram::{self, Dram};
 use tiers::ssd::{
-    Backend, Config, Device, Ended, FaultKind, Log, Missing, Opened, Refused, Stats, Ticket, Up,
+    Backend, DeviceEvent, EndedJob, FaultKind, LogConfig, LogRefusal, LogStats, Missing, OpenedDevice,
+    SegmentLog, SsdDevice, Ticket,
 };
 
 pub(crate) const NAMESPACE: NamespaceDigest = NamespaceDigest([7; 16]);
@@ -44,16 +45,16 @@ fn backend() -> Backend {
 
 /// The pool, log and devices.
 pub(crate) struct Rig {
-    pub(crate) log: Log,
+    pub(crate) log: SegmentLog,
     /// Judges blocks; it keeps none.
     dram: Dram,
     /// True if room is made for each block, as the sidecar does.
     pub(crate) makes_room: bool,
-    pub(crate) devices: Vec<Device>,
+    pub(crate) devices: Vec<SsdDevice>,
     pub(crate) notes: Vec<String>,
     pool: Arc<Region>,
     free: Vec<SlotRef>,
-    ups: Receiver<Up>,
+    ups: Receiver<DeviceEvent>,
     began: Instant,
     /// Milliseconds added to the clock.
     pub(crate) ahead_ms: u64,
@@ -115,13 +116,13 @@ impl Rig {
     pub(crate) fn new(plan: &Plan) -> Self {
         Self::start(plan, |opened, number, pool, ups| {
             let wanted = Some(plan.backend);
-            Device::start(opened, number, pool, wanted, move |up| drop(ups.send(up))).unwrap()
+            SsdDevice::start(opened, number, pool, wanted, move |up| drop(ups.send(up))).unwrap()
         })
     }
 
     pub(crate) fn start(
         plan: &Plan,
-        mut start: impl FnMut(Opened, usize, Arc<Region>, Sender<Up>) -> Device,
+        mut start: impl FnMut(OpenedDevice, usize, Arc<Region>, Sender<DeviceEvent>) -> SsdDevice,
     ) -> Self {
         let bytes = SEGMENT_ALIGN + plan.slot_bytes * plan.slots;
         let fd = rustix::fs::memfd_create("rig", MemfdFlags::CLOEXEC).unwrap();
@@ -130,14 +131,14 @@ impl Rig {
         let pool = Arc::new(Region::map(fd.as_fd(), bytes as usize, Access::ReadWrite).unwrap());
         let slot = |at| SlotRef { offset: SEGMENT_ALIGN + at * plan.slot_bytes, generation: at };
         let (sender, ups) = channel();
-        let opened: Vec<Opened> = plan
+        let opened: Vec<OpenedDevice> = plan
             .devices
             .iter()
-            .map(|(path, bytes)| Opened::open(path, *bytes, Missing::Create).unwrap())
+            .map(|(path, bytes)| OpenedDevice::open(path, *bytes, Missing::Create).unwrap())
             .collect();
-        let notes = opened.iter().filter_map(Opened::given_up).map(ToString::to_string).collect();
-        let log = Log::new(Config {
-            devices: opened.iter().map(Opened::geometry).collect(),
+        let notes = opened.iter().filter_map(OpenedDevice::given_up).map(ToString::to_string).collect();
+        let log = SegmentLog::new(LogConfig {
+            devices: opened.iter().map(OpenedDevice::geometry).collect(),
             write_bytes_max: 16 << 20,
             late_ms: plan.late_ms,
         });
@@ -149,8 +150,12 @@ impl Rig {
         let began = Instant::now();
         Self {
             log,
-            dram: Dram::new(dram::Config { pool_bytes: 4 << 20, segment_bytes: 4 << 20, lease_ttl_ms: 1 })
-                .unwrap(),
+            dram: Dram::new(dram::DramConfig {
+                pool_bytes: 4 << 20,
+                segment_bytes: 4 << 20,
+                lease_ttl_ms: 1,
+            })
+            .unwrap(),
             makes_room: false,
             devices: devices.collect(),
             notes,
@@ -170,19 +175,19 @@ impl Rig {
         self.began.elapsed().as_millis() as u64 + self.ahead_ms
     }
 
-    pub(crate) fn stats(&self) -> Stats {
-        self.log.stats()
+    pub(crate) fn stats(&self) -> LogStats {
+        self.log.log_stats()
     }
 
     fn post(&mut self) {
         for job in self.log.drain_jobs() {
-            self.devices[job.device].post([job]);
+            self.devices[job.device].post_jobs([job]);
         }
     }
 
     /// Hands the first device all of its jobs at once.
     pub(crate) fn post_together(&mut self) {
-        self.devices[0].post(self.log.drain_jobs());
+        self.devices[0].post_jobs(self.log.drain_jobs());
     }
 
     /// Handles reports of devices, waiting a moment for them.
@@ -195,18 +200,18 @@ impl Rig {
         self.post();
         let Ok(up) = self.ups.recv_timeout(limit) else { return };
         match up {
-            Up::Note(note) => self.notes.push(note),
-            Up::Recovered(found) => self.log.recovered(&found, |digest, _| {
+            DeviceEvent::Note(note) => self.notes.push(note),
+            DeviceEvent::Recovered(found) => self.log.recovered(&found, |digest, _| {
                 assert_eq!(digest, NAMESPACE);
                 Some(0)
             }),
-            Up::Done(done) => match self.log.done(self.now_ms(), done) {
-                Some(Ended::Written { slot, ok }) => {
+            DeviceEvent::Done(done) => match self.log.done(self.now_ms(), done) {
+                Some(EndedJob::Written { slot, ok }) => {
                     let number = self.writing.remove(&slot.generation).unwrap();
                     self.ended.insert(number, ok);
                     self.free.push(slot);
                 }
-                Some(Ended::Read { ticket, slot, ok, key }) => {
+                Some(EndedJob::Read { ticket, slot, ok, key }) => {
                     self.log.came(&key);
                     let (number, _) = self.reading[&ticket];
                     self.reading.insert(ticket, (number, slot));
@@ -248,14 +253,17 @@ impl Rig {
     }
 
     /// Begins to write a block; fails if the log refuses it.
-    pub(crate) fn begin_write(&mut self, number: u64, bytes: u64) -> Result<(), Refused> {
+    pub(crate) fn begin_write(&mut self, number: u64, bytes: u64) -> Result<(), LogRefusal> {
         self.wait("a free slot", |rig| !rig.free.is_empty());
         let slot = self.free.pop().unwrap();
         self.fill(number, bytes, slot);
         let has_room =
             !self.makes_room || self.keeps(number) || self.log.make_room(0, bytes, self.dram.judge());
-        let taken =
-            if has_room { self.log.write(key(number), NAMESPACE, bytes, slot) } else { Err(Refused::Busy) };
+        let taken = if has_room {
+            self.log.write_block(key(number), NAMESPACE, bytes, slot)
+        } else {
+            Err(LogRefusal::Busy)
+        };
         match taken {
             Ok(_) => drop(self.writing.insert(slot.generation, number)),
             Err(_) => self.free.push(slot),
@@ -279,7 +287,7 @@ impl Rig {
         loop {
             match self.begin_write(number, bytes) {
                 Ok(()) => break,
-                Err(Refused::Busy) => self.pump(),
+                Err(LogRefusal::Busy) => self.pump(),
                 Err(refused) => panic!("{number}: {refused}"),
             }
         }
@@ -320,7 +328,7 @@ impl Rig {
     pub(crate) fn begin_read(&mut self, number: u64, bytes: u32) -> Option<Ticket> {
         let slot = self.free.pop().unwrap();
         self.fill(!number, bytes.into(), slot);
-        let ticket = self.log.read(0, &key(number), slot, 1);
+        let ticket = self.log.read_block(0, &key(number), slot, 1);
         match ticket {
             Some(ticket) => drop(self.reading.insert(ticket, (number, slot))),
             None => self.free.push(slot),

@@ -240,9 +240,10 @@ fn a_block_device_is_a_log_and_its_failure_a_miss() {
     let Some((device, _attached)) = loop_device(&backing) else {
         return skipped("cannot make a loop device");
     };
-    let text = tiers::ssd::Opened::open(Path::new(&device), LOG_BYTES + 4096, tiers::ssd::Missing::Refuse)
-        .unwrap_err()
-        .to_string();
+    let text =
+        tiers::ssd::OpenedDevice::open(Path::new(&device), LOG_BYTES + 4096, tiers::ssd::Missing::Refuse)
+            .unwrap_err()
+            .to_string();
     assert!(text.contains(&format!("has only {LOG_BYTES} bytes")), "{text}");
     let plan = Plan::new(Path::new(&device), LOG_BYTES);
     drop(filled(&plan));
@@ -255,5 +256,5 @@ fn a_block_device_is_a_log_and_its_failure_a_miss() {
         assert!(!rig.read(number));
     }
     assert!(rig.faults(FaultKind::Io) >= 4 && rig.stats().devices[0].down, "{:?}", rig.stats());
-    assert_eq!(rig.begin_write(1000, BLOCK_BYTES), Err(tiers::ssd::Refused::Down));
+    assert_eq!(rig.begin_write(1000, BLOCK_BYTES), Err(tiers::ssd::LogRefusal::Down));
 }

@@ -3,12 +3,12 @@
 use std::fs;
 use std::os::unix::fs::FileExt;
 
-use tiers::ssd::{Missing, Opened};
+use tiers::ssd::{Missing, OpenedDevice};
 
 use crate::rig::{Folder, LOG_BYTES, Plan, Rig};
 
 fn refusal(path: &std::path::Path, bytes: u64) -> String {
-    Opened::open(path, bytes, Missing::Create).unwrap_err().to_string()
+    OpenedDevice::open(path, bytes, Missing::Create).unwrap_err().to_string()
 }
 
 #[test]
@@ -17,7 +17,7 @@ fn a_folder_gets_a_file_and_sizes_are_checked() {
     let text = refusal(&folder.0, LOG_BYTES - 1);
     assert!(text.contains("--ssd") && text.contains("the least is") && text.contains("raise"), "{text}");
     assert_eq!(fs::read_dir(&folder.0).unwrap().count(), 0, "nothing was made");
-    let opened = Opened::open(&folder.0, LOG_BYTES, Missing::Create).unwrap();
+    let opened = OpenedDevice::open(&folder.0, LOG_BYTES, Missing::Create).unwrap();
     assert_eq!(opened.geometry().segments, 4);
     assert_eq!(fs::metadata(folder.0.join("pillion.log")).unwrap().len(), LOG_BYTES);
     let text = refusal(&folder.0.join("none/log"), LOG_BYTES);
@@ -33,7 +33,7 @@ fn what_is_not_ours_is_not_written_over() {
         fs::write(folder.file(), text).unwrap();
         if text == b"P" {
             // Too little to be anything else than a Pillion superblock, cut.
-            assert!(Opened::open(&folder.file(), LOG_BYTES, Missing::Refuse).is_ok());
+            assert!(OpenedDevice::open(&folder.file(), LOG_BYTES, Missing::Refuse).is_ok());
             continue;
         }
         let refused = refusal(&folder.file(), LOG_BYTES);

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use clap::Args;
 use shm_protocol::pool::SEGMENT_ALIGN;
 use shm_protocol::region::Region;
-use tiers::ssd::raw::{Direction, Raw};
-use tiers::ssd::{Missing, Opened};
+use tiers::ssd::raw::{IoDirection, Raw};
+use tiers::ssd::{Missing, OpenedDevice};
 
 use super::tier::{BenchTier, TierLoad};
 use super::{BenchError, BenchFigures, GIB, ROUNDS, memory, shuffle_numbers};
@@ -37,9 +37,9 @@ pub struct DiskOptions {
 }
 
 /// A file whose name goes as soon as it is open: nothing stays behind, however this process ends.
-fn nameless(folder: &Path, name: &str, bytes: u64) -> Result<Opened, BenchError> {
+fn nameless(folder: &Path, name: &str, bytes: u64) -> Result<OpenedDevice, BenchError> {
     let file = folder.join(format!("pillion-bench-{name}-{}", std::process::id()));
-    let opened = Opened::open(&file, bytes, Missing::Create);
+    let opened = OpenedDevice::open(&file, bytes, Missing::Create);
     let removed = std::fs::remove_file(&file);
     let opened = opened?;
     removed.map_err(|error| {
@@ -50,13 +50,13 @@ fn nameless(folder: &Path, name: &str, bytes: u64) -> Result<Opened, BenchError>
 
 fn raw_run(
     raw: &mut Raw,
-    direction: Direction,
+    direction: IoDirection,
     block: u32,
     blocks: &[u64],
     clock: Clock,
 ) -> Result<f64, BenchError> {
     let began = clock.now();
-    raw.run(direction, block, (SEGMENT_ALIGN, DEPTH), blocks).map_err(|error| {
+    raw.move_blocks(direction, block, (SEGMENT_ALIGN, DEPTH), blocks).map_err(|error| {
         let problem = format!("{error}: look at the kernel's log (dmesg), or name another disk");
         BenchError::failed("direct I/O failed", problem)
     })?;
@@ -104,14 +104,14 @@ fn measure_on(options: &DiskOptions, load: TierLoad, pool: &Arc<Region>) -> Resu
     // What was never written is slower to write.
     let fills = 2;
     tier.write_blocks(TierLoad { count: fills * load.count, ..load }, 0)?;
-    raw_run(&mut raw, Direction::Write, block, &written, clock)?;
+    raw_run(&mut raw, IoDirection::Write, block, &written, clock)?;
     let gib_s = |seconds: f64| (load.block_bytes * load.count) as f64 / GIB / seconds;
     let (mut limits, mut own, mut times) = ([vec![], vec![]], [vec![], vec![]], vec![]);
     for round in 0..ROUNDS as u64 {
         let first = (fills + round) * load.count;
-        limits[0].push(gib_s(raw_run(&mut raw, Direction::Write, block, &written, clock)?));
+        limits[0].push(gib_s(raw_run(&mut raw, IoDirection::Write, block, &written, clock)?));
         own[0].push(gib_s(tier.write_blocks(load, first)?.seconds));
-        limits[1].push(gib_s(raw_run(&mut raw, Direction::Read, block, &read, clock)?));
+        limits[1].push(gib_s(raw_run(&mut raw, IoDirection::Read, block, &read, clock)?));
         let reads = tier.read_blocks(load, first)?;
         own[1].push(gib_s(reads.seconds));
         times.push(reads);

@@ -9,7 +9,9 @@ use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::pool::{SEGMENT_ALIGN, SlotRef};
 use shm_protocol::random::Random;
 use shm_protocol::region::Region;
-use tiers::ssd::{Backend, Config, Device, Ended, Log, Opened, Refused, Up};
+use tiers::ssd::{
+    Backend, DeviceEvent, EndedJob, LogConfig, LogRefusal, OpenedDevice, SegmentLog, SsdDevice,
+};
 
 use super::{BenchError, shuffle_numbers};
 use sidecar::system::clock::{self, Clock};
@@ -37,9 +39,9 @@ pub struct Times {
 /// The tier, and a clock.
 #[derive(Debug)]
 pub struct BenchTier {
-    pub log: Log,
-    device: Device,
-    ups: Receiver<Up>,
+    pub log: SegmentLog,
+    device: SsdDevice,
+    ups: Receiver<DeviceEvent>,
     free: Vec<SlotRef>,
     clock: Clock,
     /// When each slot's job began.
@@ -60,14 +62,14 @@ impl BenchTier {
     /// On an opened device, whose earlier blocks have been found when this returns. Slots are those of `pool`, from its second
     /// segment on.
     pub fn start_device(
-        opened: Opened,
+        opened: OpenedDevice,
         pool: &Arc<Region>,
         wanted: Option<Backend>,
     ) -> Result<Self, BenchError> {
         let devices = vec![opened.geometry()];
-        let log = Log::new(Config { devices, write_bytes_max: WRITE_BYTES_MAX, late_ms: LATE_MS });
+        let log = SegmentLog::new(LogConfig { devices, write_bytes_max: WRITE_BYTES_MAX, late_ms: LATE_MS });
         let (sender, ups) = channel();
-        let device = Device::start(opened, 0, Arc::clone(pool), wanted, move |up| drop(sender.send(up)))?;
+        let device = SsdDevice::start(opened, 0, Arc::clone(pool), wanted, move |up| drop(sender.send(up)))?;
         let mut tier = Self {
             log,
             device,
@@ -77,7 +79,7 @@ impl BenchTier {
             since: HashMap::new(),
             blocks_us: Vec::new(),
         };
-        while tier.log.stats().devices[0].recovering {
+        while tier.log.log_stats().devices[0].recovering {
             tier.pump()?;
         }
         Ok(tier)
@@ -95,16 +97,16 @@ impl BenchTier {
         while let Ok(up) = self.ups.try_recv() {
             self.take_event(up)?;
         }
-        self.device.post(self.log.drain_jobs());
+        self.device.post_jobs(self.log.drain_jobs());
         Ok(())
     }
 
-    fn take_event(&mut self, up: Up) -> Result<(), BenchError> {
+    fn take_event(&mut self, up: DeviceEvent) -> Result<(), BenchError> {
         match up {
-            Up::Note(note) => tracing::warn!("{note}"),
-            Up::Recovered(found) => self.log.recovered(&found, |_, _| Some(0)),
-            Up::Done(done) => {
-                if let Some(Ended::Written { slot, ok } | Ended::Read { slot, ok, .. }) =
+            DeviceEvent::Note(note) => tracing::warn!("{note}"),
+            DeviceEvent::Recovered(found) => self.log.recovered(&found, |_, _| Some(0)),
+            DeviceEvent::Done(done) => {
+                if let Some(EndedJob::Written { slot, ok } | EndedJob::Read { slot, ok, .. }) =
                     self.log.done(self.now_ms(), done)
                 {
                     if !ok {
@@ -127,7 +129,7 @@ impl BenchTier {
     fn run_load(
         &mut self,
         load: TierLoad,
-        mut begin: impl FnMut(&mut Log, u64, SlotRef) -> Result<bool, BenchError>,
+        mut begin: impl FnMut(&mut SegmentLog, u64, SlotRef) -> Result<bool, BenchError>,
     ) -> Result<Times, BenchError> {
         let slot = |at| SlotRef { offset: SEGMENT_ALIGN + at * load.block_bytes, generation: 0 };
         self.free = (0..load.depth).map(slot).collect();
@@ -144,7 +146,7 @@ impl BenchTier {
                 self.since.insert(slot.offset, self.clock.now());
                 next += 1;
             }
-            self.device.post(self.log.drain_jobs());
+            self.device.post_jobs(self.log.drain_jobs());
             self.pump()?;
         }
         let seconds = (self.clock.now() - began).as_secs_f64();
@@ -154,12 +156,12 @@ impl BenchTier {
     /// Writes blocks that are numbered from `first` on.
     pub fn write_blocks(&mut self, load: TierLoad, first: u64) -> Result<Times, BenchError> {
         self.run_load(load, |log, number, slot| {
-            match log.write(make_key(first + number), NAMESPACE, load.block_bytes, slot) {
+            match log.write_block(make_key(first + number), NAMESPACE, load.block_bytes, slot) {
                 Ok(_) => Ok(true),
-                Err(Refused::Busy) => Ok(false),
+                Err(LogRefusal::Busy) => Ok(false),
                 Err(refused) => {
                     let remedy = match refused {
-                        Refused::TooLarge => "raise --size, or lower --block-size",
+                        LogRefusal::TooLarge => "raise --size, or lower --block-size",
                         _ => "look at the kernel's log (dmesg), or name another disk",
                     };
                     Err(BenchError::failed("a block was not accepted", format!("{refused}: {remedy}")))
@@ -172,7 +174,7 @@ impl BenchTier {
     pub fn read_blocks(&mut self, load: TierLoad, first: u64) -> Result<Times, BenchError> {
         let order = shuffle_numbers(first..first + load.count);
         self.run_load(load, |log, number, slot| {
-            match log.read(0, &make_key(order[number as usize]), slot, 1) {
+            match log.read_block(0, &make_key(order[number as usize]), slot, 1) {
                 Some(_) => Ok(true),
                 None => {
                     let problem = "its segment was reused before it was read: raise --size";

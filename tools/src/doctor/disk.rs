@@ -18,7 +18,7 @@ pub(super) fn check_disk(disk: &Disk) -> Finding {
     };
     let file = match disks::locate(disk) {
         Ok(file) => file,
-        Err(tiers::Error::Device { problem, remedy, .. }) => return bad(problem, &remedy),
+        Err(tiers::TierError::Device { problem, remedy, .. }) => return bad(problem, &remedy),
         Err(error) => return bad(error.to_string(), "pass another path"),
     };
     let stat = rustix::fs::stat(&file).ok();

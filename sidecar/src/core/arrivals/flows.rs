@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use mesh::transport::PeerNumber;
-use tiers::ssd::Pace;
+use tiers::ssd::ReadPace;
 
 /// Milliseconds of progress for a rate, and for the rate of a late source: the worst pauses of a cloud disk
 /// take a second.
@@ -31,7 +31,7 @@ pub(in crate::core) enum SourceLane {
 pub(in crate::core) struct Flow {
     begun: u64,
     ended: u64,
-    pace: Pace,
+    pace: ReadPace,
     /// Times of ends, and the ended bytes.
     marks: VecDeque<(u64, u64)>,
     moved_ms: u64,
@@ -89,7 +89,7 @@ impl Flow {
     fn end_bytes(&mut self, bytes: u64, moved: bool, now_ms: u64) {
         self.ended += bytes;
         self.idle_ms = (self.waiting() == 0).then_some(now_ms);
-        self.pace.ended(bytes, moved, now_ms);
+        self.pace.end_read(bytes, moved, now_ms);
         if !moved {
             return;
         }

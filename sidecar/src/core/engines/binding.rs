@@ -9,7 +9,7 @@ use std::sync::Arc;
 use shm_protocol::key::NamespaceDigest;
 use shm_protocol::namespace;
 use shm_protocol::session::Bound;
-use tiers::dram::Whose;
+use tiers::dram::BlockAccount;
 
 use super::{Binding, Engines, Form, Service, ServiceEvent, SessionId, Violation, Worker};
 use crate::core::Action;
@@ -71,7 +71,7 @@ impl Engines {
         let scheduler = &self[session];
         let Form { shard_bytes, shards, parentless, .. } = scheduler.form.expect("a rank has joined");
         let digest = scheduler.salt.map_or(base, |salt| namespace::salt_namespace(base, salt));
-        let whose = Whose { holder: scheduler.holder, quota: cx.quotas.of(base) };
+        let whose = BlockAccount { holder: scheduler.holder, quota: cx.quotas.of(base) };
         // Without another cache group, a hit of the engine needs all blocks.
         let parentless = parentless && scheduler.is_group();
         let mut binding = Binding { base, digest, namespace: 0, whose, shard_bytes, shards, parentless };

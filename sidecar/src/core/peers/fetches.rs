@@ -258,7 +258,7 @@ impl Tier for Peers {
         let (Wanted { key, slot }, of) = self.end(&end, cx);
         let read = ReadEnd { key, slot, since: of.since, checksum: end.result.ok() };
         let Err(fault) = end.result else {
-            self.pace.ended(of.bytes.into(), true, cx.now_ms);
+            self.pace.end_read(of.bytes.into(), true, cx.now_ms);
             self.stats.fetched_blocks += 1;
             self.stats.fetched_bytes += u64::from(of.bytes);
             return Some(read);
@@ -266,7 +266,7 @@ impl Tier for Peers {
         self.stats.faults[stats::index(fault)] += 1;
         let may_ask = of.tried.len() + 1 < HOLDERS_MAX && cx.now_ms < of.until_ms && !cx.draining;
         if !may_ask || !cx.arrivals.is_wished(&key, waits) {
-            self.pace.ended(of.bytes.into(), false, cx.now_ms);
+            self.pace.end_read(of.bytes.into(), false, cx.now_ms);
             return Some(read);
         }
         let (_, failed) = self.again.0.entry(end.ticket).or_insert_with(|| (of, BTreeMap::new()));
@@ -292,7 +292,7 @@ impl Tier for Peers {
                     break;
                 }
             }
-            failed.iter().for_each(|_| self.pace.ended(of.bytes.into(), false, cx.now_ms));
+            failed.iter().for_each(|_| self.pace.end_read(of.bytes.into(), false, cx.now_ms));
             let end = |Wanted { key, slot }| ReadEnd { key, slot, since: of.since, checksum: None };
             left.extend(failed.into_iter().map(end));
         }

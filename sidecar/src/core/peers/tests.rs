@@ -20,7 +20,7 @@ use shm_protocol::message::Status;
 use shm_protocol::pool::SlotRef;
 use shm_protocol::request::{LogKeys, Query, SchedulerRequest};
 use shm_protocol::source::Source;
-use tiers::dram::{self, Dram, Whose};
+use tiers::dram::{self, BlockAccount, Dram};
 
 use super::*;
 use crate::core::namespaces::Space;
@@ -66,7 +66,7 @@ impl Scene {
     /// An engine with this wait of its requests for a producer.
     fn waiting(miss_wait_ms: Option<u32>) -> Self {
         let pool_bytes = POOL_SEGMENT * POOL_SEGMENTS;
-        let config = dram::Config { pool_bytes, segment_bytes: POOL_SEGMENT, lease_ttl_ms: 10_000 };
+        let config = dram::DramConfig { pool_bytes, segment_bytes: POOL_SEGMENT, lease_ttl_ms: 10_000 };
         let peers = peer_tier(Directory::new(Config::default()));
         let core = Core::new(Dram::new(config).unwrap(), &[], [peers]);
         let mut engine = Harness::waiting(core, 1, BLOCK_BYTES, miss_wait_ms);
@@ -623,7 +623,7 @@ fn what_a_peer_was_sent_is_not_kept_for_another_engine_any_longer() {
     let Context { namespaces, kept, dram, now_ms, .. } = &mut scene.engine.core.base.cx;
     let space = Space { digest: NAMESPACE, block_bytes: BLOCK_BYTES };
     let namespace = namespaces.known(space).unwrap();
-    let computes = Whose { holder: dram.enter(), quota: None };
+    let computes = BlockAccount { holder: dram.enter_holder(), quota: None };
     let keys = [0, 1].map(|n| BlockKey { namespace, group: 0, hash: hash(n) });
     keys.iter().for_each(|key| kept.keep(key, computes, None, *now_ms, dram));
     scene.hear(Heard::Asked { ask: 1, peer: A, blocks: vec![label(0), label(1)] });

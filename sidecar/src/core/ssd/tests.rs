@@ -15,7 +15,7 @@ use shm_protocol::pool::SlotRef;
 use shm_protocol::request::{LogKeys, Query, SchedulerRequest};
 use shm_protocol::source::Source;
 use tiers::dram::{self, Dram, HolderId};
-use tiers::ssd::{Config, Fault, Geometry, Label, Work};
+use tiers::ssd::{DeviceGeometry, DeviceWork, JobFault, Label, LogConfig};
 
 use super::*;
 use crate::core::tests::announcements::Follower;
@@ -32,7 +32,7 @@ const DRAM_BLOCKS: u32 = 7 * POOL_SEGMENTS as u32;
 /// An engine over a small pool and one device.
 struct Scene {
     engine: Harness,
-    jobs: VecDeque<ssd::Job>,
+    jobs: VecDeque<ssd::DeviceJob>,
     op: u64,
     /// Slots of answers, by key of the log.
     refs: BTreeMap<u32, SlotRef>,
@@ -40,9 +40,11 @@ struct Scene {
 
 fn core(admission: SsdAdmission) -> Core {
     let pool_bytes = POOL_SEGMENT * POOL_SEGMENTS;
-    let config = dram::Config { pool_bytes, segment_bytes: POOL_SEGMENT, lease_ttl_ms: 10_000 };
-    let geometry = Geometry { unit_bytes: 4096, segment_bytes: 4 << 20, segments: 64, first_sequence: 1 };
-    let log = Log::new(Config { devices: vec![geometry], write_bytes_max: 1 << 20, late_ms: 10_000 });
+    let config = dram::DramConfig { pool_bytes, segment_bytes: POOL_SEGMENT, lease_ttl_ms: 10_000 };
+    let geometry =
+        DeviceGeometry { unit_bytes: 4096, segment_bytes: 4 << 20, segments: 64, first_sequence: 1 };
+    let log =
+        SegmentLog::new(LogConfig { devices: vec![geometry], write_bytes_max: 1 << 20, late_ms: 10_000 });
     Core::new(Dram::new(config).unwrap(), &[], [disk_tier(log, admission)])
 }
 
@@ -123,18 +125,18 @@ impl Scene {
         }
     }
 
-    fn end(&mut self, job: ssd::Job, result: Result<(), Fault>) {
-        let done = Done { device: 0, ticket: job.ticket, micros: 1, result };
+    fn end(&mut self, job: ssd::DeviceJob, result: Result<(), JobFault>) {
+        let done = JobDone { device: 0, ticket: job.ticket, micros: 1, result };
         self.event(Event::Transferred { tier: 0, ends: vec![JobEnd::Disk(done)] });
     }
 
-    fn end_well(&mut self, jobs: Vec<ssd::Job>) {
+    fn end_well(&mut self, jobs: Vec<ssd::DeviceJob>) {
         jobs.into_iter().for_each(|job| self.end(job, Ok(())));
     }
 
     /// Takes the reads out of the jobs.
-    fn reads(&mut self) -> Vec<ssd::Job> {
-        let is_read = |job: &ssd::Job| matches!(job.work, Work::Read { .. });
+    fn reads(&mut self) -> Vec<ssd::DeviceJob> {
+        let is_read = |job: &ssd::DeviceJob| matches!(job.work, DeviceWork::Read { .. });
         let reads = self.jobs.iter().copied().filter(is_read).collect();
         self.jobs.retain(|job| !is_read(job));
         reads
@@ -324,7 +326,7 @@ fn a_read_that_fails_ends_the_run_there() {
     let reads = scene.reads();
     scene.engine.out.clear();
     scene.end(reads[0], Ok(()));
-    scene.end(reads[1], Err(Fault::Corrupt("checksum")));
+    scene.end(reads[1], Err(JobFault::Corrupt("checksum")));
     assert!(scene.engine.out.iter().any(|action| matches!(action, Action::FreeSlot { .. })));
     scene.end(reads[2], Ok(()));
     assert_eq!(scene.answers(), [(op, Status::Ok, 1)]);
@@ -609,10 +611,10 @@ fn overwhelm(scene: &mut Scene) {
     let ssd: &mut Ssd = base.sources.tier_mut().unwrap();
     let (log, slot) = (&mut ssd.log, SlotRef { offset: 0, generation: 1 });
     let key = BlockKey { namespace, group: 0, hash: hash(0) };
-    let tickets: Vec<Ticket> = (0..2_000).map_while(|_| log.read(now_ms, &key, slot, 1)).collect();
+    let tickets: Vec<Ticket> = (0..2_000).map_while(|_| log.read_block(now_ms, &key, slot, 1)).collect();
     for (ticket, second) in tickets.iter().zip(1..=3) {
-        log.done(now_ms + 1_000 * second, Done { device: 0, ticket: *ticket, micros: 1, result: Ok(()) });
+        log.done(now_ms + 1_000 * second, JobDone { device: 0, ticket: *ticket, micros: 1, result: Ok(()) });
     }
-    assert!(log.read(now_ms, &key, slot, 1).is_none());
+    assert!(log.read_block(now_ms, &key, slot, 1).is_none());
     log.drain_jobs().for_each(drop);
 }

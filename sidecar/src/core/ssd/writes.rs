@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 use shm_protocol::key::BlockKey;
 use shm_protocol::pool::SlotRef;
 use tiers::dram::{Dram, HolderId, Leaving};
-use tiers::ssd::Refused;
+use tiers::ssd::LogRefusal;
 
 use super::super::namespaces::Binding;
 use super::Ssd;
@@ -92,12 +92,12 @@ impl Ssd {
 
     /// Asks DRAM for its next evictions, once half of its last answer may be gone.
     fn look_ahead(&mut self, dram: &Dram) {
-        if dram.generation() < self.look_at {
+        if dram.next_generation() < self.look_at {
             return;
         }
         let mut leaving = Vec::new();
         dram.next_out(dram.config().pool_bytes / AHEAD_PART, AHEAD_MAX, &mut leaving);
-        self.look_at = dram.generation() + (leaving.len() as u64 / 2).max(1);
+        self.look_at = dram.next_generation() + (leaving.len() as u64 / 2).max(1);
         let admitted =
             |block: &Leaving| self.admission == SsdAdmission::All || block.standing.was_used_again();
         self.leaving = leaving.into_iter().filter(admitted).collect();
@@ -106,7 +106,7 @@ impl Ssd {
     /// Begins to write a block, unless a disk keeps it.
     fn write(&mut self, key: &BlockKey, bytes: u64, dram: &mut Dram) -> Next {
         // A namespace beyond the limit has no number.
-        let Some(digest) = self.log.digest(key.namespace) else { return Next::Over };
+        let Some(digest) = self.log.namespace_digest(key.namespace) else { return Next::Over };
         if self.log.came(key) {
             return Next::Over;
         }
@@ -115,21 +115,21 @@ impl Ssd {
             return Next::Over;
         };
         let written = match self.log.make_room(key.namespace, bytes, dram.judge()) {
-            true => self.log.write(*key, digest, bytes, slot),
-            false => Err(Refused::Present),
+            true => self.log.write_block(*key, digest, bytes, slot),
+            false => Err(LogRefusal::Present),
         };
         match written {
             Ok(_) => {
                 self.writing += 1;
                 return Next::Over;
             }
-            Err(Refused::Busy) => {}
-            Err(Refused::Down) => self.stats.dropped_down += 1,
-            Err(Refused::TooLarge) => self.stats.dropped_too_large += 1,
-            Err(Refused::Present) => {}
+            Err(LogRefusal::Busy) => {}
+            Err(LogRefusal::Down) => self.stats.dropped_down += 1,
+            Err(LogRefusal::TooLarge) => self.stats.dropped_too_large += 1,
+            Err(LogRefusal::Present) => {}
         }
         dram.unhold(slot, HolderId::NOBODY);
-        if written == Err(Refused::Busy) { Next::Later } else { Next::Over }
+        if written == Err(LogRefusal::Busy) { Next::Later } else { Next::Over }
     }
 
     /// Has all blocks of DRAM written, the best first.

@@ -11,13 +11,14 @@ const BLOCKS: u32 = 9;
 
 /// An engine over a pool with keys `0..BLOCKS` of an earlier life.
 fn adopted() -> Harness {
-    let config = Config { pool_bytes: 4 * SEGMENT, segment_bytes: SEGMENT, lease_ttl_ms: 1000 };
+    let config = DramConfig { pool_bytes: 4 * SEGMENT, segment_bytes: SEGMENT, lease_ttl_ms: 1000 };
     let mut core = Core::new(Dram::unopened(config, 50).unwrap(), &[], []);
     for segment in 0..BLOCKS / 3 {
         let block =
             |n| SlotRemains::Block { generation: 1, namespace: NAMESPACE, group: GROUP, hash: hash(n) };
         let remains = (segment * 3..segment * 3 + 3).map(block).collect();
-        let opened = Opened::Used { segment: segment.into(), block_bytes: BLOCK_BYTES, first: 0, remains };
+        let opened =
+            OpenedSegment::Used { segment: segment.into(), block_bytes: BLOCK_BYTES, first: 0, remains };
         core.handle(Duration::ZERO, Event::Opened(opened), &mut Vec::new());
     }
     // The verification of the first two was begun before any look at the actions.

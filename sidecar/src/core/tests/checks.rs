@@ -3,7 +3,7 @@
 use mesh::digest::Digest;
 use mesh::directory::{self, Directory, Filter};
 use mesh::transport::{Fetch, PeerNumber};
-use tiers::ssd::{self, Config, Done, Geometry, Log, Work};
+use tiers::ssd::{self, DeviceGeometry, DeviceWork, JobDone, LogConfig, SegmentLog};
 
 use super::*;
 use crate::compare::{Difference, Number};
@@ -340,8 +340,10 @@ fn most_engines_are_believed_and_then_the_namespace_begins_anew() {
 #[test]
 fn what_engines_disagree_about_is_found_by_no_later_life_and_nothing_of_before_comes_back() {
     let mut engine = Harness::keeping(1, 2);
-    let geometry = Geometry { unit_bytes: 4096, segment_bytes: 4 << 20, segments: 8, first_sequence: 7 };
-    let log = Log::new(Config { devices: vec![geometry; 2], write_bytes_max: 1 << 20, late_ms: 1000 });
+    let geometry =
+        DeviceGeometry { unit_bytes: 4096, segment_bytes: 4 << 20, segments: 8, first_sequence: 7 };
+    let log =
+        SegmentLog::new(LogConfig { devices: vec![geometry; 2], write_bytes_max: 1 << 20, late_ms: 1000 });
     let base = &mut engine.core.base;
     let binding = base.engines[SCHEDULER].binding().unwrap();
     // Nothing of the namespace was written yet: only memory has it, and would write it later.
@@ -367,17 +369,17 @@ impl Harness {
     /// Ends the jobs by which both disks note the bounds of distrust, one after the other.
     fn end_distrust(&mut self, namespace: NamespaceDigest, bounds: Vec<u64>) {
         for before in bounds {
-            let jobs: Vec<ssd::Job> =
+            let jobs: Vec<ssd::DeviceJob> =
                 self.take(taken!(Action::Transfer { job: TierJob::Disk(job), .. } => job)).collect();
-            let work: Vec<Work> = jobs.iter().map(|job| job.work).collect();
+            let work: Vec<DeviceWork> = jobs.iter().map(|job| job.work).collect();
             assert_eq!(
                 work,
-                [Work::Distrust { namespace, before }; 2],
+                [DeviceWork::Distrust { namespace, before }; 2],
                 "each disk notes one bound after the other"
             );
             assert!(self.core.busy(), "an orderly end waits for it");
-            for ssd::Job { device, ticket, .. } in jobs {
-                let done = Done { device, ticket, micros: 1, result: Ok(()) };
+            for ssd::DeviceJob { device, ticket, .. } in jobs {
+                let done = JobDone { device, ticket, micros: 1, result: Ok(()) };
                 self.event(Event::Transferred { tier: 0, ends: vec![JobEnd::Disk(done)] });
             }
         }

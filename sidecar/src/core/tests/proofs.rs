@@ -143,7 +143,7 @@ fn nobody_is_the_first_where_blocks_may_be_that_are_not_known_of() {
         engine.begin_unproven(1);
         engine
     };
-    let config = Config { pool_bytes: 64 << 20, segment_bytes: 2 << 20, lease_ttl_ms: 1000 };
+    let config = DramConfig { pool_bytes: 64 << 20, segment_bytes: 2 << 20, lease_ttl_ms: 1000 };
     let core = |tier| Core::new(Dram::new(config).unwrap(), &[], tier);
     let peers = peer_tier(Directory::new(directory::Config::default()));
     assert_eq!(unproven(core(Some(peers))).save_new(1, 1).unproven, 4, "peers may have some");
@@ -160,10 +160,14 @@ fn nobody_is_the_first_where_blocks_may_be_that_are_not_known_of() {
     assert_eq!(unproven(lacking).save_new(1, 1).unproven, 4, "a disk that was left out may hold some");
 
     for unreadable in [true, false] {
-        let geometry =
-            tiers::ssd::Geometry { unit_bytes: 4096, segment_bytes: 4 << 20, segments: 8, first_sequence: 7 };
-        let over = tiers::ssd::Config { devices: vec![geometry], write_bytes_max: 1 << 20, late_ms: 1000 };
-        let log = tiers::ssd::Log::new(over);
+        let geometry = tiers::ssd::DeviceGeometry {
+            unit_bytes: 4096,
+            segment_bytes: 4 << 20,
+            segments: 8,
+            first_sequence: 7,
+        };
+        let over = tiers::ssd::LogConfig { devices: vec![geometry], write_bytes_max: 1 << 20, late_ms: 1000 };
+        let log = tiers::ssd::SegmentLog::new(over);
         let mut engine = unproven(core(Some(disk_tier(log, SsdAdmission::All))));
         assert_eq!(engine.save_new(1, 1).unproven, 4, "the disk is still being read");
         let all = Recovered {
@@ -182,7 +186,7 @@ fn nobody_is_the_first_where_blocks_may_be_that_are_not_known_of() {
 
     let mut engine = unproven(Core::new(Dram::unopened(config, 0).unwrap(), &[], []));
     let kept = SlotRemains::Block { generation: 1, namespace: NAMESPACE, hash: hash(7), group: 0 };
-    let used = Opened::Used { segment: 0, block_bytes: SHARD_BYTES, first: 0, remains: vec![kept] };
+    let used = OpenedSegment::Used { segment: 0, block_bytes: SHARD_BYTES, first: 0, remains: vec![kept] };
     engine.event(Event::Opened(used));
     assert_eq!(engine.save_new(1, 1).unproven, 4, "an earlier life has left a block");
 }

@@ -56,13 +56,13 @@ fn every_salt_counts_to_its_engine_s_quota() {
 
 #[test]
 fn adopted_blocks_count() {
-    let config = Config { pool_bytes: 4 << 20, segment_bytes: 2 << 20, lease_ttl_ms: 1000 };
+    let config = DramConfig { pool_bytes: 4 << 20, segment_bytes: 2 << 20, lease_ttl_ms: 1000 };
     let quotas = ["c19a797f=16KiB", "others=1GiB"].map(|quota| quota.parse().unwrap());
     let mut core = Core::new(Dram::unopened(config, 50).unwrap(), &quotas, []);
     let block = |namespace, n| SlotRemains::Block { generation: 1, namespace, group: GROUP, hash: hash(n) };
     let remains =
         (0..10).map(|n| block(if n < 6 { NAMESPACE } else { NamespaceDigest([2; 16]) }, n)).collect();
-    let used_segment = Opened::Used { segment: 0, block_bytes: SHARD_BYTES, first: 0, remains };
+    let used_segment = OpenedSegment::Used { segment: 0, block_bytes: SHARD_BYTES, first: 0, remains };
     core.handle(Duration::ZERO, Event::Opened(used_segment), &mut Vec::new());
     assert_eq!(core.quotas_used().collect::<Vec<_>>(), [6 * SHARD_BYTES, 4 * SHARD_BYTES]);
 }

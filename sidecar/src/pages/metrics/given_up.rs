@@ -1,7 +1,7 @@
 //! Files of earlier sidecars whose blocks were all dropped at the start.
 
 use prometheus::Registry;
-use tiers::given_up::Cause;
+use tiers::given_up::GivenUpCause;
 
 use super::figures::counters;
 
@@ -21,11 +21,13 @@ shm_protocol::named! {
 /// Registers and counts the files; all are known at the start.
 pub fn count(
     registry: &Registry,
-    given_up: impl Iterator<Item = (File, Cause)>,
+    given_up: impl Iterator<Item = (File, GivenUpCause)>,
 ) -> Result<(), prometheus::Error> {
     let files = counters(registry, "files_given_up_total", HELP, &["file", "reason"])?;
     for file in File::ALL {
-        Cause::ALL.iter().for_each(|cause| files.with_label_values(&[file.name(), cause.name()]).inc_by(0));
+        GivenUpCause::ALL
+            .iter()
+            .for_each(|cause| files.with_label_values(&[file.name(), cause.name()]).inc_by(0));
     }
     given_up.for_each(|(file, cause)| files.with_label_values(&[file.name(), cause.name()]).inc());
     Ok(())
@@ -38,7 +40,11 @@ mod tests {
     #[test]
     fn every_reason_is_there_and_each_file_is_counted() {
         let registry = Registry::new();
-        let given_up = [(File::Ssd, Cause::Version), (File::Pool, Cause::Sizes), (File::Ssd, Cause::Version)];
+        let given_up = [
+            (File::Ssd, GivenUpCause::Version),
+            (File::Pool, GivenUpCause::Sizes),
+            (File::Ssd, GivenUpCause::Version),
+        ];
         count(&registry, given_up.into_iter()).unwrap();
         let text = prometheus::TextEncoder::new().encode_to_string(&registry.gather()).unwrap();
         for line in [

@@ -142,7 +142,7 @@ mod tests {
             DeviceStats { blocks: 3, down: true, faults, ..DeviceStats::default() },
             DeviceStats { written_bytes_total: 5, ..DeviceStats::default() },
         ];
-        let log = ssd::Stats { devices, ..ssd::Stats::default() };
+        let log = ssd::LogStats { devices, ..ssd::LogStats::default() };
         let stats = SsdStats { log, dropped_evicted: 4, ..SsdStats::default() };
         metrics.publish(&stats);
         metrics.publish(&stats);

@@ -11,7 +11,10 @@ use shm_protocol::key::NamespaceDigest;
 use shm_protocol::region::Region;
 use sidecar::config::SsdAdmission;
 use sidecar::core::{Direction, NewTier, Piece, disk_tier};
-use tiers::ssd::{Config, Done, Fault, Geometry, Job, Label, Log, Place, Recovered, Work};
+use tiers::ssd::{
+    DeviceGeometry, DeviceJob, DevicePlace, DeviceWork, JobDone, JobFault, Label, LogConfig, Recovered,
+    SegmentLog,
+};
 
 use crate::ctx::{Ctx, Micros};
 use crate::ledger::Form;
@@ -43,16 +46,16 @@ pub(super) struct Disk {
     medium: Rc<RefCell<Medium>>,
     /// Its jobs take longer, and fail more often.
     slow: bool,
-    running: Vec<(Job, Micros)>,
+    running: Vec<(DeviceJob, Micros)>,
     /// Blocks of earlier lives not yet reported to the core.
     pub(super) recovered: VecDeque<Recovered>,
 }
 
 /// The slot of a job, and the direction of its use.
-pub(super) fn use_of(job: &Job) -> Option<(Direction, Piece)> {
+pub(super) fn use_of(job: &DeviceJob) -> Option<(Direction, Piece)> {
     match job.work {
-        Work::Write { from, .. } => Some((Direction::Load, Piece { block: 0, offset: from })),
-        Work::Read { into, .. } => Some((Direction::Save, Piece { block: 0, offset: into })),
+        DeviceWork::Write { from, .. } => Some((Direction::Load, Piece { block: 0, offset: from })),
+        DeviceWork::Read { into, .. } => Some((Direction::Save, Piece { block: 0, offset: into })),
         _ => None,
     }
 }
@@ -77,8 +80,8 @@ impl Disk {
         medium.borrow_mut().lives += 1;
         let first_sequence = medium.borrow().lives << 32;
         let geometry =
-            Geometry { unit_bytes: 4096, segment_bytes: 4 << 20, segments: SEGMENTS, first_sequence };
-        let config = Config { devices: vec![geometry], write_bytes_max: 4 << 20, late_ms: LATE / 1000 };
+            DeviceGeometry { unit_bytes: 4096, segment_bytes: 4 << 20, segments: SEGMENTS, first_sequence };
+        let config = LogConfig { devices: vec![geometry], write_bytes_max: 4 << 20, late_ms: LATE / 1000 };
         let part = |(sequence, segment), blocks, last| {
             let segments_read = if last { SEGMENTS } else { 0 };
             Recovered { device: 0, segment, sequence, blocks, unreadable: false, segments_read, last }
@@ -87,11 +90,11 @@ impl Disk {
             found.into_iter().rev().map(|(at, blocks)| part(at, blocks, false)).collect();
         recovered.push_back(part((0, 0), Vec::new(), true));
         let disk = Self { medium: Rc::clone(medium), slow, running: Vec::new(), recovered };
-        (disk, disk_tier(Log::new(config), SsdAdmission::All))
+        (disk, disk_tier(SegmentLog::new(config), SsdAdmission::All))
     }
 
-    pub(super) fn post(&mut self, job: Job, form: Option<Form>, memory: &Region, ctx: &mut Ctx) {
-        if let (Work::Read { into, .. }, Some(form)) = (job.work, form) {
+    pub(super) fn post(&mut self, job: DeviceJob, form: Option<Form>, memory: &Region, ctx: &mut Ctx) {
+        if let (DeviceWork::Read { into, .. }, Some(form)) = (job.work, form) {
             let spoiled = ctx.taint();
             words(form, into).for_each(|at| memory.word64(at).store(spoiled, Ordering::Relaxed));
         }
@@ -109,7 +112,7 @@ impl Disk {
     }
 
     /// Takes a job that has ended.
-    pub(super) fn pop_due(&mut self, now: Micros) -> Option<Job> {
+    pub(super) fn pop_due(&mut self, now: Micros) -> Option<DeviceJob> {
         let at = self.running.iter().position(|(_, due)| *due <= now)?;
         Some(self.running.swap_remove(at).0)
     }
@@ -126,45 +129,46 @@ impl Disk {
 
     pub(super) fn carry_out(
         &mut self,
-        job: &Job,
+        job: &DeviceJob,
         form: Option<Form>,
         memory: &Region,
         ctx: &mut Ctx,
-    ) -> Done {
+    ) -> JobDone {
         let fails = ctx.knobs.failing_copies > 0 && ctx.rng.one_in(ctx.knobs.failing_copies)
             || self.slow && use_of(job).is_some() && ctx.rng.one_in(4);
-        let result = if fails { Err(Fault::Corrupt("simulated")) } else { self.try_job(job, form, memory) };
-        if self.slow && matches!(job.work, Work::Read { .. }) {
+        let result =
+            if fails { Err(JobFault::Corrupt("simulated")) } else { self.try_job(job, form, memory) };
+        if self.slow && matches!(job.work, DeviceWork::Read { .. }) {
             ctx.hit(if result.is_ok() { "slow disk read" } else { "slow disk read failed" });
         }
-        Done { device: 0, ticket: job.ticket, micros: 1, result }
+        JobDone { device: 0, ticket: job.ticket, micros: 1, result }
     }
 
-    fn try_job(&mut self, job: &Job, form: Option<Form>, memory: &Region) -> Result<(), Fault> {
+    fn try_job(&mut self, job: &DeviceJob, form: Option<Form>, memory: &Region) -> Result<(), JobFault> {
         let mut medium = self.medium.borrow_mut();
         match job.work {
-            Work::Begin { segment, .. } => medium.blocks.retain(|(at, _), _| *at != segment),
-            Work::Write { place, sequence, label, from } => {
+            DeviceWork::Begin { segment, .. } => medium.blocks.retain(|(at, _), _| *at != segment),
+            DeviceWork::Write { place, sequence, label, from } => {
                 let load = |at: usize| memory.word64(at).load(Ordering::Relaxed);
                 let words = words(form.expect("it has a slot"), from).map(load).collect();
                 medium.blocks.insert(key(place), Stored { sequence, label, words });
             }
-            Work::Read { place, sequence, label, into } => {
+            DeviceWork::Read { place, sequence, label, into } => {
                 let stored = medium.find(place, sequence, label)?;
                 for (at, word) in words(form.expect("it has a slot"), into).zip(stored.words) {
                     memory.word64(at).store(word, Ordering::Relaxed);
                 }
             }
-            Work::Move { from, from_sequence, to, to_sequence, label } => {
+            DeviceWork::Move { from, from_sequence, to, to_sequence, label } => {
                 let stored = medium.find(from, from_sequence, label)?;
                 medium.blocks.insert(key(to), Stored { sequence: to_sequence, ..stored });
             }
-            Work::Distrust { namespace, before } => {
+            DeviceWork::Distrust { namespace, before } => {
                 // As on a disk, a namespace's last record counts.
                 medium.distrusted.retain(|(other, _)| *other != namespace);
                 medium.distrusted.push((namespace, before));
             }
-            Work::Seal { .. } | Work::Check | Work::GiveUp => {}
+            DeviceWork::Seal { .. } | DeviceWork::Check | DeviceWork::GiveUp => {}
         }
         Ok(())
     }
@@ -173,14 +177,14 @@ impl Disk {
 // === impl Medium ===
 
 impl Medium {
-    fn find(&self, place: Place, sequence: u64, label: Label) -> Result<Stored, Fault> {
+    fn find(&self, place: DevicePlace, sequence: u64, label: Label) -> Result<Stored, JobFault> {
         let stored = self.blocks.get(&key(place));
         let right = stored.filter(|stored| (stored.sequence, stored.label) == (sequence, label));
-        right.cloned().ok_or(Fault::Corrupt("header"))
+        right.cloned().ok_or(JobFault::Corrupt("header"))
     }
 }
 
-fn key(place: Place) -> (u32, u32) {
+fn key(place: DevicePlace) -> (u32, u32) {
     (place.segment, place.unit)
 }
 

@@ -128,7 +128,7 @@ impl Life {
         let findings = inspection.carry_out(|offset, out| {
             out.fill(0);
             let words = out.len().min(WORDS * 8);
-            self.pool.read(offset, &mut out[..words]);
+            self.pool.read_bytes(offset, &mut out[..words]);
         });
         if let Findings::Compared(found) = &findings {
             self.end_comparison(&inspection, found, ctx);

@@ -9,7 +9,7 @@ use shm_protocol::message::{Outcome, Saved};
 use shm_protocol::request::{SchedulerRequest, WorkerRequest};
 use sidecar::compare::{Difference, Number};
 use sidecar::core::{Action, Core, Direction, Event, Findings, Found, Inspection, Piece, Request, SessionId};
-use tiers::dram::{Config, Dram};
+use tiers::dram::{Dram, DramConfig};
 
 use crate::rng::mix_bits;
 
@@ -113,7 +113,7 @@ impl Kv {
 impl Pod {
     pub(super) fn new(events: usize) -> Self {
         let (pool_bytes, segment_bytes) = (4 * SEGMENT_BYTES, SEGMENT_BYTES);
-        let dram = Dram::new(Config { pool_bytes, segment_bytes, lease_ttl_ms: 1000 });
+        let dram = Dram::new(DramConfig { pool_bytes, segment_bytes, lease_ttl_ms: 1000 });
         Self {
             core: Core::new(dram.expect("sizes of a pool"), &[], []),
             now: Duration::ZERO,

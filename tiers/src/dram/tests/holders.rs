@@ -7,8 +7,8 @@ const BLOCK: u64 = 600_000;
 /// Blocks of a segment.
 const SLOTS: u64 = 3;
 
-fn whose(holder: HolderId) -> Whose {
-    Whose { holder, ..Whose::default() }
+fn whose(holder: HolderId) -> BlockAccount {
+    BlockAccount { holder, ..BlockAccount::default() }
 }
 
 fn save(dram: &mut Dram, holder: HolderId, number: u64, bytes: u64) -> Result<(), FillError> {
@@ -22,7 +22,7 @@ fn save_all(dram: &mut Dram, holder: HolderId, numbers: std::ops::Range<u64>, by
 }
 
 fn kept(dram: &Dram, numbers: std::ops::Range<u64>) -> u64 {
-    numbers.filter(|number| dram.find(7, 0, &hash(*number)).is_some()).count() as u64
+    numbers.filter(|number| dram.find_committed(7, 0, &hash(*number)).is_some()).count() as u64
 }
 
 /// A tier of 30 slots, and holders.
@@ -33,7 +33,7 @@ fn shared<const N: usize>() -> (Dram, [HolderId; N]) {
 fn shared_of<const N: usize>(segments: u64) -> (Dram, [HolderId; N]) {
     let mut dram = tier(segments);
     assert_eq!(u64::from(pool::slot_count(SEGMENT, BLOCK).expect("fits")), SLOTS);
-    let holders = std::array::from_fn(|_| dram.enter());
+    let holders = std::array::from_fn(|_| dram.enter_holder());
     (dram, holders)
 }
 
@@ -161,7 +161,7 @@ fn a_block_whose_holder_is_gone_is_its_next_users() {
     save_all(&mut dram, gone, 0..10, BLOCK);
     dram.end_chain(user, 7, &hashes(0..2), Ending::default());
     assert_eq!(dram.holdings(user).kept, 0, "it is another's");
-    dram.leave(gone);
+    dram.leave_holder(gone);
     dram.end_chain(user, 7, &hashes(0..4), Ending::default());
     assert_eq!((dram.holdings(user).kept, dram.holdings(gone).kept), (4 * BLOCK, 6 * BLOCK));
 }
@@ -171,15 +171,15 @@ fn numbers_serve_again_and_those_with_the_least_first() {
     let (mut dram, [first, second]) = shared();
     save_all(&mut dram, first, 0..2, BLOCK);
     save_all(&mut dram, second, 10..11, BLOCK);
-    let others: Vec<HolderId> = (2..255).map(|_| dram.enter()).collect();
+    let others: Vec<HolderId> = (2..255).map(|_| dram.enter_holder()).collect();
     assert!(!others.contains(&HolderId::NOBODY));
-    assert_eq!(dram.enter(), HolderId::NOBODY, "none is left");
+    assert_eq!(dram.enter_holder(), HolderId::NOBODY, "none is left");
     let lease = dram.grant(1, second, 1, 7, &hashes(0..1), 0, &mut Vec::new()).expect("a hit");
-    dram.leave(first);
-    dram.leave(second);
-    assert_eq!(dram.enter(), first, "the other's loads go on");
+    dram.leave_holder(first);
+    dram.leave_holder(second);
+    assert_eq!(dram.enter_holder(), first, "the other's loads go on");
     dram.release(lease, 1).expect("live");
-    assert_eq!(dram.enter(), second);
+    assert_eq!(dram.enter_holder(), second);
     assert_eq!(dram.holdings(second).kept, BLOCK, "what is left is its own");
 }
 
@@ -219,8 +219,8 @@ proptest! {
                 }
                 _ if who < 3 => {
                     dram.end_chain(holder, 7, &hashes(number..number + 5), Ending::default());
-                    dram.leave(holder);
-                    holders[who] = dram.enter();
+                    dram.leave_holder(holder);
+                    holders[who] = dram.enter_holder();
                 }
                 _ => drop((dram.expire(now_ms), dram.remove(&key(number)), dram.end_removal())),
             }

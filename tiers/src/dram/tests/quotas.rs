@@ -5,13 +5,13 @@ use super::*;
 const BLOCK: u64 = 4096;
 
 fn try_fill(dram: &mut Dram, number: u64, bytes: u64, quota: Option<QuotaId>) -> Result<SlotRef, FillError> {
-    let slot = dram.begin_fill(key(number), bytes, Whose { quota, ..Whose::default() })?;
+    let slot = dram.begin_fill(key(number), bytes, BlockAccount { quota, ..BlockAccount::default() })?;
     assert!(dram.commit(slot));
     Ok(slot)
 }
 
 fn keeps(dram: &Dram, numbers: std::ops::Range<u64>) -> usize {
-    numbers.filter(|number| dram.find(7, 0, &hash(*number)).is_some()).count()
+    numbers.filter(|number| dram.find_committed(7, 0, &hash(*number)).is_some()).count()
 }
 
 /// Half of a pool outside of all quotas, and a full quota of a hundred blocks.
@@ -62,7 +62,7 @@ fn leased_blocks_and_those_being_filled_make_no_room() {
     let mut out = Vec::new();
     let lease = dram.grant(1, NOBODY, 1, 7, &hashes(0..99), 0, &mut out).expect("hits");
     let filling = dram
-        .begin_fill(key(200), BLOCK, Whose { quota: Some(quota), ..Whose::default() })
+        .begin_fill(key(200), BLOCK, BlockAccount { quota: Some(quota), ..BlockAccount::default() })
         .expect("the one that is not leased goes");
     assert_eq!(try_fill(&mut dram, 201, BLOCK, Some(quota)), Err(FillError::NoSpace));
     assert_eq!((keeps(&dram, 0..99), keeps(&dram, 99..100)), (99, 0));
@@ -90,7 +90,7 @@ fn a_full_pool_takes_from_whomever_the_policy_names() {
 
 #[test]
 fn adopted_blocks_count_and_go_by_and_by_where_they_are_too_many() {
-    let config = Config { pool_bytes: 2 * SEGMENT, segment_bytes: SEGMENT, lease_ttl_ms: TTL_MS };
+    let config = DramConfig { pool_bytes: 2 * SEGMENT, segment_bytes: SEGMENT, lease_ttl_ms: TTL_MS };
     let mut dram = Dram::unopened(config, HOLD).expect("sizes");
     let quota = dram.add_quota(100 * BLOCK);
     assert!(dram.open_used(0, BLOCK, 0));

@@ -4,7 +4,7 @@ use super::*;
 use crate::standing::Sort;
 
 fn sort(dram: &Dram, number: u64) -> Sort {
-    let id = dram.index.find(Print::new(7, 0, &hash(number)), |_| true).expect("there");
+    let id = dram.index.find_entry(KeyPrint::new(7, 0, &hash(number)), |_| true).expect("there");
     dram.slab.entries.get(id).standing.sort()
 }
 
@@ -19,7 +19,7 @@ fn request_ending(dram: &mut Dram, chain: &[u64], ending: Ending) {
     let lease = dram.grant(1, NOBODY, 1, 7, &hashes, 0, &mut leased);
     let hits = leased.len();
     let filled: Vec<_> = (hits..chain.len())
-        .map(|at| (at, dram.begin_fill(key(chain[at]), 600_000, Whose::default())))
+        .map(|at| (at, dram.begin_fill(key(chain[at]), 600_000, BlockAccount::default())))
         .collect();
     for (at, slot) in filled {
         let Ok(slot) = slot else { continue };
@@ -50,7 +50,7 @@ fn blocks_in_use_outlive_a_scan_and_a_returning_block_is_known() {
         scan(&mut dram, slots / 4);
     }
     let last = scan(&mut dram, slots * 3 / 2);
-    let kept = |dram: &Dram, number: u64| dram.find(7, 0, &hash(number)).is_some();
+    let kept = |dram: &Dram, number: u64| dram.find_committed(7, 0, &hash(number)).is_some();
     let survivors = hot.iter().filter(|number| kept(&dram, **number)).count();
     assert_eq!(survivors, hot.len(), "of the hot blocks");
     let evicted = (1000..last).rev().find(|number| !kept(&dram, *number)).expect("the scan was evicted");
@@ -63,9 +63,9 @@ fn a_request_that_goes_on_sorts_nothing_and_its_end_sorts_all() {
     let mut dram = tier(1);
     let sorts = |dram: &Dram| [1, 2].map(|number| sort(dram, number));
     fill(&mut dram, 1, 600_000);
-    let own = dram.begin_fill(key(2), 600_000, Whose::default()).expect("room");
+    let own = dram.begin_fill(key(2), 600_000, BlockAccount::default()).expect("room");
     for (number, there) in [(1, FillError::Present), (2, FillError::Filling)] {
-        assert_eq!(dram.begin_fill(key(number), 600_000, Whose::default()), Err(there));
+        assert_eq!(dram.begin_fill(key(number), 600_000, BlockAccount::default()), Err(there));
     }
     dram.use_run(7, &hashes(1..3));
     assert_eq!(sorts(&dram), [Sort::OPEN; 2], "it goes on");
@@ -110,7 +110,7 @@ fn what_nobody_goes_on_from_goes_next_and_what_others_share_stays() {
         }
         request(&mut dram, &[number]);
     }
-    let kept = |number: &u64| dram.find(7, 0, &hash(*number)).is_some();
+    let kept = |number: &u64| dram.find_committed(7, 0, &hash(*number)).is_some();
     assert_eq!(chain(2).iter().filter(|number| kept(number)).count(), 2);
     assert!(chain(1).iter().all(kept), "the other's, and what both use");
 }
@@ -147,7 +147,7 @@ fn a_block_enters_behind_its_parent_wherever_that_is() {
     let mut dram = tier(1);
     fill_all(&mut dram, 0..1, 600_000);
     fill_all(&mut dram, 10..11, 600_000);
-    let child = dram.begin_fill(key(1), 600_000, Whose::default()).expect("room");
+    let child = dram.begin_fill(key(1), 600_000, BlockAccount::default()).expect("room");
     assert!(dram.commit_behind(child, &key(0)));
     // Three slots: the last block of a list goes first.
     for gone in [1, 0, 10] {
@@ -168,7 +168,7 @@ fn the_first_steps_of_a_prompt_outlive_what_is_older() {
     (0..5).for_each(|_| request(&mut dram, &other));
     request(&mut dram, &one);
     for depth in 0..3 {
-        let slot = dram.begin_fill(key(9000 + depth), 600_000, Whose::default()).expect("room");
+        let slot = dram.begin_fill(key(9000 + depth), 600_000, BlockAccount::default()).expect("room");
         assert!(if depth == 0 { dram.commit(slot) } else { dram.commit_behind(slot, &key(8999 + depth)) });
     }
     assert_eq!(dram.probe(7, &hashes(9000..9003)), 3, "others went");
@@ -178,7 +178,7 @@ fn the_first_steps_of_a_prompt_outlive_what_is_older() {
 fn a_block_without_its_parent_goes_next() {
     let mut dram = tier(1);
     fill_all(&mut dram, 10..12, 600_000);
-    let orphan = dram.begin_fill(key(1), 600_000, Whose::default()).expect("room");
+    let orphan = dram.begin_fill(key(1), 600_000, BlockAccount::default()).expect("room");
     assert!(dram.commit_behind(orphan, &key(0)));
     fill(&mut dram, 20, 600_000);
     assert_eq!([1, 10, 11].map(|number| dram.probe(7, &hashes(number..number + 1))), [0, 1, 1]);
@@ -189,11 +189,12 @@ fn a_block_of_a_window_stays_without_its_parent() {
     let mut dram = tier(1);
     fill_all(&mut dram, 10..12, 600_000);
     for (number, parent) in [(1, 0), (2, 1)] {
-        let slot = dram.begin_fill(key(number), 600_000, Whose::default()).expect("room");
+        let slot = dram.begin_fill(key(number), 600_000, BlockAccount::default()).expect("room");
         assert!(dram.commit_apart(slot, &key(parent)));
     }
-    let kept =
-        |dram: &Dram, numbers: [u64; 3]| numbers.map(|number| dram.find(7, 0, &hash(number)).is_some());
+    let kept = |dram: &Dram, numbers: [u64; 3]| {
+        numbers.map(|number| dram.find_committed(7, 0, &hash(number)).is_some())
+    };
     // There are three slots: the older block is gone. The first one of the run goes after its child.
     assert_eq!(kept(&dram, [10, 1, 2]), [false, true, true]);
     fill_all(&mut dram, 20..22, 600_000);
@@ -216,7 +217,7 @@ proptest! {
             let chain: Vec<u64> = shared.chain(own.map(|number| number * 100 + length)).collect();
             parents.extend(chain.windows(2).map(|pair| (pair[1], pair[0])));
             (0..=again).for_each(|_| request(&mut dram, &chain));
-            let kept = |number: &u64| dram.find(7, 0, &hash(*number)).is_some();
+            let kept = |number: &u64| dram.find_committed(7, 0, &hash(*number)).is_some();
             let lost = parents.iter().find(|(child, parent)| kept(child) && !kept(parent));
             prop_assert_eq!(lost, None);
         }

@@ -49,9 +49,9 @@ fn a_namespace_is_removed_whole_and_no_other_one() {
     fill(&mut dram, 10, 900_001);
     let held = dram.hold(&key(3), NOBODY).expect("kept");
     let other = BlockKey { namespace: 8, ..key(1) };
-    let slot = dram.begin_fill(other, 4096, Whose::default()).expect("room");
+    let slot = dram.begin_fill(other, 4096, BlockAccount::default()).expect("room");
     assert!(dram.commit(slot));
-    let filling = dram.begin_fill(key(11), 4096, Whose::default()).expect("room");
+    let filling = dram.begin_fill(key(11), 4096, BlockAccount::default()).expect("room");
     assert_eq!((dram.remove_namespace(7), dram.remove_namespace(7)), (11, 0));
     dram.end_removal();
     assert_eq!(dram.drain_evicted().count(), 10, "one is held");
@@ -63,7 +63,7 @@ fn a_namespace_is_removed_whole_and_no_other_one() {
 
 #[test]
 fn while_the_slots_of_an_earlier_life_are_left_alone_a_removed_block_keeps_its_own() {
-    let config = Config { pool_bytes: SEGMENT, segment_bytes: SEGMENT, lease_ttl_ms: TTL_MS };
+    let config = DramConfig { pool_bytes: SEGMENT, segment_bytes: SEGMENT, lease_ttl_ms: TTL_MS };
     let mut dram = Dram::unopened(config, HOLD_MS).expect("sizes");
     assert!(dram.open_used(0, SIZES[0], 1000));
     for index in 0..3 {
@@ -86,7 +86,7 @@ fn while_the_slots_of_an_earlier_life_are_left_alone_a_removed_block_keeps_its_o
     dram.unhold(held, NOBODY);
     dram.expire(1000 + HOLD_MS - 1);
     assert_eq!(
-        (dram.drain_evicted().count(), dram.begin_fill(key(5), SIZES[0], Whose::default())),
+        (dram.drain_evicted().count(), dram.begin_fill(key(5), SIZES[0], BlockAccount::default())),
         (0, Err(FillError::NoSpace))
     );
     dram.expire(1000 + HOLD_MS);

@@ -18,7 +18,7 @@ fn replay(dram: &mut Dram, known: &mut HashSet<u64>) {
 fn the_log_replayed_is_what_can_be_found() {
     for seed in 0..40 {
         let mut random = Random(seed);
-        let config = Config { pool_bytes: 3 * SEGMENT, segment_bytes: SEGMENT, lease_ttl_ms: TTL_MS };
+        let config = DramConfig { pool_bytes: 3 * SEGMENT, segment_bytes: SEGMENT, lease_ttl_ms: TTL_MS };
         let mut dram = Dram::unopened(config, HOLD).expect("sizes");
         dram.watch();
         let quota = dram.add_quota(2_000_000);
@@ -40,7 +40,7 @@ fn the_log_replayed_is_what_can_be_found() {
                     filling.extend(dram.begin_fill(
                         key(number),
                         size,
-                        Whose { quota: counted, ..Whose::default() },
+                        BlockAccount { quota: counted, ..BlockAccount::default() },
                     ));
                 }
                 5..8 if !filling.is_empty() => {
@@ -58,7 +58,7 @@ fn the_log_replayed_is_what_can_be_found() {
                 replay(&mut dram, &mut known);
                 gone |= known.len() < before;
                 for number in 0..KEYS {
-                    let found = dram.find(7, 0, &hash(number)).is_some();
+                    let found = dram.find_committed(7, 0, &hash(number)).is_some();
                     assert_eq!(found, known.contains(&number), "seed {seed}, step {step}: {number}");
                 }
             }

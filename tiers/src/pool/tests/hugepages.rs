@@ -79,7 +79,7 @@ fn hugetlb_bytes() -> u64 {
 }
 
 fn check_pool(path: Option<PathBuf>) -> Pool {
-    let huge = Config { bytes: 16 * SEGMENT, hugepages: true, ..config(path) };
+    let huge = PoolConfig { bytes: 16 * SEGMENT, hugepages: true, ..config(path) };
     let pool = unlocked(&huge).expect("enough pages are reserved");
     assert_eq!((pool.len(), pool.reserved_bytes()), (16 * SEGMENT + PAGE, pool.len()));
     check_slot_life(&pool);
@@ -90,14 +90,14 @@ fn check_pool(path: Option<PathBuf>) -> Pool {
 /// One test, since the machine has one set of huge pages.
 #[test]
 fn a_pool_of_huge_pages() {
-    let few = Config { bytes: 1 << 40, hugepages: true, ..config(None) };
+    let few = PoolConfig { bytes: 1 << 40, hugepages: true, ..config(None) };
     let refused = Pool::create(&few).expect_err("no machine has so many").to_string();
     assert!(
         refused.contains("524289 huge pages") && refused.contains("sysctl vm.nr_hugepages="),
         "{refused}"
     );
     let path = TmpfsPath::new("huge");
-    let small_pages = Config { hugepages: true, ..config(Some(path.0.clone())) };
+    let small_pages = PoolConfig { hugepages: true, ..config(Some(path.0.clone())) };
     let refused = Pool::create(&small_pages).expect_err("on tmpfs").to_string();
     assert!(refused.contains("hugetlbfs mount, or no --pool-path") && !path.0.exists(), "{refused}");
 
@@ -110,13 +110,15 @@ fn a_pool_of_huge_pages() {
     let file = mount.0.join("pool");
     drop(check_pool(Some(file.clone())));
     let pool = check_pool(Some(file.clone()));
-    assert_eq!(pool.found(), &Found::Pool, "the file outlived its pool");
-    let many = Config { bytes: 64 * SEGMENT, ..config(Some(mount.0.join("many"))) };
-    assert!(matches!(Pool::create(&many), Err(Error::NoHugePages { .. })));
+    assert_eq!(pool.found(), &FoundPool::Pool, "the file outlived its pool");
+    let many = PoolConfig { bytes: 64 * SEGMENT, ..config(Some(mount.0.join("many"))) };
+    assert!(matches!(Pool::create(&many), Err(TierError::NoHugePages { .. })));
     drop(pool);
     fs::remove_file(file).expect("removed");
 
     let Some(sized) = Mount::new(",size=32M") else { return };
-    let large = Config { bytes: 16 * SEGMENT, ..config(Some(sized.0.join("pool"))) };
-    assert!(matches!(Pool::create(&large), Err(Error::NoMemory { available, .. }) if available == 32 << 20));
+    let large = PoolConfig { bytes: 16 * SEGMENT, ..config(Some(sized.0.join("pool"))) };
+    assert!(
+        matches!(Pool::create(&large), Err(TierError::NoMemory { available, .. }) if available == 32 << 20)
+    );
 }

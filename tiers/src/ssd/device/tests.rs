@@ -1,4 +1,4 @@
-//! Faults no kernel produces on demand, injected at the carrier's answers.
+//! Faults no kernel produces on demand, injected at the transfer queue's answers.
 
 #[path = "../../../tests/rig/mod.rs"]
 mod rig;
@@ -10,9 +10,9 @@ use rig::{Folder, LOG_BYTES, Plan, Rig};
 use rustix::io::Errno;
 
 use super::*;
-use crate::io::transfer::{Direction, Transfer};
-use crate::ssd::format::{Distrusted, Found, Super};
-use crate::ssd::{FaultKind, Refused};
+use crate::io::transfer::{IoDirection, Transfer};
+use crate::ssd::format::{DistrustedBlocks, FoundDevice, Super};
+use crate::ssd::{FaultKind, LogRefusal};
 
 const BLOCK_BYTES: u64 = 40_000;
 
@@ -32,7 +32,7 @@ impl Answers {
     }
 
     /// Replaces the answer for the first transfer of the given direction; all others are real.
-    fn once(&self, direction: Direction, errno: Errno) {
+    fn once(&self, direction: IoDirection, errno: Errno) {
         let mut left = 1;
         self.are(move |transfer, result| {
             let this = transfer.direction == direction && left > 0;
@@ -76,13 +76,13 @@ fn rig(name: &str, backend: Backend) -> (Folder, Rig, Answers) {
     let mut rig = Rig::start(&plan, |opened, number, pool, ups| {
         let answers = answers.clone();
         let make = move |fd, wake, blocks| {
-            let mut carrier = Carrier::new(Some(backend), fd, wake, blocks)?;
-            carrier.inject = Some(Box::new(move |transfer, result| {
+            let mut transfers = TransferQueue::new(Some(backend), fd, wake, blocks)?;
+            transfers.inject = Some(Box::new(move |transfer, result| {
                 answers.0.lock().unwrap().as_mut().map_or(result, |answer| answer(transfer, result))
             }));
-            Ok(carrier)
+            Ok(transfers)
         };
-        Device::start_on(opened, number, pool, move |up| drop(ups.send(up)), make).unwrap()
+        SsdDevice::start_on(opened, number, pool, move |up| drop(ups.send(up)), make).unwrap()
     });
     rig.recover();
     (folder, rig, answers)
@@ -101,13 +101,13 @@ fn an_errno_keeps_its_kind_and_costs_one_block(backend: Backend) {
     for (number, (errno, kind)) in (1..).zip(kinds) {
         let before = rig.faults(kind);
         rig.settle();
-        answers.once(Direction::Write, errno);
+        answers.once(IoDirection::Write, errno);
         assert!(!rig.write(number, BLOCK_BYTES), "{errno}");
         assert_eq!(rig.faults(kind), before + 1, "{errno}");
         assert!(!rig.keeps(number));
 
         assert!(rig.write(number, BLOCK_BYTES));
-        answers.once(Direction::Read, errno);
+        answers.once(IoDirection::Read, errno);
         assert!(!rig.read(number), "{errno}");
         assert_eq!(rig.faults(kind), before + 2, "{errno}");
         assert!(!rig.keeps(number), "what could not be read is not found again");
@@ -123,7 +123,7 @@ fn memory_that_the_device_does_not_take_goes_through_a_buffer(backend: Backend) 
     let plan = Plan { slot_bytes: plan.slot_bytes + 512, ..plan };
     let mut rig = Rig::start(&plan, |mut opened, number, pool, ups| {
         opened.layout.memory_align = 4096;
-        Device::start(opened, number, pool, Some(backend), move |up| drop(ups.send(up))).unwrap()
+        SsdDevice::start(opened, number, pool, Some(backend), move |up| drop(ups.send(up))).unwrap()
     });
     rig.recover();
     for number in 0..40 {
@@ -185,7 +185,7 @@ fn a_failing_device_answers_miss_and_is_asked_again_later(backend: Backend) {
     assert!((0..4).all(|number| !rig.read(number)));
     assert!(rig.stats().devices[0].down);
     assert!(!rig.keeps(5) && rig.log.probe(0, 0, &[rig::key(5).hash]) == 0);
-    assert_eq!(rig.begin_write(9, BLOCK_BYTES), Err(Refused::Down));
+    assert_eq!(rig.begin_write(9, BLOCK_BYTES), Err(LogRefusal::Down));
     // The check fails as all other jobs do.
     rig.ahead_ms += 1_000;
     let before = rig.faults(FaultKind::Io);
@@ -208,7 +208,7 @@ fn a_footer_that_cannot_be_written_costs_no_block(backend: Backend) {
         transfer.at > (1 << 20) && (transfer.at + u64::from(transfer.len) - (1 << 20)).is_multiple_of(4 << 20)
     };
     answers.are(move |transfer, result| match transfer.direction {
-        Direction::Write if is_footer(transfer) => -Errno::IO.raw_os_error(),
+        IoDirection::Write if is_footer(transfer) => -Errno::IO.raw_os_error(),
         _ => result,
     });
     assert!((0..170).all(|number| rig.write(number, BLOCK_BYTES)));
@@ -281,7 +281,7 @@ fn what_is_distrusted_lies_on_the_medium_once_it_is_written(backend: Backend) {
     });
     rig.log.distrust(0, rig::NAMESPACE, false);
     rig.settle();
-    let at = Distrusted::offset(superblock(&folder.file()).unit_bytes);
+    let at = DistrustedBlocks::offset(superblock(&folder.file()).unit_bytes);
     assert_eq!(*written.lock().unwrap(), [(at, true)]);
 }
 
@@ -307,8 +307,8 @@ fn what_is_distrusted_is_written_though_the_device_is_dropped(backend: Backend) 
 }
 
 fn superblock(path: &Path) -> Super {
-    match Super::read(&std::fs::read(path).unwrap()[..4096]) {
-        Found::Log(superblock) => superblock,
+    match Super::read_unit(&std::fs::read(path).unwrap()[..4096]) {
+        FoundDevice::Log(superblock) => superblock,
         found => panic!("{found:?}"),
     }
 }
@@ -316,7 +316,8 @@ fn superblock(path: &Path) -> Super {
 /// Overwrites a log's list of distrusted blocks with these bytes.
 fn spoil_list(path: &Path, byte: u8) {
     let (superblock, mut bytes) = (superblock(path), std::fs::read(path).unwrap());
-    let (unit, list) = (superblock.unit_bytes as usize, Distrusted::offset(superblock.unit_bytes) as usize);
+    let (unit, list) =
+        (superblock.unit_bytes as usize, DistrustedBlocks::offset(superblock.unit_bytes) as usize);
     bytes[list..list + unit].fill(byte);
     std::fs::write(path, bytes).unwrap();
 }
@@ -352,7 +353,7 @@ fn what_cannot_be_read_at_the_start_is_not_taken_for_empty(backend: Backend) {
     drop(rig);
     let plan = Plan { backend, ..Plan::new(&folder.file(), LOG_BYTES) };
     let mut rig = Rig::start(&plan, |opened, number, pool, ups| {
-        // The carrier has the device; recovery's own descriptor can only write.
+        // The transfer queue has the device; recovery's own descriptor can only write.
         let wrong = std::fs::OpenOptions::new().write(true).open(folder.file()).unwrap();
         let recovered = ups.clone();
         let recovery = Recovery::new(
@@ -363,7 +364,7 @@ fn what_cannot_be_read_at_the_start_is_not_taken_for_empty(backend: Backend) {
             Arc::default(),
         );
         recovery.run();
-        let device = Device::start(opened, number, pool, Some(backend), |_| ()).unwrap();
+        let device = SsdDevice::start(opened, number, pool, Some(backend), |_| ()).unwrap();
         drop(ups);
         device
     });

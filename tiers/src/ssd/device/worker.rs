@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 use rustix::io::Errno;
 
 use super::super::Tell;
-use super::activity::{Activity, Desk, PART_BITS, Part};
-use crate::io::carrier::Carrier;
+use super::activity::{Activity, DeviceContext, PART_BITS, TransferPart};
 use crate::io::transfer::Transfer;
-use crate::ssd::{Done, Fault, Job, Up, Work};
+use crate::io::transfer_queue::TransferQueue;
+use crate::ssd::{DeviceEvent, DeviceJob, DeviceWork, JobDone, JobFault};
 
 /// Most jobs of reads, and most jobs of writes, in the device at a time: enough to keep a fast device busy
 /// with blocks of some KiB.
@@ -29,36 +29,36 @@ const STOP_MAX: Duration = Duration::from_secs(4);
 
 /// A job that waits, or is under way.
 #[derive(Debug)]
-struct Taken {
-    job: Job,
+struct TakenJob {
+    job: DeviceJob,
     since: Instant,
 }
 
 /// Jobs of one direction.
 #[derive(Debug, Default)]
-struct Lane {
-    waiting: VecDeque<Taken>,
+struct JobLane {
+    waiting: VecDeque<TakenJob>,
     jobs: usize,
     bytes: u64,
 }
 
-pub(super) struct Worker {
+pub(super) struct DeviceWorker {
     number: usize,
-    carrier: Carrier,
-    desk: Desk,
-    inbox: Receiver<Job>,
+    transfers: TransferQueue,
+    context: DeviceContext,
+    inbox: Receiver<DeviceJob>,
     tell: Tell,
-    reads: Lane,
-    writes: Lane,
-    active: Vec<Option<(Taken, Activity)>>,
+    reads: JobLane,
+    writes: JobLane,
+    active: Vec<Option<(TakenJob, Activity)>>,
     vacant: Vec<usize>,
     /// Jobs whose transfers have ended, to be continued one by one: the device gets further jobs in between.
     back: VecDeque<usize>,
-    /// Transfers beyond the carrier's room.
+    /// Transfers beyond the room of the transfer queue.
     backlog: VecDeque<Transfer>,
     fresh: Vec<Transfer>,
     stopping: Option<Instant>,
-    /// Set once the carrier failed: no job can be done any more.
+    /// Set once the transfer queue failed: no job can be done any more.
     broken: Option<Errno>,
 }
 
@@ -67,32 +67,38 @@ fn now() -> Instant {
     Instant::now()
 }
 
-fn is_read(work: &Work) -> bool {
-    matches!(work, Work::Read { .. })
+fn is_read(work: &DeviceWork) -> bool {
+    matches!(work, DeviceWork::Read { .. })
 }
 
-fn moves_block(work: &Work) -> bool {
-    matches!(work, Work::Read { .. } | Work::Write { .. })
+fn moves_block(work: &DeviceWork) -> bool {
+    matches!(work, DeviceWork::Read { .. } | DeviceWork::Write { .. })
 }
 
 /// Returns the bytes of a job counted against [`BYTES_MAX`].
-fn bytes(work: &Work) -> u64 {
+fn counted_bytes(work: &DeviceWork) -> u64 {
     match work {
-        Work::Write { label, .. } | Work::Read { label, .. } | Work::Move { label, .. } => label.bytes.into(),
-        Work::Begin { .. } | Work::Seal { .. } | Work::Check | Work::GiveUp | Work::Distrust { .. } => 0,
+        DeviceWork::Write { label, .. } | DeviceWork::Read { label, .. } | DeviceWork::Move { label, .. } => {
+            label.bytes.into()
+        }
+        DeviceWork::Begin { .. }
+        | DeviceWork::Seal { .. }
+        | DeviceWork::Check
+        | DeviceWork::GiveUp
+        | DeviceWork::Distrust { .. } => 0,
     }
 }
 
-fn tell_done(tell: &Tell, device: usize, taken: &Taken, result: Result<(), Fault>) {
+fn tell_done(tell: &Tell, device: usize, taken: &TakenJob, result: Result<(), JobFault>) {
     let micros = u64::try_from((now() - taken.since).as_micros()).unwrap_or(u64::MAX);
-    tell(Up::Done(Done { device, ticket: taken.job.ticket, micros, result }));
+    tell(DeviceEvent::Done(JobDone { device, ticket: taken.job.ticket, micros, result }));
 }
 
-// === impl Lane ===
+// === impl JobLane ===
 
-impl Lane {
+impl JobLane {
     /// Returns the next job, if the device may have one more.
-    fn next(&mut self) -> Option<Taken> {
+    fn next(&mut self) -> Option<TakenJob> {
         if self.jobs >= JOBS_MAX || self.bytes >= BYTES_MAX {
             return None;
         }
@@ -102,30 +108,36 @@ impl Lane {
     }
 
     /// Counts a job that goes to the device, maybe a second time.
-    fn again(&mut self, work: &Work) {
+    fn again(&mut self, work: &DeviceWork) {
         self.jobs += 1;
-        self.bytes += bytes(work);
+        self.bytes += counted_bytes(work);
     }
 
     /// Counts a job that has left the device.
-    fn left(&mut self, work: &Work) {
+    fn release_job(&mut self, work: &DeviceWork) {
         self.jobs -= 1;
-        self.bytes -= bytes(work);
+        self.bytes -= counted_bytes(work);
     }
 }
 
-// === impl Worker ===
+// === impl DeviceWorker ===
 
-impl Worker {
-    pub(super) fn new(number: usize, desk: Desk, carrier: Carrier, inbox: Receiver<Job>, tell: Tell) -> Self {
+impl DeviceWorker {
+    pub(super) fn new(
+        number: usize,
+        context: DeviceContext,
+        transfers: TransferQueue,
+        inbox: Receiver<DeviceJob>,
+        tell: Tell,
+    ) -> Self {
         Self {
             number,
-            carrier,
-            desk,
+            transfers,
+            context,
             inbox,
             tell,
-            reads: Lane::default(),
-            writes: Lane::default(),
+            reads: JobLane::default(),
+            writes: JobLane::default(),
             active: (0..ACTIVE_MAX).map(|_| None).collect(),
             vacant: (0..ACTIVE_MAX).collect(),
             back: VecDeque::new(),
@@ -140,11 +152,11 @@ impl Worker {
     /// the device got its next jobs.
     pub(super) fn run(mut self) {
         loop {
-            self.take();
+            self.take_posted();
             let begun = self.start_some();
             self.submit();
-            if let Some(note) = self.carrier.take_note() {
-                (self.tell)(Up::Note(note));
+            if let Some(note) = self.transfers.take_note() {
+                (self.tell)(DeviceEvent::Note(note));
             }
             if self.over() {
                 return;
@@ -152,9 +164,9 @@ impl Worker {
             let entered = if self.broken.is_some() {
                 Ok(())
             } else if begun || !self.back.is_empty() {
-                self.carrier.flush()
+                self.transfers.flush()
             } else {
-                self.carrier.wait(self.stopping.map(|_| Duration::from_millis(100)))
+                self.transfers.wait(self.stopping.map(|_| Duration::from_millis(100)))
             };
             if let Err(error) = entered {
                 self.broke(&error);
@@ -162,7 +174,7 @@ impl Worker {
             if let Some(at) = self.back.pop_front() {
                 self.proceed(at);
             }
-            while let Some((transfer, result)) = self.carrier.reap() {
+            while let Some((transfer, result)) = self.transfers.reap() {
                 self.returned(transfer, result);
             }
         }
@@ -179,7 +191,7 @@ impl Worker {
 
     /// Takes posted jobs. Once no thread can post any more, waiting jobs are given up, except those of
     /// distrusted blocks.
-    fn take(&mut self) {
+    fn take_posted(&mut self) {
         loop {
             let job = if self.broken.is_some() && self.stopping.is_none() {
                 self.inbox.recv().map_err(|_| TryRecvError::Disconnected)
@@ -188,9 +200,9 @@ impl Worker {
             };
             match job {
                 Ok(job) => {
-                    let taken = Taken { job, since: now() };
-                    if job.work == Work::GiveUp {
-                        self.give_up(Fault::Stopped, moves_block);
+                    let taken = TakenJob { job, since: now() };
+                    if job.work == DeviceWork::GiveUp {
+                        self.give_up(JobFault::Stopped, moves_block);
                         self.done(&taken, Ok(()));
                         continue;
                     }
@@ -203,7 +215,7 @@ impl Worker {
                 Err(TryRecvError::Disconnected) => {
                     if self.stopping.is_none() {
                         self.stopping = Some(now());
-                        self.give_up(Fault::Stopped, |work| !matches!(work, Work::Distrust { .. }));
+                        self.give_up(JobFault::Stopped, |work| !matches!(work, DeviceWork::Distrust { .. }));
                     }
                     return;
                 }
@@ -212,9 +224,9 @@ impl Worker {
     }
 
     /// Ends waiting jobs chosen by `which`.
-    fn give_up(&mut self, fault: Fault, which: impl Fn(&Work) -> bool) {
+    fn give_up(&mut self, fault: JobFault, which: impl Fn(&DeviceWork) -> bool) {
         for lane in [&mut self.reads, &mut self.writes] {
-            let (ended, left): (VecDeque<Taken>, _) =
+            let (ended, left): (VecDeque<TakenJob>, _) =
                 lane.waiting.drain(..).partition(|taken| which(&taken.job.work));
             lane.waiting = left;
             ended.iter().for_each(|taken| tell_done(&self.tell, self.number, taken, Err(fault)));
@@ -224,15 +236,15 @@ impl Worker {
     fn broke(&mut self, error: &std::io::Error) {
         let errno = Errno::from_io_error(error).unwrap_or(Errno::IO);
         self.broken = Some(errno);
-        let backend = self.carrier.backend().name();
+        let backend = self.transfers.backend().name();
         let number = self.number;
-        (self.tell)(Up::Note(format!(
+        (self.tell)(DeviceEvent::Note(format!(
             "SSD device {number} is given up, because {backend} failed: {error}. Restart the \
              sidecar to use it again"
         )));
     }
 
-    fn lane(&mut self, work: &Work) -> &mut Lane {
+    fn lane(&mut self, work: &DeviceWork) -> &mut JobLane {
         if is_read(work) { &mut self.reads } else { &mut self.writes }
     }
 
@@ -240,23 +252,23 @@ impl Worker {
     /// one.
     fn start_some(&mut self) -> bool {
         if let Some(errno) = self.broken {
-            self.give_up(Fault::Io(errno), |_| true);
+            self.give_up(JobFault::Io(errno), |_| true);
         }
         while self.vacant.len() > 1
             && let Some(taken) = self.reads.next()
         {
-            self.start(taken);
+            self.start_job(taken);
         }
         if self.vacant.is_empty() {
             return false;
         }
         let write = self.writes.next();
-        write.map(|taken| self.start(taken)).is_some()
+        write.map(|taken| self.start_job(taken)).is_some()
     }
 
-    fn start(&mut self, taken: Taken) {
+    fn start_job(&mut self, taken: TakenJob) {
         let at = self.vacant.pop().expect("an entry for every job at a time");
-        match Activity::begin(taken.job.work, &mut self.desk, &mut self.fresh) {
+        match Activity::begin_job(taken.job.work, &mut self.context, &mut self.fresh) {
             Ok(mut activity) => {
                 activity.pending = self.fresh.len() as u32;
                 for mut transfer in self.fresh.drain(..) {
@@ -267,15 +279,15 @@ impl Worker {
             }
             Err(fault) => {
                 self.fresh.clear();
-                self.lane(&taken.job.work).left(&taken.job.work);
-                self.end(at, &taken, Err(fault));
+                self.lane(&taken.job.work).release_job(&taken.job.work);
+                self.end_job(at, &taken, Err(fault));
             }
         }
     }
 
     fn submit(&mut self) {
         while let Some(transfer) = self.backlog.pop_front() {
-            if let Err(transfer) = self.carrier.push(transfer) {
+            if let Err(transfer) = self.transfers.push(transfer) {
                 self.backlog.push_front(transfer);
                 return;
             }
@@ -285,17 +297,17 @@ impl Worker {
     /// Handles the end of a transfer: repeats it, continues it, or ends its part.
     fn returned(&mut self, mut transfer: Transfer, result: Result<u32, Errno>) {
         let at = (transfer.token >> PART_BITS) as usize;
-        let unit = self.desk.layout.unit_bytes as u32;
+        let unit = self.context.layout.unit_bytes as u32;
         let (taken, activity) = self.active[at].as_mut().expect("under way while a transfer is");
         let ended = match result {
             Err(Errno::INTR | Errno::AGAIN) if activity.retries < RETRIES_MAX => {
                 activity.retries += 1;
                 return self.backlog.push_back(transfer);
             }
-            Err(errno) => Err(Fault::Io(errno)),
+            Err(errno) => Err(JobFault::Io(errno)),
             Ok(moved) => {
                 transfer.moved += moved;
-                let short = Fault::Short { moved: transfer.moved.into(), wanted: transfer.len.into() };
+                let short = JobFault::Short { moved: transfer.moved.into(), wanted: transfer.len.into() };
                 match transfer.moved {
                     all if all == transfer.len => Ok(()),
                     // Direct I/O continues at whole units alone, and a short read at the end of a file stays
@@ -306,22 +318,22 @@ impl Worker {
             }
         };
         let part = match transfer.token & ((1 << PART_BITS) - 1) {
-            0 => Part::Head,
-            1 => Part::Body,
-            _ => Part::Tail,
+            0 => TransferPart::Head,
+            1 => TransferPart::Body,
+            _ => TransferPart::Tail,
         };
         activity.returned(part, transfer.memory, ended);
         activity.pending -= 1;
         if activity.pending == 0 {
             let work = taken.job.work;
-            self.lane(&work).left(&work);
+            self.lane(&work).release_job(&work);
             self.back.push_back(at);
         }
     }
 
     fn proceed(&mut self, at: usize) {
         let (taken, mut activity) = self.active[at].take().expect("under way");
-        match activity.proceed(&mut self.desk) {
+        match activity.proceed(&mut self.context) {
             Ok(Some(mut transfer)) => {
                 transfer.token |= (at as u64) << PART_BITS;
                 activity.pending = 1;
@@ -330,17 +342,17 @@ impl Worker {
                 self.active[at] = Some((taken, activity));
                 self.backlog.push_back(transfer);
             }
-            Ok(None) => self.end(at, &taken, Ok(())),
-            Err(fault) => self.end(at, &taken, Err(fault)),
+            Ok(None) => self.end_job(at, &taken, Ok(())),
+            Err(fault) => self.end_job(at, &taken, Err(fault)),
         }
     }
 
-    fn end(&mut self, at: usize, taken: &Taken, result: Result<(), Fault>) {
+    fn end_job(&mut self, at: usize, taken: &TakenJob, result: Result<(), JobFault>) {
         self.vacant.push(at);
         self.done(taken, result);
     }
 
-    fn done(&self, taken: &Taken, result: Result<(), Fault>) {
+    fn done(&self, taken: &TakenJob, result: Result<(), JobFault>) {
         tell_done(&self.tell, self.number, taken, result);
     }
 }

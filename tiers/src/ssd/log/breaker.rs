@@ -17,7 +17,7 @@ pub(super) enum Way {
 }
 
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-enum State {
+enum DeviceBreakerState {
     /// The device is in use.
     Closed,
     /// The device is not in use until then.
@@ -28,8 +28,8 @@ enum State {
 
 /// The breaker of a device.
 #[derive(Clone, Debug)]
-pub(super) struct Breaker {
-    state: State,
+pub(super) struct DeviceBreaker {
+    state: DeviceBreakerState,
     /// Faults in a row, of reads and of writes: a full device still reads well.
     faults: [u32; 2],
     wait_ms: u64,
@@ -37,16 +37,22 @@ pub(super) struct Breaker {
     pub(super) trips_total: u64,
 }
 
-// === impl Breaker ===
+// === impl DeviceBreaker ===
 
-impl Breaker {
+impl DeviceBreaker {
     pub(super) fn new() -> Self {
-        Self { state: State::Closed, faults: [0; 2], wait_ms: WAIT_MS_MIN, good: 0, trips_total: 0 }
+        Self {
+            state: DeviceBreakerState::Closed,
+            faults: [0; 2],
+            wait_ms: WAIT_MS_MIN,
+            good: 0,
+            trips_total: 0,
+        }
     }
 
     /// True if the device is not in use.
     pub(super) fn is_open(&self) -> bool {
-        self.state != State::Closed
+        self.state != DeviceBreakerState::Closed
     }
 
     /// Counts a successful job.
@@ -69,7 +75,7 @@ impl Breaker {
     /// before.
     pub(super) fn trip(&mut self, now_ms: u64) -> bool {
         self.good = 0;
-        let trips = self.state == State::Closed;
+        let trips = self.state == DeviceBreakerState::Closed;
         if trips {
             self.trips_total += 1;
             self.leave_alone(now_ms);
@@ -78,22 +84,22 @@ impl Breaker {
     }
 
     fn leave_alone(&mut self, now_ms: u64) {
-        self.state = State::Open { until_ms: now_ms + self.wait_ms };
+        self.state = DeviceBreakerState::Open { until_ms: now_ms + self.wait_ms };
         self.wait_ms = (self.wait_ms * 2).min(WAIT_MS_MAX);
     }
 
     /// True if a check should begin now; then it is under way.
     pub(super) fn try_again(&mut self, now_ms: u64) -> bool {
-        let due = matches!(self.state, State::Open { until_ms } if until_ms <= now_ms);
+        let due = matches!(self.state, DeviceBreakerState::Open { until_ms } if until_ms <= now_ms);
         if due {
-            self.state = State::Trying;
+            self.state = DeviceBreakerState::Trying;
         }
         due
     }
 
     pub(super) fn checked(&mut self, well: bool, now_ms: u64) {
         if well {
-            self.state = State::Closed;
+            self.state = DeviceBreakerState::Closed;
             self.faults = [0; 2];
         } else {
             self.leave_alone(now_ms);
@@ -107,7 +113,7 @@ mod tests {
 
     #[test]
     fn faults_in_a_row_trip_it_and_waits_double_until_the_device_proves_well() {
-        let mut breaker = Breaker::new();
+        let mut breaker = DeviceBreaker::new();
         for _ in 1..FAULTS_MAX {
             breaker.fault(Way::Write, 0);
             breaker.good(Way::Read);

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 
 use shm_protocol::key::NamespaceDigest;
 
-use crate::ssd::Work;
+use crate::ssd::DeviceWork;
 
 /// Milliseconds before a failed write is tried again.
 const PAUSE_MS: u64 = 1_000;
@@ -27,23 +27,23 @@ pub(super) struct Distrusts {
 
 impl Distrusts {
     /// Adds a distrusted namespace. Its last sequence counts.
-    pub(super) fn add(&mut self, namespace: NamespaceDigest, before: u64) {
+    pub(super) fn add_namespace(&mut self, namespace: NamespaceDigest, before: u64) {
         self.waiting.retain(|(other, _)| *other != namespace);
         self.waiting.push_back((namespace, before));
     }
 
     /// Returns the next work, unless one is under way or just failed.
-    pub(super) fn next(&mut self, now_ms: u64) -> Option<Work> {
+    pub(super) fn next(&mut self, now_ms: u64) -> Option<DeviceWork> {
         if self.telling.is_some() || now_ms < self.until_ms {
             return None;
         }
         self.telling = self.waiting.pop_front();
-        self.telling.map(|(namespace, before)| Work::Distrust { namespace, before })
+        self.telling.map(|(namespace, before)| DeviceWork::Distrust { namespace, before })
     }
 
     /// Notes the end of a write. A failed one is tried again soon: an orderly end of the sidecar waits for
     /// it.
-    pub(super) fn told(&mut self, well: bool, now_ms: u64) {
+    pub(super) fn note_written(&mut self, well: bool, now_ms: u64) {
         self.until_ms = if well { 0 } else { now_ms + PAUSE_MS };
         let again = self.telling.take().filter(|_| !well);
         if let Some(entry) = again

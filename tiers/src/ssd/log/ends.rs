@@ -3,32 +3,32 @@
 use shm_protocol::key::BlockKey;
 
 use super::breaker::Way;
-use super::table::State;
-use super::{Errand, Flight, Log};
+use super::table::EntryState;
+use super::{Errand, JobFlight, SegmentLog};
 use crate::list::Spot;
-use crate::ssd::{Done, Ended, Fault, FaultKind, Place, Ticket, Work};
+use crate::ssd::{DevicePlace, DeviceWork, EndedJob, FaultKind, JobDone, JobFault, Ticket};
 
 /// A device counts as working after a job's end within 1 of so many parts of the time of a late job.
 const MOVES_PART: u64 = 5;
 
-impl Log {
+impl SegmentLog {
     /// Handles a job's end. Returns the consequence for the caller, if there is one.
-    pub fn done(&mut self, now_ms: u64, done: Done) -> Option<Ended> {
+    pub fn done(&mut self, now_ms: u64, done: JobDone) -> Option<EndedJob> {
         self.now_ms = self.now_ms.max(now_ms);
         let flight = self.flights.remove(&done.ticket)?;
         let device = flight.device;
         self.volumes[device].flights -= 1;
         self.volumes[device].moved_ms = self.now_ms;
-        self.count(&flight, done.result);
+        self.count_end(&flight, done.result);
         let ok = done.result.is_ok();
         let ended = match flight.errand {
             Errand::Write { key, slot, place, bytes } => {
                 self.written(device, &key, place, bytes, ok);
-                Some(Ended::Written { slot, ok })
+                Some(EndedJob::Written { slot, ok })
             }
             Errand::Read { key, slot, place, bytes } => {
                 self.was_read(device, &key, place, bytes, done.result);
-                Some(Ended::Read { ticket: done.ticket, key, slot, ok })
+                Some(EndedJob::Read { ticket: done.ticket, key, slot, ok })
             }
             Errand::Move { key, from, to, bytes } => {
                 self.moved(device, &key, from, to, bytes, ok);
@@ -47,7 +47,7 @@ impl Log {
                 None
             }
             Errand::Distrust => {
-                self.volumes[device].distrusts.told(ok, self.now_ms);
+                self.volumes[device].distrusts.note_written(ok, self.now_ms);
                 self.tell_distrusted(device);
                 None
             }
@@ -59,7 +59,7 @@ impl Log {
     }
 
     /// Counts a job's end, for metrics and the breaker.
-    fn count(&mut self, flight: &Flight, result: Result<(), Fault>) {
+    fn count_end(&mut self, flight: &JobFlight, result: Result<(), JobFault>) {
         if matches!(flight.errand, Errand::GiveUp) {
             return;
         }
@@ -81,10 +81,10 @@ impl Log {
 
     /// Gives a broken device up: its queued jobs end, and their slots are free for others.
     fn give_up(&mut self, device: usize) {
-        self.issue(device, Errand::GiveUp, Work::GiveUp);
+        self.issue(device, Errand::GiveUp, DeviceWork::GiveUp);
     }
 
-    fn written(&mut self, device: usize, key: &BlockKey, place: Place, bytes: u32, ok: bool) {
+    fn written(&mut self, device: usize, key: &BlockKey, place: DevicePlace, bytes: u32, ok: bool) {
         let volume = &mut self.volumes[device];
         volume.write_bytes -= u64::from(bytes);
         volume.written(place.segment, &mut self.wanted);
@@ -94,59 +94,67 @@ impl Log {
         }
         // The block may have been removed meanwhile.
         let Some(id) = self.still_at(key, device, place) else { return };
-        if ok { self.keep(id, Spot::Head) } else { self.forget(id) }
+        if ok { self.keep(id, Spot::Head) } else { self.forget_entry(id) }
     }
 
     fn was_read(
         &mut self,
         device: usize,
         key: &BlockKey,
-        place: Place,
+        place: DevicePlace,
         bytes: u32,
-        result: Result<(), Fault>,
+        result: Result<(), JobFault>,
     ) {
         let volume = &mut self.volumes[device];
         volume.segment(place.segment).reads -= 1;
-        let moved = matches!(result, Ok(()) | Err(Fault::Corrupt(_)));
-        volume.pace.ended(bytes.into(), moved, self.now_ms);
+        let moved = matches!(result, Ok(()) | Err(JobFault::Corrupt(_)));
+        volume.pace.end_read(bytes.into(), moved, self.now_ms);
         match result {
             Ok(()) => {
                 volume.stats.read_blocks_total += 1;
                 volume.stats.read_bytes_total += u64::from(bytes);
             }
-            Err(Fault::Stopped) => {}
+            Err(JobFault::Stopped) => {}
             Err(_) => {
                 if let Some(id) = self.still_at(key, device, place) {
-                    self.forget(id);
+                    self.forget_entry(id);
                 }
             }
         }
     }
 
-    fn moved(&mut self, device: usize, key: &BlockKey, from: Place, to: Place, bytes: u32, ok: bool) {
+    fn moved(
+        &mut self,
+        device: usize,
+        key: &BlockKey,
+        from: DevicePlace,
+        to: DevicePlace,
+        bytes: u32,
+        ok: bool,
+    ) {
         let volume = &mut self.volumes[device];
         volume.moves -= 1;
         volume.segment(from.segment).reads -= 1;
         volume.written(to.segment, &mut self.wanted);
         // A failed read has taken the block out of the index meanwhile.
-        let moving = |id: &u32| self.table.get(*id).state == State::Moving;
+        let moving = |id: &u32| self.table.get(*id).state == EntryState::Moving;
         let Some(id) = self.still_at(key, device, from).filter(moving) else { return };
         if !ok {
-            self.forget(id);
+            self.forget_entry(id);
             return;
         }
         let volume = &mut self.volumes[device];
         volume.stats.moved_blocks_total += 1;
         volume.stats.moved_bytes_total += u64::from(bytes);
         let entry = self.table.get_mut(id);
-        (entry.segment, entry.unit, entry.state) = (to.segment, to.unit, State::Kept);
+        (entry.segment, entry.unit, entry.state) = (to.segment, to.unit, EntryState::Kept);
         let units = volume.units(bytes);
         volume.unsettle(from.segment, units);
-        volume.settle(to.segment, id, units);
+        volume.place_block(to.segment, id, units);
     }
 
     /// Lets time pass: breakers are tried again, late jobs trip theirs. Newly late reads go to `late`: the
-    /// caller answers "miss" to their waiters, while the job owns the slot until its [`Ended::Read`]. A read
+    /// caller answers "miss" to their waiters, while the job owns the slot until its [`EndedJob::Read`]. A read
     /// is not late while its device ends other jobs.
     pub fn tick(&mut self, now_ms: u64, late: &mut Vec<Ticket>) {
         self.now_ms = self.now_ms.max(now_ms);
@@ -178,7 +186,7 @@ impl Log {
         }
         for device in 0..self.volumes.len() {
             if self.volumes[device].breaker.try_again(self.now_ms) {
-                self.issue(device, Errand::Check, Work::Check);
+                self.issue(device, Errand::Check, DeviceWork::Check);
             }
             if !self.volumes[device].breaker.is_open() {
                 self.tell_distrusted(device);

@@ -3,14 +3,14 @@
 //! A block also kept in DRAM is a copy. A block evicted from DRAM keeps its standing and lies in a list of
 //! its sort: blocks enter in the order of DRAM's evictions, so in each list a parent goes after its children.
 
-use super::table::Table;
+use super::table::EntryTable;
 use crate::dram::Judge;
 use crate::list::{List, Spot};
 use crate::standing::{SORTS, Standing};
 
 /// Blocks of the namespaces of one quota, or of none.
 #[derive(Debug, Default)]
-struct Group {
+struct QuotaGroup {
     /// Most units of the group.
     units_max: Option<u64>,
     units: u64,
@@ -19,23 +19,23 @@ struct Group {
 }
 
 #[derive(Debug)]
-pub(super) struct Order {
-    groups: Vec<Group>,
+pub(super) struct LogOrder {
+    groups: Vec<QuotaGroup>,
     /// Units of all blocks, and those of copies.
     units: u64,
     copied: u64,
 }
 
-// === impl Order ===
+// === impl LogOrder ===
 
-impl Order {
+impl LogOrder {
     pub(super) fn new() -> Self {
-        Self { groups: vec![Group::default()], units: 0, copied: 0 }
+        Self { groups: vec![QuotaGroup::default()], units: 0, copied: 0 }
     }
 
     /// Adds a group with a limit of units.
     pub(super) fn add_group(&mut self, units_max: u64) {
-        self.groups.push(Group { units_max: Some(units_max), ..Group::default() });
+        self.groups.push(QuotaGroup { units_max: Some(units_max), ..QuotaGroup::default() });
     }
 
     /// Returns the units of all blocks.
@@ -43,7 +43,7 @@ impl Order {
         self.units
     }
 
-    fn list(&mut self, group: usize, standing: Standing) -> &mut List {
+    fn list_of(&mut self, group: usize, standing: Standing) -> &mut List {
         let group = &mut self.groups[group];
         if standing == Standing::ABOVE {
             &mut group.copies
@@ -53,19 +53,26 @@ impl Order {
     }
 
     /// Adds a block of no list.
-    pub(super) fn enter(&mut self, table: &mut Table, id: u32, group: usize, units: u32, spot: Spot) {
+    pub(super) fn enter_list(
+        &mut self,
+        table: &mut EntryTable,
+        id: u32,
+        group: usize,
+        units: u32,
+        spot: Spot,
+    ) {
         let standing = table.get(id).standing;
-        self.list(group, standing).push(table, id, spot);
-        self.count(group, standing, i64::from(units));
+        self.list_of(group, standing).push(table, id, spot);
+        self.count_units(group, standing, i64::from(units));
     }
 
-    pub(super) fn leave(&mut self, table: &mut Table, id: u32, group: usize, units: u32) {
+    pub(super) fn leave_list(&mut self, table: &mut EntryTable, id: u32, group: usize, units: u32) {
         let standing = table.get(id).standing;
-        self.list(group, standing).remove(table, id);
-        self.count(group, standing, -i64::from(units));
+        self.list_of(group, standing).remove(table, id);
+        self.count_units(group, standing, -i64::from(units));
     }
 
-    fn count(&mut self, group: usize, standing: Standing, units: i64) {
+    fn count_units(&mut self, group: usize, standing: Standing, units: i64) {
         let copied = if standing == Standing::ABOVE { units } else { 0 };
         for (count, more) in
             [(&mut self.groups[group].units, units), (&mut self.units, units), (&mut self.copied, copied)]
@@ -84,7 +91,7 @@ impl Order {
     /// copy.
     pub(super) fn next(
         &self,
-        table: &Table,
+        table: &EntryTable,
         judge: Judge<'_>,
         of: Option<usize>,
         copies_max: Option<u64>,

@@ -18,7 +18,7 @@ const WINDOWS: usize = 8;
 
 /// The reads of one source.
 #[derive(Clone, Debug, Default)]
-pub struct Pace {
+pub struct ReadPace {
     /// Bytes of reads under way.
     waiting: u64,
     window: Option<PaceWindow>,
@@ -66,9 +66,9 @@ impl PaceWindow {
     }
 }
 
-// === impl Pace ===
+// === impl ReadPace ===
 
-impl Pace {
+impl ReadPace {
     /// True if a read would end in time when it may use 1 of `parts` of the limit. A device that was never
     /// busy has no limit.
     pub fn takes(&self, bytes: u64, parts: u64) -> bool {
@@ -99,7 +99,7 @@ impl Pace {
     }
 
     /// Notes the end of a read; `moved` is true if its bytes were moved.
-    pub fn ended(&mut self, bytes: u64, moved: bool, now_ms: u64) {
+    pub fn end_read(&mut self, bytes: u64, moved: bool, now_ms: u64) {
         self.waiting -= bytes;
         let Some(mut window) = self.window.take().filter(|_| moved) else { return };
         if window.has_ended(now_ms) {
@@ -135,7 +135,7 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     /// Asks for reads of 1 MiB up to `most`, and returns the number of accepted ones.
-    fn ask(pace: &mut Pace, most: u64, now_ms: u64) -> u64 {
+    fn ask(pace: &mut ReadPace, most: u64, now_ms: u64) -> u64 {
         let mut taken = 0;
         while taken < most && pace.takes(MIB, 1) {
             pace.began(MIB, now_ms);
@@ -145,17 +145,17 @@ mod tests {
     }
 
     /// The device reads so many MiB each millisecond, for `ms` or until no read waits.
-    fn read(pace: &mut Pace, now_ms: &mut u64, ms: u64, mib: u64) {
+    fn read(pace: &mut ReadPace, now_ms: &mut u64, ms: u64, mib: u64) {
         let until_ms = *now_ms + ms;
         while *now_ms < until_ms && pace.waiting > 0 {
             *now_ms += 1;
-            (0..mib.min(pace.waiting / MIB)).for_each(|_| pace.ended(MIB, true, *now_ms));
+            (0..mib.min(pace.waiting / MIB)).for_each(|_| pace.end_read(MIB, true, *now_ms));
         }
     }
 
     #[test]
     fn no_more_waits_than_is_read_while_a_query_waits() {
-        let (mut pace, mut now_ms) = (Pace::default(), 0);
+        let (mut pace, mut now_ms) = (ReadPace::default(), 0);
         assert_eq!(ask(&mut pace, 10_000, 0), 10_000, "nothing is known of it");
         read(&mut pace, &mut now_ms, 9_000, 1);
         assert_eq!(
@@ -170,7 +170,7 @@ mod tests {
 
     #[test]
     fn a_device_that_became_slow_is_asked_for_less_and_one_that_rested_is_not() {
-        let (mut pace, mut now_ms) = (Pace::default(), 0);
+        let (mut pace, mut now_ms) = (ReadPace::default(), 0);
         ask(&mut pace, 10_000, 0);
         read(&mut pace, &mut now_ms, 60_000, 4);
         assert!((8_000..8_100).contains(&ask(&mut pace, 10_000, now_ms)));
@@ -190,7 +190,7 @@ mod tests {
 
     #[test]
     fn short_bursts_show_that_a_device_is_fast_again() {
-        let mut pace = Pace { reaches: [1; WINDOWS].into(), ..Pace::default() };
+        let mut pace = ReadPace { reaches: [1; WINDOWS].into(), ..ReadPace::default() };
         let mut now_ms = 0;
         assert_eq!(ask(&mut pace, 10_000, now_ms), 256);
         read(&mut pace, &mut now_ms, 60_000, 8);
@@ -201,30 +201,30 @@ mod tests {
     #[test]
     fn what_was_not_moved_and_a_standstill_say_nothing() {
         let busy = || {
-            let mut pace = Pace::default();
+            let mut pace = ReadPace::default();
             ask(&mut pace, 1_000, 0);
             pace
         };
         let mut pace = busy();
-        pace.ended(MIB, false, 300);
+        pace.end_read(MIB, false, 300);
         assert!(pace.reaches.is_empty() && pace.window.is_none());
         let mut pace = busy();
         pace.stood_still();
-        pace.ended(MIB, true, 300);
+        pace.end_read(MIB, true, 300);
         assert!(pace.reaches.is_empty());
         let mut pace = busy();
-        (0..1000).for_each(|_| pace.ended(MIB, true, 600));
+        (0..1000).for_each(|_| pace.end_read(MIB, true, 600));
         pace.began(MIB, 700);
         assert_eq!(pace.reaches, [1000 * MIB * 2000 / 600], "of the time in which the caller was away, too");
     }
 
     #[test]
     fn what_ends_at_once_took_all_of_the_time_since_it_was_asked_for() {
-        let mut pace = Pace::default();
+        let mut pace = ReadPace::default();
         ask(&mut pace, 64, 0);
         // The caller takes some of a burst each millisecond.
-        (0..16).for_each(|number| pace.ended(MIB, true, 300 + number / 4));
-        (0..48).for_each(|number| pace.ended(MIB, true, 640 + number / 4));
+        (0..16).for_each(|number| pace.end_read(MIB, true, 300 + number / 4));
+        (0..48).for_each(|number| pace.end_read(MIB, true, 640 + number / 4));
         assert!(pace.reaches.is_empty());
         pace.began(MIB, 900);
         assert_eq!(pace.reaches, [64 * MIB * 2000 / 651]);
@@ -232,7 +232,7 @@ mod tests {
 
     #[test]
     fn a_block_of_any_size_is_read_where_nothing_waits() {
-        let mut pace = Pace { reaches: [1].into(), ..Pace::default() };
+        let mut pace = ReadPace { reaches: [1].into(), ..ReadPace::default() };
         assert!(pace.takes(1 << 40, 2));
         pace.began(MIB, 0);
         assert!(!pace.takes(BYTES_MIN, 1));

@@ -3,11 +3,11 @@
 
 use shm_protocol::key::{BlockKey, NamespaceDigest};
 
-use super::table::State;
-use super::{BATCH, Errand, Log};
-use crate::index::Print;
+use super::table::EntryState;
+use super::{BATCH, Errand, SegmentLog};
+use crate::index::KeyPrint;
 use crate::list::Spot;
-use crate::ssd::{FaultKind, Place, Recovered, Work};
+use crate::ssd::{DevicePlace, DeviceWork, FaultKind, Recovered};
 use crate::standing::Standing;
 
 /// Most blocks looked at by one call of reclamation: some 20 us.
@@ -15,9 +15,9 @@ const RECLAIM_STEPS: u32 = 64;
 /// Most blocks of a device moving at a time: their buffers are the device's own.
 const MOVES_MAX: u32 = 4;
 
-// === impl Log: reclamation and recovery ===
+// === impl SegmentLog: reclamation and recovery ===
 
-impl Log {
+impl SegmentLog {
     /// Continues the reclamation of a segment, if one is due: a few blocks at a time.
     pub(super) fn reclaim(&mut self, device: usize) {
         for _ in 0..RECLAIM_STEPS {
@@ -26,8 +26,9 @@ impl Log {
             let segment = volume.segment(number);
             let Some(id) = segment.blocks.last().copied() else { break };
             let entry = self.table.get(id);
-            let is_here =
-                usize::from(entry.device) == device && entry.segment == number && entry.state == State::Kept;
+            let is_here = usize::from(entry.device) == device
+                && entry.segment == number
+                && entry.state == EntryState::Kept;
             if !is_here {
                 segment.blocks.pop();
                 continue;
@@ -48,16 +49,16 @@ impl Log {
                 }
             }
             self.volumes[device].stats.dropped_blocks_total += 1;
-            self.forget(id);
+            self.forget_entry(id);
         }
         self.volumes[device].reclaimed();
     }
 
     fn begin_move(&mut self, device: usize, id: u32, units: u32) {
         let entry = self.table.get_mut(id);
-        entry.state = State::Moving;
+        entry.state = EntryState::Moving;
         let (key, bytes) = (entry.key, entry.bytes);
-        let from = Place { segment: entry.segment, unit: entry.unit };
+        let from = DevicePlace { segment: entry.segment, unit: entry.unit };
         let label = self.label(&key, bytes);
         let volume = &mut self.volumes[device];
         volume.moved_units += units;
@@ -66,7 +67,7 @@ impl Log {
         let to_sequence = volume.segment(to.segment).sequence;
         let source = volume.segment(from.segment);
         source.reads += 1;
-        let work = Work::Move { from, from_sequence: source.sequence, to, to_sequence, label };
+        let work = DeviceWork::Move { from, from_sequence: source.sequence, to, to_sequence, label };
         self.issue(device, Errand::Move { key, from, to, bytes }, work);
     }
 
@@ -98,9 +99,9 @@ impl Log {
                 *key =
                     namespace.map(|namespace| BlockKey { namespace, group: label.group, hash: label.hash });
             }
-            self.warmed(keys.iter().flatten().map(Print::of));
+            self.warmed(keys.iter().flatten().map(KeyPrint::of_key));
             for (key, (unit, label)) in keys.iter().zip(batch) {
-                let place = Place { segment: found.segment, unit: *unit };
+                let place = DevicePlace { segment: found.segment, unit: *unit };
                 if let Some(key) = key {
                     self.take_over(device, *key, place, label.bytes, found.sequence);
                 }
@@ -113,7 +114,7 @@ impl Log {
 
     /// Keeps the later of two copies of a block: segments come newest first, and the blocks of one in the
     /// order of their writes.
-    fn take_over(&mut self, device: usize, key: BlockKey, place: Place, bytes: u32, sequence: u64) {
+    fn take_over(&mut self, device: usize, key: BlockKey, place: DevicePlace, bytes: u32, sequence: u64) {
         let volume = &mut self.volumes[device];
         let units = volume.units(bytes);
         let inside =
@@ -122,7 +123,7 @@ impl Log {
             return;
         }
         volume.remains(place.segment, sequence, units);
-        if let Some(id) = self.find(&key) {
+        if let Some(id) = self.find_key(&key) {
             let known = self.table.get_mut(id);
             let is_earlier = usize::from(known.device) == device
                 && known.segment == place.segment
@@ -132,9 +133,9 @@ impl Log {
             }
             return;
         }
-        let Some(id) = self.table.take() else { return };
+        let Some(id) = self.table.take_free() else { return };
         self.volumes[device].stats.recovered_blocks_total += 1;
-        self.enter(id, key, device, place, bytes, State::Kept);
+        self.enter_block(id, key, device, place, bytes, EntryState::Kept);
         self.table.get_mut(id).standing = Standing::RECOVERED;
         // The next segments are older.
         self.keep(id, Spot::Tail);

@@ -2,8 +2,8 @@
 
 use shm_protocol::key::{BlockKey, NamespaceDigest};
 
-use super::Log;
-use super::table::State;
+use super::SegmentLog;
+use super::table::EntryState;
 use crate::dram::{Dram, Judge, QuotaId};
 use crate::list::Spot;
 use crate::standing::Standing;
@@ -14,9 +14,9 @@ const DROPS_MAX: u32 = 64;
 /// room copies may take 1 of so many parts of DRAM's size.
 const COPIES_PART: u64 = 8;
 
-// === impl Log: room ===
+// === impl SegmentLog: room ===
 
-impl Log {
+impl SegmentLog {
     /// Makes this a tier below `dram`, before the first block comes. A quota's limit here is the same part of
     /// the room as of DRAM.
     pub fn put_below(&mut self, dram: &mut Dram) {
@@ -36,7 +36,7 @@ impl Log {
     }
 
     /// Returns the digest of a namespace, if stated.
-    pub fn digest(&self, namespace: u32) -> Option<NamespaceDigest> {
+    pub fn namespace_digest(&self, namespace: u32) -> Option<NamespaceDigest> {
         self.digests.get(&namespace).copied()
     }
 
@@ -70,7 +70,7 @@ impl Log {
             };
             let Some(id) = self.order.next(&self.table, judge, of, self.copies_max) else { return false };
             self.volumes[usize::from(self.table.get(id).device)].stats.dropped_blocks_total += 1;
-            self.forget(id);
+            self.forget_entry(id);
         }
         false
     }
@@ -90,15 +90,15 @@ impl Log {
     }
 
     /// Notes that DRAM has evicted a block.
-    pub fn left(&mut self, key: &BlockKey, standing: Standing) {
-        let id = self.find(key).filter(|id| self.table.get(*id).state != State::Writing);
-        id.into_iter().for_each(|id| self.stand(id, standing.left()));
+    pub fn leave_dram(&mut self, key: &BlockKey, standing: Standing) {
+        let id = self.find_key(key).filter(|id| self.table.get(*id).state != EntryState::Writing);
+        id.into_iter().for_each(|id| self.stand(id, standing.leave_dram()));
     }
 
     /// Notes that DRAM has a block. Returns true if it is kept here, too, or on its way.
     pub fn came(&mut self, key: &BlockKey) -> bool {
-        let Some(id) = self.find(key) else { return false };
-        if self.table.get(id).state == State::Writing {
+        let Some(id) = self.find_key(key) else { return false };
+        if self.table.get(id).state == EntryState::Writing {
             return true;
         }
         self.stand(id, Standing::ABOVE);
@@ -108,14 +108,14 @@ impl Log {
 
     fn stand(&mut self, id: u32, standing: Standing) {
         let (group, units) = self.measure(id);
-        self.order.leave(&mut self.table, id, group, units);
+        self.order.leave_list(&mut self.table, id, group, units);
         self.table.get_mut(id).standing = standing;
-        self.order.enter(&mut self.table, id, group, units, Spot::Head);
+        self.order.enter_list(&mut self.table, id, group, units, Spot::Head);
     }
 
     /// Returns the standing of a block at its eviction from DRAM.
     pub fn standing(&self, key: &BlockKey) -> Option<Standing> {
-        let standing = self.table.get(self.find(key)?).standing;
+        let standing = self.table.get(self.find_key(key)?).standing;
         (standing != Standing::ABOVE).then_some(standing)
     }
 }

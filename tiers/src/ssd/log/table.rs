@@ -3,7 +3,7 @@
 use shm_protocol::key::{BlockHash, BlockKey};
 
 use crate::index::Index;
-use crate::list::{Link, Links, List};
+use crate::list::{LinkTable, List, ListLink};
 use crate::standing::Standing;
 
 /// Entries of a chunk: 256 KiB.
@@ -12,7 +12,7 @@ const CHUNK: usize = 4096;
 /// The state of a block.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 #[repr(u8)]
-pub(super) enum State {
+pub(super) enum EntryState {
     /// The entry is free.
     Vacant,
     /// The block is on its way to the device: not found yet.
@@ -23,42 +23,42 @@ pub(super) enum State {
 }
 
 #[derive(Clone, Debug)]
-pub(super) struct Entry {
+pub(super) struct LogEntry {
     pub(super) key: BlockKey,
     /// Link of the list of its standing, unless it is being written; or of the list of free entries.
-    link: Link,
+    link: ListLink,
     pub(super) segment: u32,
     pub(super) unit: u32,
     pub(super) bytes: u32,
     pub(super) device: u8,
-    pub(super) state: State,
+    pub(super) state: EntryState,
     pub(super) standing: Standing,
 }
 
-const _: () = assert!(size_of::<Entry>() <= 64);
+const _: () = assert!(size_of::<LogEntry>() <= 64);
 
 #[derive(Debug, Default)]
-pub(super) struct Table {
-    chunks: Vec<Box<[Entry]>>,
+pub(super) struct EntryTable {
+    chunks: Vec<Box<[LogEntry]>>,
     free: List,
 }
 
-const VACANT: Entry = Entry {
+const VACANT: LogEntry = LogEntry {
     key: BlockKey { namespace: 0, group: 0, hash: BlockHash([0; 32]) },
-    link: Link { previous: crate::list::NIL, next: crate::list::NIL },
+    link: ListLink { previous: crate::list::NIL, next: crate::list::NIL },
     segment: 0,
     unit: 0,
     bytes: 0,
     device: 0,
-    state: State::Vacant,
+    state: EntryState::Vacant,
     standing: Standing::ABOVE,
 };
 
-// === impl Table ===
+// === impl EntryTable ===
 
-impl Table {
+impl EntryTable {
     #[inline]
-    pub(super) fn get(&self, id: u32) -> &Entry {
+    pub(super) fn get(&self, id: u32) -> &LogEntry {
         &self.chunks[id as usize / CHUNK][id as usize % CHUNK]
     }
 
@@ -70,18 +70,18 @@ impl Table {
     }
 
     #[inline]
-    pub(super) fn get_mut(&mut self, id: u32) -> &mut Entry {
+    pub(super) fn get_mut(&mut self, id: u32) -> &mut LogEntry {
         &mut self.chunks[id as usize / CHUNK][id as usize % CHUNK]
     }
 
     /// Returns the keys of the blocks in a chunk; `None` behind the last chunk.
     pub(super) fn keys_of(&self, chunk: usize) -> Option<impl Iterator<Item = &BlockKey>> {
         let entries = self.chunks.get(chunk)?.iter();
-        Some(entries.filter(|entry| entry.state != State::Vacant).map(|entry| &entry.key))
+        Some(entries.filter(|entry| entry.state != EntryState::Vacant).map(|entry| &entry.key))
     }
 
     /// Takes a free entry; `None` if all numbers are used.
-    pub(super) fn take(&mut self) -> Option<u32> {
+    pub(super) fn take_free(&mut self) -> Option<u32> {
         if self.free.tail().is_none() {
             self.grow()?;
         }
@@ -104,15 +104,15 @@ impl Table {
 
     /// Frees an entry of no list.
     pub(super) fn put_back(&mut self, id: u32) {
-        self.get_mut(id).state = State::Vacant;
+        self.get_mut(id).state = EntryState::Vacant;
         let mut free = std::mem::take(&mut self.free);
         free.push_head(self, id);
         self.free = free;
     }
 }
 
-impl Links for Table {
-    fn link(&mut self, id: u32) -> &mut Link {
+impl LinkTable for EntryTable {
+    fn link(&mut self, id: u32) -> &mut ListLink {
         &mut self.get_mut(id).link
     }
 }

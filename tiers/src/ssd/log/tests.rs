@@ -8,7 +8,7 @@ use shm_protocol::random::Random;
 
 use super::*;
 use crate::dram::{self, Dram, Judge, QuotaId};
-use crate::ssd::{Done, Ended, Fault, Recovered, format};
+use crate::ssd::{EndedJob, JobDone, JobFault, Recovered, format};
 use crate::standing::Sort;
 
 const UNIT: u64 = 4096;
@@ -27,9 +27,9 @@ struct Model {
 /// A log, its devices, and issued jobs.
 struct World {
     random: Random,
-    log: Log,
+    log: SegmentLog,
     models: Vec<Model>,
-    jobs: Vec<Job>,
+    jobs: Vec<DeviceJob>,
     /// Slots owned by jobs, and the key of each.
     slots: BTreeMap<u64, BlockKey>,
     next_slot: u64,
@@ -52,17 +52,21 @@ fn bytes(key: &BlockKey) -> u64 {
     (key.hash.words()[0] * 3571) % (5 * UNIT) + 1
 }
 
-fn config(devices: usize, life: u64) -> Config {
-    let geometry =
-        Geometry { unit_bytes: UNIT, segment_bytes: SEGMENT, segments: SEGMENTS, first_sequence: life << 32 };
-    Config { devices: vec![geometry; devices], write_bytes_max: 8 * UNIT, late_ms: 1_000 }
+fn config(devices: usize, life: u64) -> LogConfig {
+    let geometry = DeviceGeometry {
+        unit_bytes: UNIT,
+        segment_bytes: SEGMENT,
+        segments: SEGMENTS,
+        first_sequence: life << 32,
+    };
+    LogConfig { devices: vec![geometry; devices], write_bytes_max: 8 * UNIT, late_ms: 1_000 }
 }
 
 // === impl Model ===
 
 impl Model {
     /// Writes a block after checks: into an open segment, over no other block, with room left for the footer.
-    fn put(&mut self, place: Place, sequence: u64, label: Label) {
+    fn put(&mut self, place: DevicePlace, sequence: u64, label: Label) {
         let (begun, sealed, blocks) = self.segments.get_mut(&place.segment).expect("begun");
         assert!(*begun == sequence && !*sealed, "written where nothing may be");
         let end = place.unit + format::block_units(label.bytes, UNIT);
@@ -75,41 +79,41 @@ impl Model {
         blocks.insert(place.unit, label);
     }
 
-    fn get(&self, place: Place, sequence: u64, label: Label) {
+    fn get(&self, place: DevicePlace, sequence: u64, label: Label) {
         let (begun, _, blocks) = &self.segments[&place.segment];
         assert_eq!((*begun, blocks.get(&place.unit)), (sequence, Some(&label)), "read what is not there");
     }
 
-    fn carry_out(&mut self, work: Work) {
+    fn carry_out(&mut self, work: DeviceWork) {
         match work {
-            Work::Begin { segment, sequence } => {
+            DeviceWork::Begin { segment, sequence } => {
                 assert!(sequence > self.sequence, "a sequence is given out once");
                 self.sequence = sequence;
                 self.segments.insert(segment, (sequence, false, BTreeMap::new()));
             }
-            Work::Write { place, sequence, label, .. } => self.put(place, sequence, label),
-            Work::Read { place, sequence, label, .. } => self.get(place, sequence, label),
-            Work::Move { from, from_sequence, to, to_sequence, label } => {
+            DeviceWork::Write { place, sequence, label, .. } => self.put(place, sequence, label),
+            DeviceWork::Read { place, sequence, label, .. } => self.get(place, sequence, label),
+            DeviceWork::Move { from, from_sequence, to, to_sequence, label } => {
                 self.get(from, from_sequence, label);
                 self.put(to, to_sequence, label);
             }
-            Work::Seal { segment, sequence } => {
+            DeviceWork::Seal { segment, sequence } => {
                 let found = self.segments.get_mut(&segment).expect("begun");
                 assert_eq!(found.0, sequence);
                 found.1 = true;
             }
-            Work::Check | Work::GiveUp | Work::Distrust { .. } => {}
+            DeviceWork::Check | DeviceWork::GiveUp | DeviceWork::Distrust { .. } => {}
         }
     }
 }
 
 /// Returns the segments a job needs unchanged.
-fn needs(work: &Work) -> Vec<u32> {
+fn needs(work: &DeviceWork) -> Vec<u32> {
     match *work {
-        Work::Begin { segment, .. } | Work::Seal { segment, .. } => vec![segment],
-        Work::Write { place, .. } | Work::Read { place, .. } => vec![place.segment],
-        Work::Move { from, to, .. } => vec![from.segment, to.segment],
-        Work::Check | Work::GiveUp | Work::Distrust { .. } => Vec::new(),
+        DeviceWork::Begin { segment, .. } | DeviceWork::Seal { segment, .. } => vec![segment],
+        DeviceWork::Write { place, .. } | DeviceWork::Read { place, .. } => vec![place.segment],
+        DeviceWork::Move { from, to, .. } => vec![from.segment, to.segment],
+        DeviceWork::Check | DeviceWork::GiveUp | DeviceWork::Distrust { .. } => Vec::new(),
     }
 }
 
@@ -118,7 +122,7 @@ fn needs(work: &Work) -> Vec<u32> {
 impl World {
     fn new(seed: u64, devices: usize) -> Self {
         let models = (0..devices).map(|_| Model::default()).collect();
-        let (log, jobs, slots) = (Log::new(config(devices, 1)), Vec::new(), BTreeMap::new());
+        let (log, jobs, slots) = (SegmentLog::new(config(devices, 1)), Vec::new(), BTreeMap::new());
         let (random, failing) = (Random(seed), true);
         let mut world = Self { random, log, models, jobs, slots, next_slot: 0, now_ms: 0, life: 1, failing };
         world.recover();
@@ -129,11 +133,11 @@ impl World {
     fn take_jobs(&mut self) {
         for job in self.log.drain_jobs() {
             let others = self.jobs.iter().filter(|other| other.device == job.device);
-            if let Work::Begin { segment, .. } = job.work {
+            if let DeviceWork::Begin { segment, .. } = job.work {
                 assert!(others.clone().all(|other| !needs(&other.work).contains(&segment)), "{job:?}");
             }
-            if let Work::Seal { segment, .. } = job.work {
-                let writes = others.filter(|other| !matches!(other.work, Work::Read { .. }));
+            if let DeviceWork::Seal { segment, .. } = job.work {
+                let writes = others.filter(|other| !matches!(other.work, DeviceWork::Read { .. }));
                 assert!(writes.clone().all(|other| !needs(&other.work).contains(&segment)), "{job:?}");
             }
             self.jobs.push(job);
@@ -154,9 +158,9 @@ impl World {
         let key = key(number);
         let slot = self.slot();
         let kept = self.log.keeps(&key).is_some();
-        match self.log.write(key, digest(key.namespace), bytes(&key), slot) {
+        match self.log.write_block(key, digest(key.namespace), bytes(&key), slot) {
             Ok(_) => drop(self.slots.insert(slot.offset, key)),
-            Err(refused) => assert!(!kept || refused == Refused::Present, "{refused}"),
+            Err(refused) => assert!(!kept || refused == LogRefusal::Present, "{refused}"),
         }
         self.take_jobs();
     }
@@ -184,7 +188,7 @@ impl World {
         let kept = self.log.keeps(&key);
         assert!(kept.is_none_or(|kept| u64::from(kept) == bytes(&key)));
         assert_eq!(self.log.probe(key.namespace, key.group, &[key.hash]), usize::from(kept.is_some()));
-        let begun = self.log.read(self.now_ms, &key, slot, 1).is_some();
+        let begun = self.log.read_block(self.now_ms, &key, slot, 1).is_some();
         assert_eq!(begun, kept.is_some());
         if begun {
             self.slots.insert(slot.offset, key);
@@ -200,31 +204,31 @@ impl World {
         let at = self.random.below(self.jobs.len() as u64) as usize;
         let job = self.jobs.swap_remove(at);
         let result = match self.random.below(40) {
-            0 if self.failing => Err(Fault::Io(Errno::IO)),
-            1 if self.failing => Err(Fault::Corrupt("header")),
+            0 if self.failing => Err(JobFault::Io(Errno::IO)),
+            1 if self.failing => Err(JobFault::Corrupt("header")),
             _ => {
                 self.models[job.device].carry_out(job.work);
                 Ok(())
             }
         };
-        let done = Done { device: job.device, ticket: job.ticket, micros: 1, result };
+        let done = JobDone { device: job.device, ticket: job.ticket, micros: 1, result };
         match (self.log.done(self.now_ms, done), job.work) {
-            (Some(Ended::Written { slot, ok }), Work::Write { from, .. }) => {
+            (Some(EndedJob::Written { slot, ok }), DeviceWork::Write { from, .. }) => {
                 assert!(slot.offset == from && ok == result.is_ok());
                 assert!(self.slots.remove(&from).is_some(), "a slot ends once");
             }
-            (Some(Ended::Read { slot, ok, key, ticket }), Work::Read { into, .. }) => {
+            (Some(EndedJob::Read { slot, ok, key, ticket }), DeviceWork::Read { into, .. }) => {
                 assert!(slot.offset == into && ok == result.is_ok() && ticket == job.ticket);
                 assert_eq!(self.slots.remove(&into), Some(key), "a slot ends once");
             }
             (
                 None,
-                Work::Begin { .. }
-                | Work::Seal { .. }
-                | Work::Move { .. }
-                | Work::Check
-                | Work::GiveUp
-                | Work::Distrust { .. },
+                DeviceWork::Begin { .. }
+                | DeviceWork::Seal { .. }
+                | DeviceWork::Move { .. }
+                | DeviceWork::Check
+                | DeviceWork::GiveUp
+                | DeviceWork::Distrust { .. },
             ) => {}
             (ended, work) => panic!("{work:?} ended as {ended:?}"),
         }
@@ -254,7 +258,7 @@ impl World {
         self.jobs.clear();
         self.slots.clear();
         self.life += 1;
-        self.log = Log::new(config(self.models.len(), self.life));
+        self.log = SegmentLog::new(config(self.models.len(), self.life));
         self.recover();
     }
 
@@ -287,13 +291,13 @@ impl World {
             self.now_ms += 60_000;
             self.tick();
             self.end_jobs();
-            if !self.log.busy() && self.log.stats().devices.iter().all(|device| !device.down) {
+            if !self.log.busy() && self.log.log_stats().devices.iter().all(|device| !device.down) {
                 break;
             }
         }
         self.failing = true;
         assert!(!self.log.busy() && self.slots.is_empty());
-        let stats = self.log.stats();
+        let stats = self.log.log_stats();
         assert!(stats.devices.iter().all(|device| !device.down), "{stats:?}");
         let found: Vec<u64> =
             (0..KEYS).filter_map(|number| self.log.keeps(&key(number))).map(u64::from).collect();
@@ -325,7 +329,7 @@ fn whatever_happens_every_job_is_sound() {
             }
         }
         world.settle();
-        for device in &world.log.stats().devices {
+        for device in &world.log.log_stats().devices {
             let (moved, dropped) = (device.moved_blocks_total, device.dropped_blocks_total);
             let counts = [moved, dropped, device.trips_total, device.recovered_blocks_total];
             happened.iter_mut().zip(counts).for_each(|(sum, count)| *sum += count);
@@ -339,7 +343,7 @@ impl World {
     fn write_with_room(&mut self, number: u64, judge: Judge<'_>) {
         let (key, slot) = (key(number), self.slot());
         assert!(self.log.make_room(key.namespace, UNIT, judge));
-        while self.log.write(key, digest(key.namespace), UNIT, slot) == Err(Refused::Busy) {
+        while self.log.write_block(key, digest(key.namespace), UNIT, slot) == Err(LogRefusal::Busy) {
             self.take_jobs();
             self.tick();
             self.carry_out();
@@ -383,13 +387,14 @@ fn every_block_is_taken_in_the_end_and_seven_units_move_for_one_at_most() {
                 let (bytes, slot) = ((units - 1) * UNIT, world.slot());
                 assert!(!makes_room || world.log.make_room(0, bytes, dram.judge()));
                 world.slots.insert(slot.offset, key(number));
-                let taken = |world: &mut World| world.log.write(key(number), digest(0), bytes, slot).is_ok();
+                let taken =
+                    |world: &mut World| world.log.write_block(key(number), digest(0), bytes, slot).is_ok();
                 assert!(world.steps_until(taken), "blocks of {sizes:?} move round and round");
                 let turn = 1 + world.random.below(4) as u8;
                 assert!(world.steps_until(|world| world.jobs.is_empty()), "moves of {sizes:?} do not end");
-                world.log.left(&key(number), Standing::new(Sort::of_turn(0, turn), 0));
+                world.log.leave_dram(&key(number), Standing::new(Sort::of_turn(0, turn), 0));
             }
-            let device = &world.log.stats().devices[0];
+            let device = &world.log.log_stats().devices[0];
             let moved = device.moved_bytes_total / UNIT + device.moved_blocks_total;
             let written = device.written_bytes_total / UNIT + device.written_blocks_total;
             assert!(moved <= 7 * written, "{sizes:?}: {moved} units moved for {written}");
@@ -401,7 +406,7 @@ fn every_block_is_taken_in_the_end_and_seven_units_move_for_one_at_most() {
 
 /// DRAM with a quota of a quarter, over a log of one device.
 fn below(world: &mut World) -> (Dram, QuotaId) {
-    let config = dram::Config { pool_bytes: 8 << 20, segment_bytes: 2 << 20, lease_ttl_ms: 1 };
+    let config = dram::DramConfig { pool_bytes: 8 << 20, segment_bytes: 2 << 20, lease_ttl_ms: 1 };
     let mut dram = Dram::new(config).unwrap();
     let quota = dram.add_quota(2 << 20);
     world.failing = false;
@@ -416,7 +421,7 @@ fn what_dram_gave_up_first_goes_first_and_other_sorts_stay() {
     for number in 0..40 {
         world.write_with_room(number * 6, dram.judge());
         let sort = if number % 10 == 0 { Sort::of_turn(0, 3) } else { Sort::OPEN };
-        world.log.left(&key(number * 6), Standing::new(sort, 0));
+        world.log.leave_dram(&key(number * 6), Standing::new(sort, 0));
     }
     let kept = world.kept(0..40);
     let low: Vec<u64> = kept.iter().copied().filter(|number| number % 10 != 0).collect();
@@ -456,11 +461,11 @@ fn blocks_of_a_quota_make_room_for_its_next_ones() {
     let other = |number: u64| number * 6 + 1;
     for number in 0..4 {
         world.write_with_room(other(number), dram.judge());
-        world.log.left(&key(other(number)), Standing::new(Sort::OPEN, 0));
+        world.log.leave_dram(&key(other(number)), Standing::new(Sort::OPEN, 0));
     }
     for number in 0..20 {
         world.write_with_room(number * 6, dram.judge());
-        world.log.left(&key(number * 6), Standing::new(Sort::of_turn(0, 3), 0));
+        world.log.leave_dram(&key(number * 6), Standing::new(Sort::of_turn(0, 3), 0));
     }
     let kept = world.kept(0..20);
     assert!((1..=6).contains(&kept.len()) && kept.contains(&19), "{kept:?}");
@@ -474,27 +479,27 @@ fn a_block_on_a_device_that_is_down_is_written_to_another() {
     let block = key(6);
     while world.log.keeps(&block).is_none() {
         let slot = world.slot();
-        if world.log.write(block, digest(0), 100, slot).is_ok() {
+        if world.log.write_block(block, digest(0), 100, slot).is_ok() {
             world.slots.insert(slot.offset, block);
         }
         world.take_jobs();
         world.carry_out();
     }
     world.settle();
-    let holder = world.log.stats().devices.iter().position(|device| device.blocks == 1).unwrap();
+    let holder = world.log.log_stats().devices.iter().position(|device| device.blocks == 1).unwrap();
     world.log.volumes[holder].breaker.trip(world.now_ms);
     assert_eq!((world.log.keeps(&block), world.log.probe(0, 0, &[block.hash])), (None, 0));
     let slot = world.slot();
-    assert!(world.log.read(world.now_ms, &block, slot, 1).is_none());
-    world.log.write(block, digest(0), 100, slot).unwrap();
+    assert!(world.log.read_block(world.now_ms, &block, slot, 1).is_none());
+    world.log.write_block(block, digest(0), 100, slot).unwrap();
     world.slots.insert(slot.offset, block);
     world.end_jobs();
     assert_eq!(world.log.keeps(&block), Some(100));
-    assert_eq!(world.log.stats().devices[1 - holder].blocks, 1);
-    assert_eq!(world.log.write(block, digest(0), 100, slot), Err(Refused::Present));
-    assert_eq!(world.log.write(key(7), digest(1), SEGMENT, slot), Err(Refused::TooLarge));
+    assert_eq!(world.log.log_stats().devices[1 - holder].blocks, 1);
+    assert_eq!(world.log.write_block(block, digest(0), 100, slot), Err(LogRefusal::Present));
+    assert_eq!(world.log.write_block(key(7), digest(1), SEGMENT, slot), Err(LogRefusal::TooLarge));
     world.log.volumes[1 - holder].breaker.trip(world.now_ms);
-    assert_eq!(world.log.write(key(7), digest(1), 100, slot), Err(Refused::Down));
+    assert_eq!(world.log.write_block(key(7), digest(1), 100, slot), Err(LogRefusal::Down));
 }
 
 #[test]
@@ -502,7 +507,7 @@ fn a_late_read_is_told_once_and_its_slot_comes_back_with_its_end() {
     let mut world = World::new(4, 1);
     world.keep_block_0();
     let slot = world.slot();
-    let ticket = world.log.read(world.now_ms, &key(0), slot, 1).unwrap();
+    let ticket = world.log.read_block(world.now_ms, &key(0), slot, 1).unwrap();
     world.slots.insert(slot.offset, key(0));
     world.take_jobs();
     let mut late = Vec::new();
@@ -512,7 +517,7 @@ fn a_late_read_is_told_once_and_its_slot_comes_back_with_its_end() {
     world.log.tick(world.now_ms + 1_000, &mut late);
     world.log.tick(world.now_ms + 1_001, &mut late);
     assert_eq!(late, [ticket]);
-    assert_eq!(world.log.stats().devices[0].faults[FaultKind::Late as usize], 1);
+    assert_eq!(world.log.log_stats().devices[0].faults[FaultKind::Late as usize], 1);
     assert_eq!(world.log.keeps(&key(0)), None, "its device is down");
     world.carry_out();
     assert!(world.slots.is_empty());
@@ -528,13 +533,13 @@ fn what_would_be_read_too_late_is_refused_until_others_have_ended() {
     const QUARTER: u64 = 256 << 20;
     let pace = &mut world.log.volumes[0].pace;
     (0..4).for_each(|_| pace.began(QUARTER, 0));
-    [5_000, 10_000, 15_000].into_iter().for_each(|ms| pace.ended(QUARTER, true, ms));
+    [5_000, 10_000, 15_000].into_iter().for_each(|ms| pace.end_read(QUARTER, true, ms));
     let slot = world.slot();
-    assert!(world.log.read(world.now_ms, &key(0), slot, 1).is_none());
+    assert!(world.log.read_block(world.now_ms, &key(0), slot, 1).is_none());
     assert_eq!(world.log.keeps(&key(0)), Some(bytes(&key(0)) as u32), "it is kept nevertheless");
-    assert_eq!(world.log.stats().devices[0].refused_reads_total, 1);
-    world.log.volumes[0].pace.ended(QUARTER, true, 20_000);
-    assert!(world.log.read(world.now_ms, &key(0), slot, 1).is_some());
+    assert_eq!(world.log.log_stats().devices[0].refused_reads_total, 1);
+    world.log.volumes[0].pace.end_read(QUARTER, true, 20_000);
+    assert!(world.log.read_block(world.now_ms, &key(0), slot, 1).is_some());
 }
 
 #[test]
@@ -546,21 +551,21 @@ fn what_a_device_that_fails_was_not_given_yet_comes_back_and_is_found_again() {
     world.settle();
     for number in 0..8 {
         let slot = world.slot();
-        world.log.read(world.now_ms, &key(number * 6), slot, 1).unwrap();
+        world.log.read_block(world.now_ms, &key(number * 6), slot, 1).unwrap();
     }
     world.take_jobs();
-    let gives_up = |job: &Job| job.work == Work::GiveUp;
-    let reads: Vec<Job> = std::mem::take(&mut world.jobs);
-    let end = |world: &mut World, job: &Job, fault| {
-        let done = Done { device: 0, ticket: job.ticket, micros: 1, result: Err(fault) };
-        assert!(matches!(world.log.done(world.now_ms, done), Some(Ended::Read { ok: false, .. })));
+    let gives_up = |job: &DeviceJob| job.work == DeviceWork::GiveUp;
+    let reads: Vec<DeviceJob> = std::mem::take(&mut world.jobs);
+    let end = |world: &mut World, job: &DeviceJob, fault| {
+        let done = JobDone { device: 0, ticket: job.ticket, micros: 1, result: Err(fault) };
+        assert!(matches!(world.log.done(world.now_ms, done), Some(EndedJob::Read { ok: false, .. })));
         world.take_jobs();
     };
-    reads[..4].iter().for_each(|job| end(&mut world, job, Fault::Io(Errno::IO)));
-    assert!(world.log.stats().devices[0].down);
+    reads[..4].iter().for_each(|job| end(&mut world, job, JobFault::Io(Errno::IO)));
+    assert!(world.log.log_stats().devices[0].down);
     assert_eq!(world.jobs.iter().filter(|job| gives_up(job)).count(), 1);
-    end(&mut world, &reads[4], Fault::Io(Errno::IO));
-    reads[5..].iter().for_each(|job| end(&mut world, job, Fault::Stopped));
+    end(&mut world, &reads[4], JobFault::Io(Errno::IO));
+    reads[5..].iter().for_each(|job| end(&mut world, job, JobFault::Stopped));
     assert_eq!(world.jobs.iter().filter(|job| gives_up(job)).count(), 1, "once for each time that it fails");
     world.settle();
     let kept = (0..8).filter(|number| world.log.keeps(&key(number * 6)).is_some());
@@ -577,7 +582,7 @@ fn a_device_is_broken_once_it_stands_still_not_while_its_queue_is_long() {
     world.failing = false;
     for number in 0..8 {
         let slot = world.slot();
-        world.log.read(world.now_ms, &key(number * 6), slot, 1).unwrap();
+        world.log.read_block(world.now_ms, &key(number * 6), slot, 1).unwrap();
         world.slots.insert(slot.offset, key(number * 6));
     }
     world.take_jobs();
@@ -585,7 +590,7 @@ fn a_device_is_broken_once_it_stands_still_not_while_its_queue_is_long() {
     let mut later = |world: &mut World| {
         world.now_ms += 400;
         world.log.tick(world.now_ms, &mut late);
-        world.log.stats().devices[0].down
+        world.log.log_stats().devices[0].down
     };
     for _ in 0..6 {
         assert!(!later(&mut world), "it ends a job every 400 ms");
@@ -595,12 +600,12 @@ fn a_device_is_broken_once_it_stands_still_not_while_its_queue_is_long() {
     world.now_ms += 10_000;
     assert!(!later(&mut world), "this process stood still");
     assert!(!later(&mut world) && !later(&mut world) && later(&mut world));
-    assert!(!late.is_empty() && world.log.stats().devices[0].faults[FaultKind::Late as usize] == 1);
+    assert!(!late.is_empty() && world.log.log_stats().devices[0].faults[FaultKind::Late as usize] == 1);
 }
 
 #[test]
 fn what_could_not_be_read_is_written_over_after_all_that_could() {
-    let mut log = Log::new(config(1, 2));
+    let mut log = SegmentLog::new(config(1, 2));
     let found = Recovered {
         device: 0,
         segment: 0,
@@ -626,13 +631,13 @@ fn what_could_not_be_read_is_written_over_after_all_that_could() {
     let mut begun = Vec::new();
     for number in 0..200 {
         let (key, slot) = (key(1000 + number * 6), SlotRef { offset: number, generation: 0 });
-        let _ = log.write(key, digest(0), 4 * UNIT, slot);
-        let jobs: Vec<Job> = log.drain_jobs().collect();
+        let _ = log.write_block(key, digest(0), 4 * UNIT, slot);
+        let jobs: Vec<DeviceJob> = log.drain_jobs().collect();
         for job in jobs {
-            if let Work::Begin { segment, .. } = job.work {
+            if let DeviceWork::Begin { segment, .. } = job.work {
                 begun.push(segment);
             }
-            log.done(0, Done { device: 0, ticket: job.ticket, micros: 1, result: Ok(()) });
+            log.done(0, JobDone { device: 0, ticket: job.ticket, micros: 1, result: Ok(()) });
         }
     }
     assert_eq!(begun[..6], [0, 2, 4, 5, 1, 3]);
@@ -640,7 +645,7 @@ fn what_could_not_be_read_is_written_over_after_all_that_could() {
 
 #[test]
 fn what_could_not_be_read_is_written_over_before_what_this_life_has_written() {
-    let mut log = Log::new(config(1, 2));
+    let mut log = SegmentLog::new(config(1, 2));
     let found = Recovered {
         device: 0,
         segment: 0,
@@ -659,12 +664,12 @@ fn what_could_not_be_read_is_written_over_before_what_this_life_has_written() {
     let mut begun = Vec::new();
     for number in 0..200 {
         let (key, slot) = (key(1000 + number * 6), SlotRef { offset: number, generation: 0 });
-        let _ = log.write(key, digest(0), 4 * UNIT, slot);
-        for job in log.drain_jobs().collect::<Vec<Job>>() {
-            if let Work::Begin { segment, .. } = job.work {
+        let _ = log.write_block(key, digest(0), 4 * UNIT, slot);
+        for job in log.drain_jobs().collect::<Vec<DeviceJob>>() {
+            if let DeviceWork::Begin { segment, .. } = job.work {
                 begun.push(segment);
             }
-            log.done(0, Done { device: 0, ticket: job.ticket, micros: 1, result: Ok(()) });
+            log.done(0, JobDone { device: 0, ticket: job.ticket, micros: 1, result: Ok(()) });
         }
         log.remove(&key);
     }
@@ -673,7 +678,7 @@ fn what_could_not_be_read_is_written_over_before_what_this_life_has_written() {
 
 #[test]
 fn of_two_copies_in_one_segment_the_later_is_found() {
-    let mut log = Log::new(config(1, 1));
+    let mut log = SegmentLog::new(config(1, 1));
     let label = Label { namespace: digest(0), group: 0, hash: key(6).hash, bytes: 100 };
     let blocks = vec![(1, label), (3, label), (5, label)];
     let found = Recovered {
@@ -686,9 +691,9 @@ fn of_two_copies_in_one_segment_the_later_is_found() {
         last: true,
     };
     log.recovered(&found, number);
-    log.read(0, &key(6), SlotRef { offset: 0, generation: 1 }, 1).unwrap();
+    log.read_block(0, &key(6), SlotRef { offset: 0, generation: 1 }, 1).unwrap();
     let work = log.drain_jobs().last().unwrap().work;
-    assert!(matches!(work, Work::Read { place: Place { segment: 2, unit: 5 }, .. }), "{work:?}");
+    assert!(matches!(work, DeviceWork::Read { place: DevicePlace { segment: 2, unit: 5 }, .. }), "{work:?}");
 }
 
 #[test]
@@ -706,7 +711,7 @@ fn blocks_of_a_namespace_that_began_anew_are_moved_nowhere() {
     assert!(world.log.keeps(&key(0)).is_none());
     let first = world.log.keeps(&key(1));
     assert!(
-        first.is_some() && world.log.stats().devices[0].moved_blocks_total > 0,
+        first.is_some() && world.log.log_stats().devices[0].moved_blocks_total > 0,
         "its neighbour was moved"
     );
 }
@@ -718,7 +723,7 @@ fn a_device_is_told_of_one_distrusted_namespace_at_a_time_and_again_until_it_is_
     let told = |world: &mut World| -> Vec<NamespaceDigest> {
         world.take_jobs();
         let told = world.jobs.iter().filter_map(|job| match job.work {
-            Work::Distrust { namespace, .. } => Some(namespace),
+            DeviceWork::Distrust { namespace, .. } => Some(namespace),
             _ => None,
         });
         told.collect()
@@ -729,15 +734,17 @@ fn a_device_is_told_of_one_distrusted_namespace_at_a_time_and_again_until_it_is_
     let mut now_ms = 0;
     for _ in 0..8 {
         let job = world.jobs.pop().unwrap();
-        let result = Err(Fault::Io(Errno::IO));
-        assert!(world.log.done(now_ms, Done { device: 0, ticket: job.ticket, micros: 1, result }).is_none());
+        let result = Err(JobFault::Io(Errno::IO));
+        assert!(
+            world.log.done(now_ms, JobDone { device: 0, ticket: job.ticket, micros: 1, result }).is_none()
+        );
         now_ms += 1_000;
         world.log.tick(now_ms - 1, &mut Vec::new());
         assert!(told(&mut world).is_empty() && world.log.busy(), "after a pause");
         world.log.tick(now_ms, &mut Vec::new());
         assert_eq!(told(&mut world), [digest(0)]);
     }
-    assert!(!world.log.stats().devices[0].down, "blocks are written all the same");
+    assert!(!world.log.log_stats().devices[0].down, "blocks are written all the same");
     world.log.distrust(0, digest(0), true);
     world.carry_out();
     assert_eq!(told(&mut world), [digest(1)]);

@@ -3,11 +3,11 @@
 use std::collections::VecDeque;
 
 use super::DeviceStats;
-use super::breaker::Breaker;
+use super::breaker::DeviceBreaker;
 use super::distrusts::Distrusts;
-use super::pace::Pace;
+use super::pace::ReadPace;
 use crate::ssd::format::{self, HEADER_UNITS};
-use crate::ssd::{Geometry, Place, Work};
+use crate::ssd::{DeviceGeometry, DevicePlace, DeviceWork};
 
 /// Number of free segments below which one is reclaimed: a 16th of all, 4 at most.
 const FREE_PART: u32 = 16;
@@ -21,7 +21,7 @@ const GAINED_PART: u32 = 8;
 
 /// The use of a segment.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
-pub(super) enum Use {
+pub(super) enum SegmentUse {
     /// Empty; or not known yet, while the device is being recovered.
     #[default]
     Free,
@@ -36,8 +36,8 @@ pub(super) enum Use {
 }
 
 #[derive(Clone, Debug, Default)]
-pub(super) struct Segment {
-    pub(super) used_for: Use,
+pub(super) struct VolumeSegment {
+    pub(super) used_for: SegmentUse,
     pub(super) sequence: u64,
     /// Units given out, with its header.
     units: u32,
@@ -59,7 +59,7 @@ pub(super) struct Segment {
 pub(super) struct Volume {
     pub(super) unit_bytes: u64,
     pub(super) segment_units: u32,
-    pub(super) segments: Vec<Segment>,
+    pub(super) segments: Vec<VolumeSegment>,
     free: VecDeque<u32>,
     /// Segments with blocks, by sequence; closing ones come last.
     full: VecDeque<u32>,
@@ -78,8 +78,8 @@ pub(super) struct Volume {
     pub(super) moved_ms: u64,
     /// Bytes of writes under way.
     pub(super) write_bytes: u64,
-    pub(super) breaker: Breaker,
-    pub(super) pace: Pace,
+    pub(super) breaker: DeviceBreaker,
+    pub(super) pace: ReadPace,
     pub(super) distrusts: Distrusts,
     pub(super) recovering: bool,
     pub(super) stats: DeviceStats,
@@ -88,11 +88,11 @@ pub(super) struct Volume {
 // === impl Volume ===
 
 impl Volume {
-    pub(super) fn new(geometry: &Geometry) -> Self {
+    pub(super) fn new(geometry: &DeviceGeometry) -> Self {
         Self {
             unit_bytes: geometry.unit_bytes,
             segment_units: (geometry.segment_bytes / geometry.unit_bytes) as u32,
-            segments: vec![Segment::default(); geometry.segments as usize],
+            segments: vec![VolumeSegment::default(); geometry.segments as usize],
             free: VecDeque::new(),
             full: VecDeque::new(),
             open: None,
@@ -105,8 +105,8 @@ impl Volume {
             flights: 0,
             moved_ms: 0,
             write_bytes: 0,
-            breaker: Breaker::new(),
-            pace: Pace::default(),
+            breaker: DeviceBreaker::new(),
+            pace: ReadPace::default(),
             distrusts: Distrusts::default(),
             recovering: true,
             stats: DeviceStats { segments: geometry.segments, ..DeviceStats::default() },
@@ -119,7 +119,7 @@ impl Volume {
     }
 
     /// Returns its bytes of writes under way, and, to decide between equals, the bytes written for its size.
-    pub(super) fn load(&self) -> (u64, u64) {
+    pub(super) fn pending_load(&self) -> (u64, u64) {
         (self.write_bytes, self.stats.written_bytes_total / u64::from(self.stats.segments))
     }
 
@@ -127,7 +127,7 @@ impl Volume {
         self.free.len() as u32
     }
 
-    pub(super) fn segment(&mut self, number: u32) -> &mut Segment {
+    pub(super) fn segment(&mut self, number: u32) -> &mut VolumeSegment {
         &mut self.segments[number as usize]
     }
 
@@ -158,17 +158,17 @@ impl Volume {
 
     /// True if there is a place of so many units now. Opens the next segment if necessary, and begins another
     /// one.
-    pub(super) fn has_room(&mut self, units: u32, out: &mut Vec<Work>) -> bool {
+    pub(super) fn has_room(&mut self, units: u32, out: &mut Vec<DeviceWork>) -> bool {
         if self.open.is_none_or(|open| !self.fits(open, units))
             && let Some((next, true)) = self.next
         {
             self.next = None;
             if let Some(open) = self.open.replace(next) {
-                self.segment(open).used_for = Use::Closing;
+                self.segment(open).used_for = SegmentUse::Closing;
                 self.full.push_back(open);
                 self.seal_if_over(open, out);
             }
-            self.segment(next).used_for = Use::Open;
+            self.segment(next).used_for = SegmentUse::Open;
         }
         self.begin_next(out);
         self.open.is_some_and(|open| self.fits(open, units))
@@ -181,7 +181,7 @@ impl Volume {
         self.reclaiming.is_some() && self.free.is_empty() && !fits
     }
 
-    fn begin_next(&mut self, out: &mut Vec<Work>) {
+    fn begin_next(&mut self, out: &mut Vec<DeviceWork>) {
         if self.next.is_some() {
             return;
         }
@@ -191,10 +191,10 @@ impl Volume {
         let segment = self.segment(number);
         debug_assert!(segment.reads == 0 && segment.writes == 0 && segment.live == 0);
         segment.blocks.clear();
-        (segment.used_for, segment.sequence) = (Use::Next, sequence);
+        (segment.used_for, segment.sequence) = (SegmentUse::Next, sequence);
         (segment.units, segment.count, segment.unread) = (HEADER_UNITS, 0, false);
         self.next = Some((number, false));
-        out.push(Work::Begin { segment: number, sequence });
+        out.push(DeviceWork::Begin { segment: number, sequence });
     }
 
     /// Notes the end of the write of the next segment's header.
@@ -203,7 +203,7 @@ impl Volume {
             self.next = Some((number, true));
         } else {
             self.next = None;
-            self.segment(number).used_for = Use::Free;
+            self.segment(number).used_for = SegmentUse::Free;
             self.free.push_back(number);
         }
     }
@@ -214,10 +214,10 @@ impl Volume {
     }
 
     /// Gives out an existing place.
-    pub(super) fn take_place(&mut self, units: u32) -> Place {
+    pub(super) fn take_place(&mut self, units: u32) -> DevicePlace {
         let number = self.open.expect("asked before");
         let segment = self.segment(number);
-        let place = Place { segment: number, unit: segment.units };
+        let place = DevicePlace { segment: number, unit: segment.units };
         segment.units += units;
         segment.count += 1;
         segment.writes += 1;
@@ -225,21 +225,21 @@ impl Volume {
     }
 
     /// Notes the end of a write of a block in a segment.
-    pub(super) fn written(&mut self, number: u32, out: &mut Vec<Work>) {
+    pub(super) fn written(&mut self, number: u32, out: &mut Vec<DeviceWork>) {
         self.segment(number).writes -= 1;
         self.seal_if_over(number, out);
     }
 
-    fn seal_if_over(&mut self, number: u32, out: &mut Vec<Work>) {
+    fn seal_if_over(&mut self, number: u32, out: &mut Vec<DeviceWork>) {
         let segment = self.segment(number);
-        if segment.used_for == Use::Closing && segment.writes == 0 {
-            out.push(Work::Seal { segment: number, sequence: segment.sequence });
+        if segment.used_for == SegmentUse::Closing && segment.writes == 0 {
+            out.push(DeviceWork::Seal { segment: number, sequence: segment.sequence });
         }
     }
 
     /// Notes the end of the write of a footer. After a failure the next start reads the segment through.
     pub(super) fn sealed(&mut self, number: u32) {
-        self.segment(number).used_for = Use::Sealed;
+        self.segment(number).used_for = SegmentUse::Sealed;
     }
 
     /// Returns the segment to reclaim: the present one, or a new one if there are too few free ones.
@@ -249,7 +249,8 @@ impl Volume {
         }
         if self.reclaiming.is_none() && self.free_segments() < self.free_min() {
             let full = self.full.iter().copied().enumerate();
-            let sealed = full.filter(|(_, number)| self.segments[*number as usize].used_for == Use::Sealed);
+            let sealed =
+                full.filter(|(_, number)| self.segments[*number as usize].used_for == SegmentUse::Sealed);
             // Among equal ones, the oldest.
             let gaining = sealed.clone().filter(|(_, number)| self.gains(*number));
             let best = gaining.min_by_key(|(_, number)| self.segments[*number as usize].live);
@@ -292,7 +293,7 @@ impl Volume {
     }
 
     /// Counts a block placed in a segment.
-    pub(super) fn settle(&mut self, segment: u32, entry: u32, units: u32) {
+    pub(super) fn place_block(&mut self, segment: u32, entry: u32, units: u32) {
         let segment = self.segment(segment);
         segment.blocks.push(entry);
         segment.live += units;
@@ -309,7 +310,7 @@ impl Volume {
         let segment = self.segment(number);
         if segment.live == 0 && segment.reads == 0 {
             segment.blocks = Vec::new();
-            segment.used_for = Use::Free;
+            segment.used_for = SegmentUse::Free;
             self.free.push_back(number);
             self.reclaiming = None;
         }
@@ -318,8 +319,8 @@ impl Volume {
     /// Counts a block of an earlier life in a segment.
     pub(super) fn remains(&mut self, number: u32, sequence: u64, units: u32) {
         let segment = self.segment(number);
-        if segment.used_for == Use::Free {
-            (segment.used_for, segment.sequence) = (Use::Sealed, sequence);
+        if segment.used_for == SegmentUse::Free {
+            (segment.used_for, segment.sequence) = (SegmentUse::Sealed, sequence);
             segment.units = HEADER_UNITS;
             self.full.push_back(number);
         }
@@ -331,8 +332,8 @@ impl Volume {
     pub(super) fn unreadable(&mut self, number: u32) {
         let segment = self.segment(number);
         segment.unread = true;
-        if segment.used_for == Use::Free {
-            (segment.used_for, segment.units) = (Use::Sealed, HEADER_UNITS);
+        if segment.used_for == SegmentUse::Free {
+            (segment.used_for, segment.units) = (SegmentUse::Sealed, HEADER_UNITS);
             self.full.push_back(number);
         }
     }
@@ -344,7 +345,7 @@ impl Volume {
             let segment = &segments[*number as usize];
             (segment.unread, segment.sequence)
         });
-        let free = |number: &u32| self.segments[*number as usize].used_for == Use::Free;
+        let free = |number: &u32| self.segments[*number as usize].used_for == SegmentUse::Free;
         self.free = (0..self.stats.segments).filter(free).collect();
         self.recovering = false;
     }

@@ -2,23 +2,23 @@
 
 use shm_protocol::key::BlockKey;
 
-use super::Log;
+use super::SegmentLog;
 use super::volume::Volume;
 
-// === impl Log: watching ===
+// === impl SegmentLog: watching ===
 
-impl Log {
+impl SegmentLog {
     /// Notes changes from now on, but not the blocks already there. The log grows until
-    /// [`Log::drain_changes`], so drain it after every event.
+    /// [`SegmentLog::drain_changes`], so drain it after every event.
     pub fn watch(&mut self) {
-        self.watch.begin();
+        self.watch.begin_watch();
     }
 
     /// Returns the changes since the last call in their order: blocks new on a device with true, blocks gone
     /// from a device with false. The failure of a device is no change, although its blocks cannot be read:
-    /// see [`Log::working`].
+    /// see [`SegmentLog::working`].
     pub fn drain_changes(&mut self) -> impl Iterator<Item = (BlockKey, bool)> + '_ {
-        self.watch.drain()
+        self.watch.drain_changes()
     }
 
     /// Returns the number of working devices, and the number of failures so far. If either differs from

@@ -42,7 +42,7 @@ fn a_key_that_cannot_be_read_is_passed_over() {
     let op = scene.ask_last(6);
     assert_eq!(scene.answers(), [(op, Status::Pending, 0)]);
     let reads = scene.reads();
-    scene.end(reads[0], Err(Fault::Corrupt("checksum")));
+    scene.end(reads[0], Err(JobFault::Corrupt("checksum")));
     assert_eq!(scene.answers(), [(op, Status::Ok, 2)], "the one in memory");
     assert_eq!(scene.refs.keys().copied().collect::<Vec<_>>(), [1]);
 }

@@ -1,7 +1,7 @@
 //! Blocks kept for another engine in a quota full of such blocks.
 
 use shm_protocol::pool::SlotRemains;
-use tiers::dram::Whose;
+use tiers::dram::BlockAccount;
 
 use super::*;
 
@@ -35,7 +35,7 @@ fn what_is_kept_in_a_quota_takes_no_room_from_what_its_engine_hands_over_next() 
 
     let Base { engines, cx, .. } = &mut engine.core.base;
     let whose = engines[SCHEDULER].binding().unwrap().whose;
-    let of_another_quota = Whose { quota: None, ..whose };
+    let of_another_quota = BlockAccount { quota: None, ..whose };
     let before = cx.kept.count();
     let gives = [(of_another_quota, SHARD_BYTES), (whose, 2 * SHARD_BYTES), (whose, SHARD_BYTES)]
         .map(|(whose, bytes)| cx.kept.make_slot(whose, bytes, before, &mut cx.dram).is_some());
@@ -44,12 +44,12 @@ fn what_is_kept_in_a_quota_takes_no_room_from_what_its_engine_hands_over_next() 
 
 #[test]
 fn what_is_kept_stays_while_an_engine_of_an_earlier_life_may_read_what_that_left() {
-    let config = Config { pool_bytes: 4 << 20, segment_bytes: 2 << 20, lease_ttl_ms: 1000 };
+    let config = DramConfig { pool_bytes: 4 << 20, segment_bytes: 2 << 20, lease_ttl_ms: 1000 };
     let mut core = Core::new(Dram::unopened(config, 5000).unwrap(), &["c19a797f=32KiB".parse().unwrap()], []);
     let block = |n| SlotRemains::Block { generation: 1, namespace: NAMESPACE, group: GROUP, hash: hash(n) };
     let remains = (1000..1004).map(block).collect();
-    let used = Opened::Used { segment: 0, block_bytes: SHARD_BYTES, first: 0, remains };
-    for opened in [used, Opened::Empty { segment: 1 }] {
+    let used = OpenedSegment::Used { segment: 0, block_bytes: SHARD_BYTES, first: 0, remains };
+    for opened in [used, OpenedSegment::Empty { segment: 1 }] {
         core.handle(Duration::ZERO, Event::Opened(opened), &mut Vec::new());
     }
     let mut engine = Harness::over(core, 1, SHARD_BYTES);

@@ -8,9 +8,9 @@ use std::time::Duration;
 use rustix::io::Errno;
 use shm_protocol::blocks::PoolBlocks;
 
-use super::threads::Threads;
+use super::threads::IoThreads;
 use super::transfer::Transfer;
-use super::uring::Ring;
+use super::uring::UringQueue;
 
 shm_protocol::named! {
     /// The means of moving bytes between a device and memory.
@@ -26,12 +26,12 @@ shm_protocol::named! {
 pub(crate) type Inject = Box<dyn FnMut(&Transfer, i32) -> i32 + Send>;
 
 enum Means {
-    Ring(Box<Ring>),
-    Threads(Threads),
+    Ring(Box<UringQueue>),
+    Threads(IoThreads),
 }
 
 /// Carries the transfers of one file.
-pub(crate) struct Carrier {
+pub(crate) struct TransferQueue {
     means: Means,
     /// The reason for threads in place of a ring, if no backend was wanted.
     pub(crate) refused: Option<io::Error>,
@@ -39,10 +39,10 @@ pub(crate) struct Carrier {
     pub(crate) inject: Option<Inject>,
 }
 
-// === impl Carrier ===
+// === impl TransferQueue ===
 
-impl Carrier {
-    /// Makes a carrier of `file`'s transfers for the calling thread alone. A write to the eventfd `wake` ends
+impl TransferQueue {
+    /// Makes a queue of `file`'s transfers for the calling thread alone. A write to the eventfd `wake` ends
     /// a wait. Without a wanted backend it is a ring, or threads if the kernel refuses the ring.
     pub(crate) fn new(
         wanted: Option<Backend>,
@@ -52,11 +52,11 @@ impl Carrier {
     ) -> io::Result<Self> {
         let file = Arc::new(file);
         let ring = || {
-            Ring::new(Arc::clone(&file), Arc::clone(&wake), blocks.clone())
+            UringQueue::new(Arc::clone(&file), Arc::clone(&wake), blocks.clone())
                 .map(|ring| Means::Ring(Box::new(ring)))
         };
         let threads =
-            || Threads::new(Arc::clone(&file), Arc::clone(&wake), blocks.clone()).map(Means::Threads);
+            || IoThreads::new(Arc::clone(&file), Arc::clone(&wake), blocks.clone()).map(Means::Threads);
         let (means, refused) = match wanted {
             Some(Backend::IoUring) => (ring()?, None),
             Some(Backend::Threads) => (threads()?, None),
@@ -89,7 +89,7 @@ impl Carrier {
     }
 
     /// Hands a transfer over; gives it back if too many are in flight. The kernel has it after the next
-    /// [`Carrier::flush`] at the latest.
+    /// [`TransferQueue::flush`] at the latest.
     pub(crate) fn push(&mut self, transfer: Transfer) -> Result<(), Transfer> {
         match &mut self.means {
             Means::Ring(ring) => ring.push(transfer),
@@ -105,7 +105,7 @@ impl Carrier {
         }
     }
 
-    /// Does the same as [`Carrier::flush`], and waits until a transfer has completed, the eventfd was
+    /// Does the same as [`TransferQueue::flush`], and waits until a transfer has completed, the eventfd was
     /// written, or `limit` has passed.
     pub(crate) fn wait(&mut self, limit: Option<Duration>) -> io::Result<()> {
         match &mut self.means {

@@ -2,8 +2,8 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use mesh::control::wire::{FollowReply, REPLY_BYTES_MAX, Reply};
-use mesh::feed::{Follower, Heard, PROMISES_MAX};
+use mesh::control::wire::{CheckedReply, FollowReply, REPLY_BYTES_MAX};
+use mesh::feed::{Follower, FollowerEvent, PROMISES_MAX};
 
 /// Small enough for a cheap filter.
 const KEYS_MAX: usize = 1 << 12;
@@ -16,22 +16,22 @@ fuzz_target!(|input: &[u8]| {
         let Some((message, behind)) = behind.split_at_checked(length) else { return };
         rest = behind;
         assert!(message.len() <= REPLY_BYTES_MAX);
-        let Ok(reply) = FollowReply::decode_and_hear(message) else { return };
-        let Reply::Told(told) = reply else { continue };
+        let Ok(reply) = FollowReply::decode_and_validate(message) else { return };
+        let CheckedReply::Feed(message) = reply else { continue };
         // A decoded message encodes to itself.
-        assert_eq!(FollowReply::from(told.clone()).hear(), Ok(Reply::Told(told.clone())));
+        assert_eq!(FollowReply::from(message.clone()).validate(), Ok(CheckedReply::Feed(message.clone())));
         let known = follower.known();
-        match follower.hear(told) {
-            Ok(Heard::Snapshot(filter)) => {
+        match follower.apply_message(message) {
+            Ok(FollowerEvent::Snapshot(filter)) => {
                 assert!(filter.len() <= filter.capacity());
                 assert!(follower.known().is_some());
             }
-            Ok(Heard::Changes(changes)) => {
+            Ok(FollowerEvent::Changes(changes)) => {
                 assert!(!changes.is_empty() || follower.known() > known);
                 assert!(follower.known() > known, "a delta leads on");
             }
-            Ok(Heard::Promises(promises)) => assert!(promises.len() <= PROMISES_MAX),
-            Ok(Heard::Nothing) => {}
+            Ok(FollowerEvent::Promises(promises)) => assert!(promises.len() <= PROMISES_MAX),
+            Ok(FollowerEvent::Nothing) => {}
             Err(_) => return,
         }
     }

@@ -24,8 +24,8 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use certificates::{Authority, Folder, NAME};
-use mesh::control::{Config, Control, DataAddresses, Members, News};
-use mesh::digest::{Change, Digest};
+use mesh::control::{Control, ControlConfig, DataAddresses, MemberEvent, Members};
+use mesh::digest::{Digest, DigestChange};
 use mesh::directory::{self, Directory};
 use mesh::tls::{Security, Tls};
 use mesh::transport::{BootId, NodeId, PeerNumber};
@@ -42,7 +42,7 @@ const LOOPBACK: &str = "127.0.0.1:0";
 
 /// Messages of changes, and the changes in them.
 #[derive(Debug, Default)]
-struct Heard {
+struct ChangeTotals {
     messages: AtomicU64,
     changes: AtomicU64,
 }
@@ -56,8 +56,8 @@ struct Publisher {
 
 // === impl Heard ===
 
-impl Heard {
-    fn count(&self, changes: &[Change]) {
+impl ChangeTotals {
+    fn count(&self, changes: &[DigestChange]) {
         self.messages.fetch_add(1, Ordering::Relaxed);
         self.changes.fetch_add(changes.len() as u64, Ordering::Relaxed);
     }
@@ -74,16 +74,16 @@ impl Publisher {
         node: u64,
         listen: SocketAddr,
         (peers, folder): (Vec<String>, &Path),
-        up: impl Fn(News) + Send + Sync + 'static,
+        up: impl Fn(MemberEvent) + Send + Sync + 'static,
     ) -> Self {
         let file = |name: &str| folder.join(name);
         let (certificate, key, ca) = (file("tls.crt"), file("tls.key"), file("ca.crt"));
         let security = Security::Tls(Tls { certificate, key, ca, name: NAME.into() });
         let own = (NodeId::new(format!("n{node}")).expect("a name"), BootId(NonZeroU64::MIN));
         let data = DataAddresses { tcp: "127.0.0.1:9".parse().expect("an address"), rdma: None };
-        let config = Config::new(own, listen, data, Members::Static(peers), security);
+        let config = ControlConfig::new(own, listen, data, Members::Static(peers), security);
         let control = Control::start(config, up).expect("a control");
-        control.publish((0..KEYS).map(|number| Change::Added(digest(node, number))).collect());
+        control.publish((0..KEYS).map(|number| DigestChange::Added(digest(node, number))).collect());
         Self { control, node, next: 0 }
     }
 
@@ -91,9 +91,9 @@ impl Publisher {
     fn change(&mut self) {
         let number = self.next / 2;
         let change = if self.next.is_multiple_of(2) {
-            Change::Removed(digest(self.node, number))
+            DigestChange::Removed(digest(self.node, number))
         } else {
-            Change::Added(digest(self.node, KEYS + number))
+            DigestChange::Added(digest(self.node, KEYS + number))
         };
         self.next += 1;
         self.control.publish(vec![change]);
@@ -150,20 +150,22 @@ fn entries(folder: &str) -> usize {
 }
 
 /// Applies events as the data thread does.
-fn keep(news: &Receiver<News>, followed: &AtomicU64) {
-    let mut directory = Directory::new(directory::Config::default());
+fn keep(news: &Receiver<MemberEvent>, followed: &AtomicU64) {
+    let mut directory = Directory::new(directory::DirectoryConfig::default());
     for news in news {
         match news {
-            News::Joined { number, .. } => directory.join(number),
-            News::Snapshot { number, filter, .. } => {
+            MemberEvent::Joined { number, .. } => directory.add_peer(number),
+            MemberEvent::Snapshot { number, filter, .. } => {
                 directory.replace(number, filter);
                 followed.fetch_add(1, Ordering::Relaxed);
             }
-            News::Changes { number, changes, .. } => drop(directory.apply(number, &changes)),
-            News::Promises { number, promises, .. } => _ = directory.promise(number, promises),
-            News::Left { number, why } => panic!("{number:?} left: {why}"),
-            News::Stale { number: PeerNumber(number) } => eprintln!("nothing is heard of {number}"),
-            News::Note(text) => eprintln!("{text}"),
+            MemberEvent::Changes { number, changes, .. } => drop(directory.apply(number, &changes)),
+            MemberEvent::Promises { number, promises, .. } => {
+                _ = directory.replace_promises(number, promises)
+            }
+            MemberEvent::Left { number, why } => panic!("{number:?} left: {why}"),
+            MemberEvent::Stale { number: PeerNumber(number) } => eprintln!("nothing is heard of {number}"),
+            MemberEvent::Note(text) => eprintln!("{text}"),
         }
     }
 }
@@ -174,12 +176,13 @@ fn node(folder: &Path) {
     let mut line = || lines.next().expect("another line");
     let listen = line().parse().expect("an address");
     let peers: Vec<String> = line().split(' ').map(str::to_owned).collect();
-    let (count, heard, followed) = (peers.len() as u64, Arc::<Heard>::default(), Arc::<AtomicU64>::default());
+    let (count, heard, followed) =
+        (peers.len() as u64, Arc::<ChangeTotals>::default(), Arc::<AtomicU64>::default());
     let (sender, receiver) = channel();
     let up = {
         let heard = Arc::clone(&heard);
         move |news| {
-            if let News::Changes { changes, .. } = &news {
+            if let MemberEvent::Changes { changes, .. } = &news {
                 heard.count(changes);
             }
             let _ = sender.send(news);
@@ -231,20 +234,20 @@ fn main() {
     let ca = Authority::new();
     let folder = Folder::with(&ca, &ca, NAME, 2099);
     let free = TcpListener::bind(LOOPBACK).and_then(|listener| listener.local_addr()).expect("a port");
-    let (told, whole) = (Arc::<Heard>::default(), Arc::<AtomicU64>::default());
+    let (told, whole) = (Arc::<ChangeTotals>::default(), Arc::<AtomicU64>::default());
     let others: Vec<Publisher> = (1..=followers)
         .map(|number| {
             let (told, whole) = (Arc::clone(&told), Arc::clone(&whole));
             let up = move |news| match news {
-                News::Changes { changes, .. } => told.count(&changes),
-                News::Snapshot { .. } => drop(whole.fetch_add(1, Ordering::Relaxed)),
+                MemberEvent::Changes { changes, .. } => told.count(&changes),
+                MemberEvent::Snapshot { .. } => drop(whole.fetch_add(1, Ordering::Relaxed)),
                 _ => {}
             };
             let listen = LOOPBACK.parse().expect("an address");
             Publisher::start(number, listen, (vec![free.to_string()], &folder.0), up)
         })
         .collect();
-    let peers: Vec<String> = others.iter().map(|other| other.control.address().to_string()).collect();
+    let peers: Vec<String> = others.iter().map(|other| other.control.listen_address().to_string()).collect();
     let began = Instant::now();
     let mut child = start_node(&folder.0, free, &peers);
     let mut lines = BufReader::new(child.stdout.take().expect("piped")).lines();

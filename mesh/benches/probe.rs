@@ -10,8 +10,8 @@
 use std::hint::black_box;
 use std::time::Instant;
 
-use mesh::digest::{Change, Digest};
-use mesh::directory::{Config, Directory, Filter};
+use mesh::digest::{Digest, DigestChange};
+use mesh::directory::{Directory, DirectoryConfig, Filter};
 use mesh::transport::PeerNumber;
 use shm_protocol::key::{BlockHash, NamespaceDigest};
 
@@ -65,12 +65,13 @@ fn probes(directory: &Directory, swept: &mut [u64], first: impl Fn(u64) -> u64) 
 
 /// Nanoseconds of a change, applied in deltas of a thousand, to one peer after the other.
 fn apply_ns(directory: &mut Directory) -> f64 {
-    let deltas: Vec<(PeerNumber, Vec<Change>)> = (0..10 * PEERS)
+    let deltas: Vec<(PeerNumber, Vec<DigestChange>)> = (0..10 * PEERS)
         .map(|number| {
             let (peer, turn) = (number % PEERS, u64::from(number / PEERS));
             let gone = digests(u64::from(peer) * KEYS + turn * 500, 500);
             let come = digests(ABSENT * 2 + u64::from(number) * 500, 500);
-            let changes = gone.into_iter().map(Change::Removed).chain(come.into_iter().map(Change::Added));
+            let changes =
+                gone.into_iter().map(DigestChange::Removed).chain(come.into_iter().map(DigestChange::Added));
             (PeerNumber(peer), changes.collect())
         })
         .collect();
@@ -82,7 +83,7 @@ fn apply_ns(directory: &mut Directory) -> f64 {
 }
 
 fn main() {
-    let mut directory = Directory::new(Config::default());
+    let mut directory = Directory::new(DirectoryConfig::default());
     let (mut insert_ns, mut wrong) = (0.0, 0);
     let strangers = digests(ABSENT, 1_000_000);
     for peer in 0..PEERS {
@@ -91,13 +92,13 @@ fn main() {
         if peer < 10 {
             wrong += strangers.iter().filter(|key| filter.contains(**key)).count();
         }
-        directory.join(PeerNumber(peer));
+        directory.add_peer(PeerNumber(peer));
         directory.replace(PeerNumber(peer), filter);
     }
     let wrong = wrong as f64 / (10 * strangers.len()) as f64;
     let memory: usize = directory.peers().map(|peer| peer.bytes).sum();
     let bytes_per_key = memory as f64 / (u64::from(PEERS) * KEYS) as f64;
-    let full = Filter::with_capacity(KEYS as usize).bytes() as f64 / KEYS as f64;
+    let full = Filter::with_capacity(KEYS as usize).size_bytes() as f64 / KEYS as f64;
 
     let mut swept = vec![0; 8 << 20];
     // Each query is at another peer, and at another place in it.

@@ -15,9 +15,9 @@ mod world;
 
 use std::time::Instant;
 
-use mesh::digest::{Change, Digest, Thinning};
-use mesh::directory::{Config, Directory};
-use mesh::feed::{Feed, Follower, Heard, Message, keys_max};
+use mesh::digest::{Digest, DigestChange, Thinning};
+use mesh::directory::{Directory, DirectoryConfig};
+use mesh::feed::{Feed, FeedMessage, Follower, FollowerEvent, keys_max};
 use mesh::transport::PeerNumber;
 
 use crate::world::{Setup, World, digest};
@@ -43,7 +43,7 @@ fn rss_bytes() -> f64 {
 const BATCHES_MS: [u64; 2] = [50, 250];
 
 /// Messages to an observer, per second: JSON.
-fn told(batch_ms: u64) -> String {
+fn batch_figures(batch_ms: u64) -> String {
     let setup = Setup {
         nodes: NODES,
         blocks: BLOCKS / 100,
@@ -74,27 +74,29 @@ fn told(batch_ms: u64) -> String {
 /// The filter of a follower after an inventory, chunk by chunk.
 fn follow(digests: impl Iterator<Item = Digest>, thinning: Thinning) -> mesh::directory::Filter {
     let mut follower = Follower::new(BLOCKS as usize * 2);
-    let keys = thinning.of(BLOCKS);
-    follower.hear(Message::Begin { sequence: 0, keys, thinning }).expect("room");
+    let keys = thinning.thin_count(BLOCKS);
+    follower.apply_message(FeedMessage::Begin { sequence: 0, keys, thinning }).expect("room");
     let mut kept: Vec<Digest> = digests.filter(|digest| thinning.keeps(*digest)).collect();
     kept.sort_unstable();
     for chunk in kept.chunks(mesh::feed::CHUNK_DIGESTS_MAX) {
-        let message = Message::Chunk { sequence: 0, digests: chunk.to_vec(), last: false };
-        follower.hear(message).expect("a chunk");
+        let message = FeedMessage::Chunk { sequence: 0, digests: chunk.to_vec(), last: false };
+        follower.apply_message(message).expect("a chunk");
     }
-    let last = Message::Chunk { sequence: 0, digests: Vec::new(), last: true };
-    match follower.hear(last).expect("the last") {
-        Heard::Snapshot(filter) => filter,
-        Heard::Nothing | Heard::Changes(_) | Heard::Promises(_) => unreachable!("it was the last"),
+    let last = FeedMessage::Chunk { sequence: 0, digests: Vec::new(), last: true };
+    match follower.apply_message(last).expect("the last") {
+        FollowerEvent::Snapshot(filter) => filter,
+        FollowerEvent::Nothing | FollowerEvent::Changes(_) | FollowerEvent::Promises(_) => {
+            unreachable!("it was the last")
+        }
     }
 }
 
 /// The directory of all peers, with its costs: JSON, each name prefixed by `what`.
 fn kept(what: &str, thinning: Thinning) -> String {
-    let mut directory = Directory::new(Config::default());
+    let mut directory = Directory::new(DirectoryConfig::default());
     for node in 1..NODES {
         let digests = (0..BLOCKS).map(|number| digest(node as usize, number));
-        directory.join(PeerNumber(node));
+        directory.add_peer(PeerNumber(node));
         directory.replace(PeerNumber(node), follow(digests, thinning));
     }
     let memory: usize = directory.peers().map(|peer| peer.bytes).sum();
@@ -132,12 +134,12 @@ fn kept(what: &str, thinning: Thinning) -> String {
 
 /// Nanoseconds of a change: one batch of 1,000 from each peer.
 fn apply_ns(directory: &mut Directory, thinning: Thinning) -> f64 {
-    let batch = |node: u32| -> Vec<Change> {
+    let batch = |node: u32| -> Vec<DigestChange> {
         let digests = |from: u64| (from..).map(move |number| digest(node as usize, number));
         let kept = |from: u64| digests(from).filter(|digest| thinning.keeps(*digest)).take(500);
-        kept(0).map(Change::Removed).chain(kept(BLOCKS).map(Change::Added)).collect()
+        kept(0).map(DigestChange::Removed).chain(kept(BLOCKS).map(DigestChange::Added)).collect()
     };
-    let batches: Vec<Vec<Change>> = (1..NODES).map(batch).collect();
+    let batches: Vec<Vec<DigestChange>> = (1..NODES).map(batch).collect();
     let start = Instant::now();
     for (node, batch) in (1..NODES).zip(&batches) {
         assert!(directory.apply(PeerNumber(node), batch));
@@ -147,7 +149,7 @@ fn apply_ns(directory: &mut Directory, thinning: Thinning) -> f64 {
 
 /// One node's own feed: JSON.
 fn own() -> String {
-    let all: Vec<Change> = (0..BLOCKS).map(|number| Change::Added(digest(0, number))).collect();
+    let all: Vec<DigestChange> = (0..BLOCKS).map(|number| DigestChange::Added(digest(0, number))).collect();
     let before = rss_bytes();
     let mut feed = Feed::new(0);
     let start = Instant::now();
@@ -163,7 +165,7 @@ fn own() -> String {
         let Some(message) = feed.next(&mut reader) else { break };
         tell.push(start.elapsed().as_secs_f64() * 1000.0);
         let start = Instant::now();
-        follower.hear(message).expect("a feed's own message");
+        follower.apply_message(message).expect("a feed's own message");
         hear.push(start.elapsed().as_secs_f64() * 1000.0);
     }
     let [tell_ms, hear_ms] = [&mut tell, &mut hear].map(|times| percentile(times, 1.0));
@@ -175,11 +177,16 @@ fn own() -> String {
 
 fn main() {
     let own = own();
-    let told: Vec<String> = BATCHES_MS.into_iter().map(told).collect();
+    let batch_figures: Vec<String> = BATCHES_MS.into_iter().map(batch_figures).collect();
     let full = kept("full", Thinning::NONE);
-    let fits = |thinning: &Thinning| thinning.of(BLOCKS) <= keys_max(LIMIT_BYTES, NODES as usize - 1) as u64;
+    let fits =
+        |thinning: &Thinning| thinning.thin_count(BLOCKS) <= keys_max(LIMIT_BYTES, NODES as usize - 1) as u64;
     let thinning = (0..).map_while(Thinning::new).find(fits).expect("it fits");
     let thinned = kept("limited", thinning);
     println!("limited to {} MiB: one block in {}", LIMIT_BYTES >> 20, 1 << thinning.power());
-    println!("{{\"limited_one_in\":{},{own},{},{full},{thinned}}}", 1 << thinning.power(), told.join(","));
+    println!(
+        "{{\"limited_one_in\":{},{own},{},{full},{thinned}}}",
+        1 << thinning.power(),
+        batch_figures.join(",")
+    );
 }

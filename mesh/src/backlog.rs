@@ -14,7 +14,7 @@ pub(crate) struct Backlog(Arc<Semaphore>);
 
 /// A part of the backlog. Dropped once the caller has taken in the changes.
 #[derive(Debug)]
-pub struct Room {
+pub struct BacklogRoom {
     _permit: OwnedSemaphorePermit,
 }
 
@@ -27,9 +27,11 @@ impl Backlog {
 
     /// Waits for room for so many changes, or for the whole backlog if they are more. Waiting peers get it in
     /// turn.
-    pub(crate) async fn room(&self, changes: usize) -> Room {
+    pub(crate) async fn room(&self, changes: usize) -> BacklogRoom {
         let part = changes.min(CHANGES_MAX) as u32;
-        Room { _permit: Arc::clone(&self.0).acquire_many_owned(part).await.expect("it is never closed") }
+        BacklogRoom {
+            _permit: Arc::clone(&self.0).acquire_many_owned(part).await.expect("it is never closed"),
+        }
     }
 }
 

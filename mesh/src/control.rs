@@ -1,11 +1,12 @@
 //! Membership and inventories of a mesh: a thread of its own speaks gRPC to the peers, and to etcd if members
 //! register there.
 //!
-//! The caller publishes the blocks kept on this node and receives [`News`]; no call waits. A slow, silent or
+//! The caller publishes the blocks kept on this node and receives [`MemberEvent`]; no call waits. A slow, silent or
 //! faulty peer costs its own stream and nothing else: every wait has a limit, every message a size, and a
 //! follower is cut off if it stops reading.
 
 mod back_off;
+mod control_loop;
 mod dial;
 #[cfg(feature = "etcd")]
 mod etcd;
@@ -15,7 +16,6 @@ mod namespaces;
 mod serve;
 pub mod service;
 mod shared;
-mod shell;
 pub mod wire;
 
 use std::net::SocketAddr;
@@ -28,17 +28,17 @@ use std::time::Duration;
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio::sync::oneshot;
 
-pub use self::dial::check as check_peer;
+use self::control_loop::ControlCommand;
+pub use self::dial::check_address as check_peer;
 #[cfg(feature = "etcd")]
 pub use self::etcd::Etcd;
 pub use self::names::{Resolve, System};
-pub use self::namespaces::{Answer, Counted, FACTS_BYTES_MAX, Listing, Unlisted};
-use self::shell::Command;
-use crate::Error;
-pub use crate::backlog::Room;
-use crate::digest::{Change, Digest};
-use crate::listen::listen;
-pub use crate::membership::{DataAddresses, News, Parting};
+pub use self::namespaces::{Counted, FACTS_BYTES_MAX, Listing, NamespacesAnswer, Unlisted};
+use crate::MeshError;
+pub use crate::backlog::BacklogRoom;
+use crate::digest::{Digest, DigestChange};
+use crate::listen::bind_listener;
+pub use crate::membership::{DataAddresses, MemberEvent, Parting};
 use crate::pace;
 use crate::refusals::RefusalCounts;
 use crate::tls::Security;
@@ -58,7 +58,7 @@ const STOP_MAX: Duration = Duration::from_secs(5);
 
 /// Settings of a node in a mesh: its name, its addresses, and how it finds and follows members.
 #[derive(Clone, Debug)]
-pub struct Config {
+pub struct ControlConfig {
     /// Name of the mesh. Nodes of another mesh are refused.
     pub mesh: String,
     pub node: NodeId,
@@ -84,7 +84,7 @@ pub struct Config {
     /// part.
     pub directory_bytes: usize,
     /// Time limits and pauses.
-    pub limits: Limits,
+    pub limits: ControlLimits,
     /// Counts refusals by this node and refusals of this node.
     pub refusals: Arc<RefusalCounts>,
 }
@@ -102,7 +102,7 @@ pub enum Members {
 
 /// Time limits and pauses of the control thread.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub struct Limits {
+pub struct ControlLimits {
     /// Limit for a connection with its TLS session.
     pub connect: Duration,
     /// A follower gets a message at least this often.
@@ -133,7 +133,7 @@ pub struct Limits {
 
 /// Figures of the control thread, read by the metrics.
 #[derive(Debug, Default)]
-struct Figures {
+struct ControlFigures {
     /// Listed addresses without a member where a node is expected.
     empty: AtomicUsize,
     /// Listed names whose last resolution failed.
@@ -144,9 +144,9 @@ struct Figures {
 
 /// The running control thread. Dropping it leaves the mesh.
 pub struct Control {
-    commands: UnboundedSender<Command>,
+    commands: UnboundedSender<ControlCommand>,
     address: SocketAddr,
-    figures: Arc<Figures>,
+    figures: Arc<ControlFigures>,
     thread: Option<JoinHandle<()>>,
     /// Disconnected when the thread has ended.
     ended: Receiver<()>,
@@ -154,11 +154,11 @@ pub struct Control {
 
 /// Asks all members for their namespaces, from any thread.
 #[derive(Clone, Debug)]
-pub struct Asker(UnboundedSender<Command>);
+pub struct NamespaceAsker(UnboundedSender<ControlCommand>);
 
-// === impl Config ===
+// === impl ControlConfig ===
 
-impl Config {
+impl ControlConfig {
     /// Settings for a mesh of these members, with the default name and limits.
     pub fn new(
         (node, boot): (NodeId, BootId),
@@ -167,7 +167,7 @@ impl Config {
         members: Members,
         security: Security,
     ) -> Self {
-        let (mesh, limits, resolver) = (MESH_DEFAULT.to_owned(), Limits::default(), Arc::new(System));
+        let (mesh, limits, resolver) = (MESH_DEFAULT.to_owned(), ControlLimits::default(), Arc::new(System));
         let refusals = Arc::default();
         Self {
             mesh,
@@ -186,27 +186,27 @@ impl Config {
         }
     }
 
-    fn check(&self) -> Result<(), Error> {
+    fn check_names(&self) -> Result<(), MeshError> {
         let letter = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
         let named = (1..=MESH_BYTES_MAX).contains(&self.mesh.len()) && self.mesh.bytes().all(letter);
         if !named {
-            return Err(Error::Mesh(self.mesh.clone()));
+            return Err(MeshError::Mesh(self.mesh.clone()));
         }
         for address in [self.listen, self.data.tcp].into_iter().chain(self.data.rdma) {
             if address.ip().is_unspecified() {
-                return Err(Error::Unreachable(address));
+                return Err(MeshError::Unreachable(address));
             }
         }
         match &self.members {
-            Members::Static(peers) if peers.len() > MEMBERS_MAX => Err(Error::Listed(peers.len())),
-            Members::Static(peers) => peers.iter().try_for_each(|peer| dial::check(peer)),
+            Members::Static(peers) if peers.len() > MEMBERS_MAX => Err(MeshError::Listed(peers.len())),
+            Members::Static(peers) => peers.iter().try_for_each(|peer| dial::check_address(peer)),
             #[cfg(feature = "etcd")]
-            Members::Etcd(etcd) => etcd.check(),
+            Members::Etcd(etcd) => etcd.check_endpoints(),
         }
     }
 }
 
-impl Default for Limits {
+impl Default for ControlLimits {
     fn default() -> Self {
         Self {
             connect: Duration::from_secs(2),
@@ -224,16 +224,16 @@ impl Default for Limits {
     }
 }
 
-// === impl Asker ===
+// === impl NamespaceAsker ===
 
-impl Asker {
+impl NamespaceAsker {
     /// Asks all members for their namespaces. The answers come together, sorted by node name, once all
-    /// members have answered or [`Limits::namespaces`] is over. The channel returns `Err` if this node has
+    /// members have answered or [`ControlLimits::namespaces`] is over. The channel returns `Err` if this node has
     /// left the mesh.
-    pub fn ask(&self) -> oneshot::Receiver<Vec<Answer>> {
+    pub fn ask_members(&self) -> oneshot::Receiver<Vec<NamespacesAnswer>> {
         let (reply, answers) = oneshot::channel();
         // After a drain the command is dropped, which closes the channel.
-        let _ = self.0.send(Command::Namespaces(reply));
+        let _ = self.0.send(ControlCommand::Namespaces(reply));
         answers
     }
 }
@@ -242,51 +242,54 @@ impl Asker {
 
 impl Control {
     /// Starts a thread: it listens, finds the members and follows them. The thread calls `up` for each
-    /// [`News`].
-    pub fn start(config: Config, up: impl Fn(News) + Send + Sync + 'static) -> Result<Self, Error> {
-        config.check()?;
-        let (listener, address) = listen(config.listen)?;
+    /// [`MemberEvent`].
+    pub fn start(
+        config: ControlConfig,
+        up: impl Fn(MemberEvent) + Send + Sync + 'static,
+    ) -> Result<Self, MeshError> {
+        config.check_names()?;
+        let (listener, address) = bind_listener(config.listen)?;
         let (commands, orders) = unbounded_channel();
         let (alive, ended) = channel();
-        let figures = Arc::new(Figures::default());
-        let config = Config { listen: address, ..config };
-        let run = shell::prepare(config, listener, (Box::new(up), Arc::clone(&figures)), orders)?;
+        let figures = Arc::new(ControlFigures::default());
+        let config = ControlConfig { listen: address, ..config };
+        let run = control_loop::prepare_loop(config, listener, (Box::new(up), Arc::clone(&figures)), orders)?;
         let thread = std::thread::Builder::new().name("mesh-control".into());
         let thread = thread.spawn(move || {
             run();
             drop(alive);
         });
-        let thread = thread.map_err(|source| Error::Os { doing: "start a thread", source })?;
+        let thread = thread.map_err(|source| MeshError::Os { doing: "start a thread", source })?;
         Ok(Self { commands, address, figures, thread: Some(thread), ended })
     }
 
     /// Announces changes of the blocks kept on this node to its followers.
-    pub fn publish(&self, changes: Vec<Change>) {
-        self.order(Command::Publish(changes));
+    pub fn publish(&self, changes: Vec<DigestChange>) {
+        self.order(ControlCommand::Publish(changes));
     }
 
     /// Replaces the promises of this node's engines. Each promise is given by its last keys. Followers get
     /// the promises behind all changes published before.
     pub fn promise(&self, promises: Vec<Digest>) {
-        self.order(Command::Promise(promises));
+        self.order(ControlCommand::Promise(promises));
     }
 
-    /// Requests the whole inventory of a peer again, because its filter is too full. A [`News::Snapshot`]
+    /// Requests the whole inventory of a peer again, because its filter is too full. A [`MemberEvent::Snapshot`]
     /// with more room follows.
     pub fn resync(&self, peer: PeerNumber) {
-        self.order(Command::Resync(peer));
+        self.order(ControlCommand::Resync(peer));
     }
 
     /// Returns a handle to ask members for their namespaces.
-    pub fn asker(&self) -> Asker {
-        Asker(self.commands.clone())
+    pub fn asker(&self) -> NamespaceAsker {
+        NamespaceAsker(self.commands.clone())
     }
 
     /// Asks peers to send their changes sooner for a time, because a request here waits for a block which a
     /// peer may be about to have. Call it again every second while such a request waits. It sends a message
     /// to each peer, but only in a mesh so large that it matters.
-    pub fn wait(&self) {
-        self.order(Command::Wait);
+    pub fn announce_wait(&self) {
+        self.order(ControlCommand::Wait);
     }
 
     /// The time between two batches to a follower without a waiting request.
@@ -295,7 +298,7 @@ impl Control {
     }
 
     /// The address of this node's control service.
-    pub fn address(&self) -> SocketAddr {
+    pub fn listen_address(&self) -> SocketAddr {
         self.address
     }
 
@@ -309,13 +312,13 @@ impl Control {
         self.figures.unresolved.load(Ordering::Relaxed)
     }
 
-    /// Leaves the mesh. The membership ends once etcd or the peers notice it. No [`News`] follows.
+    /// Leaves the mesh. The membership ends once etcd or the peers notice it. No [`MemberEvent`] follows.
     pub fn drain(&self) {
-        self.order(Command::Drain);
+        self.order(ControlCommand::Drain);
     }
 
     /// Sends a command to the thread, which ends only after a drain.
-    fn order(&self, command: Command) {
+    fn order(&self, command: ControlCommand) {
         let _ = self.commands.send(command);
     }
 }

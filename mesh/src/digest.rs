@@ -10,7 +10,7 @@ pub struct Digest(pub u64);
 
 /// A change of a node's inventory.
 #[derive(Copy, Clone, Debug, Eq, Hash, PartialEq)]
-pub enum Change {
+pub enum DigestChange {
     /// The block may be requested.
     Added(Digest),
     Removed(Digest),
@@ -46,7 +46,7 @@ impl Thinning {
     }
 
     /// Approximate number of announced blocks among `keys`.
-    pub fn of(self, keys: u64) -> u64 {
+    pub fn thin_count(self, keys: u64) -> u64 {
         keys >> self.0
     }
 }
@@ -64,14 +64,14 @@ impl Digest {
     }
 
     /// The digest of a label's block. The length in the label is no part of it.
-    pub fn of(label: &Label) -> Self {
+    pub fn of_label(label: &Label) -> Self {
         Self::new(&label.namespace, label.group, &label.hash)
     }
 }
 
-// === impl Change ===
+// === impl DigestChange ===
 
-impl Change {
+impl DigestChange {
     pub fn digest(self) -> Digest {
         let (Self::Added(digest) | Self::Removed(digest)) = self;
         digest
@@ -93,13 +93,13 @@ mod tests {
         let mut written = vec![1; 16];
         written.extend([2, 0, 0, 0]);
         written.extend(label.hash.0);
-        assert_eq!(Digest::of(&label), Digest(xxhash_rust::xxh3::xxh3_64(&written)));
-        assert_eq!(Digest::of(&label), Digest::of(&Label { bytes: 8, ..label }));
+        assert_eq!(Digest::of_label(&label), Digest(xxhash_rust::xxh3::xxh3_64(&written)));
+        assert_eq!(Digest::of_label(&label), Digest::of_label(&Label { bytes: 8, ..label }));
         let others = [
             Label { namespace: NamespaceDigest([2; 16]), ..label },
             Label { group: 3, ..label },
             Label { hash: BlockHash::from_words([3, 4, 5, 7]), ..label },
         ];
-        assert!(others.iter().all(|other| Digest::of(other) != Digest::of(&label)));
+        assert!(others.iter().all(|other| Digest::of_label(other) != Digest::of_label(&label)));
     }
 }

@@ -14,12 +14,12 @@ use std::cmp::Reverse;
 use std::collections::HashSet;
 
 use self::absences::Absences;
-pub use self::breaker::Limits;
-use self::breaker::{Breaker, Verdict};
+pub use self::breaker::BreakerLimits;
+use self::breaker::{BreakerVerdict, PeerBreaker};
 pub use self::credit::Credit;
 pub use self::filter::Filter;
-use crate::digest::{Change, Digest, Thinning};
-use crate::transport::{Fault, PeerNumber};
+use crate::digest::{Digest, DigestChange, Thinning};
+use crate::transport::{FetchFault, PeerNumber};
 use shm_protocol::random::mix_bits;
 
 /// Sampled keys of a run, spread over it: they limit its length. A peer with the first key in its filter is
@@ -31,9 +31,9 @@ const LOOKUPS_MAX: usize = 1280;
 
 /// Settings for the choice of peers.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub struct Config {
+pub struct DirectoryConfig {
     /// Limits for faults of a peer.
-    pub breaker: Limits,
+    pub breaker: BreakerLimits,
     /// Maximum candidates of a probe.
     pub candidates_max: usize,
     /// Spreads nodes with requests for the same blocks over the peers with these blocks: another number on
@@ -43,7 +43,7 @@ pub struct Config {
 
 /// A peer with the first `run` of a probe's keys, if its filter is right.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub struct Candidate {
+pub struct PeerCandidate {
     pub peer: PeerNumber,
     /// Keys, at least one.
     pub run: u32,
@@ -77,12 +77,12 @@ pub struct PeerStats {
 
 #[derive(Debug)]
 pub struct Directory {
-    config: Config,
-    members: Vec<Member>,
+    config: DirectoryConfig,
+    members: Vec<DirectoryMember>,
 }
 
 #[derive(Debug)]
-struct Member {
+struct DirectoryMember {
     peer: PeerNumber,
     /// `None` before the first snapshot.
     filter: Option<Filter>,
@@ -92,7 +92,7 @@ struct Member {
     promises: HashSet<Digest>,
     credit: Credit,
     absences: Absences,
-    breaker: Breaker,
+    breaker: PeerBreaker,
     under_way: u32,
     given_bytes: u64,
     /// The time of the last block it gave.
@@ -101,7 +101,7 @@ struct Member {
 
 /// The keys of a probe kept by a thinning.
 #[derive(Debug)]
-struct Asked<'a> {
+struct ProbedKeys<'a> {
     thinning: Thinning,
     keys: Cow<'a, [Digest]>,
     /// Their positions among all keys; empty without thinning.
@@ -111,20 +111,20 @@ struct Asked<'a> {
 /// A member with the first key in its filter.
 #[derive(Copy, Clone, Debug)]
 struct Prospect<'a> {
-    member: &'a Member,
+    member: &'a DirectoryMember,
     filter: &'a Filter,
-    asked: &'a Asked<'a>,
+    asked: &'a ProbedKeys<'a>,
     absence_level: u32,
     /// Its run among these keys, or a maximum of it; at least one.
     run: usize,
     lot: u64,
 }
 
-// === impl Config ===
+// === impl DirectoryConfig ===
 
-impl Default for Config {
+impl Default for DirectoryConfig {
     fn default() -> Self {
-        Self { breaker: Limits::default(), candidates_max: 8, seed: 0 }
+        Self { breaker: BreakerLimits::default(), candidates_max: 8, seed: 0 }
     }
 }
 
@@ -132,19 +132,19 @@ impl Default for Config {
 
 impl Directory {
     /// An empty directory.
-    pub fn new(config: Config) -> Self {
+    pub fn new(config: DirectoryConfig) -> Self {
         Self { config, members: Vec::new() }
     }
 
     /// Adds a peer. It has nothing until [`Directory::replace`]. Without effect on a member.
-    pub fn join(&mut self, peer: PeerNumber) {
+    pub fn add_peer(&mut self, peer: PeerNumber) {
         if let Err(at) = self.position(peer) {
-            self.members.insert(at, Member::new(peer, &self.config.breaker));
+            self.members.insert(at, DirectoryMember::new(peer, &self.config.breaker));
         }
     }
 
     /// Removes a peer. Later calls for it are ignored.
-    pub fn leave(&mut self, peer: PeerNumber) {
+    pub fn remove_peer(&mut self, peer: PeerNumber) {
         if let Ok(at) = self.position(peer) {
             self.members.remove(at);
         }
@@ -160,15 +160,15 @@ impl Directory {
     /// Applies later changes to a peer's inventory. Returns false if its filter is overfull, on the first
     /// such call only: the rest is left out until a larger filter comes by [`Directory::replace`].
     #[must_use = "a filter that is overfull wants a larger one"]
-    pub fn apply(&mut self, peer: PeerNumber, changes: &[Change]) -> bool {
+    pub fn apply(&mut self, peer: PeerNumber, changes: &[DigestChange]) -> bool {
         let Some(member) = self.member(peer) else { return true };
         let Some(filter) = &mut member.filter else { return true };
         let mut fits = true;
         for change in changes {
             match change {
-                Change::Added(digest) => fits &= filter.insert(*digest),
+                DigestChange::Added(digest) => fits &= filter.insert(*digest),
                 // It may be a digest without room before.
-                Change::Removed(digest) => drop(filter.remove(*digest)),
+                DigestChange::Removed(digest) => drop(filter.remove(*digest)),
             }
         }
         let said = member.overfull;
@@ -178,7 +178,7 @@ impl Directory {
 
     /// Replaces a peer's promises. Returns true if one of the old promises has ended.
     #[must_use = "somebody may wait for what was promised"]
-    pub fn promise(&mut self, peer: PeerNumber, promises: Vec<Digest>) -> bool {
+    pub fn replace_promises(&mut self, peer: PeerNumber, promises: Vec<Digest>) -> bool {
         let Some(member) = self.member(peer) else { return false };
         let before = std::mem::replace(&mut member.promises, promises.into_iter().collect());
         !before.is_subset(&member.promises)
@@ -186,11 +186,11 @@ impl Directory {
 
     /// The peers ready for requests that promised a prompt with one of these last keys.
     pub fn promisers(&self, now_ms: u64, keys: impl Iterator<Item = Digest>) -> Vec<PeerNumber> {
-        let may_be_asked = |member: &&Member| member.breaker.lets_pass(now_ms, member.under_way);
+        let may_be_asked = |member: &&DirectoryMember| member.breaker.lets_pass(now_ms, member.under_way);
         let promising = self.members.iter().filter(|member| !member.promises.is_empty());
-        let promising: Vec<&Member> = promising.filter(may_be_asked).collect();
+        let promising: Vec<&DirectoryMember> = promising.filter(may_be_asked).collect();
         let keys: Vec<Digest> = if promising.is_empty() { Vec::new() } else { keys.collect() };
-        let has_promised = |member: &&Member| keys.iter().any(|key| member.promises.contains(key));
+        let has_promised = |member: &&DirectoryMember| keys.iter().any(|key| member.promises.contains(key));
         promising.into_iter().filter(has_promised).map(|member| member.peer).collect()
     }
 
@@ -212,11 +212,11 @@ impl Directory {
     }
 
     /// Records the end of one of these blocks.
-    pub fn ended(&mut self, now_ms: u64, peer: PeerNumber, result: &Result<u64, Fault>) {
+    pub fn note_end(&mut self, now_ms: u64, peer: PeerNumber, result: &Result<u64, FetchFault>) {
         let limits = self.config.breaker;
         if let Some(member) = self.member(peer) {
             member.under_way = member.under_way.saturating_sub(1);
-            member.breaker.ended(Verdict::of(result), now_ms, &limits);
+            member.breaker.note_end(BreakerVerdict::of_result(result), now_ms, &limits);
         }
     }
 
@@ -245,13 +245,13 @@ impl Directory {
     /// others. Returns true for a strike.
     pub fn late(&mut self, now_ms: u64, peer: PeerNumber, since_ms: u64, given_before: u64) -> bool {
         let limits = self.config.breaker;
-        let has_given = |member: &&Member| member.gave_ms.is_some_and(|gave_ms| gave_ms >= since_ms);
+        let has_given = |member: &&DirectoryMember| member.gave_ms.is_some_and(|gave_ms| gave_ms >= since_ms);
         let sharing = self.members.iter().filter(has_given).count() as u64;
         let Some(member) = self.member(peer) else { return false };
         let given_bytes = member.given_bytes.saturating_sub(given_before);
         let is_strike = given_bytes * sharing < limits.given_bytes_min;
         if is_strike {
-            member.breaker.ended(Verdict::Strike, now_ms, &limits);
+            member.breaker.note_end(BreakerVerdict::Strike, now_ms, &limits);
         }
         is_strike
     }
@@ -261,7 +261,7 @@ impl Directory {
         self.members.iter().map(|member| PeerStats {
             peer: member.peer,
             keys: member.filter.as_ref().map_or(0, Filter::len),
-            bytes: member.filter.as_ref().map_or(0, Filter::bytes),
+            bytes: member.filter.as_ref().map_or(0, Filter::size_bytes),
             promises: member.promises.len(),
             breaker_open: member.breaker.is_open(),
             trips_total: member.breaker.trips_total,
@@ -274,7 +274,9 @@ impl Directory {
 
     /// Peers with a block in their filters, including those with an open breaker.
     pub fn holders(&self, key: Digest) -> impl Iterator<Item = PeerNumber> + '_ {
-        let has = move |member: &&Member| member.filter.as_ref().is_some_and(|filter| filter.contains(key));
+        let has = move |member: &&DirectoryMember| {
+            member.filter.as_ref().is_some_and(|filter| filter.contains(key))
+        };
         self.members.iter().filter(has).map(|member| member.peer)
     }
 
@@ -282,7 +284,7 @@ impl Directory {
         self.members.binary_search_by_key(&peer, |member| member.peer)
     }
 
-    fn member(&mut self, peer: PeerNumber) -> Option<&mut Member> {
+    fn member(&mut self, peer: PeerNumber) -> Option<&mut DirectoryMember> {
         self.position(peer).ok().map(|at| &mut self.members[at])
     }
 }
@@ -296,7 +298,7 @@ impl Directory {
     ///
     /// All peers are checked for the first key, those with it for [`SAMPLES`] more, and the most promising
     /// ones for every key, up to [`LOOKUPS_MAX`] look-ups.
-    pub fn probe(&self, now_ms: u64, keys: &[Digest]) -> Vec<Candidate> {
+    pub fn probe(&self, now_ms: u64, keys: &[Digest]) -> Vec<PeerCandidate> {
         let asked = self.asked(keys);
         let prospects = self.members.iter().filter_map(|member| self.prospect(now_ms, member, &asked));
         let mut prospects: Vec<Prospect<'_>> = prospects.collect();
@@ -320,7 +322,7 @@ impl Directory {
     /// True if a peer ready for requests may have a run of `keys`: its filter has the first key kept by its
     /// thinning.
     pub fn may_have(&self, now_ms: u64, keys: impl Iterator<Item = Digest>) -> bool {
-        let may_be_asked = |member: &&Member| member.breaker.lets_pass(now_ms, member.under_way);
+        let may_be_asked = |member: &&DirectoryMember| member.breaker.lets_pass(now_ms, member.under_way);
         let members = self.members.iter().filter(may_be_asked);
         let mut filters: Vec<&Filter> = members.filter_map(|member| member.filter.as_ref()).collect();
         for key in keys {
@@ -336,7 +338,12 @@ impl Directory {
     }
 
     /// The prospect of a member with the first key, if it is ready for requests.
-    fn prospect<'a>(&self, now_ms: u64, member: &'a Member, asked: &'a [Asked<'a>]) -> Option<Prospect<'a>> {
+    fn prospect<'a>(
+        &self,
+        now_ms: u64,
+        member: &'a DirectoryMember,
+        asked: &'a [ProbedKeys<'a>],
+    ) -> Option<Prospect<'a>> {
         let filter = member.filter.as_ref()?;
         let asked = asked.iter().find(|asked| asked.thinning == filter.thinning())?;
         let first = asked.keys.first()?;
@@ -349,32 +356,32 @@ impl Directory {
     }
 
     /// The keys kept by each thinning in use.
-    fn asked<'a>(&self, keys: &'a [Digest]) -> Vec<Asked<'a>> {
-        let mut asked: Vec<Asked<'a>> = Vec::new();
+    fn asked<'a>(&self, keys: &'a [Digest]) -> Vec<ProbedKeys<'a>> {
+        let mut asked: Vec<ProbedKeys<'a>> = Vec::new();
         for filter in self.members.iter().filter_map(|member| member.filter.as_ref()) {
             if asked.iter().all(|asked| asked.thinning != filter.thinning()) {
-                asked.push(Asked::new(filter.thinning(), keys));
+                asked.push(ProbedKeys::new(filter.thinning(), keys));
             }
         }
         asked
     }
 }
 
-// === impl Member ===
+// === impl DirectoryMember ===
 
-impl Member {
+impl DirectoryMember {
     /// A member without blocks, load or faults.
-    fn new(peer: PeerNumber, limits: &Limits) -> Self {
+    fn new(peer: PeerNumber, limits: &BreakerLimits) -> Self {
         let (filter, overfull, promises) = (None, false, HashSet::new());
-        let (credit, absences, breaker) = (Credit::default(), Absences::default(), Breaker::new(limits));
+        let (credit, absences, breaker) = (Credit::default(), Absences::default(), PeerBreaker::new(limits));
         let (under_way, given_bytes, gave_ms) = (0, 0, None);
         Self { peer, filter, overfull, promises, credit, absences, breaker, under_way, given_bytes, gave_ms }
     }
 }
 
-// === impl Asked ===
+// === impl ProbedKeys ===
 
-impl<'a> Asked<'a> {
+impl<'a> ProbedKeys<'a> {
     fn new(thinning: Thinning, keys: &'a [Digest]) -> Self {
         if thinning == Thinning::NONE {
             return Self { thinning, keys: Cow::Borrowed(keys), places: Vec::new() };
@@ -400,9 +407,9 @@ impl Prospect<'_> {
         (self.absence_level, Reverse(self.asked.reach(self.run)), self.member.under_way, self.lot)
     }
 
-    fn candidate(&self) -> Candidate {
+    fn candidate(&self) -> PeerCandidate {
         let (peer, run) = (self.member.peer, self.asked.reach(self.run));
-        Candidate { peer, run, absence_level: self.absence_level }
+        PeerCandidate { peer, run, absence_level: self.absence_level }
     }
 }
 

@@ -8,7 +8,7 @@ use thiserror::Error;
 
 /// The mesh cannot be started.
 #[derive(Debug, Error)]
-pub enum Error {
+pub enum MeshError {
     /// The address is not available.
     #[error("the mesh cannot listen at {address} ({source}): pass a free address of this machine")]
     Listen { address: SocketAddr, source: io::Error },

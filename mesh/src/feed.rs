@@ -1,5 +1,5 @@
 //! Announcements of a node's blocks: all of them once, in chunks, then their changes. Both sides are pure;
-//! the caller carries the [`Message`]s.
+//! the caller carries the [`FeedMessage`]s.
 //!
 //! Digests are sent in ascending order while they go on changing. A reader gets the changes of digests up to
 //! the last one sent to it; the others come with a later chunk. So nothing is copied or frozen for a
@@ -11,8 +11,8 @@ mod follower;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Bound;
 
-pub use self::follower::{Follower, Heard, Unheard, keys_max};
-use crate::digest::{Change, Digest, Thinning};
+pub use self::follower::{FollowError, Follower, FollowerEvent, keys_max};
+use crate::digest::{Digest, DigestChange, Thinning};
 
 /// Maximum digests of a chunk, and of those examined for one: 250 KiB, some milliseconds of either side.
 pub const CHUNK_DIGESTS_MAX: usize = 32_000;
@@ -33,17 +33,17 @@ pub struct Feed {
     /// not.
     pending: BTreeMap<Digest, bool>,
     /// The last batches; the last of them led to `sequence`.
-    batches: VecDeque<Batch>,
+    batches: VecDeque<ChangeBatch>,
     changes: usize,
     changes_max: usize,
     sequence: u64,
-    promises: Promises,
+    promises: SealedPromises,
 }
 
 /// The prompts promised by a node's engines, each by its last keys. They are few, so a message has all of
 /// them.
 #[derive(Debug, Default)]
-struct Promises {
+struct SealedPromises {
     sealed: Vec<Digest>,
     /// The promises to seal next; `None` if none came since the last seal.
     next: Option<Vec<Digest>>,
@@ -53,34 +53,34 @@ struct Promises {
 
 /// Changes sent together: at most one of each digest.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
-struct Batch {
+struct ChangeBatch {
     removed: Vec<Digest>,
     added: Vec<Digest>,
 }
 
 /// The progress of one follower.
 #[derive(Clone, Debug)]
-pub struct Reader {
+pub struct FeedReader {
     thinning: Thinning,
     /// The last batch examined for it; `None` before the first message.
     sequence: Option<u64>,
     /// The last sequence sent.
     after: u64,
-    told: Told,
+    progress: ReaderProgress,
     /// The number of the promises sent last, [`NO_PROMISES`] before the first; `None` if the follower does
     /// not want promises.
     promises: Option<u64>,
 }
 
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-enum Told {
+enum ReaderProgress {
     Nothing,
     UpTo(Digest),
     All,
 }
 
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub enum Message {
+pub enum FeedMessage {
     /// Voids all digests sent before: all follow again, as of now.
     Begin {
         sequence: u64,
@@ -125,14 +125,14 @@ impl Feed {
             changes: 0,
             changes_max,
             sequence: 0,
-            promises: Promises { sequence: NO_PROMISES + 1, ..Promises::default() },
+            promises: SealedPromises { sequence: NO_PROMISES + 1, ..SealedPromises::default() },
         }
     }
 
     /// Records changes. They are sent from the next [`Feed::seal`] on, at the latest when a batch is full.
-    pub fn apply(&mut self, changes: &[Change]) {
+    pub fn apply(&mut self, changes: &[DigestChange]) {
         for change in changes {
-            let (digest, kept) = (change.digest(), matches!(change, Change::Added(_)));
+            let (digest, kept) = (change.digest(), matches!(change, DigestChange::Added(_)));
             if self.digests.contains(&digest) == kept {
                 self.pending.remove(&digest);
             } else {
@@ -146,7 +146,7 @@ impl Feed {
 
     /// Replaces the promises, up to [`PROMISES_MAX`] of them. Each follower gets them from the next
     /// [`Feed::seal`] on, behind all changes recorded before.
-    pub fn promise(&mut self, mut promises: Vec<Digest>) {
+    pub fn set_promises(&mut self, mut promises: Vec<Digest>) {
         promises.truncate(PROMISES_MAX);
         self.promises.next = Some(promises);
     }
@@ -157,7 +157,7 @@ impl Feed {
         if self.pending.is_empty() {
             return;
         }
-        let mut batch = Batch::default();
+        let mut batch = ChangeBatch::default();
         for (digest, kept) in std::mem::take(&mut self.pending) {
             if kept {
                 self.digests.insert(digest);
@@ -170,7 +170,7 @@ impl Feed {
         self.sequence += 1;
         self.changes += batch.changes();
         self.batches.push_back(batch);
-        while let Some(oldest) = self.batches.front().map(Batch::changes)
+        while let Some(oldest) = self.batches.front().map(ChangeBatch::changes)
             && self.changes - oldest >= self.changes_max
         {
             self.changes -= oldest;
@@ -190,15 +190,15 @@ impl Feed {
 
     /// A follower with knowledge of all up to batch `known` of this feed in this life of the node, or of
     /// nothing.
-    pub fn reader(&self, thinning: Thinning, known: Option<u64>) -> Reader {
-        let told = if known.is_some() { Told::All } else { Told::Nothing };
-        Reader { thinning, sequence: known, after: known.unwrap_or(0), told, promises: None }
+    pub fn reader(&self, thinning: Thinning, known: Option<u64>) -> FeedReader {
+        let progress = if known.is_some() { ReaderProgress::All } else { ReaderProgress::Nothing };
+        FeedReader { thinning, sequence: known, after: known.unwrap_or(0), progress, promises: None }
     }
 
     /// The next message for a follower; `None` until there is another batch. Batches new to it are merged
     /// into one message, as far as it has room.
-    pub fn next(&self, reader: &mut Reader) -> Option<Message> {
-        let Some(mut behind) = self.behind(reader) else { return Some(self.begin(reader)) };
+    pub fn next(&self, reader: &mut FeedReader) -> Option<FeedMessage> {
+        let Some(mut behind) = self.behind(reader) else { return Some(self.begin_snapshot(reader)) };
         while behind > 0 {
             let mut changes = Vec::new();
             while behind > 0 {
@@ -209,65 +209,70 @@ impl Feed {
                 changes.extend(share);
                 behind -= 1;
             }
-            let (batch, sequence) = (Batch::of(changes), self.sequence - behind as u64);
+            let (batch, sequence) = (ChangeBatch::of_changes(changes), self.sequence - behind as u64);
             reader.sequence = Some(sequence);
             if batch.changes() > 0 {
                 let after = std::mem::replace(&mut reader.after, sequence);
-                return Some(Message::Delta { after, sequence, removed: batch.removed, added: batch.added });
+                return Some(FeedMessage::Delta {
+                    after,
+                    sequence,
+                    removed: batch.removed,
+                    added: batch.added,
+                });
             }
         }
-        if reader.told != Told::All {
+        if reader.progress != ReaderProgress::All {
             return Some(self.chunk(reader));
         }
         self.promises.next(reader)
     }
 
     /// True if a follower was sent everything up to the last batch.
-    pub fn is_told(&self, reader: &Reader) -> bool {
-        let promises = reader.promises.is_none_or(|told| told == self.promises.sequence);
-        reader.told == Told::All && reader.sequence == Some(self.sequence) && promises
+    pub fn has_read_all(&self, reader: &FeedReader) -> bool {
+        let promises = reader.promises.is_none_or(|progress| progress == self.promises.sequence);
+        reader.progress == ReaderProgress::All && reader.sequence == Some(self.sequence) && promises
     }
 
     /// The number of batches new to a reader; `None` if one of them is forgotten, or was never there.
-    fn behind(&self, reader: &Reader) -> Option<usize> {
+    fn behind(&self, reader: &FeedReader) -> Option<usize> {
         let behind = self.sequence.checked_sub(reader.sequence?)? as usize;
         (behind <= self.batches.len()).then_some(behind)
     }
 
-    fn begin(&self, reader: &mut Reader) -> Message {
+    fn begin_snapshot(&self, reader: &mut FeedReader) -> FeedMessage {
         let (sequence, thinning) = (self.sequence, reader.thinning);
-        let (after, told, promises) = (sequence, Told::Nothing, reader.promises);
-        *reader = Reader { thinning, sequence: Some(sequence), after, told, promises };
-        Message::Begin { sequence, keys: thinning.of(self.len() as u64), thinning }
+        let (after, progress, promises) = (sequence, ReaderProgress::Nothing, reader.promises);
+        *reader = FeedReader { thinning, sequence: Some(sequence), after, progress, promises };
+        FeedMessage::Begin { sequence, keys: thinning.thin_count(self.len() as u64), thinning }
     }
 
     /// The next chunk, for a reader without new batches.
-    fn chunk(&self, reader: &mut Reader) -> Message {
-        let from = match reader.told {
-            Told::UpTo(digest) => Bound::Excluded(digest),
-            Told::Nothing | Told::All => Bound::Unbounded,
+    fn chunk(&self, reader: &mut FeedReader) -> FeedMessage {
+        let from = match reader.progress {
+            ReaderProgress::UpTo(digest) => Bound::Excluded(digest),
+            ReaderProgress::Nothing | ReaderProgress::All => Bound::Unbounded,
         };
         let mut looked_at = 0;
         let mut digests = Vec::new();
         for digest in self.digests.range((from, Bound::Unbounded)).take(CHUNK_DIGESTS_MAX) {
             looked_at += 1;
-            reader.told = Told::UpTo(*digest);
+            reader.progress = ReaderProgress::UpTo(*digest);
             if reader.thinning.keeps(*digest) {
                 digests.push(*digest);
             }
         }
         let last = looked_at < CHUNK_DIGESTS_MAX;
         if last {
-            reader.told = Told::All;
+            reader.progress = ReaderProgress::All;
         }
         reader.after = self.sequence;
-        Message::Chunk { sequence: self.sequence, digests, last }
+        FeedMessage::Chunk { sequence: self.sequence, digests, last }
     }
 }
 
-// === impl Promises ===
+// === impl SealedPromises ===
 
-impl Promises {
+impl SealedPromises {
     fn seal(&mut self) {
         if let Some(next) = self.next.take().filter(|next| *next != self.sealed) {
             self.sealed = next;
@@ -276,22 +281,22 @@ impl Promises {
     }
 
     /// The message with the promises, for a reader with all blocks and without these promises.
-    fn next(&self, reader: &mut Reader) -> Option<Message> {
-        let told = reader.promises.as_mut().filter(|told| **told != self.sequence)?;
-        *told = self.sequence;
-        Some(Message::Promises(self.sealed.clone()))
+    fn next(&self, reader: &mut FeedReader) -> Option<FeedMessage> {
+        let progress = reader.promises.as_mut().filter(|progress| **progress != self.sequence)?;
+        *progress = self.sequence;
+        Some(FeedMessage::Promises(self.sealed.clone()))
     }
 }
 
-// === impl Batch ===
+// === impl ChangeBatch ===
 
-impl Batch {
+impl ChangeBatch {
     fn changes(&self) -> usize {
         self.removed.len() + self.added.len()
     }
 
     /// Merges batches in a row: each change of a digest undoes the one before.
-    fn of(mut changes: Vec<(Digest, bool)>) -> Self {
+    fn of_changes(mut changes: Vec<(Digest, bool)>) -> Self {
         // The sort is stable, so changes of one digest stay in their order. It is fast for a few ascending
         // runs.
         changes.sort_by_key(|(digest, _)| *digest);
@@ -307,26 +312,26 @@ impl Batch {
     }
 }
 
-// === impl Reader ===
+// === impl FeedReader ===
 
-impl Reader {
+impl FeedReader {
     /// This reader with promises, too: they come once it knows all blocks, and again at each change.
     #[must_use]
-    pub fn hearing_promises(self) -> Self {
+    pub fn with_promises(self) -> Self {
         Self { promises: Some(NO_PROMISES), ..self }
     }
 
     /// The changes of a batch that concern the digests sent to this reader. Each has true if its digest is
     /// kept.
-    fn share(&self, batch: &Batch) -> Vec<(Digest, bool)> {
-        let told = |digest: Digest| match self.told {
-            Told::Nothing => false,
-            Told::UpTo(last) => digest <= last,
-            Told::All => true,
+    fn share(&self, batch: &ChangeBatch) -> Vec<(Digest, bool)> {
+        let progress = |digest: Digest| match self.progress {
+            ReaderProgress::Nothing => false,
+            ReaderProgress::UpTo(last) => digest <= last,
+            ReaderProgress::All => true,
         };
         let with = |kept| move |digest: &Digest| (*digest, kept);
         let all = batch.removed.iter().map(with(false)).chain(batch.added.iter().map(with(true)));
-        all.filter(|(digest, _)| told(*digest) && self.thinning.keeps(*digest)).collect()
+        all.filter(|(digest, _)| progress(*digest) && self.thinning.keeps(*digest)).collect()
     }
 }
 

@@ -25,4 +25,4 @@ mod sync;
 pub mod tls;
 pub mod transport;
 
-pub use error::Error;
+pub use error::MeshError;

@@ -17,8 +17,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::net::SocketAddr;
 
-use crate::backlog::Room;
-use crate::digest::{Change, Digest};
+use crate::backlog::BacklogRoom;
+use crate::digest::{Digest, DigestChange};
 use crate::directory::Filter;
 use crate::refusals::Reason;
 use crate::transport::{BootId, MEMBERS_MAX, NodeId, Peer, PeerNumber};
@@ -37,7 +37,7 @@ pub struct DataAddresses {
 
 /// Events of the mesh for the caller. The thread of [`crate::control::Control`] sends them and must not wait.
 #[derive(Debug)]
-pub enum News {
+pub enum MemberEvent {
     /// A life of a node became a member. A number is used once.
     Joined {
         /// The number of the member.
@@ -49,12 +49,12 @@ pub enum News {
     /// A member has left and must be cut off. No event has its number again.
     Left { number: PeerNumber, why: Parting },
     /// The whole inventory of a member.
-    Snapshot { number: PeerNumber, filter: Filter, room: Room },
+    Snapshot { number: PeerNumber, filter: Filter, room: BacklogRoom },
     /// Changes of the inventory since then.
-    Changes { number: PeerNumber, changes: Vec<Change>, room: Room },
+    Changes { number: PeerNumber, changes: Vec<DigestChange>, room: BacklogRoom },
     /// All promises of a member; they replace its earlier ones.
-    Promises { number: PeerNumber, promises: Vec<Digest>, room: Room },
-    /// A member's stream is down: its inventory stays in use until the stream is back or [`News::Left`]. Its
+    Promises { number: PeerNumber, promises: Vec<Digest>, room: BacklogRoom },
+    /// A member's stream is down: its inventory stays in use until the stream is back or [`MemberEvent::Left`]. Its
     /// promises are void.
     Stale { number: PeerNumber },
     /// A text for the operator.
@@ -93,11 +93,11 @@ pub enum Parting {
 
 /// A place to follow: a listed address or a registration. Its number is used once.
 #[derive(Copy, Clone, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
-pub struct Endpoint(pub u32);
+pub struct MemberEndpoint(pub u32);
 
 /// The reason why an endpoint is not followed at present.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub enum Failure {
+pub enum FollowFailure {
     /// No node answered, or no node of this mesh. With the remedy if there is one.
     Unreached(String),
     /// Another life of a node with a stream at another endpoint. If the node has moved, that stream breaks
@@ -108,11 +108,11 @@ pub enum Failure {
 }
 
 #[derive(Debug)]
-pub enum Step {
-    Tell(News),
+pub enum MembershipStep {
+    Tell(MemberEvent),
     /// Follow this address.
-    Follow(Endpoint, String),
-    Unfollow(Endpoint),
+    Follow(MemberEndpoint, String),
+    Unfollow(MemberEndpoint),
     /// Dial all endpoints without a stream at once: a node lost at another address may answer there.
     Retry,
 }
@@ -123,16 +123,16 @@ pub struct Membership {
     gone_ms: u64,
     /// The addresses of each listed name.
     names: BTreeMap<String, BTreeSet<SocketAddr>>,
-    places: BTreeMap<Endpoint, Place>,
+    places: BTreeMap<MemberEndpoint, EndpointPlace>,
     endpoints: u32,
     numbers: u32,
 }
 
 /// An endpoint, and its member if it has one.
 #[derive(Debug)]
-struct Place {
+struct EndpointPlace {
     origin: Origin,
-    found: Found,
+    found: EndpointOccupant,
 }
 
 #[derive(Debug)]
@@ -142,11 +142,11 @@ enum Origin {
 }
 
 #[derive(Debug)]
-enum Found {
+enum EndpointOccupant {
     Nobody(Vacancy),
     /// This node itself answered the last attempt.
     Own,
-    Member(Member),
+    Member(FollowedMember),
 }
 
 /// The state of an endpoint without a member.
@@ -154,13 +154,13 @@ enum Found {
 struct Vacancy {
     since_ms: u64,
     /// The failure of the last attempt.
-    why: Option<Failure>,
+    why: Option<FollowFailure>,
     /// True once the operator has a note of it.
-    told: bool,
+    is_reported: bool,
 }
 
 #[derive(Debug)]
-struct Member {
+struct FollowedMember {
     number: PeerNumber,
     identity: Identity,
     /// The time at which its stream broke.
@@ -179,9 +179,9 @@ impl fmt::Display for Parting {
     }
 }
 
-// === impl Failure ===
+// === impl FollowFailure ===
 
-impl Failure {
+impl FollowFailure {
     /// The reason to count for a node that answered but is not accepted.
     pub(crate) fn reason(&self) -> Option<Reason> {
         match self {
@@ -193,13 +193,13 @@ impl Failure {
     }
 }
 
-impl From<String> for Failure {
+impl From<String> for FollowFailure {
     fn from(why: String) -> Self {
         Self::Unreached(why)
     }
 }
 
-impl fmt::Display for Failure {
+impl fmt::Display for FollowFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Unreached(why) => f.write_str(why),
@@ -220,7 +220,7 @@ impl fmt::Display for Failure {
 
 impl Origin {
     /// The address to follow.
-    fn address(&self) -> String {
+    fn follow_address(&self) -> String {
         match self {
             Self::Listed(address) => address.to_string(),
             Self::Registered(one) => one.control.to_string(),
@@ -228,32 +228,32 @@ impl Origin {
     }
 }
 
-// === impl Place ===
+// === impl EndpointPlace ===
 
-impl Place {
-    fn member(&self) -> Option<&Member> {
+impl EndpointPlace {
+    fn member(&self) -> Option<&FollowedMember> {
         match &self.found {
-            Found::Member(member) => Some(member),
-            Found::Nobody(_) | Found::Own => None,
+            EndpointOccupant::Member(member) => Some(member),
+            EndpointOccupant::Nobody(_) | EndpointOccupant::Own => None,
         }
     }
 
     fn is_own(&self) -> bool {
-        matches!(self.found, Found::Own)
+        matches!(self.found, EndpointOccupant::Own)
     }
 
     /// The address of a listed endpoint, even if the address is no longer listed.
-    fn address(&self) -> Option<SocketAddr> {
+    fn listed_address(&self) -> Option<SocketAddr> {
         match self.origin {
             Origin::Listed(address) => Some(address),
             Origin::Registered(_) => None,
         }
     }
 
-    fn member_mut(&mut self) -> Option<&mut Member> {
+    fn member_mut(&mut self) -> Option<&mut FollowedMember> {
         match &mut self.found {
-            Found::Member(member) => Some(member),
-            Found::Nobody(_) | Found::Own => None,
+            EndpointOccupant::Member(member) => Some(member),
+            EndpointOccupant::Nobody(_) | EndpointOccupant::Own => None,
         }
     }
 }
@@ -268,20 +268,21 @@ impl Membership {
     }
 
     /// The member at an endpoint.
-    pub fn number(&self, endpoint: Endpoint) -> Option<PeerNumber> {
+    pub fn number(&self, endpoint: MemberEndpoint) -> Option<PeerNumber> {
         Some(self.places.get(&endpoint)?.member()?.number)
     }
 
     /// The endpoint at which a member is followed.
-    pub fn endpoint(&self, number: PeerNumber) -> Option<Endpoint> {
+    pub fn endpoint(&self, number: PeerNumber) -> Option<MemberEndpoint> {
         self.members().find(|(_, member)| member.number == number).map(|(endpoint, _)| endpoint)
     }
 
     /// True if this life of a node is a member with a stream, or this node itself.
     pub fn knows(&self, node: &str, boot: u64) -> bool {
         let is = |(name, life): (&NodeId, BootId)| name.as_str() == node && life.0.get() == boot;
-        let up =
-            |member: &Member| member.down_ms.is_none() && is((&member.identity.node, member.identity.boot));
+        let up = |member: &FollowedMember| {
+            member.down_ms.is_none() && is((&member.identity.node, member.identity.boot))
+        };
         is((&self.own.0, self.own.1)) || self.members().any(|(_, member)| up(member))
     }
 
@@ -291,24 +292,24 @@ impl Membership {
         if own.as_str() == node && own_boot.0.get() != boot {
             return Some(format!("the node {own} itself"));
         }
-        let holds = |member: &Member| {
+        let holds = |member: &FollowedMember| {
             let Identity { node: name, boot: life, .. } = &member.identity;
             member.down_ms.is_none() && name.as_str() == node && life.0.get() != boot
         };
         let holder = self.places.values().find(|place| place.member().is_some_and(holds))?;
-        Some(format!("the live member at {}", holder.origin.address()))
+        Some(format!("the live member at {}", holder.origin.follow_address()))
     }
 
     /// All members: the name, life and control address of each.
     pub fn followed(&self) -> Vec<(NodeId, BootId, String)> {
-        let member = |place: &Place| {
+        let member = |place: &EndpointPlace| {
             let identity = &place.member()?.identity;
-            Some((identity.node.clone(), identity.boot, place.origin.address()))
+            Some((identity.node.clone(), identity.boot, place.origin.follow_address()))
         };
         self.places.values().filter_map(member).collect()
     }
 
-    fn members(&self) -> impl Iterator<Item = (Endpoint, &Member)> {
+    fn members(&self) -> impl Iterator<Item = (MemberEndpoint, &FollowedMember)> {
         self.places.iter().filter_map(|(endpoint, place)| Some((*endpoint, place.member()?)))
     }
 
@@ -316,14 +317,21 @@ impl Membership {
 
     /// An endpoint's stream is up, with the node's statement of itself. `Err` is the reason to end the
     /// stream.
-    pub fn hello(&mut self, now_ms: u64, endpoint: Endpoint, says: &Identity) -> Result<Vec<Step>, Failure> {
-        let Some(place) = self.places.get_mut(&endpoint) else { return Ok(vec![Step::Unfollow(endpoint)]) };
+    pub fn hello(
+        &mut self,
+        now_ms: u64,
+        endpoint: MemberEndpoint,
+        says: &Identity,
+    ) -> Result<Vec<MembershipStep>, FollowFailure> {
+        let Some(place) = self.places.get_mut(&endpoint) else {
+            return Ok(vec![MembershipStep::Unfollow(endpoint)]);
+        };
         if let Some(member) = place.member_mut().filter(|member| member.identity == *says) {
             member.down_ms = None;
             return Ok(Vec::new());
         }
         match &place.origin {
-            Origin::Registered(registration) => Err(Failure::Unreached(format!(
+            Origin::Registered(registration) => Err(FollowFailure::Unreached(format!(
                 "{} is registered at {}, and {} answers there{}",
                 registration.identity.node,
                 registration.control,
@@ -341,78 +349,87 @@ impl Membership {
     fn met(
         &mut self,
         now_ms: u64,
-        (endpoint, address): (Endpoint, SocketAddr),
+        (endpoint, address): (MemberEndpoint, SocketAddr),
         says: &Identity,
-    ) -> Result<Vec<Step>, Failure> {
+    ) -> Result<Vec<MembershipStep>, FollowFailure> {
         let own = says.node == self.own.0;
         let other = self.members().find(|(at, member)| *at != endpoint && member.identity.node == says.node);
         let up = other.filter(|(_, member)| member.down_ms.is_none()).map(|(_, member)| &member.identity);
         if up == Some(says) {
-            return Err(Failure::Elsewhere(says.node.clone()));
+            return Err(FollowFailure::Elsewhere(says.node.clone()));
         }
         if up.is_some() || own && says.boot != self.own.1 {
-            return Err(Failure::Twin(says.node.clone(), address));
+            return Err(FollowFailure::Twin(says.node.clone(), address));
         }
         // If the node has moved, the member at the other address is the same node in an earlier stream.
         let moved = other.map(|(at, _)| at);
         if moved.is_none() && !own && self.number(endpoint).is_none() && self.members().count() >= MEMBERS_MAX
         {
-            return Err(Failure::Unreached(full(&says.node)));
+            return Err(FollowFailure::Unreached(full(&says.node)));
         }
         let left = moved.into_iter().chain([endpoint]);
-        let mut steps: Vec<Step> = left.flat_map(|at| self.vacate(now_ms, at, Parting::Restarted)).collect();
+        let mut steps: Vec<MembershipStep> =
+            left.flat_map(|at| self.vacate(now_ms, at, Parting::Restarted)).collect();
         match self.places.get_mut(&endpoint) {
             // The address is no longer listed, and was an endpoint only for the member that has left.
             None => {}
             Some(place) if own => {
-                place.found = Found::Own;
-                steps.push(Step::Unfollow(endpoint));
+                place.found = EndpointOccupant::Own;
+                steps.push(MembershipStep::Unfollow(endpoint));
             }
-            Some(_) => steps.push(self.join(endpoint, says.clone())),
+            Some(_) => steps.push(self.join_member(endpoint, says.clone())),
         }
         Ok(steps)
     }
 
     /// An endpoint's stream broke, or the attempt to open one failed.
-    pub fn down(&mut self, now_ms: u64, endpoint: Endpoint, why: &Failure) -> Vec<Step> {
+    pub fn down(
+        &mut self,
+        now_ms: u64,
+        endpoint: MemberEndpoint,
+        why: &FollowFailure,
+    ) -> Vec<MembershipStep> {
         let Some(place) = self.places.get_mut(&endpoint) else { return Vec::new() };
         match &mut place.found {
-            Found::Own => {
-                place.found = Found::Nobody(Vacancy::since(now_ms));
+            EndpointOccupant::Own => {
+                place.found = EndpointOccupant::Nobody(Vacancy::since(now_ms));
                 self.down(now_ms, endpoint, why)
             }
-            Found::Nobody(vacancy) => {
+            EndpointOccupant::Nobody(vacancy) => {
                 vacancy.fail(now_ms, why);
                 Vec::new()
             }
-            Found::Member(member) if member.down_ms.is_some() => Vec::new(),
-            Found::Member(member) => {
+            EndpointOccupant::Member(member) if member.down_ms.is_some() => Vec::new(),
+            EndpointOccupant::Member(member) => {
                 member.down_ms = Some(now_ms);
                 let (number, node) = (member.number, member.identity.node.clone());
-                let waits = |place: &Place| matches!(&place.found, Found::Nobody(it) if it.waits_for(&node));
-                let retry = self.places.values().any(waits).then_some(Step::Retry);
-                [Step::Tell(News::Stale { number })].into_iter().chain(retry).collect()
+                let waits = |place: &EndpointPlace| matches!(&place.found, EndpointOccupant::Nobody(it) if it.waits_for(&node));
+                let retry = self.places.values().any(waits).then_some(MembershipStep::Retry);
+                [MembershipStep::Tell(MemberEvent::Stale { number })].into_iter().chain(retry).collect()
             }
         }
     }
 
     // === endpoints ===
 
-    fn open(&mut self, now_ms: u64, origin: Origin) -> Step {
+    fn open_endpoint(&mut self, now_ms: u64, origin: Origin) -> MembershipStep {
         self.endpoints += 1;
-        let endpoint = Endpoint(self.endpoints);
-        let address = origin.address();
-        self.places.insert(endpoint, Place { origin, found: Found::Nobody(Vacancy::since(now_ms)) });
-        Step::Follow(endpoint, address)
+        let endpoint = MemberEndpoint(self.endpoints);
+        let address = origin.follow_address();
+        self.places.insert(
+            endpoint,
+            EndpointPlace { origin, found: EndpointOccupant::Nobody(Vacancy::since(now_ms)) },
+        );
+        MembershipStep::Follow(endpoint, address)
     }
 
-    fn join(&mut self, endpoint: Endpoint, identity: Identity) -> Step {
+    fn join_member(&mut self, endpoint: MemberEndpoint, identity: Identity) -> MembershipStep {
         self.numbers += 1;
         let number = PeerNumber(self.numbers);
         let Identity { node, boot, data } = identity.clone();
         let place = self.places.get_mut(&endpoint).expect("a node joins at an endpoint");
-        place.found = Found::Member(Member { number, identity, down_ms: None });
-        Step::Tell(News::Joined {
+        place.found = EndpointOccupant::Member(FollowedMember { number, identity, down_ms: None });
+        MembershipStep::Tell(MemberEvent::Joined {
             number,
             peer: Peer { node, boot: Some(boot), address: data.tcp },
             rdma: data.rdma,
@@ -421,19 +438,19 @@ impl Membership {
 
     /// Removes the member at an endpoint, if there is one. The endpoint goes too unless its address is
     /// listed.
-    fn vacate(&mut self, now_ms: u64, endpoint: Endpoint, why: Parting) -> Vec<Step> {
+    fn vacate(&mut self, now_ms: u64, endpoint: MemberEndpoint, why: Parting) -> Vec<MembershipStep> {
         let Some(place) = self.places.get_mut(&endpoint) else { return Vec::new() };
-        let Found::Member(Member { number, .. }) = place.found else { return Vec::new() };
-        place.found = Found::Nobody(Vacancy::since(now_ms));
-        let left = Step::Tell(News::Left { number, why });
-        let listed = place.address().is_some_and(|address| self.lists(address));
-        let gone = (!listed).then(|| self.close(endpoint));
+        let EndpointOccupant::Member(FollowedMember { number, .. }) = place.found else { return Vec::new() };
+        place.found = EndpointOccupant::Nobody(Vacancy::since(now_ms));
+        let left = MembershipStep::Tell(MemberEvent::Left { number, why });
+        let listed = place.listed_address().is_some_and(|address| self.lists(address));
+        let gone = (!listed).then(|| self.close_endpoint(endpoint));
         [left].into_iter().chain(gone).collect()
     }
 
-    fn close(&mut self, endpoint: Endpoint) -> Step {
+    fn close_endpoint(&mut self, endpoint: MemberEndpoint) -> MembershipStep {
         self.places.remove(&endpoint);
-        Step::Unfollow(endpoint)
+        MembershipStep::Unfollow(endpoint)
     }
 }
 

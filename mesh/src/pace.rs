@@ -16,13 +16,13 @@ pub const TURN: Duration = Duration::from_micros(250);
 pub const WAIT_MS: u64 = shm_protocol::layout::QUERY_WAIT_MS_MAX as u64;
 
 /// The time between two batches to each of so many followers.
-pub fn rest(turn: Duration, followers: usize) -> Duration {
+pub fn compute_rest(turn: Duration, followers: usize) -> Duration {
     GATHER.max(turn.saturating_mul(u32::try_from(followers).unwrap_or(u32::MAX)))
 }
 
 /// All followers, and those with a waiting request.
 #[derive(Debug)]
-pub(crate) struct Pace {
+pub(crate) struct FollowerPace {
     turn: Duration,
     next: u64,
     /// The end of each follower's last wait, in milliseconds; zero without one.
@@ -31,27 +31,27 @@ pub(crate) struct Pace {
     waiting: BTreeSet<(u64, u64)>,
 }
 
-// === impl Pace ===
+// === impl FollowerPace ===
 
-impl Pace {
+impl FollowerPace {
     pub(crate) fn new(turn: Duration) -> Self {
         Self { turn, next: 0, followers: BTreeMap::new(), waiting: BTreeSet::new() }
     }
 
-    pub(crate) fn enter(&mut self) -> u64 {
+    pub(crate) fn add_follower(&mut self) -> u64 {
         self.next += 1;
         self.followers.insert(self.next, 0);
         self.next
     }
 
-    pub(crate) fn leave(&mut self, follower: u64) {
+    pub(crate) fn remove_follower(&mut self, follower: u64) {
         if let Some(until_ms) = self.followers.remove(&follower) {
             self.waiting.remove(&(until_ms, follower));
         }
     }
 
     /// Marks a follower as waiting for a block, for [`WAIT_MS`] from now on.
-    pub(crate) fn wait(&mut self, follower: u64, now_ms: u64) {
+    pub(crate) fn note_wait(&mut self, follower: u64, now_ms: u64) {
         let Some(until_ms) = self.followers.get_mut(&follower) else { return };
         self.waiting.remove(&(*until_ms, follower));
         *until_ms = now_ms + WAIT_MS;
@@ -59,17 +59,17 @@ impl Pace {
     }
 
     /// The time between two batches to a follower.
-    pub(crate) fn rest(&mut self, follower: u64, now_ms: u64) -> Duration {
+    pub(crate) fn follower_rest(&mut self, follower: u64, now_ms: u64) -> Duration {
         while self.waiting.first().is_some_and(|(until_ms, _)| *until_ms <= now_ms) {
             self.waiting.pop_first();
         }
         let waits = self.followers.get(&follower).is_some_and(|until_ms| *until_ms > now_ms);
-        rest(self.turn, if waits { self.waiting.len() } else { self.followers.len() })
+        compute_rest(self.turn, if waits { self.waiting.len() } else { self.followers.len() })
     }
 
     /// The time between two batches to a follower without a waiting request.
     pub(crate) fn longest(&self) -> Duration {
-        rest(self.turn, self.followers.len())
+        compute_rest(self.turn, self.followers.len())
     }
 }
 
@@ -84,32 +84,39 @@ mod tests {
     fn the_rest_is_never_below_5_ms_grows_with_the_followers_and_bounds_what_all_are_told() {
         let mut before = GATHER;
         for followers in 0..=1024 {
-            let rest = rest(TURN, followers);
+            let rest = compute_rest(TURN, followers);
             assert!(rest >= GATHER && rest >= before, "{followers}: {rest:?}");
             let told = followers as u128 * SECOND / rest.as_nanos();
             assert!(told <= 4000, "{followers} are told {told} batches a second");
             before = rest;
         }
-        assert_eq!((rest(TURN, 8), rest(TURN, 20)), (GATHER, GATHER));
-        assert_eq!(rest(TURN, 999), Duration::from_micros(249_750));
-        assert!(rest(Duration::MAX, usize::MAX) >= GATHER);
+        assert_eq!((compute_rest(TURN, 8), compute_rest(TURN, 20)), (GATHER, GATHER));
+        assert_eq!(compute_rest(TURN, 999), Duration::from_micros(249_750));
+        assert!(compute_rest(Duration::MAX, usize::MAX) >= GATHER);
     }
 
     #[test]
     fn who_waits_rests_as_if_only_those_followed_that_wait() {
-        let mut pace = Pace::new(TURN);
-        let all: Vec<u64> = (0..999).map(|_| pace.enter()).collect();
+        let mut pace = FollowerPace::new(TURN);
+        let all: Vec<u64> = (0..999).map(|_| pace.add_follower()).collect();
         let (waits, other) = (all[0], all[1]);
-        pace.wait(waits, 100);
-        assert_eq!((pace.rest(waits, 100), pace.rest(other, 100)), (GATHER, pace.longest()));
-        assert_eq!(pace.rest(waits, 100 + WAIT_MS), pace.longest(), "for a time");
-        all.iter().for_each(|one| pace.wait(*one, 5000));
-        assert_eq!(pace.rest(waits, 5000), pace.longest(), "those that wait have a bound of their own");
+        pace.note_wait(waits, 100);
+        assert_eq!(
+            (pace.follower_rest(waits, 100), pace.follower_rest(other, 100)),
+            (GATHER, pace.longest())
+        );
+        assert_eq!(pace.follower_rest(waits, 100 + WAIT_MS), pace.longest(), "for a time");
+        all.iter().for_each(|one| pace.note_wait(*one, 5000));
+        assert_eq!(
+            pace.follower_rest(waits, 5000),
+            pace.longest(),
+            "those that wait have a bound of their own"
+        );
         // A follower is counted once however often it waits, and not after it has left.
-        (0..50).for_each(|ms| pace.wait(waits, 5000 + ms));
-        all[1..].iter().for_each(|one| pace.leave(*one));
-        assert_eq!((pace.rest(waits, 5000), pace.longest()), (GATHER, GATHER));
-        pace.wait(other, 5000);
+        (0..50).for_each(|ms| pace.note_wait(waits, 5000 + ms));
+        all[1..].iter().for_each(|one| pace.remove_follower(*one));
+        assert_eq!((pace.follower_rest(waits, 5000), pace.longest()), (GATHER, GATHER));
+        pace.note_wait(other, 5000);
         assert_eq!(pace.waiting.len(), 1, "a follower that has left does not wait");
     }
 }

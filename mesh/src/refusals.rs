@@ -45,7 +45,7 @@ pub struct RefusalCounts([AtomicU64; Reason::ALL.len()]);
 // === impl RefusalCounts ===
 
 impl RefusalCounts {
-    pub(crate) fn count(&self, reason: Reason) {
+    pub(crate) fn count_refusal(&self, reason: Reason) {
         self.0[reason as usize].fetch_add(1, Ordering::Relaxed);
     }
 
@@ -63,7 +63,7 @@ mod tests {
     fn every_reason_has_a_place_and_a_name_of_its_own() {
         let refusals = RefusalCounts::default();
         for (at, reason) in Reason::ALL.into_iter().enumerate() {
-            (0..=at).for_each(|_| refusals.count(reason));
+            (0..=at).for_each(|_| refusals.count_refusal(reason));
             assert!(Reason::ALL[..at].iter().all(|other| other.name() != reason.name()));
         }
         assert_eq!(refusals.totals(), std::array::from_fn(|at| at as u64 + 1));

@@ -15,13 +15,13 @@ pub(crate) struct Rarely {
 }
 
 #[expect(clippy::disallowed_methods, reason = "limits are kept")]
-pub(crate) fn now() -> Instant {
+pub(crate) fn read_clock() -> Instant {
     Instant::now()
 }
 
 /// Locks a mutex, also a poisoned one: no guard is held over a call that can panic, so the value behind it is
 /// whole.
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(crate) fn lock_mutex<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -29,12 +29,12 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Rarely {
     pub(crate) fn new() -> Self {
-        Self { began: now(), next_ms: AtomicU64::new(0) }
+        Self { began: read_clock(), next_ms: AtomicU64::new(0) }
     }
 
     /// True if a line may be logged now: for one thread, if several ask at once.
     pub(crate) fn due(&self) -> bool {
-        let ms = now().saturating_duration_since(self.began).as_millis() as u64;
+        let ms = read_clock().saturating_duration_since(self.began).as_millis() as u64;
         let next = self.next_ms.load(Ordering::Relaxed);
         let swap = || self.next_ms.compare_exchange(next, ms + RARE_MS, Ordering::Relaxed, Ordering::Relaxed);
         ms >= next && swap().is_ok()

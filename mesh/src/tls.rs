@@ -17,8 +17,8 @@ use rustls::{
     ClientConfig, ClientConnection, Connection, RootCertStore, ServerConfig, ServerConnection, version,
 };
 
-use crate::Error;
-use crate::sync::lock;
+use crate::MeshError;
+use crate::sync::lock_mutex;
 
 /// The security of a mesh's connections. There is no default.
 #[derive(Clone, Debug)]
@@ -54,16 +54,16 @@ type Stamp = [(u64, u64, u64, i64, i64); 3];
 pub(crate) struct Credentials {
     files: Tls,
     name: ServerName<'static>,
-    last: Mutex<Last>,
+    last: Mutex<LoadedFiles>,
 }
 
 #[derive(Debug)]
-struct Last {
+struct LoadedFiles {
     /// The stamp at the last read; another one means a change.
     stamp: Stamp,
     sides: Sides,
     /// The last note about unusable files.
-    told: Option<String>,
+    reported: Option<String>,
 }
 
 #[derive(Clone, Debug)]
@@ -76,9 +76,9 @@ struct Sides {
 
 impl Security {
     /// The certificates of this node's sessions; `None` for plaintext.
-    pub(crate) fn credentials(&self) -> Result<Option<Credentials>, Error> {
+    pub(crate) fn credentials(&self) -> Result<Option<Credentials>, MeshError> {
         match self {
-            Self::Tls(files) => Ok(Some(Credentials::read(files.clone())?)),
+            Self::Tls(files) => Ok(Some(Credentials::read_files(files.clone())?)),
             Self::Plaintext => Ok(None),
         }
     }
@@ -87,22 +87,22 @@ impl Security {
 // === impl Credentials ===
 
 impl Credentials {
-    fn read(files: Tls) -> Result<Self, Error> {
+    fn read_files(files: Tls) -> Result<Self, MeshError> {
         let name = ServerName::try_from(files.name.clone());
-        let name = name.map_err(|_| Error::CertificateName(files.name.clone()))?;
+        let name = name.map_err(|_| MeshError::CertificateName(files.name.clone()))?;
         let stamp = files.stamp()?;
-        let sides = Sides::read(&files)?;
-        Ok(Self { files, name, last: Mutex::new(Last { stamp, sides, told: None }) })
+        let sides = Sides::read_files(&files)?;
+        Ok(Self { files, name, last: Mutex::new(LoadedFiles { stamp, sides, reported: None }) })
     }
 
     /// A session of the connecting side.
-    pub(crate) fn connect(&self, note: impl FnOnce(String)) -> Result<Connection, rustls::Error> {
+    pub(crate) fn client_session(&self, note: impl FnOnce(String)) -> Result<Connection, rustls::Error> {
         let (config, name) = self.client(note);
         Ok(ClientConnection::new(config, name)?.into())
     }
 
     /// A session of the accepting side.
-    pub(crate) fn accept(&self, note: impl FnOnce(String)) -> Result<Connection, rustls::Error> {
+    pub(crate) fn server_session(&self, note: impl FnOnce(String)) -> Result<Connection, rustls::Error> {
         Ok(ServerConnection::new(self.server(note))?.into())
     }
 
@@ -118,10 +118,10 @@ impl Credentials {
 
     /// The settings from the current files. If those are unusable, the previous settings, and one note.
     fn sides(&self, note: impl FnOnce(String)) -> Sides {
-        let mut last = lock(&self.last);
+        let mut last = lock_mutex(&self.last);
         let read = self.files.stamp().and_then(|stamp| {
             if stamp != last.stamp {
-                last.sides = Sides::read(&self.files)?;
+                last.sides = Sides::read_files(&self.files)?;
                 // Set after the read: unusable files are read again at the next connection, changed or not.
                 last.stamp = stamp;
             }
@@ -129,12 +129,12 @@ impl Credentials {
         });
         // A missing file is looked for at every connection: it is about to be replaced.
         match read {
-            Ok(()) => last.told = None,
+            Ok(()) => last.reported = None,
             Err(error) => {
                 let text = format!("{error}; the certificates read before stay in use");
-                if last.told.as_ref() != Some(&text) {
+                if last.reported.as_ref() != Some(&text) {
                     note(text.clone());
-                    last.told = Some(text);
+                    last.reported = Some(text);
                 }
             }
         }
@@ -147,8 +147,8 @@ impl Credentials {
 impl Tls {
     /// Checks that peers with files of the same authority accept this node's certificate now, on both sides
     /// of a connection.
-    pub fn check(&self) -> Result<(), Error> {
-        let name = Credentials::read(self.clone())?.name;
+    pub fn check_files(&self) -> Result<(), MeshError> {
+        let name = Credentials::read_files(self.clone())?.name;
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let roots = Arc::new(authority(&self.ca)?);
         let unusable =
@@ -167,7 +167,7 @@ impl Tls {
             .map_err(|error| file(&self.certificate, format!("would not be accepted ({error}): {REMEDY}")))
     }
 
-    fn stamp(&self) -> Result<Stamp, Error> {
+    fn stamp(&self) -> Result<Stamp, MeshError> {
         let stamp = |path: &Path| {
             let metadata = std::fs::metadata(path).map_err(|error| unreadable(path, &error))?;
             Ok(stamp_of(&metadata))
@@ -183,7 +183,7 @@ fn stamp_of(metadata: &Metadata) -> (u64, u64, u64, i64, i64) {
 // === impl Sides ===
 
 impl Sides {
-    fn read(files: &Tls) -> Result<Self, Error> {
+    fn read_files(files: &Tls) -> Result<Self, MeshError> {
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let roots = Arc::new(authority(&files.ca)?);
         let chain = certificates(&files.certificate)?;
@@ -204,7 +204,7 @@ impl Sides {
         provider: Arc<CryptoProvider>,
         roots: Arc<RootCertStore>,
         ca: &Path,
-    ) -> Result<rustls::ConfigBuilder<ServerConfig, rustls::server::WantsServerCert>, Error> {
+    ) -> Result<rustls::ConfigBuilder<ServerConfig, rustls::server::WantsServerCert>, MeshError> {
         let verifier = WebPkiClientVerifier::builder_with_provider(roots, Arc::clone(&provider)).build();
         let verifier = verifier
             .map_err(|error| file(ca, format!("is not a CA certificate ({error}): pass the mesh's CA")))?;
@@ -218,7 +218,10 @@ impl Sides {
 /// Settings for a server of another authority, with this node's certificate if the server requires one, and
 /// HTTP/2.
 #[cfg(feature = "etcd")]
-pub(crate) fn outward(ca: &Path, own: Option<(&Path, &Path)>) -> Result<Arc<ClientConfig>, Error> {
+pub(crate) fn make_client_config(
+    ca: &Path,
+    own: Option<(&Path, &Path)>,
+) -> Result<Arc<ClientConfig>, MeshError> {
     let provider = Arc::new(rustls::crypto::ring::default_provider());
     let builder = ClientConfig::builder_with_provider(provider).with_protocol_versions(&[&version::TLS13]);
     let builder = builder.map_err(|error| file(ca, format!("cannot be used ({error})")))?;
@@ -240,7 +243,7 @@ fn no_tickets(mut server: ServerConfig) -> ServerConfig {
     server
 }
 
-fn authority(path: &Path) -> Result<RootCertStore, Error> {
+fn authority(path: &Path) -> Result<RootCertStore, MeshError> {
     let mut roots = RootCertStore::empty();
     for certificate in certificates(path)? {
         let added = roots.add(certificate);
@@ -251,7 +254,7 @@ fn authority(path: &Path) -> Result<RootCertStore, Error> {
     Ok(roots)
 }
 
-fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, Error> {
+fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, MeshError> {
     let bytes = std::fs::read(path).map_err(|error| unreadable(path, &error))?;
     let read: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&bytes).collect();
     let remedy = "pass certificates in PEM (-----BEGIN CERTIFICATE-----)";
@@ -259,14 +262,14 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, Error> {
     if read.is_empty() { Err(file(path, format!("holds no certificate: {remedy}"))) } else { Ok(read) }
 }
 
-fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, Error> {
+fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, MeshError> {
     PrivateKeyDer::from_pem_file(path).map_err(|error| {
         let remedy = "pass this node's private key in PEM (PKCS#8, PKCS#1 or SEC1), not encrypted";
         file(path, format!("holds no private key ({error}): {remedy}"))
     })
 }
 
-fn mismatch(certificate: &Path, key: &Path, error: &rustls::Error) -> Error {
+fn mismatch(certificate: &Path, key: &Path, error: &rustls::Error) -> MeshError {
     let key = key.display();
     file(
         certificate,
@@ -274,10 +277,10 @@ fn mismatch(certificate: &Path, key: &Path, error: &rustls::Error) -> Error {
     )
 }
 
-fn unreadable(path: &Path, error: &io::Error) -> Error {
+fn unreadable(path: &Path, error: &io::Error) -> MeshError {
     file(path, format!("cannot be read ({error}): pass a file that this process may read"))
 }
 
-fn file(path: &Path, problem: String) -> Error {
-    Error::File { path: path.to_owned(), problem }
+fn file(path: &Path, problem: String) -> MeshError {
+    MeshError::File { path: path.to_owned(), problem }
 }

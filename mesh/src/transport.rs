@@ -1,11 +1,11 @@
 //! Transports: they carry blocks between the pools of two sidecars.
 //!
-//! The caller decides and never waits: it posts [`Fetch`]es and answers events of [`Up`]. A fetch from a peer
-//! looks like a read from an SSD: slots are filled, and each block ends with one [`Done`].
+//! The caller decides and never waits: it posts [`Fetch`]es and answers events of [`TransportEvent`]. A fetch from a peer
+//! looks like a read from an SSD: slots are filled, and each block ends with one [`FetchDone`].
 //!
-//! - A slot given to a fetch belongs to it until its `Done`, even if the peer, the stream or the query is
+//! - A slot given to a fetch belongs to it until its `FetchDone`, even if the peer, the stream or the query is
 //!   gone.
-//! - Granted slots belong to the transport until it sends [`Up::Release`], exactly once for every grant.
+//! - Granted slots belong to the transport until it sends [`TransportEvent::Release`], exactly once for every grant.
 //! - Every byte received is verified against the checksum stated by the owner.
 //! - Every wait has a limit: every fetch ends by its time, even if the peer does nothing.
 
@@ -23,7 +23,7 @@ pub use shm_protocol::key::Label;
 use shm_protocol::pool::SlotRef;
 use thiserror::Error;
 
-use crate::Error;
+use crate::MeshError;
 use crate::refusals::Reason;
 
 /// Maximum bytes of a node's name: the longest DNS name.
@@ -54,13 +54,13 @@ pub struct Peer {
 }
 
 /// Blocks to fetch from a peer. Each of them ends, at the latest when `deadline` and then one
-/// [`tcp::Limits::progress`] have passed.
+/// [`tcp::TcpLimits::progress`] have passed.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Fetch {
-    /// Returned in each [`Done`]; not used again before all blocks have ended.
+    /// Returned in each [`FetchDone`]; not used again before all blocks have ended.
     pub ticket: u64,
     pub peer: PeerNumber,
-    /// Each block with its slot in the pool. The slot belongs to the fetch until its [`Done`].
+    /// Each block with its slot in the pool. The slot belongs to the fetch until its [`FetchDone`].
     pub blocks: Vec<(Label, u64)>,
     /// Time limit of the whole fetch.
     pub deadline: Duration,
@@ -68,17 +68,17 @@ pub struct Fetch {
 
 /// The end of a block of a fetch, in any order. The slot belongs to the caller again.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub struct Done {
+pub struct FetchDone {
     pub ticket: u64,
     /// The block's number in the fetch.
     pub index: u32,
     /// The checksum (XXH3-64) of the block now in the slot, or the reason why it holds none.
-    pub result: Result<u64, Fault>,
+    pub result: Result<u64, FetchFault>,
 }
 
 /// The reason why a block did not arrive. Each is a miss, and counted.
 #[derive(Copy, Clone, Debug, Eq, Error, PartialEq)]
-pub enum Fault {
+pub enum FetchFault {
     /// The owner no longer has the block, or never had it.
     #[error("the peer has no such block")]
     Absent,
@@ -89,7 +89,7 @@ pub enum Fault {
     #[error("the peer closed the connection within a block")]
     Short,
     #[error("{0} took too long")]
-    Timeout(Stage),
+    Timeout(FetchStage),
     #[error("the connection failed: {0}")]
     Peer(ErrorKind),
     /// The bytes are not from this protocol.
@@ -105,7 +105,7 @@ pub enum Fault {
 
 shm_protocol::named! {
     /// The stage of a fetch that took too long.
-    pub enum Stage {
+    pub enum FetchStage {
         Connect = "connecting",
         /// TLS and the first frames.
         Handshake = "the handshake",
@@ -163,17 +163,17 @@ pub enum Refusal {
 /// Events of a transport for its caller. They are sent on threads of the transport, and the receiver must not
 /// wait.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub enum Up {
+pub enum TransportEvent {
     /// A block of a fetch has ended.
-    Done(Done),
-    /// A peer requests blocks. The caller answers soon with one [`Granted`].
+    Done(FetchDone),
+    /// A peer requests blocks. The caller answers soon with one [`GrantedSlots`].
     Asked {
         ask: u64,
         peer: PeerNumber,
         /// The requested blocks.
         blocks: Vec<Label>,
     },
-    /// The checksum of a granted slot, unknown until now: for its header. Comes before its [`Up::Release`].
+    /// The checksum of a granted slot, unknown until now: for its header. Comes before its [`TransportEvent::Release`].
     Checksum {
         slot: SlotRef,
         /// XXH3-64 of the block.
@@ -192,16 +192,16 @@ pub enum Up {
         boot: BootId,
     },
     /// A connection to a peer could not be made, or broke. Its requests end by themselves.
-    PeerDown { peer: PeerNumber, fault: Fault },
+    PeerDown { peer: PeerNumber, fault: FetchFault },
     /// A text for the operator.
     Note(String),
 }
 
-/// The answer to [`Up::Asked`]: one entry for each block, `None` for an absent one.
+/// The answer to [`TransportEvent::Asked`]: one entry for each block, `None` for an absent one.
 #[derive(Clone, Debug)]
-pub struct Granted {
+pub struct GrantedSlots {
     pub ask: u64,
-    /// Slots held until [`Up::Release`].
+    /// Slots held until [`TransportEvent::Release`].
     pub slots: Vec<Option<Grant>>,
 }
 
@@ -218,15 +218,15 @@ pub struct Grant {
 pub trait Transport: Send + Sync {
     /// Adds a member: it may be fetched from, and may request blocks. An earlier peer of that number has
     /// left.
-    fn join(&self, number: PeerNumber, peer: Peer);
+    fn add_peer(&self, number: PeerNumber, peer: Peer);
     /// Removes a member: its fetches and requests end, and it is refused from now on.
-    fn leave(&self, number: PeerNumber);
+    fn remove_peer(&self, number: PeerNumber);
     /// Begins a fetch. Blocks that cannot begin end at once.
-    fn post(&self, fetch: Fetch);
-    /// Ends a fetch early, as [`Fault::Stopped`]: blocks already arriving within [`tcp::Limits::progress`],
+    fn post_fetch(&self, fetch: Fetch);
+    /// Ends a fetch early, as [`FetchFault::Stopped`]: blocks already arriving within [`tcp::TcpLimits::progress`],
     /// the others at once.
     fn cancel(&self, ticket: u64);
-    fn grant(&self, granted: Granted);
+    fn grant_slots(&self, granted: GrantedSlots);
     /// Accepts nothing new from now on, in either direction. Work under way ends by itself.
     fn drain(&self);
 }
@@ -235,11 +235,11 @@ pub trait Transport: Send + Sync {
 
 impl NodeId {
     /// Checks a name. Fails if it is empty, too long or has other characters than printable ASCII.
-    pub fn new(name: impl Into<String>) -> Result<Self, Error> {
+    pub fn new(name: impl Into<String>) -> Result<Self, MeshError> {
         let name = name.into();
         let fits =
             (1..=NODE_BYTES_MAX).contains(&name.len()) && name.bytes().all(|byte| byte.is_ascii_graphic());
-        if fits { Ok(Self(name)) } else { Err(Error::Node(name)) }
+        if fits { Ok(Self(name)) } else { Err(MeshError::Node(name)) }
     }
 
     pub fn as_str(&self) -> &str {
@@ -253,17 +253,19 @@ impl fmt::Display for NodeId {
     }
 }
 
-// === impl Fault ===
+// === impl FetchFault ===
 
-impl Fault {
+impl FetchFault {
     /// The reason to count; `None` if the peer was not reached, or only a block was missing.
     fn reason(self) -> Option<Reason> {
         match self {
-            Self::Timeout(Stage::Handshake) => Some(Reason::Silent),
-            Self::Timeout(Stage::FirstByte | Stage::Progress | Stage::Whole) => Some(Reason::Slow),
+            Self::Timeout(FetchStage::Handshake) => Some(Reason::Silent),
+            Self::Timeout(FetchStage::FirstByte | FetchStage::Progress | FetchStage::Whole) => {
+                Some(Reason::Slow)
+            }
             Self::Malformed(_) => Some(Reason::Malformed),
             Self::Refused(refusal) => Some(refusal.into()),
-            Self::Timeout(Stage::Connect)
+            Self::Timeout(FetchStage::Connect)
             | Self::Absent
             | Self::Corrupt
             | Self::Short

@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use mesh::control::wire::namespaces::{Namespace, Stated};
-use mesh::control::{Control, Counted, Limits, Listing, Members, News, Parting};
+use mesh::control::wire::namespaces::{NodeNamespace, StatedFacts};
+use mesh::control::{Control, ControlLimits, Counted, Listing, MemberEvent, Members, Parting};
 use mesh::digest::Digest;
 use mesh::refusals::Reason;
 use mesh::tls::Security;
@@ -22,25 +22,25 @@ use shm_protocol::namespace::{self, Facts};
 /// Namespaces of a node, and how often they were counted.
 #[derive(Debug)]
 struct Counting {
-    all: Vec<Namespace>,
+    all: Vec<NodeNamespace>,
     counts: AtomicU64,
 }
 
 impl Listing for Counting {
-    fn list(&self) -> Counted {
+    fn list_namespaces(&self) -> Counted {
         self.counts.fetch_add(1, Ordering::Relaxed);
         Box::pin(std::future::ready(Some(self.all.clone())))
     }
 }
 
 /// A namespace of so many blocks, with facts of some kilobytes.
-fn namespace_of(memory_blocks: u64) -> Namespace {
+fn namespace_of(memory_blocks: u64) -> NodeNamespace {
     let facts =
         [("model".to_owned(), format!("m{memory_blocks}")), ("page_form".to_owned(), "x".repeat(4000))];
     let facts = Facts::from(facts);
     let digest = namespace::digest_facts(&facts);
-    let stated = Some(Stated { facts: Arc::new(facts), block_bytes: 1 << 20, shards: 2 });
-    Namespace { digest, stated, memory_blocks, disk_blocks: 1 }
+    let stated = Some(StatedFacts { facts: Arc::new(facts), block_bytes: 1 << 20, shards: 2 });
+    NodeNamespace { digest, stated, memory_blocks, disk_blocks: 1 }
 }
 
 /// Two nodes, each listing both.
@@ -76,7 +76,7 @@ fn nodes_that_list_each_other_know_what_each_keeps_whoever_is_first() {
         other.keeps(number, 2000..2100, 0..500);
         other.seen(|seen| {
             assert_eq!(seen.members.len(), 2, "itself is no member");
-            let own = other.control().address().to_string();
+            let own = other.control().listen_address().to_string();
             assert!(!seen.notes.iter().any(|note| note.contains(&own)), "and nothing is said of it");
             assert_eq!(seen.members[&number].snapshots, 1);
         });
@@ -115,21 +115,21 @@ fn a_caller_that_is_behind_is_told_no_more_than_it_may_have_before_it() {
     let hold = Arc::clone(&held);
     let plan = Plan::listing("two", all[1], &all);
     let _two = Control::start(plan.config(), move |news| hold.lock().unwrap().push(news)).unwrap();
-    let wait = |what: &str, is_so: &dyn Fn(&[News]) -> bool| {
+    let wait = |what: &str, is_so: &dyn Fn(&[MemberEvent]) -> bool| {
         let end = now() + WATCHDOG;
         while !is_so(&held.lock().unwrap()) {
             assert!(now() < end, "{what}");
             std::thread::sleep(Duration::from_millis(5));
         }
     };
-    let changes = |held: &[News]| -> usize {
+    let changes = |held: &[MemberEvent]| -> usize {
         let changes = held.iter().map(|news| match news {
-            News::Changes { changes, .. } => changes.len(),
+            MemberEvent::Changes { changes, .. } => changes.len(),
             _ => 0,
         });
         changes.sum()
     };
-    wait("all that is kept", &|held| held.iter().any(|news| matches!(news, News::Snapshot { .. })));
+    wait("all that is kept", &|held| held.iter().any(|news| matches!(news, MemberEvent::Snapshot { .. })));
     (0..40).for_each(|part| one.publish(added(8000 * part..8000 * (part + 1))));
     wait("as much as it may", &|held| changes(held) > BEHIND_MAX / 4 * 3);
     std::thread::sleep(Duration::from_millis(500));
@@ -142,7 +142,7 @@ fn a_caller_that_is_behind_is_told_no_more_than_it_may_have_before_it() {
 fn who_comes_late_is_dialled_as_soon_as_it_follows() {
     let all = [address(), address()];
     // No node is dialled again by itself after a failure.
-    let limits = Limits { back_off_min: WATCHDOG * 2, back_off_max: WATCHDOG * 2, ..patient() };
+    let limits = ControlLimits { back_off_min: WATCHDOG * 2, back_off_max: WATCHDOG * 2, ..patient() };
     let one = Plan { limits, ..Plan::listing("one", all[0], &all) }.start();
     one.noted(&format!("the inventory of {} is not followed", all[1]));
     let plan = Plan::listing("two", all[1], &all);
@@ -159,7 +159,7 @@ fn who_comes_late_is_dialled_as_soon_as_it_follows() {
 #[test]
 fn strangers_that_follow_make_nobody_dial_in_a_loop() {
     let (at, silent) = (address(), TcpListener::bind(address()).unwrap());
-    let limits = Limits { back_off_min: WATCHDOG * 2, back_off_max: WATCHDOG * 2, ..patient() };
+    let limits = ControlLimits { back_off_min: WATCHDOG * 2, back_off_max: WATCHDOG * 2, ..patient() };
     let began = now();
     let one = Plan { limits, ..Plan::listing("one", at, &[silent.local_addr().unwrap()]) }.start();
     let (dialled, dials) = std::sync::mpsc::channel();
@@ -190,8 +190,8 @@ fn another_life_of_a_node_is_another_member() {
     one.keeps(before, 100..110, 0..10);
     two.keeps(of_one, 0..10, 100..110);
     let plan = {
-        let address = two.control().address();
-        Plan { life: 2, ..Plan::listing("two", address, &[one.control().address()]) }
+        let address = two.control().listen_address();
+        Plan { life: 2, ..Plan::listing("two", address, &[one.control().listen_address()]) }
     };
     two.stop();
     one.wait("silence", |seen| (seen.members[&before].stale == 1).then_some(()));
@@ -234,7 +234,7 @@ fn a_stream_that_breaks_goes_on_where_it_was() {
 #[test]
 fn a_node_that_is_silent_for_long_is_left_until_it_is_back() {
     let all = [address(), address()];
-    let limits = Limits { gone: Duration::from_millis(500), ..patient() };
+    let limits = ControlLimits { gone: Duration::from_millis(500), ..patient() };
     let one = Plan { limits, ..Plan::listing("one", all[0], &all) }.start();
     let plan = Plan::listing("two", all[1], &all);
     let mut two = plan.start();
@@ -255,7 +255,7 @@ fn a_network_that_goes_dark_is_noticed() {
     let all = [address(), address()];
     let two = Plan::listing("two", all[1], &[all[0]]).start();
     let proxy = Proxy::start(all[1], Troubles::down(Trouble::Stall(400_000)));
-    let limits = Limits { silence: Duration::from_millis(500), ..patient() };
+    let limits = ControlLimits { silence: Duration::from_millis(500), ..patient() };
     let one = Plan { limits, ..Plan::listing("one", all[0], &[proxy.address]) }.start();
     let number = one.joined("two", 1);
     two.publish(added(0..100_000));
@@ -268,7 +268,7 @@ fn a_network_that_goes_dark_is_noticed() {
 #[test]
 fn a_follower_that_does_not_read_is_cut_off_and_harms_no_other() {
     let all = [address(), address(), address()];
-    let limits = Limits { silence: Duration::from_millis(500), ..patient() };
+    let limits = ControlLimits { silence: Duration::from_millis(500), ..patient() };
     let two = Plan { limits, ..Plan::listing("two", all[1], &[all[0], all[2]]) }.start();
     two.publish(added(0..500_000));
     // The follower reads some of it, and then nothing more; its own limits are longer.
@@ -287,7 +287,7 @@ fn a_follower_that_does_not_read_is_cut_off_and_harms_no_other() {
 #[test]
 fn nodes_of_another_mesh_or_of_one_name_are_told_the_remedy() {
     let all = [address(), address()];
-    let limits = Limits { gone: Duration::from_millis(500), ..patient() };
+    let limits = ControlLimits { gone: Duration::from_millis(500), ..patient() };
     let one = Plan { limits, ..Plan::listing("one", all[0], &all) }.start();
     let other = Plan { mesh: "other", ..Plan::listing("two", all[1], &all) }.start();
     one.noted("belongs to the mesh 'other': give both the same --mesh-name");
@@ -319,7 +319,7 @@ fn a_peer_that_keeps_more_than_fits_is_followed_in_part() {
 #[test]
 fn a_peer_of_which_a_part_is_followed_is_followed_whole_once_it_fits() {
     let all = [address(), address()];
-    let limits = Limits { thinned: Duration::from_millis(200), ..patient() };
+    let limits = ControlLimits { thinned: Duration::from_millis(200), ..patient() };
     let one = Plan { directory_bytes: 0, limits, ..Plan::listing("one", all[0], &all) }.start();
     let two = Plan::listing("two", all[1], &all).start();
     two.publish(added(0..50_000));

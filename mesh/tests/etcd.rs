@@ -8,7 +8,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use etcd_client::{Client, CompactionOptions, PermissionType};
-use mesh::control::{Control, Etcd, Limits, Members, Parting};
+use mesh::control::{Control, ControlLimits, Etcd, Members, Parting};
 use rig::certificates::{Authority, Folder};
 use rig::crew::{Crew, Plan, added, address, patient};
 use rig::proxy::{Proxy, Trouble, Troubles};
@@ -130,8 +130,8 @@ fn heal(proxy: &Proxy) {
 }
 
 /// Limits under which a node soon gives up on an etcd without answers.
-fn brisk() -> Limits {
-    Limits { connect: Duration::from_secs(1), etcd: Duration::from_secs(1), ..patient() }
+fn brisk() -> ControlLimits {
+    ControlLimits { connect: Duration::from_secs(1), etcd: Duration::from_secs(1), ..patient() }
 }
 
 fn sees(node: &Crew, other: &Crew, life: u64, keys: std::ops::Range<u64>) -> mesh::transport::PeerNumber {
@@ -151,8 +151,8 @@ fn nodes_that_are_registered_follow_each_other_and_who_ends_is_left_at_once() {
     let number = sees(&one, &two, 1, 100..110);
     one.seen(|seen| {
         let member = &seen.members[&number];
-        assert_eq!(member.peer.address.port(), two.control().address().port() + 1);
-        assert_eq!(member.rdma.map(|rdma| rdma.port()), Some(two.control().address().port() + 2));
+        assert_eq!(member.peer.address.port(), two.control().listen_address().port() + 1);
+        assert_eq!(member.rdma.map(|rdma| rdma.port()), Some(two.control().listen_address().port() + 2));
     });
     // Nodes of another mesh are no members.
     let other = Plan { mesh: "other", ..server.plan("other", LONG_TTL) }.start();
@@ -166,7 +166,7 @@ fn nodes_that_are_registered_follow_each_other_and_who_ends_is_left_at_once() {
         }
     });
     let record: serde_json::Value = serde_json::from_slice(keys.kvs()[0].value()).unwrap();
-    assert_eq!(record["control"], other.control().address().to_string());
+    assert_eq!(record["control"], other.control().listen_address().to_string());
     assert_eq!(record["boot"], "0000000000000001");
     two.stop();
     assert_eq!(one.left(number), Parting::Unregistered);

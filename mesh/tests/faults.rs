@@ -7,9 +7,9 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::time::Duration;
 
-use mesh::transport::tcp::frame::{Ask, Frame, Hello};
-use mesh::transport::tcp::{Config, Limits, Security, Tcp};
-use mesh::transport::{Fault, Label, Peer, PeerNumber, Stage};
+use mesh::transport::tcp::frame::{AskFrame, Frame, HelloFrame};
+use mesh::transport::tcp::{Security, Tcp, TcpConfig, TcpLimits};
+use mesh::transport::{FetchFault, FetchStage, Label, Peer, PeerNumber};
 use rig::proxy::{Proxy, Trouble, Troubles};
 use rig::{LONG, Node, Owner, acquaint, label, now, patient};
 
@@ -22,13 +22,13 @@ const BEFORE_BLOCK: u64 = 32 + 56;
 const BEFORE_ASK: u64 = 24 + 20 + 8;
 
 /// Two nodes with these limits; `one` reaches `other` through a proxy.
-fn proxied(limits: [Limits; 2], plan: Troubles) -> (Node, Node, Proxy) {
+fn proxied(limits: [TcpLimits; 2], plan: Troubles) -> (Node, Node, Proxy) {
     let [one, other] = limits;
     let one = Node::new("one", Security::Plaintext, one);
     let other = Node::new("other", Security::Plaintext, other);
     acquaint(&one, &other);
     let proxy = Proxy::start(other.address(), plan);
-    one.transport().join(PeerNumber(1), Peer { address: proxy.address, ..other.as_peer() });
+    one.transport().add_peer(PeerNumber(1), Peer { address: proxy.address, ..other.as_peer() });
     (one, other, proxy)
 }
 
@@ -40,7 +40,7 @@ fn kept(other: &Node, count: u64, bytes: u32) -> Vec<Label> {
 
 /// The end of one block under this trouble. The next one must arrive over a sound network. Prints both ends
 /// and their times. The limits are those of the reader: the owner ends nothing before.
-fn one_block(limits: Limits, plan: Troubles) -> Result<(), Fault> {
+fn one_block(limits: TcpLimits, plan: Troubles) -> Result<(), FetchFault> {
     let fault = format!("{plan:?}");
     let (mut one, other, proxy) = proxied([limits, patient()], plan);
     let labels = kept(&other, 1, 400_000);
@@ -67,14 +67,15 @@ fn one_block(limits: Limits, plan: Troubles) -> Result<(), Fault> {
 fn a_stream_that_is_cut_in_a_block_is_short() {
     for at in [BEFORE_BLOCK + 1, BEFORE_BLOCK + 300_000] {
         for trouble in [Trouble::Cut(at), Trouble::HalfClose(at)] {
-            assert_eq!(one_block(patient(), Troubles::down(trouble)), Err(Fault::Short));
+            assert_eq!(one_block(patient(), Troubles::down(trouble)), Err(FetchFault::Short));
         }
     }
 }
 
 #[test]
 fn a_stream_that_is_cut_before_is_a_failed_connection() {
-    let ended = |end| matches!(end, Err(Fault::Peer(ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset)));
+    let ended =
+        |end| matches!(end, Err(FetchFault::Peer(ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset)));
     for at in [0, 5, 30, 40, BEFORE_BLOCK - 1] {
         for trouble in [Trouble::Cut(at), Trouble::HalfClose(at)] {
             let end = one_block(patient(), Troubles::down(trouble.clone()));
@@ -93,33 +94,33 @@ fn a_stream_that_is_cut_before_is_a_failed_connection() {
 fn bytes_that_were_changed_are_never_taken() {
     let corrupt = |at| one_block(patient(), Troubles::down(Trouble::Flip(at, 0x10)));
     for at in [0, 1, 255, 256, 262_143, 262_144, 399_999] {
-        assert_eq!(corrupt(BEFORE_BLOCK + at), Err(Fault::Corrupt), "byte {at} of the block");
+        assert_eq!(corrupt(BEFORE_BLOCK + at), Err(FetchFault::Corrupt), "byte {at} of the block");
     }
     for at in [0, 10, 31, 32, 50, 60, BEFORE_BLOCK - 1] {
         let end = corrupt(at);
-        assert!(matches!(end, Err(Fault::Malformed(_) | Fault::Refused(_))), "byte {at}: {end:?}");
+        assert!(matches!(end, Err(FetchFault::Malformed(_) | FetchFault::Refused(_))), "byte {at}: {end:?}");
     }
     for at in [3, 30, BEFORE_ASK, BEFORE_ASK + 30, BEFORE_ASK + 90] {
         let end = one_block(patient(), Troubles::up(Trouble::Flip(at, 1)));
-        assert!(matches!(end, Err(Fault::Refused(_) | Fault::Peer(_))), "byte {at}: {end:?}");
+        assert!(matches!(end, Err(FetchFault::Refused(_) | FetchFault::Peer(_))), "byte {at}: {end:?}");
     }
 }
 
 #[test]
 fn what_stalls_ends_by_the_limit_of_its_stage() {
     let stalled = |limits, at| one_block(limits, Troubles::down(Trouble::Stall(at)));
-    let limits = Limits { handshake: SHORT, ..patient() };
-    assert_eq!(stalled(limits, 0), Err(Fault::Timeout(Stage::Handshake)));
-    assert_eq!(stalled(limits, 20), Err(Fault::Timeout(Stage::Handshake)));
-    let limits = Limits { first_byte: SHORT, ..patient() };
-    assert_eq!(stalled(limits, 32), Err(Fault::Timeout(Stage::FirstByte)));
-    assert_eq!(stalled(limits, BEFORE_BLOCK - 1), Err(Fault::Timeout(Stage::FirstByte)));
-    let limits = Limits { progress: SHORT, ..patient() };
-    assert_eq!(stalled(limits, BEFORE_BLOCK + 1), Err(Fault::Timeout(Stage::Progress)));
-    assert_eq!(stalled(limits, BEFORE_BLOCK + 390_000), Err(Fault::Timeout(Stage::Progress)));
+    let limits = TcpLimits { handshake: SHORT, ..patient() };
+    assert_eq!(stalled(limits, 0), Err(FetchFault::Timeout(FetchStage::Handshake)));
+    assert_eq!(stalled(limits, 20), Err(FetchFault::Timeout(FetchStage::Handshake)));
+    let limits = TcpLimits { first_byte: SHORT, ..patient() };
+    assert_eq!(stalled(limits, 32), Err(FetchFault::Timeout(FetchStage::FirstByte)));
+    assert_eq!(stalled(limits, BEFORE_BLOCK - 1), Err(FetchFault::Timeout(FetchStage::FirstByte)));
+    let limits = TcpLimits { progress: SHORT, ..patient() };
+    assert_eq!(stalled(limits, BEFORE_BLOCK + 1), Err(FetchFault::Timeout(FetchStage::Progress)));
+    assert_eq!(stalled(limits, BEFORE_BLOCK + 390_000), Err(FetchFault::Timeout(FetchStage::Progress)));
     // A few bytes now and then are no progress.
     let drip = Trouble::Drip(BEFORE_BLOCK, 100, Duration::from_millis(5));
-    assert_eq!(one_block(limits, Troubles::down(drip)), Err(Fault::Timeout(Stage::Progress)));
+    assert_eq!(one_block(limits, Troubles::down(drip)), Err(FetchFault::Timeout(FetchStage::Progress)));
 }
 
 #[test]
@@ -128,8 +129,11 @@ fn a_fetch_that_is_slow_ends_by_its_own_limit_and_the_stream_stays() {
     let (mut one, other, _proxy) = proxied([patient(); 2], Troubles::down(drip));
     let labels = kept(&other, 20, 400_000);
     let ends = one.get(1, &labels, SHORT);
-    assert!(ends.contains(&Err(Fault::Timeout(Stage::Whole))), "{ends:?}");
-    assert!(ends.iter().all(|end| matches!(end, Ok(()) | Err(Fault::Timeout(Stage::Whole)))), "{ends:?}");
+    assert!(ends.contains(&Err(FetchFault::Timeout(FetchStage::Whole))), "{ends:?}");
+    assert!(
+        ends.iter().all(|end| matches!(end, Ok(()) | Err(FetchFault::Timeout(FetchStage::Whole)))),
+        "{ends:?}"
+    );
     // Bytes of blocks already ended are read and dropped; then the stream serves again.
     assert_eq!(one.get(1, &labels[..1], LONG), [Ok(())]);
     one.seen(|seen| assert!(seen.down.is_empty(), "{:?}", seen.down));
@@ -138,12 +142,12 @@ fn a_fetch_that_is_slow_ends_by_its_own_limit_and_the_stream_stays() {
 
 #[test]
 fn a_block_may_take_longer_than_the_limit_of_a_part() {
-    let limits = Limits { progress: Duration::from_secs(5), ..patient() };
+    let limits = TcpLimits { progress: Duration::from_secs(5), ..patient() };
     let large = |name| {
         Node::over(name, 1, Owner::Grants, (1, 16 << 20), |name, boot, blocks, up| {
-            let config = Config { limits, ..Config::new(name, boot, Security::Plaintext) };
+            let config = TcpConfig { limits, ..TcpConfig::new(name, boot, Security::Plaintext) };
             let tcp = Tcp::start(config, blocks, up).unwrap();
-            let address = tcp.address();
+            let address = tcp.listen_address();
             (Box::new(tcp), address)
         })
     };
@@ -152,7 +156,7 @@ fn a_block_may_take_longer_than_the_limit_of_a_part() {
     // At least 1,024 times: 6.1 s of pauses for the whole, 0.1 s for each part.
     let drip = Trouble::Drip(BEFORE_BLOCK, 16 << 10, Duration::from_millis(6));
     let proxy = Proxy::start(other.address(), Troubles::down(drip));
-    one.transport().join(PeerNumber(1), Peer { address: proxy.address, ..other.as_peer() });
+    one.transport().add_peer(PeerNumber(1), Peer { address: proxy.address, ..other.as_peer() });
     let labels = kept(&other, 1, 16 << 20);
     let began = now();
     assert_eq!(one.get(1, &labels, LONG), [Ok(())]);
@@ -163,13 +167,13 @@ fn a_block_may_take_longer_than_the_limit_of_a_part() {
 
 #[test]
 fn a_cancel_ends_what_stalls_in_the_middle_of_a_block() {
-    let limits = Limits { progress: MODERATE, ..patient() };
+    let limits = TcpLimits { progress: MODERATE, ..patient() };
     let (mut one, other, _proxy) = proxied([limits; 2], Troubles::down(Trouble::Stall(BEFORE_BLOCK + 1000)));
     let labels = kept(&other, 10, 400_000);
     let fetching = one.fetch(1, &labels, LONG);
     other.wait("an ask", |seen| seen.asked.first().map(drop));
     one.transport().cancel(fetching.ticket);
-    assert_eq!(one.ends(&fetching), [Err(Fault::Stopped); 10]);
+    assert_eq!(one.ends(&fetching), [Err(FetchFault::Stopped); 10]);
     one.check_ends();
     other.check_releases();
 }
@@ -183,33 +187,33 @@ fn a_peer_that_does_not_answer_at_all() {
     std::thread::spawn(move || rude.incoming().for_each(drop));
     let gone = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap();
 
-    let limits = Limits { handshake: MODERATE, back_off_min: Duration::from_secs(60), ..patient() };
-    let limits = Limits { back_off_max: Duration::from_secs(60), ..limits };
+    let limits = TcpLimits { handshake: MODERATE, back_off_min: Duration::from_secs(60), ..patient() };
+    let limits = TcpLimits { back_off_max: Duration::from_secs(60), ..limits };
     let mut one = Node::new("one", Security::Plaintext, limits);
     let peer = |address| Peer { node: rig::node("other"), boot: None, address };
     for (number, address) in (1..).zip([silent.local_addr().unwrap(), rude_address, gone]) {
-        one.transport().join(PeerNumber(number), peer(address));
+        one.transport().add_peer(PeerNumber(number), peer(address));
     }
     let wanted = [label(1, 1000), label(2, 1000)];
     let ends: Vec<_> = (1..4).flat_map(|number| one.get(number, &wanted, LONG)).collect();
     let Ok([silent_end, _, rude_end, _, gone_end, _]) = <[_; 6]>::try_from(ends) else { panic!("six ends") };
-    assert_eq!(silent_end, Err(Fault::Timeout(Stage::Handshake)));
-    assert!(matches!(rude_end, Err(Fault::Peer(_))), "{rude_end:?}");
-    assert_eq!(gone_end, Err(Fault::Peer(ErrorKind::ConnectionRefused)));
+    assert_eq!(silent_end, Err(FetchFault::Timeout(FetchStage::Handshake)));
+    assert!(matches!(rude_end, Err(FetchFault::Peer(_))), "{rude_end:?}");
+    assert_eq!(gone_end, Err(FetchFault::Peer(ErrorKind::ConnectionRefused)));
     // During its pause nothing is tried: the answer is the last fault, at once.
     let attempts = |listener: &TcpListener| {
         listener.set_nonblocking(true).unwrap();
         listener.incoming().take_while(Result::is_ok).count()
     };
     assert!(attempts(&silent) >= 1);
-    assert_eq!(one.get(1, &wanted, LONG), [Err(Fault::Timeout(Stage::Handshake)); 2]);
+    assert_eq!(one.get(1, &wanted, LONG), [Err(FetchFault::Timeout(FetchStage::Handshake)); 2]);
     assert_eq!(attempts(&silent), 0);
     one.check_ends();
 }
 
 #[test]
 fn one_that_connects_and_says_nothing_is_hung_up_on() {
-    let limits = Limits { handshake: SHORT, ..patient() };
+    let limits = TcpLimits { handshake: SHORT, ..patient() };
     let other = Node::new("other", Security::Plaintext, limits);
     let mut streams: Vec<_> =
         (0..20).map(|_| std::net::TcpStream::connect(other.address()).unwrap()).collect();
@@ -226,13 +230,17 @@ fn one_that_connects_and_says_nothing_is_hung_up_on() {
 /// A connection to `other` from its peer 1, with an Ask for these blocks.
 fn asking(other: &Node, labels: Vec<Label>) -> TcpStream {
     let one = Node::new("one", Security::Plaintext, patient());
-    other.transport().join(PeerNumber(1), one.as_peer());
+    other.transport().add_peer(PeerNumber(1), one.as_peer());
     let mut stream = TcpStream::connect(other.address()).unwrap();
-    let hello =
-        Hello { node: one.name.clone(), boot: one.boot, wanted_node: other.name.clone(), wanted_boot: None };
+    let hello = HelloFrame {
+        node: one.name.clone(),
+        boot: one.boot,
+        wanted_node: other.name.clone(),
+        wanted_boot: None,
+    };
     let mut bytes = Vec::new();
-    Frame::Hello(hello).encode(&mut bytes);
-    Frame::Ask(Ask { ticket: 1, first: 0, labels }).encode(&mut bytes);
+    Frame::Hello(hello).append_to(&mut bytes);
+    Frame::Ask(AskFrame { ticket: 1, first: 0, labels }).append_to(&mut bytes);
     stream.write_all(&bytes).unwrap();
     other.wait("an ask", |seen| seen.asked.first().map(drop));
     stream
@@ -240,7 +248,7 @@ fn asking(other: &Node, labels: Vec<Label>) -> TcpStream {
 
 #[test]
 fn a_reader_that_stops_reading_does_not_keep_the_owners_slots() {
-    let other = Node::new("other", Security::Plaintext, Limits { progress: SHORT, ..patient() });
+    let other = Node::new("other", Security::Plaintext, TcpLimits { progress: SHORT, ..patient() });
     let labels = kept(&other, 200, 500_000);
     // 100 MB, and the peer reads none.
     let _stream = asking(&other, labels);
@@ -249,7 +257,7 @@ fn a_reader_that_stops_reading_does_not_keep_the_owners_slots() {
 
 #[test]
 fn a_reader_that_dawdles_does_not_keep_the_owners_slots() {
-    let other = Node::new("other", Security::Plaintext, Limits { whole: SHORT, ..patient() });
+    let other = Node::new("other", Security::Plaintext, TcpLimits { whole: SHORT, ..patient() });
     let labels = kept(&other, 200, 500_000);
     let mut stream = asking(&other, labels);
     // 100 MB, and the peer reads a part now and then until the end.
@@ -263,7 +271,8 @@ fn a_reader_that_dawdles_does_not_keep_the_owners_slots() {
 
 #[test]
 fn whatever_happens_to_the_bytes_nothing_wrong_is_taken_and_nothing_hangs() {
-    let limits = Limits { connect: LONG, handshake: SHORT, first_byte: SHORT, progress: SHORT, ..patient() };
+    let limits =
+        TcpLimits { connect: LONG, handshake: SHORT, first_byte: SHORT, progress: SHORT, ..patient() };
     let (mut one, other, proxy) = proxied([limits; 2], Troubles::default());
     let labels = kept(&other, 24, 60_001);
     let mut faults = 0;
@@ -273,7 +282,10 @@ fn whatever_happens_to_the_bytes_nothing_wrong_is_taken_and_nothing_hangs() {
         // `get` checks that every arrived block is byte-exact and that all ended.
         let ends = one.get(1, &labels, Duration::from_secs(2));
         faults += ends.iter().filter(|end| end.is_err()).count();
-        assert!(!ends.contains(&Err(Fault::Absent)), "seed {seed}: a block that is kept is never absent");
+        assert!(
+            !ends.contains(&Err(FetchFault::Absent)),
+            "seed {seed}: a block that is kept is never absent"
+        );
     }
     assert!(faults > 100, "the proxy did something: {faults}");
     one.check_ends();

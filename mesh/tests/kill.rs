@@ -7,8 +7,8 @@ use std::net::SocketAddr;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use mesh::transport::tcp::{Limits, Security};
-use mesh::transport::{Fault, Label, Peer, PeerNumber, Refusal, Stage};
+use mesh::transport::tcp::{Security, TcpLimits};
+use mesh::transport::{FetchFault, FetchStage, Label, Peer, PeerNumber, Refusal};
 use rig::proxy::{Proxy, Trouble, Troubles};
 use rig::{LONG, Node, Owner, boot, label, node, patient};
 use rustix::process::{Pid, Signal, kill_process};
@@ -71,7 +71,7 @@ fn own(life: u64) {
     let other = Node::start("other", life, Security::Plaintext, patient(), Owner::Grants);
     labels().iter().for_each(|label| other.keep(*label, false));
     let one = Peer { node: node("one"), boot: None, address: other.address() };
-    other.transport().join(PeerNumber(1), one);
+    other.transport().add_peer(PeerNumber(1), one);
     let mut out = std::io::stdout();
     writeln!(out, "{SERVES}{}", other.address()).unwrap();
     // It runs until it is killed, or until its own limit if the test was killed.
@@ -95,19 +95,22 @@ fn a_peer_killed_in_the_middle_ends_what_it_owed_and_is_another_when_it_is_back(
     let mut owner = Process::start(1);
     let mut one = Node::new("one", Security::Plaintext, patient());
     let proxy = slowly(&owner);
-    one.transport().join(PeerNumber(1), Peer { address: proxy.address, ..owner.as_peer(1) });
+    one.transport().add_peer(PeerNumber(1), Peer { address: proxy.address, ..owner.as_peer(1) });
     let labels = labels();
     let fetching = one.fetch(1, &labels, LONG);
     one.wait("the first", |seen| seen.done.keys().next().map(drop));
     owner.kill();
     let ends = one.ends(&fetching);
-    assert!(ends.iter().all(|end| matches!(end, Ok(()) | Err(Fault::Short | Fault::Peer(_)))), "{ends:?}");
+    assert!(
+        ends.iter().all(|end| matches!(end, Ok(()) | Err(FetchFault::Short | FetchFault::Peer(_)))),
+        "{ends:?}"
+    );
     assert!(ends.iter().any(Result::is_err), "it was killed in the middle");
 
     let owner = Process::start(2);
-    one.transport().join(PeerNumber(1), Peer { boot: Some(boot(1)), ..owner.as_peer(2) });
-    assert_eq!(one.get(1, &labels[..2], LONG), [Err(Fault::Refused(Refusal::OtherBoot)); 2]);
-    one.transport().join(PeerNumber(1), owner.as_peer(2));
+    one.transport().add_peer(PeerNumber(1), Peer { boot: Some(boot(1)), ..owner.as_peer(2) });
+    assert_eq!(one.get(1, &labels[..2], LONG), [Err(FetchFault::Refused(Refusal::OtherBoot)); 2]);
+    one.transport().add_peer(PeerNumber(1), owner.as_peer(2));
     assert!(one.get(1, &labels, LONG).iter().all(Result::is_ok));
     one.check_ends();
 }
@@ -117,17 +120,20 @@ fn a_peer_frozen_in_the_middle_is_waited_for_until_the_limit() {
     let owner = Process::start(1);
     let short = Duration::from_millis(500);
     // The kernel still accepts connections for it.
-    let limits = Limits { handshake: short, first_byte: short, progress: short, ..patient() };
+    let limits = TcpLimits { handshake: short, first_byte: short, progress: short, ..patient() };
     let mut one = Node::new("one", Security::Plaintext, limits);
     let proxy = slowly(&owner);
-    one.transport().join(PeerNumber(1), Peer { address: proxy.address, ..owner.as_peer(1) });
+    one.transport().add_peer(PeerNumber(1), Peer { address: proxy.address, ..owner.as_peer(1) });
     let labels = labels();
     let fetching = one.fetch(1, &labels, LONG);
     one.wait("the first", |seen| seen.done.keys().next().map(drop));
     owner.signal(Signal::STOP);
     let ends = one.ends(&fetching);
-    let late = |end: &Result<(), Fault>| {
-        matches!(end, Err(Fault::Timeout(Stage::Progress | Stage::FirstByte | Stage::Handshake)))
+    let late = |end: &Result<(), FetchFault>| {
+        matches!(
+            end,
+            Err(FetchFault::Timeout(FetchStage::Progress | FetchStage::FirstByte | FetchStage::Handshake))
+        )
     };
     assert!(ends.iter().all(|end| end.is_ok() || late(end)), "{ends:?}");
     assert!(ends.iter().any(late), "it was frozen in the middle");

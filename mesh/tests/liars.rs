@@ -12,12 +12,12 @@ use std::time::Duration;
 
 use mesh::control::service::inventory_client::InventoryClient;
 use mesh::control::service::inventory_server::{Inventory, InventoryServer};
-use mesh::control::wire::namespaces::{NamespaceTold, NamespacesReply, NamespacesRequest};
+use mesh::control::wire::namespaces::{NamespaceMessage, NamespacesReply, NamespacesRequest};
 use mesh::control::wire::{
-    Begin, Chunk, Delta, FollowReply, FollowRequest, Heartbeat, Hello, Promises, Said, VERSION, WaitReply,
-    WaitRequest,
+    Begin, Delta, DigestChunk, FollowHeartbeat, FollowHello, FollowPromises, FollowReply, FollowRequest,
+    Said, VERSION, WaitReply, WaitRequest,
 };
-use mesh::control::{Limits, Members};
+use mesh::control::{ControlLimits, Members};
 use mesh::refusals::Reason;
 use rig::crew::{Crew, Plan, added, address, digest, patient};
 use rig::{LONG, now};
@@ -37,12 +37,12 @@ async fn connect(uri: String) -> InventoryClient<Channel> {
 struct Liar {
     script: Arc<Vec<Said>>,
     asked: Arc<Mutex<Vec<FollowRequest>>>,
-    namespaces: Told,
+    namespaces: NamespacesScript,
 }
 
 /// A liar's answer about namespaces.
 #[derive(Clone)]
-enum Told {
+enum NamespacesScript {
     /// The method is unknown to it.
     Unknown,
     Never,
@@ -62,9 +62,9 @@ impl Inventory for Liar {
 
     async fn namespaces(&self, _: Request<NamespacesRequest>) -> Result<Response<NamespacesReply>, Status> {
         match &self.namespaces {
-            Told::Unknown => Err(Status::unimplemented("")),
-            Told::Never => std::future::pending().await,
-            Told::Reply(reply) => Ok(Response::new(reply.clone())),
+            NamespacesScript::Unknown => Err(Status::unimplemented("")),
+            NamespacesScript::Never => std::future::pending().await,
+            NamespacesScript::Reply(reply) => Ok(Response::new(reply.clone())),
         }
     }
 
@@ -75,10 +75,10 @@ impl Inventory for Liar {
 
 /// Starts a liar on a thread of its own, until the process ends. Returns its address.
 fn liar(script: Vec<Said>) -> (String, Liar) {
-    liar_of(script, Told::Unknown)
+    liar_of(script, NamespacesScript::Unknown)
 }
 
-fn liar_of(script: Vec<Said>, namespaces: Told) -> (String, Liar) {
+fn liar_of(script: Vec<Said>, namespaces: NamespacesScript) -> (String, Liar) {
     let liar = Liar { script: Arc::new(script), asked: Arc::default(), namespaces };
     let address = address();
     let service = InventoryServer::new(liar.clone());
@@ -96,9 +96,9 @@ fn request() -> FollowRequest {
     FollowRequest { version: VERSION, mesh, node, boot: 1, ..FollowRequest::default() }
 }
 
-fn hello() -> Hello {
+fn hello() -> FollowHello {
     let (mesh, node, tcp) = ("test".into(), "liar".into(), "127.0.0.1:9".into());
-    Hello { version: VERSION, mesh, node, boot: 1, tcp, ..Hello::default() }
+    FollowHello { version: VERSION, mesh, node, boot: 1, tcp, ..FollowHello::default() }
 }
 
 fn begin(sequence: u64, keys: u64) -> Said {
@@ -107,11 +107,11 @@ fn begin(sequence: u64, keys: u64) -> Said {
 
 fn chunk(sequence: u64, mut digests: Vec<u64>, last: bool) -> Said {
     digests.sort_unstable();
-    Said::Chunk(Chunk { sequence, digests, last })
+    Said::Chunk(DigestChunk { sequence, digests, last })
 }
 
 fn promises(digests: Vec<u64>) -> Said {
-    Said::Promises(Promises { digests })
+    Said::Promises(FollowPromises { digests })
 }
 
 fn delta(after: u64, sequence: u64, added: Vec<u64>) -> Said {
@@ -123,28 +123,37 @@ fn a_server_that_lies_is_told_of_and_harms_no_other() {
     let count = Cell::new(0);
     let greeted = |rest: Vec<Said>| {
         count.set(count.get() + 1);
-        let hello = Hello { node: format!("liar-{}", count.get()), ..hello() };
+        let hello = FollowHello { node: format!("liar-{}", count.get()), ..hello() };
         [Said::Hello(hello)].into_iter().chain(rest).collect::<Vec<_>>()
     };
     let keys = |count: u64| (0..count).map(|number| digest(number).0).collect::<Vec<_>>();
     let lies = [
         (vec![], "the next message took longer than"),
-        (vec![Said::Heartbeat(Heartbeat {})], "did not send its name"),
-        (vec![Said::Hello(Hello { version: 9, ..hello() })], "version 9 of the protocol"),
-        (vec![Said::Hello(Hello { mesh: "x".into(), ..hello() })], "belongs to the mesh 'x'"),
-        (vec![Said::Hello(Hello { node: "a b".into(), ..hello() })], "a greeting with an invalid name"),
-        (vec![Said::Hello(Hello { boot: 0, ..hello() })], "a greeting with an invalid life"),
-        (vec![Said::Hello(Hello { tcp: "nowhere".into(), ..hello() })], "a greeting with an invalid address"),
+        (vec![Said::Heartbeat(FollowHeartbeat {})], "did not send its name"),
+        (vec![Said::Hello(FollowHello { version: 9, ..hello() })], "version 9 of the protocol"),
+        (vec![Said::Hello(FollowHello { mesh: "x".into(), ..hello() })], "belongs to the mesh 'x'"),
+        (vec![Said::Hello(FollowHello { node: "a b".into(), ..hello() })], "a greeting with an invalid name"),
+        (vec![Said::Hello(FollowHello { boot: 0, ..hello() })], "a greeting with an invalid life"),
         (
-            vec![Said::Hello(Hello { rdma: "x".repeat(5000), ..hello() })],
+            vec![Said::Hello(FollowHello { tcp: "nowhere".into(), ..hello() })],
+            "a greeting with an invalid address",
+        ),
+        (
+            vec![Said::Hello(FollowHello { rdma: "x".repeat(5000), ..hello() })],
             "a greeting with an invalid RDMA address",
         ),
-        (vec![Said::Hello(Hello { mesh: "x".repeat(64), ..hello() })], "a greeting with an invalid mesh"),
+        (
+            vec![Said::Hello(FollowHello { mesh: "x".repeat(64), ..hello() })],
+            "a greeting with an invalid mesh",
+        ),
         (greeted(vec![Said::Hello(hello())]), "it sent two greetings"),
         (greeted(vec![chunk(1, keys(1), true)]), "has not begun"),
         (greeted(vec![Said::Begin(Begin { sequence: 1, keys: 1, thinning: 99 })]), "an invalid thinning"),
         (
-            greeted(vec![begin(1, 10), Said::Chunk(Chunk { sequence: 1, digests: vec![2, 1], last: true })]),
+            greeted(vec![
+                begin(1, 10),
+                Said::Chunk(DigestChunk { sequence: 1, digests: vec![2, 1], last: true }),
+            ]),
             "out of order",
         ),
         (greeted(vec![begin(1, 10), chunk(1, keys(32_100), true)]), "of 32000 at most"),
@@ -158,8 +167,8 @@ fn a_server_that_lies_is_told_of_and_harms_no_other() {
         lies.map(|(script, word)| (liar(script).0, word)).into_iter().unzip();
     let sound = Plan::listing("sound", address(), &[]).start();
     sound.publish(added(0..1000));
-    addresses.push(sound.control().address().to_string());
-    let limits = Limits { silence: Duration::from_millis(800), ..patient() };
+    addresses.push(sound.control().listen_address().to_string());
+    let limits = ControlLimits { silence: Duration::from_millis(800), ..patient() };
     let one = Plan { limits, ..Plan::new("one", address(), Members::Static(addresses.clone())) }.start();
     for (address, word) in addresses.iter().zip(words) {
         one.wait(word, |seen| {
@@ -206,7 +215,7 @@ fn a_peer_that_outgrows_what_it_announced_is_asked_again_after_longer_and_longer
     });
     let script = [Said::Hello(hello()), begin(1, 0), chunk(1, vec![], true)].into_iter().chain(growth);
     let (address_of, liar) = liar(script.collect());
-    let limits = Limits { back_off_min: Duration::from_millis(150), back_off_max: LONG, ..patient() };
+    let limits = ControlLimits { back_off_min: Duration::from_millis(150), back_off_max: LONG, ..patient() };
     let began = now();
     let one = Plan { limits, ..Plan::new("one", address(), Members::Static(vec![address_of])) }.start();
     let number = one.joined("liar", 1);
@@ -218,15 +227,15 @@ fn a_peer_that_outgrows_what_it_announced_is_asked_again_after_longer_and_longer
 }
 
 /// A namespace whose facts match its digest.
-fn told(model: &str) -> NamespaceTold {
+fn namespace_message(model: &str) -> NamespaceMessage {
     let facts = Facts::from([("model".to_owned(), model.to_owned())]);
     let digest = namespace::digest_facts(&facts).0.to_vec();
-    NamespaceTold { digest, facts, block_bytes: 64, shards: 2, memory_blocks: 3, disk_blocks: 0 }
+    NamespaceMessage { digest, facts, block_bytes: 64, shards: 2, memory_blocks: 3, disk_blocks: 0 }
 }
 
 /// Lets a node ask a member for its namespaces, with this reply. Returns the node, the number it takes, and
 /// its text about the rest.
-fn asked(namespaces: Told, limits: Limits) -> (Crew, usize, String) {
+fn asked(namespaces: NamespacesScript, limits: ControlLimits) -> (Crew, usize, String) {
     let (at, _) = liar_of(vec![Said::Hello(hello()), begin(1, 0), chunk(1, vec![], true)], namespaces);
     let one = Plan { limits, ..Plan::new("one", address(), Members::Static(vec![at])) }.start();
     one.joined("liar", 1);
@@ -237,21 +246,21 @@ fn asked(namespaces: Told, limits: Limits) -> (Crew, usize, String) {
 }
 
 /// Invalid namespaces, and one listed twice.
-fn wrong_namespaces() -> Vec<NamespaceTold> {
+fn wrong_namespaces() -> Vec<NamespaceMessage> {
     let facts = |count: usize| (0..count).map(|at| (at.to_string(), String::new())).collect::<Facts>();
-    let good = told("good");
-    let many = NamespaceTold {
+    let good = namespace_message("good");
+    let many = NamespaceMessage {
         digest: namespace::digest_facts(&facts(257)).0.to_vec(),
         facts: facts(257),
         ..good.clone()
     };
     vec![
-        NamespaceTold { digest: vec![7; 16], ..told("another digest") },
-        NamespaceTold { digest: vec![7; 15], ..told("no digest") },
-        NamespaceTold { block_bytes: 0, ..told("no bytes") },
-        NamespaceTold { block_bytes: 65, ..told("no halves") },
-        NamespaceTold { shards: 0, ..told("no shards") },
-        NamespaceTold { facts: Facts::new(), ..told("no facts, and a size") },
+        NamespaceMessage { digest: vec![7; 16], ..namespace_message("another digest") },
+        NamespaceMessage { digest: vec![7; 15], ..namespace_message("no digest") },
+        NamespaceMessage { block_bytes: 0, ..namespace_message("no bytes") },
+        NamespaceMessage { block_bytes: 65, ..namespace_message("no halves") },
+        NamespaceMessage { shards: 0, ..namespace_message("no shards") },
+        NamespaceMessage { facts: Facts::new(), ..namespace_message("no facts, and a size") },
         many,
         good,
     ]
@@ -259,15 +268,15 @@ fn wrong_namespaces() -> Vec<NamespaceTold> {
 
 #[test]
 fn what_a_peer_says_of_namespaces_is_believed_as_far_as_it_can_be_checked() {
-    let reply = |namespaces: Vec<NamespaceTold>| {
+    let reply = |namespaces: Vec<NamespaceMessage>| {
         let (mesh, node) = ("test".into(), "liar".into());
         NamespacesReply { version: VERSION, mesh, node, boot: 1, namespaces, left_out: 0 }
     };
-    let (good, wrong) = (told("good"), wrong_namespaces());
+    let (good, wrong) = (namespace_message("good"), wrong_namespaces());
     let dropped = format!("{} of its namespaces are dropped", wrong.len());
     let all = [vec![good.clone()], wrong].concat();
-    let late = Limits { namespaces: Duration::from_millis(300), ..patient() };
-    let long = told(&"x".repeat(5 << 20));
+    let late = ControlLimits { namespaces: Duration::from_millis(300), ..patient() };
+    let long = namespace_message(&"x".repeat(5 << 20));
     let lies = [
         (reply(all), 1, dropped.as_str(), Some(Reason::Malformed)),
         (NamespacesReply { left_out: 5, ..reply(vec![good.clone()]) }, 1, "5 of its", None),
@@ -277,14 +286,15 @@ fn what_a_peer_says_of_namespaces_is_believed_as_far_as_it_can_be_checked() {
         (NamespacesReply { node: "a b".into(), ..reply(vec![]) }, 0, "name", Some(Reason::Malformed)),
         (NamespacesReply { boot: 2, ..reply(vec![]) }, 0, "has restarted", Some(Reason::OtherLife)),
     ];
-    let lies = lies.map(|(reply, taken, word, reason)| (Told::Reply(reply), taken, word, reason));
-    for (namespaces, taken, word, reason) in lies.into_iter().chain([(Told::Unknown, 0, "upgrade it", None)])
+    let lies = lies.map(|(reply, taken, word, reason)| (NamespacesScript::Reply(reply), taken, word, reason));
+    for (namespaces, taken, word, reason) in
+        lies.into_iter().chain([(NamespacesScript::Unknown, 0, "upgrade it", None)])
     {
         let (one, found, missing) = asked(namespaces, patient());
         assert!(found == taken && missing.contains(word), "{found} of {taken}; {missing} for {word}");
         reason.into_iter().for_each(|reason| one.refused(reason, 1));
     }
-    let (one, found, missing) = asked(Told::Never, late);
+    let (one, found, missing) = asked(NamespacesScript::Never, late);
     assert!(found == 0 && missing.contains("did not answer within 300 ms"), "{missing}");
     one.refused(Reason::Silent, 1);
 }
@@ -292,7 +302,7 @@ fn what_a_peer_says_of_namespaces_is_believed_as_far_as_it_can_be_checked() {
 #[test]
 fn who_asks_for_namespaces_and_is_of_another_mesh_is_refused() {
     let one = Plan::listing("one", address(), &[]).start();
-    let at = one.control().address();
+    let at = one.control().listen_address();
     let request = NamespacesRequest { version: VERSION, mesh: "test".into(), node: "tester".into(), boot: 1 };
     let ask = async |asked: NamespacesRequest| {
         let mut client = connect(format!("http://{at}")).await;
@@ -318,11 +328,11 @@ fn who_asks_for_namespaces_and_is_of_another_mesh_is_refused() {
 
 #[test]
 fn a_follower_that_is_frozen_is_hung_up_on() {
-    let limits = Limits { silence: Duration::from_millis(300), ..patient() };
+    let limits = ControlLimits { silence: Duration::from_millis(300), ..patient() };
     let one = Plan { limits, ..Plan::listing("one", address(), &[]) }.start();
     let runtime = runtime();
     let mut replies = runtime.block_on(async {
-        let mut client = connect(format!("http://{}", one.control().address())).await;
+        let mut client = connect(format!("http://{}", one.control().listen_address())).await;
         client.follow(request()).await.unwrap().into_inner()
     });
     // A client without its runtime is frozen.
@@ -339,32 +349,32 @@ fn a_follower_of_an_older_release_is_told_of_no_promises() {
     let one = Plan::listing("one", address(), &[]).start();
     one.publish(added(0..10));
     one.control().promise(vec![digest(5)]);
-    let at = one.control().address();
+    let at = one.control().listen_address();
     for hears_promises in [false, true] {
         runtime().block_on(async {
             let mut client = connect(format!("http://{at}")).await;
             let asked = FollowRequest { hears_promises, ..request() };
             let mut replies = client.follow(asked).await.expect("an answer").into_inner();
-            let (mut told, mut beats) = (Vec::new(), 0);
+            let (mut namespace_message, mut beats) = (Vec::new(), 0);
             while beats < 3 {
                 match replies.message().await.expect("a reply").expect("a stream").said {
                     Some(Said::Heartbeat(_)) => beats += 1,
-                    Some(Said::Promises(promises)) => told.push(promises.digests),
+                    Some(Said::Promises(promises)) => namespace_message.push(promises.digests),
                     said => assert!(said.is_some(), "a kind that the follower does not know"),
                 }
             }
             let expected = hears_promises.then(|| vec![digest(5).0]);
-            assert_eq!(told.pop(), expected);
+            assert_eq!(namespace_message.pop(), expected);
         });
     }
 }
 
 #[test]
 fn a_follower_that_is_wrong_is_refused_with_the_reason() {
-    let limits = Limits { connect: Duration::from_secs(4), ..patient() };
+    let limits = ControlLimits { connect: Duration::from_secs(4), ..patient() };
     let one = Plan { limits, ..Plan::listing("one", address(), &[]) }.start();
     one.publish(added(0..10));
-    let at = one.control().address();
+    let at = one.control().listen_address();
     let good = request();
     let follow = async |asked: FollowRequest| -> Result<FollowReply, Status> {
         let mut client = connect(format!("http://{at}")).await;
@@ -383,7 +393,7 @@ fn a_follower_that_is_wrong_is_refused_with_the_reason() {
         }
         let first =
             follow(FollowRequest { known_boot: 1, known_sequence: u64::MAX, ..good.clone() }).await.unwrap();
-        assert!(matches!(first.said, Some(Said::Hello(Hello { boot: 1, .. }))));
+        assert!(matches!(first.said, Some(Said::Hello(FollowHello { boot: 1, .. }))));
         // A connection carries one stream.
         let mut client = connect(format!("http://{at}")).await;
         let _replies = client.follow(good.clone()).await.unwrap();

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use mesh::control::{Limits, Members, Parting, Resolve, System};
+use mesh::control::{ControlLimits, Members, Parting, Resolve, System};
 use rig::crew::{Crew, Plan, added, address, patient};
 use rig::proxy::{Proxy, Trouble, Troubles};
 use rig::{WATCHDOG, now};
@@ -101,7 +101,7 @@ fn nodes_behind_one_name_find_each_other_and_one_that_comes_back_at_another_addr
     assert_eq!(one.left(before), Parting::Restarted);
     three.keeps(three.joined("one", 1), 0..10, 100..110);
     for node in [&one, &two, &three] {
-        assert_eq!(notes(node, &node.control().address().to_string()), 0, "nothing is said of itself");
+        assert_eq!(notes(node, &node.control().listen_address().to_string()), 0, "nothing is said of itself");
         assert_eq!(notes(node, "--node-id"), 0);
     }
 }
@@ -151,7 +151,7 @@ fn a_name_that_cannot_be_resolved_is_told_of_and_tried_again() {
 fn an_address_without_a_member_is_told_of_once_until_it_has_one() {
     let all = [address(), address()];
     let names = Names::of_pods(&all);
-    let limits = Limits { gone: Duration::from_secs(3), ..patient() };
+    let limits = ControlLimits { gone: Duration::from_secs(3), ..patient() };
     let one = Plan { limits, ..names.plan("one", all[0]) }.start();
     let told = format!("{} (--peer {PODS}) has had no member", all[1]);
     one.noted(&told);
@@ -186,7 +186,7 @@ fn a_node_that_answers_at_two_addresses_is_followed_at_one_and_found_at_the_othe
 fn the_systems_resolver_knows_this_host() {
     let listen = "127.0.0.1:0".parse().unwrap();
     let two = Plan::new("two", listen, Members::Static(Vec::new())).start();
-    let localhost = format!("localhost:{}", two.control().address().port());
+    let localhost = format!("localhost:{}", two.control().listen_address().port());
     let one =
         Plan { resolver: Arc::new(System), ..Plan::new("one", address(), Members::Static(vec![localhost])) };
     one.start().joined("two", 1);

@@ -4,7 +4,7 @@ mod rig;
 
 use std::time::Duration;
 
-use mesh::control::Limits;
+use mesh::control::ControlLimits;
 use rig::crew::{Crew, Plan, added, address, patient};
 use rig::now;
 
@@ -14,7 +14,7 @@ const REST: Duration = TURN.saturating_mul(2);
 
 /// A node with a hundred blocks, and two followers that know them.
 fn mesh() -> (Crew, [Crew; 2]) {
-    let limits = Limits { turn: TURN, ..patient() };
+    let limits = ControlLimits { turn: TURN, ..patient() };
     let at = address();
     let one = Plan { limits, ..Plan::listing("one", at, &[]) }.start();
     one.publish(added(0..100));
@@ -72,7 +72,7 @@ fn who_waits_is_told_between_the_rests_of_the_others_and_they_are_not() {
     }
     let (mut sooner, mut next) = (0, 1000);
     for _ in 0..5 {
-        waits.control().wait();
+        waits.control().announce_wait();
         one.publish(added(next..next + 1));
         waits.keeps(number, next..next + 1, 900_000..901_000);
         next += 1;

@@ -14,9 +14,9 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use mesh::transport::rdma::{Config, Rdma};
-use mesh::transport::tcp::{self, Limits, Security};
-use mesh::transport::{Fault, Label, Peer, PeerNumber, Refusal};
+use mesh::transport::rdma::{Rdma, RdmaConfig};
+use mesh::transport::tcp::{self, Security, TcpLimits};
+use mesh::transport::{FetchFault, Label, Peer, PeerNumber, Refusal};
 use rig::certificates::{Authority, Folder, NAME};
 use rig::{LONG, Node, Owner, acquaint, boot, exchange, label, node, patient};
 use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, kill_process, setrlimit};
@@ -63,7 +63,7 @@ fn mend() {
 }
 
 /// A node on this NIC, after it has registered its pool.
-fn on(nic: &str, name: &str, life: u64, owner: Owner, change: impl FnOnce(&mut Config)) -> Node {
+fn on(nic: &str, name: &str, life: u64, owner: Owner, change: impl FnOnce(&mut RdmaConfig)) -> Node {
     let registered = |rdma: &Rdma| {
         while !rdma.ready() {
             std::thread::sleep(Duration::from_millis(10));
@@ -77,22 +77,23 @@ fn started(
     name: &str,
     life: u64,
     owner: Owner,
-    change: impl FnOnce(&mut Config),
+    change: impl FnOnce(&mut RdmaConfig),
     wait: impl FnOnce(&Rdma),
 ) -> Node {
     Node::over(name, life, owner, SLOTS, |name, boot, blocks, up| {
-        let mut config = Config::new(tcp::Config::new(name, boot, Security::Plaintext), vec![nic.into()]);
+        let mut config =
+            RdmaConfig::new(tcp::TcpConfig::new(name, boot, Security::Plaintext), vec![nic.into()]);
         (config.tcp.limits, config.lease) = (patient(), LONG);
         change(&mut config);
         let rdma = Rdma::start(config, blocks, up).unwrap();
         wait(&rdma);
-        let address = rdma.address();
+        let address = rdma.listen_address();
         (Box::new(rdma), address)
     })
 }
 
-fn config(nics: Vec<String>) -> Config {
-    Config::new(tcp::Config::new(node("one"), boot(1), Security::Plaintext), nics)
+fn config(nics: Vec<String>) -> RdmaConfig {
+    RdmaConfig::new(tcp::TcpConfig::new(node("one"), boot(1), Security::Plaintext), nics)
 }
 
 /// A node on this NIC that may not lock its pool in memory, after its note about that.
@@ -117,7 +118,7 @@ fn unregistered(nic: &str, name: &str) -> Node {
 }
 
 /// Two nodes on the two ends of the wire; each is peer 1 of the other.
-fn pair(change: impl Fn(&mut Config)) -> (Node, Node) {
+fn pair(change: impl Fn(&mut RdmaConfig)) -> (Node, Node) {
     let one = on("rxe0", "one", 1, Owner::Grants, &change);
     let other = on("rxe1", "other", 1, Owner::Grants, &change);
     acquaint(&one, &other);
@@ -161,7 +162,7 @@ fn two_nics_and_a_stream_over_each() {
     let labels = labels(20, 300_000);
     labels[..10].iter().for_each(|label| other.keep(*label, false));
     for (end, number) in one.get(1, &labels, LONG).into_iter().zip(0..) {
-        assert_eq!(end, if number < 10 { Ok(()) } else { Err(Fault::Absent) }, "{number}");
+        assert_eq!(end, if number < 10 { Ok(()) } else { Err(FetchFault::Absent) }, "{number}");
     }
     other.check_releases();
     other.seen(|seen| assert_eq!(seen.released.values().flatten().sum::<u32>(), 10));
@@ -178,7 +179,7 @@ fn asks_and_leases_go_over_tls() {
     for _ in 0..3 {
         assert!(one.get(1, &labels, LONG).iter().all(Result::is_ok));
     }
-    other.transport().leave(PeerNumber(1));
+    other.transport().remove_peer(PeerNumber(1));
     assert!(one.get(1, &labels, LONG).iter().all(Result::is_err));
     other.check_releases();
 }
@@ -202,7 +203,7 @@ fn under_load_every_block_ends_once_and_a_slot_given_back_is_not_written() {
         let ends: Vec<_> = fetches.iter().map(|fetching| one.ends(fetching)).collect();
         let places = fetches.iter().flat_map(|fetching| &fetching.blocks).zip(ends.iter().flatten());
         let ours: Vec<_> = places.filter(|(_, end)| end.is_err()).collect();
-        assert!(ours.iter().all(|(_, end)| **end == Err(Fault::Stopped)), "{ends:?}");
+        assert!(ours.iter().all(|(_, end)| **end == Err(FetchFault::Stopped)), "{ends:?}");
         // These slots are free again: bytes written now must stay, even with READs under way before.
         ours.iter().for_each(|((_, offset), _)| assert!(one.blocks.fill(*offset, &[0xa5; 4096])));
         std::thread::sleep(Duration::from_millis(50));
@@ -222,7 +223,7 @@ fn what_does_not_fit_is_refused_and_said_on_both_sides() {
     let other = on("rxe1", "other", 1, Owner::Grants, |_| {});
     acquaint(&one, &other);
     let refused = Refusal::Queues { nics: 1, pairs: 2 };
-    assert_eq!(one.get(1, &labels(1, 100), LONG), [Err(Fault::Refused(refused))]);
+    assert_eq!(one.get(1, &labels(1, 100), LONG), [Err(FetchFault::Refused(refused))]);
     assert!(refused.to_string().contains("1 NICs for RDMA and 2 queue pairs"), "{refused}");
     other.wait("a note", |seen| {
         seen.notes
@@ -231,12 +232,12 @@ fn what_does_not_fit_is_refused_and_said_on_both_sides() {
             .then_some(())
     });
     // The other way round too, and with another number of NICs.
-    other.transport().leave(PeerNumber(1));
+    other.transport().remove_peer(PeerNumber(1));
     let two = on("rxe0", "two", 1, Owner::Grants, |config| config.nics.push("rxe1".into()));
     let mut third = on("rxe1", "third", 1, Owner::Grants, |_| {});
     acquaint(&two, &third);
     let refused = Refusal::Queues { nics: 2, pairs: 2 };
-    assert_eq!(third.get(1, &labels(1, 100), LONG), [Err(Fault::Refused(refused))]);
+    assert_eq!(third.get(1, &labels(1, 100), LONG), [Err(FetchFault::Refused(refused))]);
 }
 
 #[test]
@@ -285,8 +286,8 @@ fn blocks_of_a_pool_that_is_not_registered_travel_over_tcp_both_ways() {
     assert_eq!(noted(&other, "all blocks travel over TCP"), 1);
     // Blocks between nodes with registered pools still travel by RDMA.
     let third = on("rxe1", "third", 1, Owner::Grants, |_| {});
-    one.transport().join(PeerNumber(2), third.as_peer());
-    third.transport().join(PeerNumber(2), one.as_peer());
+    one.transport().add_peer(PeerNumber(2), third.as_peer());
+    third.transport().add_peer(PeerNumber(2), one.as_peer());
     third.keep(label(9, 1000), true);
     assert_eq!(one.get(2, &[label(9, 1000)], LONG), [Ok(())]);
     assert_eq!(noted(&one, "travel over TCP until"), 1);
@@ -309,7 +310,7 @@ fn loss_and_delay_are_borne() {
 }
 
 /// The end of a fetch with `trouble` in the middle; the wire is slow enough for that.
-fn in_the_middle(one: &mut Node, wanted: &[Label], trouble: impl FnOnce()) -> Vec<Result<(), Fault>> {
+fn in_the_middle(one: &mut Node, wanted: &[Label], trouble: impl FnOnce()) -> Vec<Result<(), FetchFault>> {
     network("tc qdisc add dev h1 root netem rate 60mbit limit 100000");
     let fetching = one.fetch(1, wanted, LONG);
     one.wait("the first", |seen| {
@@ -331,8 +332,9 @@ fn a_link_that_goes_down_ends_what_is_read_and_comes_back() {
     // The streams go over loopback and stay up: only READs fail.
     let ends = in_the_middle(&mut one, &labels, || network("ip link set h1 down"));
     // No queue pair can be made meanwhile.
-    let down =
-        |end: &Result<(), Fault>| matches!(end, Ok(()) | Err(Fault::Peer(_) | Fault::Refused(Refusal::Busy)));
+    let down = |end: &Result<(), FetchFault>| {
+        matches!(end, Ok(()) | Err(FetchFault::Peer(_) | FetchFault::Refused(Refusal::Busy)))
+    };
     assert!(ends.iter().all(down), "{ends:?}");
     recovers(&mut one, &labels[..2]);
     let ends = in_the_middle(&mut one, &labels, || network("tc qdisc add dev h0 root netem loss 100%"));
@@ -349,20 +351,24 @@ fn one_that_has_left_is_cut_off_in_the_middle() {
     let labels = labels(20, 1_310_720);
     labels.iter().for_each(|label| other.keep(*label, true));
     // The owner fences the reader: its queue pairs end before its slots are given back.
-    let ends = in_the_middle(&mut one, &labels, || other.transport().leave(PeerNumber(1)));
-    let cut = |end: &Result<(), Fault>| {
-        matches!(end, Ok(()) | Err(Fault::Short | Fault::Peer(_) | Fault::Refused(Refusal::NotMember)))
+    let ends = in_the_middle(&mut one, &labels, || other.transport().remove_peer(PeerNumber(1)));
+    let cut = |end: &Result<(), FetchFault>| {
+        matches!(
+            end,
+            Ok(()) | Err(FetchFault::Short | FetchFault::Peer(_) | FetchFault::Refused(Refusal::NotMember))
+        )
     };
     assert!(ends.iter().all(cut), "{ends:?}");
     other.check_releases();
-    other.transport().join(PeerNumber(1), one.as_peer());
+    other.transport().add_peer(PeerNumber(1), one.as_peer());
     recovers(&mut one, &labels[..2]);
     // The reader fences the owner.
     let leaving = one.transport_shared();
-    let ends = in_the_middle(&mut one, &labels, || leaving.leave(PeerNumber(1)));
+    let ends = in_the_middle(&mut one, &labels, || leaving.remove_peer(PeerNumber(1)));
     drop(leaving);
     // A guest without processor time for long may lose a READ by itself.
-    let stopped = |end: &Result<(), Fault>| matches!(end, Ok(()) | Err(Fault::Stopped | Fault::Peer(_)));
+    let stopped =
+        |end: &Result<(), FetchFault>| matches!(end, Ok(()) | Err(FetchFault::Stopped | FetchFault::Peer(_)));
     assert!(ends.iter().all(stopped), "{ends:?}");
     one.check_ends();
     other.check_releases();
@@ -371,13 +377,13 @@ fn one_that_has_left_is_cut_off_in_the_middle() {
 #[test]
 fn an_owner_that_does_not_decide_is_waited_for_until_the_limit() {
     let Some(_wire) = wire() else { return };
-    let short = Limits { first_byte: Duration::from_millis(300), ..patient() };
+    let short = TcpLimits { first_byte: Duration::from_millis(300), ..patient() };
     let mut one = on("rxe0", "one", 1, Owner::Grants, |config| config.tcp.limits = short);
     let mut other = on("rxe1", "other", 1, Owner::Waits, |_| {});
     acquaint(&one, &other);
     let wanted = [label(1, 1000)];
     other.keep(wanted[0], true);
-    assert_eq!(one.get(1, &wanted, LONG), [Err(Fault::Timeout(mesh::transport::Stage::FirstByte))]);
+    assert_eq!(one.get(1, &wanted, LONG), [Err(FetchFault::Timeout(mesh::transport::FetchStage::FirstByte))]);
     let ask = other.wait("an ask", |seen| seen.asked.first().map(|(ask, ..)| *ask));
     other.grant(ask, &wanted);
     other.check_releases();
@@ -387,7 +393,7 @@ fn an_owner_that_does_not_decide_is_waited_for_until_the_limit() {
     let fetching = one.fetch(1, &wanted, LONG);
     other.wait("an ask", |seen| seen.asked.get(1).map(drop));
     other.kill();
-    assert!(matches!(one.ends(&fetching)[..], [Err(Fault::Peer(_))]));
+    assert!(matches!(one.ends(&fetching)[..], [Err(FetchFault::Peer(_))]));
     one.check_ends();
 }
 
@@ -447,7 +453,9 @@ fn the_owner() {
     let life = std::env::var_os("PEER").unwrap().to_str().unwrap().parse().unwrap();
     let other = on("rxe1", "other", life, Owner::Grants, |_| {});
     labels(20, 1_310_720).iter().for_each(|label| other.keep(*label, true));
-    other.transport().join(PeerNumber(1), Peer { node: node("one"), boot: None, address: other.address() });
+    other
+        .transport()
+        .add_peer(PeerNumber(1), Peer { node: node("one"), boot: None, address: other.address() });
     say(&format!("{SERVES}{}\n", other.address()));
     // It runs until it is killed, or until its own limit if the test was killed.
     std::thread::sleep(Duration::from_secs(300));
@@ -462,15 +470,18 @@ fn a_peer_killed_in_the_middle_ends_what_it_owed_and_is_another_when_it_is_back(
     };
     let mut owner = Process::start("the_owner", "1");
     let mut one = on("rxe0", "one", 1, Owner::Grants, |_| {});
-    one.transport().join(PeerNumber(1), peer(&mut owner, 1));
+    one.transport().add_peer(PeerNumber(1), peer(&mut owner, 1));
     let labels = labels(20, 1_310_720);
     let ends = in_the_middle(&mut one, &labels, || owner.kill());
-    assert!(ends.iter().all(|end| matches!(end, Ok(()) | Err(Fault::Short | Fault::Peer(_)))), "{ends:?}");
+    assert!(
+        ends.iter().all(|end| matches!(end, Ok(()) | Err(FetchFault::Short | FetchFault::Peer(_)))),
+        "{ends:?}"
+    );
     let mut owner = Process::start("the_owner", "2");
     let back = peer(&mut owner, 2);
-    one.transport().join(PeerNumber(1), Peer { boot: Some(boot(1)), ..back.clone() });
-    assert_eq!(one.get(1, &labels[..2], LONG), [Err(Fault::Refused(Refusal::OtherBoot)); 2]);
-    one.transport().join(PeerNumber(1), back);
+    one.transport().add_peer(PeerNumber(1), Peer { boot: Some(boot(1)), ..back.clone() });
+    assert_eq!(one.get(1, &labels[..2], LONG), [Err(FetchFault::Refused(Refusal::OtherBoot)); 2]);
+    one.transport().add_peer(PeerNumber(1), back);
     assert!(one.get(1, &labels, LONG).iter().all(Result::is_ok));
     one.check_ends();
 }
@@ -480,15 +491,15 @@ fn a_peer_killed_in_the_middle_ends_what_it_owed_and_is_another_when_it_is_back(
 fn the_reader() {
     let address: SocketAddr = std::env::var_os("PEER").unwrap().to_str().unwrap().parse().unwrap();
     let mut reader = on("rxe0", "one", 1, Owner::Grants, |_| {});
-    reader.transport().join(PeerNumber(1), Peer { node: node("other"), boot: Some(boot(1)), address });
+    reader.transport().add_peer(PeerNumber(1), Peer { node: node("other"), boot: Some(boot(1)), address });
     say(&format!("{SERVES}{}\n", reader.address()));
     // `get` checks every byte of arrived blocks.
     let mut lapsed = 0;
     loop {
         let ends = reader.get(1, &labels(12, 1_310_720), LONG);
-        lapsed += ends.iter().filter(|end| **end == Err(Fault::Absent)).count();
-        let told = |end: &Result<(), Fault>| {
-            matches!(end, Ok(()) | Err(Fault::Absent | Fault::Peer(_) | Fault::Short))
+        lapsed += ends.iter().filter(|end| **end == Err(FetchFault::Absent)).count();
+        let told = |end: &Result<(), FetchFault>| {
+            matches!(end, Ok(()) | Err(FetchFault::Absent | FetchFault::Peer(_) | FetchFault::Short))
         };
         assert!(ends.iter().all(told), "{ends:?}");
         if lapsed > 0 && ends.iter().all(Result::is_ok) {
@@ -505,7 +516,9 @@ fn a_reader_frozen_beyond_its_lease_reads_nothing_that_was_put_there_since() {
     let labels = labels(12, 1_310_720);
     labels.iter().for_each(|label| other.keep(*label, true));
     let mut reader = Process::start("the_reader", &other.address().to_string());
-    other.transport().join(PeerNumber(1), Peer { node: node("one"), boot: None, address: other.address() });
+    other
+        .transport()
+        .add_peer(PeerNumber(1), Peer { node: node("one"), boot: None, address: other.address() });
     reader.hear(SERVES);
     // Frozen while blocks are lent, until all of them are given back.
     other.wait("an ask", |seen| (seen.asked.len() > seen.released.len()).then_some(()));

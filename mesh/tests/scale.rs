@@ -32,7 +32,10 @@ fn messages_bytes_and_staleness_follow_the_formulae() {
         world.run(seconds * 1000);
         let pairs = SETUP.observers as u64 * u64::from(SETUP.nodes - 1);
         let changes = 2 * SETUP.blocks * SETUP.replaced_per_mille / 1000;
-        assert_eq!(u128::from(SETUP.batch_ms), pace::rest(pace::TURN, FOLLOWERS as usize).as_millis());
+        assert_eq!(
+            u128::from(SETUP.batch_ms),
+            pace::compute_rest(pace::TURN, FOLLOWERS as usize).as_millis()
+        );
         let batches = 1000 / SETUP.batch_ms;
         assert_eq!(batches * FOLLOWERS, 4000, "batches a second of a node in the large mesh");
         let seen = &world.seen;

@@ -8,9 +8,9 @@ use std::net::TcpStream;
 use std::time::Duration;
 
 use mesh::refusals::Reason;
-use mesh::transport::tcp::frame::{ASK_BLOCKS_MAX, Ask, Frame, Hello};
-use mesh::transport::tcp::{Limits, Security};
-use mesh::transport::{Fault, PeerNumber, Refusal, Stage};
+use mesh::transport::tcp::frame::{ASK_BLOCKS_MAX, AskFrame, Frame, HelloFrame};
+use mesh::transport::tcp::{Security, TcpLimits};
+use mesh::transport::{FetchFault, FetchStage, PeerNumber, Refusal};
 use rig::{LONG, Node, Owner, acquaint, boot, exchange, label, node, now, pair, patient};
 use shm_protocol::random::Random;
 
@@ -42,7 +42,7 @@ fn under_load_every_block_ends_once_and_a_slot_given_back_is_not_written() {
         }
         for (left, right) in &fetches {
             let ends = one.ends(left);
-            assert!(ends.iter().all(|end| matches!(end, Ok(()) | Err(Fault::Stopped))), "{ends:?}");
+            assert!(ends.iter().all(|end| matches!(end, Ok(()) | Err(FetchFault::Stopped))), "{ends:?}");
             // These slots are free again: bytes written now must stay.
             for ((_, offset), end) in left.blocks.iter().zip(&ends) {
                 if end.is_err() {
@@ -70,7 +70,7 @@ fn absent_blocks_are_absent_and_the_others_come() {
         .filter(|(_, number)| kept(*number))
         .for_each(|(label, _)| other.keep(*label, false));
     for (end, number) in one.get(1, &labels, LONG).into_iter().zip(0..) {
-        assert_eq!(end, if kept(number) { Ok(()) } else { Err(Fault::Absent) }, "{number}");
+        assert_eq!(end, if kept(number) { Ok(()) } else { Err(FetchFault::Absent) }, "{number}");
     }
     other.check_releases();
     other.seen(|seen| assert_eq!(seen.released.values().flatten().sum::<u32>(), 100));
@@ -85,18 +85,18 @@ fn another_life_is_neither_asked_nor_answered() {
     acquaint(&one, &other);
     // The reader expects an earlier life.
     let earlier = mesh::transport::Peer { boot: Some(boot(1)), ..other.as_peer() };
-    one.transport().join(PeerNumber(2), earlier);
-    assert_eq!(one.get(2, &wanted, LONG), [Err(Fault::Refused(Refusal::OtherBoot))]);
+    one.transport().add_peer(PeerNumber(2), earlier);
+    assert_eq!(one.get(2, &wanted, LONG), [Err(FetchFault::Refused(Refusal::OtherBoot))]);
     // The owner knows another life of the reader.
-    other.transport().join(PeerNumber(1), mesh::transport::Peer { boot: Some(boot(9)), ..one.as_peer() });
-    assert_eq!(one.get(1, &wanted, LONG), [Err(Fault::Refused(Refusal::NotMember))]);
+    other.transport().add_peer(PeerNumber(1), mesh::transport::Peer { boot: Some(boot(9)), ..one.as_peer() });
+    assert_eq!(one.get(1, &wanted, LONG), [Err(FetchFault::Refused(Refusal::NotMember))]);
     // Another node answers than expected.
     let mistaken = mesh::transport::Peer { node: node("third"), ..other.as_peer() };
-    one.transport().join(PeerNumber(3), mistaken);
-    assert_eq!(one.get(3, &wanted, LONG), [Err(Fault::Refused(Refusal::OtherNode))]);
+    one.transport().add_peer(PeerNumber(3), mistaken);
+    assert_eq!(one.get(3, &wanted, LONG), [Err(FetchFault::Refused(Refusal::OtherNode))]);
     // A static list has no lives.
-    other.transport().join(PeerNumber(1), mesh::transport::Peer { boot: None, ..one.as_peer() });
-    one.transport().join(PeerNumber(4), mesh::transport::Peer { boot: None, ..other.as_peer() });
+    other.transport().add_peer(PeerNumber(1), mesh::transport::Peer { boot: None, ..one.as_peer() });
+    one.transport().add_peer(PeerNumber(4), mesh::transport::Peer { boot: None, ..other.as_peer() });
     assert_eq!(one.get(4, &wanted, LONG), [Ok(())]);
     one.seen(|seen| assert_eq!(seen.connected, [(PeerNumber(4), boot(2))]));
     other.seen(|seen| assert!(seen.notes.iter().any(|note| note.contains("refused")), "{:?}", seen.notes));
@@ -116,33 +116,33 @@ fn one_that_has_left_is_cut_off_in_both_directions() {
     // The owner fences the reader, between its ask and its grant.
     let fetching = one.fetch(1, &wanted, LONG);
     let ask = other.wait("an ask", |seen| seen.asked.first().map(|(ask, ..)| *ask));
-    other.transport().leave(PeerNumber(1));
-    assert_eq!(one.ends(&fetching), [Err(Fault::Peer(std::io::ErrorKind::UnexpectedEof))]);
+    other.transport().remove_peer(PeerNumber(1));
+    assert_eq!(one.ends(&fetching), [Err(FetchFault::Peer(std::io::ErrorKind::UnexpectedEof))]);
     other.grant(ask, &wanted);
     other.check_releases();
     std::thread::sleep(patient().back_off_max);
-    assert_eq!(one.get(1, &wanted, LONG), [Err(Fault::Refused(Refusal::NotMember))]);
+    assert_eq!(one.get(1, &wanted, LONG), [Err(FetchFault::Refused(Refusal::NotMember))]);
     // The reader fences the owner.
-    other.transport().join(PeerNumber(1), one.as_peer());
+    other.transport().add_peer(PeerNumber(1), one.as_peer());
     std::thread::sleep(patient().back_off_max);
     let fetching = one.fetch(1, &wanted, LONG);
     other.wait("an ask", |seen| seen.asked.get(1).map(drop));
-    one.transport().leave(PeerNumber(1));
-    assert_eq!(one.ends(&fetching), [Err(Fault::Stopped)]);
-    assert_eq!(one.get(1, &wanted, LONG), [Err(Fault::Refused(Refusal::NotMember))]);
+    one.transport().remove_peer(PeerNumber(1));
+    assert_eq!(one.ends(&fetching), [Err(FetchFault::Stopped)]);
+    assert_eq!(one.get(1, &wanted, LONG), [Err(FetchFault::Refused(Refusal::NotMember))]);
     one.check_ends();
 }
 
 #[test]
 fn an_owner_that_does_not_decide_is_waited_for_until_the_limit() {
-    let limits = Limits { first_byte: Duration::from_secs(3), ..patient() };
+    let limits = TcpLimits { first_byte: Duration::from_secs(3), ..patient() };
     let mut one = Node::new("one", Security::Plaintext, limits);
     let other = Node::start("other", 1, Security::Plaintext, patient(), Owner::Waits);
     acquaint(&one, &other);
     let wanted = [label(1, 1000)];
     other.keep(wanted[0], true);
-    assert_eq!(one.get(1, &wanted, LONG), [Err(Fault::Timeout(Stage::FirstByte))]);
-    one.seen(|seen| assert_eq!(seen.down, [(PeerNumber(1), Fault::Timeout(Stage::FirstByte))]));
+    assert_eq!(one.get(1, &wanted, LONG), [Err(FetchFault::Timeout(FetchStage::FirstByte))]);
+    one.seen(|seen| assert_eq!(seen.down, [(PeerNumber(1), FetchFault::Timeout(FetchStage::FirstByte))]));
     // A late grant comes back at once.
     let ask = other.wait("an ask", |seen| seen.asked.first().map(|(ask, ..)| *ask));
     other.grant(ask, &wanted);
@@ -150,10 +150,10 @@ fn an_owner_that_does_not_decide_is_waited_for_until_the_limit() {
     other.seen(|seen| assert_eq!(seen.released[&ask], [0]));
     // A fetch's own limit holds too, and a cancel does not wait.
     std::thread::sleep(patient().back_off_max);
-    assert_eq!(one.get(1, &wanted, Duration::from_millis(50)), [Err(Fault::Timeout(Stage::Whole))]);
+    assert_eq!(one.get(1, &wanted, Duration::from_millis(50)), [Err(FetchFault::Timeout(FetchStage::Whole))]);
     let fetching = one.fetch(1, &wanted, LONG);
     one.transport().cancel(fetching.ticket);
-    assert_eq!(one.ends(&fetching), [Err(Fault::Stopped)]);
+    assert_eq!(one.ends(&fetching), [Err(FetchFault::Stopped)]);
     one.check_ends();
 }
 
@@ -172,9 +172,9 @@ fn more_than_the_bounds_is_refused_at_once() {
     for ticket in 1000..1070 {
         let blocks = vec![(wanted, offset); 256];
         let fetch = mesh::transport::Fetch { ticket, peer: PeerNumber(1), blocks, deadline: LONG };
-        one.transport().post(fetch);
+        one.transport().post_fetch(fetch);
     }
-    let refused = Err(Fault::Refused(Refusal::Busy));
+    let refused = Err(FetchFault::Refused(Refusal::Busy));
     one.wait("a refusal", |seen| (seen.done.get(&(1069, 255))?[..] == [refused]).then_some(()));
     (1000..1070).for_each(|ticket| one.transport().cancel(ticket));
     one.wait("all ends", |seen| (seen.done.len() == 400 + 70 * 256).then_some(()));
@@ -184,7 +184,7 @@ fn more_than_the_bounds_is_refused_at_once() {
 /// A member whose frames the test writes.
 fn speaker(other: &Node) -> TcpStream {
     let mut stream = TcpStream::connect(other.address()).unwrap();
-    let hello = Hello {
+    let hello = HelloFrame {
         node: node("raw"),
         boot: boot(5),
         wanted_node: other.name.clone(),
@@ -198,13 +198,15 @@ fn speaker(other: &Node) -> TcpStream {
 
 fn say(stream: &mut TcpStream, frame: &Frame) {
     let mut bytes = Vec::new();
-    frame.encode(&mut bytes);
+    frame.append_to(&mut bytes);
     stream.write_all(&bytes).unwrap();
 }
 
 fn raw_peer(other: &Node) {
     let address = other.address();
-    other.transport().join(PeerNumber(7), mesh::transport::Peer { node: node("raw"), boot: None, address });
+    other
+        .transport()
+        .add_peer(PeerNumber(7), mesh::transport::Peer { node: node("raw"), boot: None, address });
 }
 
 #[test]
@@ -213,7 +215,7 @@ fn a_peer_that_asks_out_of_all_bounds_is_hung_up_on() {
     raw_peer(&other);
     // Asks beyond the limit wait in the stream.
     let mut stream = speaker(&other);
-    let ask = |ticket| Frame::Ask(Ask { ticket, first: 0, labels: vec![label(1, 8); ASK_BLOCKS_MAX] });
+    let ask = |ticket| Frame::Ask(AskFrame { ticket, first: 0, labels: vec![label(1, 8); ASK_BLOCKS_MAX] });
     (0..20).for_each(|ticket| say(&mut stream, &ask(ticket)));
     other.wait("asks", |seen| (seen.asked.len() == 4).then_some(()));
     // A frame with too large a length, or bytes that are not a frame.
@@ -224,8 +226,9 @@ fn a_peer_that_asks_out_of_all_bounds_is_hung_up_on() {
         let _ = stream.read_to_end(&mut rest);
         assert!(rest.len() <= 32, "a refusal, or nothing");
     }
-    let malformed =
-        |(peer, fault): &(PeerNumber, Fault)| *peer == PeerNumber(7) && matches!(fault, Fault::Malformed(_));
+    let malformed = |(peer, fault): &(PeerNumber, FetchFault)| {
+        *peer == PeerNumber(7) && matches!(fault, FetchFault::Malformed(_))
+    };
     other.wait("three strikes", |seen| {
         (seen.down.iter().filter(|down| malformed(down)).count() == 3).then_some(())
     });
@@ -239,7 +242,7 @@ fn a_peer_that_asks_out_of_all_bounds_is_hung_up_on() {
 /// A head with this length.
 fn frame_of(bytes: u32) -> Vec<u8> {
     let mut frame = Vec::new();
-    Frame::Ask(Ask { ticket: 1, first: 0, labels: vec![label(1, 8)] }).encode(&mut frame);
+    Frame::Ask(AskFrame { ticket: 1, first: 0, labels: vec![label(1, 8)] }).append_to(&mut frame);
     frame[8..12].copy_from_slice(&bytes.to_le_bytes());
     frame
 }
@@ -256,12 +259,12 @@ fn draining_ends_what_is_under_way_and_takes_on_nothing() {
     other.transport().drain();
     other.grant(ask, &wanted);
     assert_eq!(one.ends(&fetching), [Ok(())]);
-    assert_eq!(one.get(1, &wanted, LONG), [Err(Fault::Refused(Refusal::Draining))]);
-    assert_eq!(other.get(1, &wanted, LONG), [Err(Fault::Refused(Refusal::Draining))]);
+    assert_eq!(one.get(1, &wanted, LONG), [Err(FetchFault::Refused(Refusal::Draining))]);
+    assert_eq!(other.get(1, &wanted, LONG), [Err(FetchFault::Refused(Refusal::Draining))]);
     other.refused(Reason::Draining, 1);
     other.check_releases();
     other.kill();
-    assert!(matches!(one.get(1, &wanted, LONG)[..], [Err(Fault::Peer(_))]));
+    assert!(matches!(one.get(1, &wanted, LONG)[..], [Err(FetchFault::Peer(_))]));
 }
 
 #[test]
@@ -274,8 +277,14 @@ fn a_transport_that_ends_gives_back_everything() {
     // Granted slots are released, and the other blocks end.
     other.kill();
     let ends = one.ends(&fetching);
-    let gone = |end: &Result<(), Fault>| {
-        matches!(end, Err(Fault::Short | Fault::Peer(_) | Fault::Refused(Refusal::Draining) | Fault::Stopped))
+    let gone = |end: &Result<(), FetchFault>| {
+        matches!(
+            end,
+            Err(FetchFault::Short
+                | FetchFault::Peer(_)
+                | FetchFault::Refused(Refusal::Draining)
+                | FetchFault::Stopped)
+        )
     };
     assert!(ends.iter().all(|end| end.is_ok() || gone(end)), "{ends:?}");
     other.seen(|seen| assert!(seen.released.values().all(|released| released.len() == 1)));

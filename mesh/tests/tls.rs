@@ -8,7 +8,7 @@ use std::path::Path;
 
 use mesh::refusals::Reason;
 use mesh::transport::tcp::{Security, Tls};
-use mesh::transport::{Fault, PeerNumber, Refusal};
+use mesh::transport::{FetchFault, PeerNumber, Refusal};
 use rig::certificates::{Authority, Folder, NAME};
 use rig::{LONG, Node, acquaint, label, patient};
 
@@ -17,7 +17,7 @@ fn node(files: &Folder, name: &str) -> Node {
 }
 
 /// Fetches a block of `other` at `one`.
-fn get(one: &mut Node, other: &Node) -> Result<(), Fault> {
+fn get(one: &mut Node, other: &Node) -> Result<(), FetchFault> {
     let wanted = label(1, 300_000);
     other.keep(wanted, true);
     acquaint(one, other);
@@ -32,7 +32,7 @@ fn rewrite(path: &Path, bytes: &[u8]) {
     file.set_modified(modified).unwrap();
 }
 
-const REFUSED: Result<(), Fault> = Err(Fault::Refused(Refusal::Certificate));
+const REFUSED: Result<(), FetchFault> = Err(FetchFault::Refused(Refusal::Certificate));
 
 #[test]
 fn certificates_of_one_authority_carry_blocks() {
@@ -70,7 +70,7 @@ fn who_is_not_of_the_mesh_is_not_served() {
     other.refused(Reason::Certificate, 3);
     // A node without TLS.
     let mut one = Node::new("one", Security::Plaintext, patient());
-    assert!(matches!(get(&mut one, &other), Err(Fault::Malformed(_) | Fault::Peer(_))));
+    assert!(matches!(get(&mut one, &other), Err(FetchFault::Malformed(_) | FetchFault::Peer(_))));
 }
 
 #[test]
@@ -90,7 +90,7 @@ fn who_is_not_of_the_mesh_is_not_believed() {
     // An owner without TLS.
     let (mut one, other) = (node(&good, "one"), Node::new("other", Security::Plaintext, patient()));
     let end = get(&mut one, &other);
-    assert!(matches!(end, REFUSED | Err(Fault::Peer(_))), "{end:?}");
+    assert!(matches!(end, REFUSED | Err(FetchFault::Peer(_))), "{end:?}");
 }
 
 #[test]
@@ -117,7 +117,7 @@ fn new_files_are_used_without_a_restart() {
     assert_eq!(get(&mut one, &other), REFUSED);
     files[0].write(&next, &next, NAME, 2099);
     assert_eq!(get(&mut one, &other), Ok(()));
-    one.transport().leave(PeerNumber(1));
+    one.transport().remove_peer(PeerNumber(1));
 }
 
 #[test]
@@ -129,7 +129,7 @@ fn files_that_cannot_be_used_are_named_with_the_remedy() {
     std::fs::write(&garbage, "nothing").unwrap();
     let missing = files.0.join("missing");
     let said = |tls: Tls, file: &Path, what: &str| {
-        let config = mesh::transport::tcp::Config::new(rig::node("one"), rig::boot(1), Security::Tls(tls));
+        let config = mesh::transport::tcp::TcpConfig::new(rig::node("one"), rig::boot(1), Security::Tls(tls));
         let pool = Node::new("pool", Security::Plaintext, patient());
         let Err(error) = mesh::transport::tcp::Tcp::start(config, pool.blocks.clone(), drop) else {
             panic!("{what}")

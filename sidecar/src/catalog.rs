@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use mesh::control::FACTS_BYTES_MAX;
-use mesh::control::wire::namespaces::Stated;
+use mesh::control::wire::namespaces::StatedFacts;
 use serde::Serialize;
 use shm_protocol::handshake::WorkerHello;
 use shm_protocol::key::NamespaceDigest;
@@ -248,8 +248,8 @@ impl Catalog {
     }
 
     /// The facts and block sizes of each namespace.
-    pub fn stated(&self) -> Vec<(NamespaceDigest, Stated)> {
-        let stated = |known: &Known| Stated {
+    pub fn stated(&self) -> Vec<(NamespaceDigest, StatedFacts)> {
+        let stated = |known: &Known| StatedFacts {
             facts: Arc::clone(&known.facts),
             block_bytes: known.block_bytes,
             shards: known.shards,
@@ -274,8 +274,8 @@ impl Catalog {
 
 impl Entry {
     /// The entry of a namespace that only peers have.
-    pub fn of_peers(stated: &Stated, quota: Option<Level>) -> Self {
-        let Stated { facts, block_bytes, shards } = stated;
+    pub fn of_peers(stated: &StatedFacts, quota: Option<Level>) -> Self {
+        let StatedFacts { facts, block_bytes, shards } = stated;
         let (facts, block_bytes, shards) = (Arc::clone(facts), *block_bytes, *shards);
         Self { facts, engines: 0, block_bytes, shards, proofs: BTreeMap::new(), barred: Vec::new(), quota }
     }

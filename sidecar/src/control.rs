@@ -25,7 +25,7 @@ use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper::{Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
-use mesh::control::Asker;
+use mesh::control::NamespaceAsker;
 use prometheus::Registry;
 use serde::Serialize;
 use serde_json::json;
@@ -63,7 +63,7 @@ pub struct Parts {
     pub inbox: Arc<Inbox>,
     pub catalog: catalog::Shared,
     /// The mesh, for requests to peers; `None` without a mesh.
-    pub mesh: Option<Asker>,
+    pub mesh: Option<NamespaceAsker>,
     pub quotas: Levels,
     pub foretold: Foretold,
     pub log: LogLevel,

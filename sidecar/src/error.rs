@@ -28,7 +28,7 @@ pub enum StartError {
     Metrics(#[from] prometheus::Error),
     /// The mesh cannot be joined.
     #[error(transparent)]
-    Mesh(#[from] ::mesh::Error),
+    Mesh(#[from] ::mesh::MeshError),
     /// The kernel refused threads or descriptors.
     #[error("cannot start: {0}")]
     Os(#[from] std::io::Error),

@@ -15,8 +15,8 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
 use mesh::transport::rdma::{self, Rdma};
-use mesh::transport::tcp::{self, Limits, Security, Tcp, Tls};
-use mesh::transport::{Transport, Up};
+use mesh::transport::tcp::{self, Security, Tcp, TcpLimits, Tls};
+use mesh::transport::{Transport, TransportEvent};
 use tools::bench::node::{self, BOOT, BlockSizes, DEADLINE, NodeMemory, NodeReader, PEER};
 
 /// The name in the certificates.
@@ -50,39 +50,39 @@ fn security(words: &[&str]) -> Security {
 }
 
 /// A transport, where it serves, and what it tells.
-type Started = (Arc<dyn Transport>, SocketAddr, Receiver<Up>);
+type Started = (Arc<dyn Transport>, SocketAddr, Receiver<TransportEvent>);
 
 fn start(name: &str, words: &[&str], memory: &NodeMemory) -> Started {
     let (sender, ups) = channel();
     let (node, security, blocks) = (node::name_of(name), security(words), memory.blocks.clone());
     let up = move |up| drop(sender.send(up));
     let over = words[2];
-    let config = tcp::Config::new(node, BOOT, security);
+    let config = tcp::TcpConfig::new(node, BOOT, security);
     let Some((nic, queue_pairs)) = over.split_once(':') else {
         let streams = over.parse().expect("a number");
-        let config = tcp::Config { streams, ..config };
+        let config = tcp::TcpConfig { streams, ..config };
         let tcp = Tcp::start(config, blocks, up).expect("it starts");
-        let address = tcp.address();
+        let address = tcp.listen_address();
         return (Arc::new(tcp), address, ups);
     };
     let qps_per_peer = queue_pairs.parse().expect("a number");
     // An emulated NIC may take long.
-    let limits = Limits { first_byte: DEADLINE, progress: DEADLINE, ..Limits::default() };
-    let config = tcp::Config { limits, ..config };
+    let limits = TcpLimits { first_byte: DEADLINE, progress: DEADLINE, ..TcpLimits::default() };
+    let config = tcp::TcpConfig { limits, ..config };
     let config =
-        rdma::Config { qps_per_peer, lease: DEADLINE, ..rdma::Config::new(config, vec![nic.into()]) };
+        rdma::RdmaConfig { qps_per_peer, lease: DEADLINE, ..rdma::RdmaConfig::new(config, vec![nic.into()]) };
     let rdma = Rdma::start(config, blocks, up).expect("it starts");
     while !rdma.ready() {
         std::thread::sleep(Duration::from_millis(10));
     }
-    let address = rdma.address();
+    let address = rdma.listen_address();
     (Arc::new(rdma), address, ups)
 }
 
 fn serve(words: &[&str]) {
     let memory = NodeMemory::with_blocks(sizes(words)).expect("memory");
     let (transport, address, ups) = start("owner", words, &memory);
-    transport.join(PEER, node::make_peer("reader", address));
+    transport.add_peer(PEER, node::make_peer("reader", address));
     println!("{address}");
     // What decides, on a thread of its own as in a sidecar.
     std::thread::spawn(move || node::serve_blocks(&*transport, &ups, &memory));

@@ -13,7 +13,7 @@ use tokio_rustls::TlsConnector;
 use tonic::transport::{Channel, Endpoint, Uri};
 use tower::service_fn;
 
-use crate::Error;
+use crate::MeshError;
 use crate::refusals::Reason;
 use crate::tls::REMEDY;
 
@@ -26,18 +26,18 @@ const ADDRESS_BYTES_MAX: usize = 253 + 6;
 pub(super) type Session = Option<(Arc<ClientConfig>, ServerName<'static>)>;
 
 /// A connection, encrypted or not.
-pub(super) trait Wire: AsyncRead + AsyncWrite + Send + Unpin {}
-impl<T: AsyncRead + AsyncWrite + Send + Unpin> Wire for T {}
+pub(super) trait ByteStream: AsyncRead + AsyncWrite + Send + Unpin {}
+impl<T: AsyncRead + AsyncWrite + Send + Unpin> ByteStream for T {}
 
 /// Connects to `address`, a `host:port`. The error is the reason, with a remedy if there is one. `count` is
 /// called if the TLS session fails on either side.
-pub(super) async fn dial(
+pub(super) async fn dial_address(
     address: &str,
     session: Session,
     limit: Duration,
     count: impl Fn(Reason),
 ) -> Result<Channel, String> {
-    let wire = within(limit, "connecting", connect(address, session, count)).await?;
+    let wire = run_within(limit, "connecting", connect_stream(address, session, count)).await?;
     let mut wire = Some(TokioIo::new(wire));
     // The connection is given out once: a broken channel is replaced by a new dial.
     let connector = service_fn(move |_: Uri| {
@@ -45,16 +45,20 @@ pub(super) async fn dial(
         std::future::ready(wire)
     });
     let endpoint = Endpoint::from_shared(format!("http://{address}"))
-        .map_err(|error| causes(&error))?
+        .map_err(|error| format_causes(&error))?
         .initial_stream_window_size(WINDOW_BYTES)
         .initial_connection_window_size(WINDOW_BYTES);
-    let channel = within(limit, "the first frames", async {
-        endpoint.connect_with_connector(connector).await.map_err(|error| causes(&error))
+    let channel = run_within(limit, "the first frames", async {
+        endpoint.connect_with_connector(connector).await.map_err(|error| format_causes(&error))
     });
     channel.await
 }
 
-async fn connect(address: &str, session: Session, count: impl Fn(Reason)) -> Result<Box<dyn Wire>, String> {
+async fn connect_stream(
+    address: &str,
+    session: Session,
+    count: impl Fn(Reason),
+) -> Result<Box<dyn ByteStream>, String> {
     let tcp = TcpStream::connect(address).await.map_err(|error| error.to_string())?;
     tcp.set_nodelay(true).map_err(|error| error.to_string())?;
     let Some((config, name)) = session else { return Ok(Box::new(tcp)) };
@@ -66,7 +70,7 @@ async fn connect(address: &str, session: Session, count: impl Fn(Reason)) -> Res
 }
 
 /// Awaits `work` for at most `limit`; `what` names it in the error.
-pub(super) async fn within<T>(
+pub(super) async fn run_within<T>(
     limit: Duration,
     what: &str,
     work: impl Future<Output = Result<T, String>>,
@@ -76,7 +80,7 @@ pub(super) async fn within<T>(
 }
 
 /// The text of an error with all its causes: libraries state the actual problem there.
-pub(super) fn causes(error: &dyn std::error::Error) -> String {
+pub(super) fn format_causes(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut next = error.source();
     while let Some(cause) = next {
@@ -90,7 +94,7 @@ pub(super) fn causes(error: &dyn std::error::Error) -> String {
 }
 
 /// Checks that `address` can be the `host:port` of a peer.
-pub fn check(address: &str) -> Result<(), Error> {
+pub fn check_address(address: &str) -> Result<(), MeshError> {
     let port = address.rsplit_once(':').filter(|(host, _)| !host.is_empty() && !host.contains('/'));
     let port = port.and_then(|(_, port)| port.parse::<u16>().ok()).filter(|port| *port > 0);
     if port.is_some() && address.len() <= ADDRESS_BYTES_MAX {
@@ -98,5 +102,5 @@ pub fn check(address: &str) -> Result<(), Error> {
     }
     let problem = "is not the address of a peer: pass host:port, of a node's --mesh-listen or of a name that resolves to all \
          nodes";
-    Err(Error::Address { address: address.into(), problem })
+    Err(MeshError::Address { address: address.into(), problem })
 }

@@ -26,8 +26,8 @@ use tokio::time::{Instant, Interval, MissedTickBehavior};
 
 pub use self::cluster::Etcd;
 use super::back_off::BackOff;
-use super::dial::{causes, dial, within};
-use super::shared::Shared;
+use super::dial::{dial_address, format_causes, run_within};
+use super::shared::ControlShared;
 use super::{DataAddresses, MEMBERS_MAX};
 use crate::membership::{Identity, Registration};
 use crate::refusals::Reason;
@@ -55,8 +55,8 @@ struct Record {
 }
 
 /// A connection to etcd.
-struct Session {
-    shared: Arc<Shared>,
+struct EtcdSession {
+    shared: Arc<ControlShared>,
     client: Client,
     prefix: String,
     lease: i64,
@@ -66,14 +66,14 @@ struct Session {
 }
 
 /// The reason for the end of a session.
-enum End {
+enum SessionEnd {
     /// The node leaves the mesh.
     Left,
     Broken(String),
 }
 
 /// Keeps this node registered and its membership up to date, until `leaving` is notified.
-pub(super) async fn register(shared: Arc<Shared>, etcd: Etcd, leaving: Arc<Notify>) {
+pub(super) async fn register_node(shared: Arc<ControlShared>, etcd: Etcd, leaving: Arc<Notify>) {
     let limits = shared.config.limits;
     let mut lease = None;
     let mut back_off = BackOff::new(&limits, shared.config.boot.0.get());
@@ -81,12 +81,12 @@ pub(super) async fn register(shared: Arc<Shared>, etcd: Etcd, leaving: Arc<Notif
         let mut up = None;
         let session = session(&shared, &etcd, endpoint, &mut lease, &mut up, &leaving);
         let why = match session.await {
-            End::Left => return,
-            End::Broken(why) => format!("etcd at {endpoint}: {why}"),
+            SessionEnd::Left => return,
+            SessionEnd::Broken(why) => format!("etcd at {endpoint}: {why}"),
         };
-        let (pause, news) = back_off.after(up.map_or(Duration::ZERO, |since| since.elapsed()), &why);
-        if news {
-            shared.note(format!("{why}; the last known members stay in use"));
+        let (pause, is_new) = back_off.pause_after(up.map_or(Duration::ZERO, |since| since.elapsed()), &why);
+        if is_new {
+            shared.report_note(format!("{why}; the last known members stay in use"));
         }
         tokio::select! {
             () = tokio::time::sleep(pause) => {}
@@ -96,37 +96,37 @@ pub(super) async fn register(shared: Arc<Shared>, etcd: Etcd, leaving: Arc<Notif
 }
 
 async fn session(
-    shared: &Arc<Shared>,
+    shared: &Arc<ControlShared>,
     etcd: &Etcd,
     endpoint: &str,
     lease: &mut Option<i64>,
     up: &mut Option<Instant>,
     leaving: &Notify,
-) -> End {
+) -> SessionEnd {
     let opened = tokio::select! {
-        opened = Session::open(shared, etcd, endpoint, lease) => opened,
-        () = leaving.notified() => return End::Left,
+        opened = EtcdSession::open_session(shared, etcd, endpoint, lease) => opened,
+        () = leaving.notified() => return SessionEnd::Left,
     };
     let (mut session, renewal, watch) = match opened {
         Ok(opened) => opened,
-        Err(why) => return End::Broken(why),
+        Err(why) => return SessionEnd::Broken(why),
     };
     *up = Some(Instant::now());
     tokio::select! {
-        Err(why) = session.attend(renewal, watch) => return End::Broken(why),
+        Err(why) = session.attend(renewal, watch) => return SessionEnd::Broken(why),
         () = leaving.notified() => {}
     }
     // The key ends with its lease, so the other nodes notice at once.
     let _ = session.call("the end of the lease", session.client.lease_client().revoke(session.lease)).await;
-    End::Left
+    SessionEnd::Left
 }
 
-// === impl Session ===
+// === impl EtcdSession ===
 
-impl Session {
+impl EtcdSession {
     /// Opens a session: takes a lease, gives all registrations to the membership, and registers this node.
-    async fn open(
-        shared: &Arc<Shared>,
+    async fn open_session(
+        shared: &Arc<ControlShared>,
         etcd: &Etcd,
         endpoint: &str,
         known: &mut Option<i64>,
@@ -137,17 +137,17 @@ impl Session {
         if let Some((user, password)) = etcd.credentials().map_err(|error| error.to_string())? {
             options = options.with_user(user, password);
         }
-        let channel = Channel::Tonic(dial(&address, tls, limits.connect, |_| {}).await?);
-        let client = within(limits.etcd, "signing in", async {
-            Client::from_channel(channel, Some(options)).await.map_err(|error| causes(&error))
+        let channel = Channel::Tonic(dial_address(&address, tls, limits.connect, |_| {}).await?);
+        let client = run_within(limits.etcd, "signing in", async {
+            Client::from_channel(channel, Some(options)).await.map_err(|error| format_causes(&error))
         });
         let prefix = format!("/pillion/{}/nodes/", shared.config.mesh);
         let (client, shared) = (client.await?, Arc::clone(shared));
         let mut session =
             Self { shared, client, prefix, lease: 0, ttl: etcd.ttl.max(TTL_MIN), registered: false };
         let renewal = session.take_lease(known).await?;
-        let watch = session.list().await?;
-        session.put().await?;
+        let watch = session.list_nodes().await?;
+        session.put_key().await?;
         Ok((session, renewal, watch))
     }
 
@@ -157,8 +157,8 @@ impl Session {
         what: &str,
         call: impl Future<Output = Result<T, etcd_client::Error>>,
     ) -> Result<T, String> {
-        let call = async { call.await.map_err(|error| format!("{what}: {}", causes(&error))) };
-        within(self.shared.config.limits.etcd, what, call).await
+        let call = async { call.await.map_err(|error| format!("{what}: {}", format_causes(&error))) };
+        run_within(self.shared.config.limits.etcd, what, call).await
     }
 
     /// Keeps the lease of the previous session if it still lives; otherwise takes a new one.
@@ -180,12 +180,12 @@ impl Session {
     }
 
     /// Gives all registrations to the membership, and watches for changes from then on.
-    async fn list(&mut self) -> Result<WatchStream, String> {
+    async fn list_nodes(&mut self) -> Result<WatchStream, String> {
         let options = GetOptions::new().with_prefix().with_limit(MEMBERS_MAX as i64 + 1);
         let mut keys = self.client.kv_client();
         let all = self.call("the list of nodes", keys.get(self.prefix.as_str(), Some(options))).await?;
         let revision = all.header().ok_or("the list of nodes has no revision")?.revision();
-        let nodes = all.kvs().iter().filter_map(|key| self.read(key)).collect();
+        let nodes = all.kvs().iter().filter_map(|key| self.read_registration(key)).collect();
         self.shared.registered(nodes);
         let options = WatchOptions::new().with_prefix().with_start_revision(revision + 1);
         let mut watches = self.client.watch_client();
@@ -193,7 +193,7 @@ impl Session {
     }
 
     /// Writes this node's key, unless another life has it. The key of the former life is replaced.
-    async fn put(&mut self) -> Result<(), String> {
+    async fn put_key(&mut self) -> Result<(), String> {
         let mut found = self.claim().await?;
         if let Some(one) = &found
             && let former @ Some(_) = self.shared.config.former
@@ -201,7 +201,7 @@ impl Session {
         {
             // The key is deleted, not written over: otherwise it would keep the creation revision of the
             // former life.
-            self.replace(one, TxnOp::delete(self.key(), None)).await?;
+            self.replace(one, TxnOp::delete(self.own_key(), None)).await?;
             found = self.claim().await?;
         }
         self.registered = match found {
@@ -211,7 +211,7 @@ impl Session {
                 self.replace(&one, self.record()).await?
             }
             Some(_) => {
-                self.shared.note(format!(
+                self.shared.report_note(format!(
                     "this node waits until an earlier registration of '{}' in etcd has ended, up to {} s after a crash; \
                      if this line comes again, two sidecars have that name: give each its own --node-id",
                     self.shared.config.node,
@@ -225,7 +225,7 @@ impl Session {
 
     /// Creates this node's key. Returns the existing key if there is one.
     async fn claim(&self) -> Result<Option<KeyValue>, String> {
-        let key = self.key();
+        let key = self.own_key();
         let absent = Compare::create_revision(key.as_str(), CompareOp::Equal, 0);
         let first = Txn::new().when([absent]).and_then([self.record()]).or_else([TxnOp::get(key, None)]);
         let mut keys = self.client.kv_client();
@@ -238,25 +238,25 @@ impl Session {
 
     /// Applies `by` to this node's key if the key is unchanged since `found`. Returns true if it was.
     async fn replace(&self, found: &KeyValue, by: TxnOp) -> Result<bool, String> {
-        let unchanged = Compare::mod_revision(self.key(), CompareOp::Equal, found.mod_revision());
+        let unchanged = Compare::mod_revision(self.own_key(), CompareOp::Equal, found.mod_revision());
         let mut keys = self.client.kv_client();
         let answer = self.call("the registration", keys.txn(Txn::new().when([unchanged]).and_then([by])));
         Ok(answer.await?.succeeded())
     }
 
-    fn key(&self) -> String {
+    fn own_key(&self) -> String {
         format!("{}{}", self.prefix, self.shared.config.node)
     }
 
     fn record(&self) -> TxnOp {
         let config = &self.shared.config;
-        let record = Record::of(config.boot, config.listen, &config.data);
-        TxnOp::put(self.key(), record, Some(PutOptions::new().with_lease(self.lease)))
+        let record = Record::to_json(config.boot, config.listen, &config.data);
+        TxnOp::put(self.own_key(), record, Some(PutOptions::new().with_lease(self.lease)))
     }
 
     /// The life named in a registration.
     fn boot(&self, key: &KeyValue) -> Option<BootId> {
-        self.read(key).map(|one| one.identity.boot)
+        self.read_registration(key).map(|one| one.identity.boot)
     }
 
     /// Renews the lease and applies the events of the watch, until something breaks.
@@ -272,25 +272,25 @@ impl Session {
         loop {
             tokio::select! {
                 at = renewal.tick() => {
-                    within(limit, "renewing the lease", async { keeper.keep_alive().await.map_err(|e| causes(&e)) }).await?;
+                    run_within(limit, "renewing the lease", async { keeper.keep_alive().await.map_err(|e| format_causes(&e)) }).await?;
                     due.get_or_insert(at + limit);
                 }
                 () = overdue(due) => return Err("the lease was not renewed in time".into()),
                 answer = renewed.message() => {
-                    let answer = answer.map_err(|error| causes(&error))?.ok_or("the lease's stream ended")?;
+                    let answer = answer.map_err(|error| format_causes(&error))?.ok_or("the lease's stream ended")?;
                     if answer.ttl() <= 0 {
                         return Err("the lease ran out".into());
                     }
                     due = None;
                 }
                 told = watch.message() => {
-                    let told = told.map_err(|error| causes(&error))?.ok_or("the watch ended")?;
+                    let told = told.map_err(|error| format_causes(&error))?.ok_or("the watch ended")?;
                     if told.canceled() {
                         watch = self.watch_again(&told).await?;
                     }
-                    self.take(&told).await?;
+                    self.take_events(&told).await?;
                 }
-                _ = retry.tick(), if !self.registered => self.put().await?,
+                _ = retry.tick(), if !self.registered => self.put_key().await?,
             }
         }
     }
@@ -301,12 +301,12 @@ impl Session {
         if told.compact_revision() == 0 {
             return Err(format!("the watch was cancelled: {}", told.cancel_reason()));
         }
-        self.list().await
+        self.list_nodes().await
     }
 
     /// Applies events of the watch. Registers this node again if its key was deleted.
-    async fn take(&mut self, told: &WatchResponse) -> Result<(), String> {
-        let own = self.key();
+    async fn take_events(&mut self, told: &WatchResponse) -> Result<(), String> {
+        let own = self.own_key();
         let mut free = false;
         for event in told.events() {
             let Some(key) = event.kv() else { continue };
@@ -316,14 +316,14 @@ impl Session {
             }
         }
         // The key ended with its lease or was deleted by hand, or it was the key of another life.
-        if free { self.put().await } else { Ok(()) }
+        if free { self.put_key().await } else { Ok(()) }
     }
 
     fn happened(&self, event: &Event, key: &KeyValue) {
         match event.event_type() {
             EventType::Put => {
-                if let Some(one) = self.read(key) {
-                    self.shared.put(one);
+                if let Some(one) = self.read_registration(key) {
+                    self.shared.put_registration(one);
                 }
             }
             EventType::Delete => {
@@ -336,15 +336,15 @@ impl Session {
 
     /// Reads a registration. Returns `None` for a key or a record that is invalid; an invalid record is
     /// counted and logged.
-    fn read(&self, key: &KeyValue) -> Option<Registration> {
+    fn read_registration(&self, key: &KeyValue) -> Option<Registration> {
         let node = self.node(key)?;
-        match Record::read(key.value()) {
+        match Record::from_json(key.value()) {
             Ok((boot, control, data)) => {
                 let identity = Identity { node, boot, data };
                 Some(Registration { identity, control, created: key.create_revision() })
             }
             Err(why) => {
-                self.shared.count(Reason::Malformed);
+                self.shared.count_refusal(Reason::Malformed);
                 self.shared.note_rarely(format!("the registration of {node} in etcd is ignored: {why}"));
                 None
             }
@@ -375,14 +375,14 @@ async fn overdue(due: Option<Instant>) {
 // === impl Record ===
 
 impl Record {
-    fn of(boot: BootId, control: std::net::SocketAddr, data: &DataAddresses) -> String {
+    fn to_json(boot: BootId, control: std::net::SocketAddr, data: &DataAddresses) -> String {
         let (boot, control, tcp) = (format!("{:016x}", boot.0), control.to_string(), data.tcp.to_string());
         let record =
             Self { version: VERSION, boot, control, tcp, rdma: data.rdma.map(|rdma| rdma.to_string()) };
         serde_json::to_string(&record).expect("strings and a number")
     }
 
-    fn read(bytes: &[u8]) -> Result<(BootId, std::net::SocketAddr, DataAddresses), String> {
+    fn from_json(bytes: &[u8]) -> Result<(BootId, std::net::SocketAddr, DataAddresses), String> {
         if bytes.len() > RECORD_BYTES_MAX {
             return Err(format!("it has {} bytes, of at most {RECORD_BYTES_MAX}", bytes.len()));
         }

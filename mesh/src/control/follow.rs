@@ -9,15 +9,15 @@ use tokio::time::Instant;
 use tonic::transport::Channel;
 use tonic::{Code, Status, Streaming};
 
-use super::News;
+use super::MemberEvent;
 use super::back_off::BackOff;
-use super::dial::{dial, within};
+use super::dial::{dial_address, run_within};
 use super::service::inventory_client::InventoryClient;
-use super::shared::Shared;
-use super::wire::{FollowReply, FollowRequest, Malformed, REPLY_BYTES_MAX, Reply, WaitRequest};
+use super::shared::ControlShared;
+use super::wire::{CheckedReply, FollowReply, FollowRequest, MalformedReply, REPLY_BYTES_MAX, WaitRequest};
 use crate::digest::Thinning;
-use crate::feed::{Follower, Heard, Message, Unheard, keys_max};
-use crate::membership::{Endpoint, Failure, Identity};
+use crate::feed::{FeedMessage, FollowError, Follower, FollowerEvent, keys_max};
+use crate::membership::{FollowFailure, Identity, MemberEndpoint};
 use crate::refusals::Reason;
 use crate::transport::{BootId, PeerNumber};
 use shm_protocol::random::Random;
@@ -38,7 +38,7 @@ const HURRY: Duration = Duration::from_secs(1);
 const WORDS_MAX: usize = 300;
 
 /// The state of an endpoint from its earlier streams.
-struct Known {
+struct KnownStream {
     /// The member, its life, and the last sequence known of its feed.
     upto: Option<(PeerNumber, BootId, u64)>,
     thinning: Thinning,
@@ -54,25 +54,30 @@ struct Renewals {
 
 /// Cuts pauses short when an endpoint without a stream may be reachable: an unknown node follows and may be a
 /// listed peer that has just started, or a member is lost at one of its addresses.
-pub(super) async fn retry(shared: Arc<Shared>) {
+pub(super) async fn retry_dials(shared: Arc<ControlShared>) {
     loop {
         shared.retry.notified().await;
-        shared.hurry.send_replace(());
+        shared.retry_now.send_replace(());
         tokio::time::sleep(HURRY).await;
     }
 }
 
 /// Follows a peer, forever. A notification of `anew` requests its whole inventory again.
-pub(super) async fn follow(shared: Arc<Shared>, endpoint: Endpoint, address: String, anew: Arc<Notify>) {
+pub(super) async fn follow_endpoint(
+    shared: Arc<ControlShared>,
+    endpoint: MemberEndpoint,
+    address: String,
+    anew: Arc<Notify>,
+) {
     let limits = shared.config.limits;
-    let mut known = Known { upto: None, thinning: Thinning::NONE };
+    let mut known = KnownStream { upto: None, thinning: Thinning::NONE };
     let seed = shared.config.boot.0.get() ^ u64::from(endpoint.0);
     let mut back_off = BackOff::new(&limits, seed);
     let mut renewals = Renewals { back_off: BackOff::new(&limits, seed), last: Instant::now(), due: None };
     let mut random = Random(seed);
-    let mut hurry = shared.hurry.subscribe();
+    let mut retry_now = shared.retry_now.subscribe();
     loop {
-        hurry.mark_unchanged();
+        retry_now.mark_unchanged();
         let mut up = None;
         let thinned = known.thinning > Thinning::NONE;
         // Spread over time, because a peer has two filters during its renewal.
@@ -91,44 +96,45 @@ pub(super) async fn follow(shared: Arc<Shared>, endpoint: Endpoint, address: Str
         };
         shared.down(endpoint, &failure);
         let served = up.map_or(Duration::ZERO, |since| since.elapsed());
-        let (mut pause, news) = back_off.after(served, &failure.to_string());
+        let (mut pause, is_new) = back_off.pause_after(served, &failure.to_string());
         match failure {
-            Failure::Unreached(why) if news => {
-                shared.note(format!("the inventory of {address} is not followed: {why}"));
+            FollowFailure::Unreached(why) if is_new => {
+                shared.report_note(format!("the inventory of {address} is not followed: {why}"));
             }
-            Failure::Unreached(_) => {}
+            FollowFailure::Unreached(_) => {}
             // Another endpoint follows its member. After the end of its stream this endpoint is tried at
             // once.
-            Failure::Twin(..) | Failure::Elsewhere(_) => pause = limits.gone,
+            FollowFailure::Twin(..) | FollowFailure::Elsewhere(_) => pause = limits.gone,
         }
         tokio::select! {
             () = tokio::time::sleep(pause) => {}
-            _ = hurry.changed() => back_off.reset(),
+            _ = retry_now.changed() => back_off.reset(),
         }
     }
 }
 
 /// Runs one stream until it breaks. Sets `up` once the member is accepted.
 async fn stream(
-    shared: &Arc<Shared>,
-    endpoint: Endpoint,
+    shared: &Arc<ControlShared>,
+    endpoint: MemberEndpoint,
     address: &str,
-    known: &mut Known,
+    known: &mut KnownStream,
     up: &mut Option<Instant>,
-) -> Result<Infallible, Failure> {
+) -> Result<Infallible, FollowFailure> {
     let config = &shared.config;
-    let session = shared.credentials.as_ref().map(|files| files.client(|text| shared.note(text)));
+    let session = shared.credentials.as_ref().map(|files| files.client(|text| shared.report_note(text)));
     known.upto = known.upto.filter(|(number, ..)| shared.number(endpoint) == Some(*number));
     let asked =
         FollowRequest::new(config, known.upto.map(|(_, boot, sequence)| (boot, sequence)), known.thinning);
-    let channel = dial(address, session, config.limits.connect, |reason| shared.count(reason)).await?;
+    let channel =
+        dial_address(address, session, config.limits.connect, |reason| shared.count_refusal(reason)).await?;
     let mut client = InventoryClient::new(channel).max_decoding_message_size(REPLY_BYTES_MAX);
-    let mut replies = within(config.limits.connect, "the answer", async {
+    let mut replies = run_within(config.limits.connect, "the answer", async {
         let answer = client.follow(asked).await.map_err(|status| {
             if status.code() == Code::FailedPrecondition {
-                shared.count(Reason::Refused);
+                shared.count_refusal(Reason::Refused);
             }
-            words(&status)
+            describe_status(&status)
         })?;
         Ok(answer.into_inner())
     })
@@ -146,36 +152,36 @@ async fn stream(
         Some((.., sequence)) => Follower::resumed(keys_max, sequence, known.thinning),
         None => Follower::new(keys_max),
     };
-    let heard = hear(shared, &mut replies, known, follower, (number, identity.boot, keys_max));
+    let event = apply_replies(shared, &mut replies, known, follower, (number, identity.boot, keys_max));
     tokio::select! {
-        heard = heard => heard,
+        event = event => event,
         never = say_waits(shared, client), if hears_waits => match never {},
     }
 }
 
 /// Applies a member's messages to its filter until the stream ends, is silent for too long, or has an invalid
 /// message.
-async fn hear(
-    shared: &Shared,
+async fn apply_replies(
+    shared: &ControlShared,
     replies: &mut Streaming<FollowReply>,
-    known: &mut Known,
+    known: &mut KnownStream,
     mut follower: Follower,
     (number, boot, keys_max): (PeerNumber, BootId, usize),
-) -> Result<Infallible, Failure> {
+) -> Result<Infallible, FollowFailure> {
     loop {
         match reply(shared, replies).await? {
-            Reply::Hello(..) => {
-                shared.count(Reason::Malformed);
-                return Err(Failure::Unreached("it sent two greetings".into()));
+            CheckedReply::Hello(..) => {
+                shared.count_refusal(Reason::Malformed);
+                return Err(FollowFailure::Unreached("it sent two greetings".into()));
             }
-            Reply::Heartbeat => {}
-            Reply::Told(message) => {
-                if let Message::Begin { keys, .. } = message {
+            CheckedReply::Heartbeat => {}
+            CheckedReply::Feed(message) => {
+                if let FeedMessage::Begin { keys, .. } = message {
                     known.use_room(keys, keys_max)?;
                 }
-                let heard = follower.hear(message).map_err(|unheard| known.after(unheard))?;
+                let event = follower.apply_message(message).map_err(|error| known.restart_after(error))?;
                 known.upto = follower.known().map(|sequence| (number, boot, sequence));
-                tell(shared, number, heard).await;
+                report_outcome(shared, number, event).await;
             }
         }
     }
@@ -183,7 +189,7 @@ async fn hear(
 
 /// Notifies a member whenever a request here waits for a block, forever. Failures are ignored: the stream of
 /// the member notices them.
-async fn say_waits(shared: &Shared, mut client: InventoryClient<Channel>) -> Infallible {
+async fn say_waits(shared: &ControlShared, mut client: InventoryClient<Channel>) -> Infallible {
     let mut waits = shared.waits.subscribe();
     loop {
         if waits.changed().await.is_err() {
@@ -195,63 +201,70 @@ async fn say_waits(shared: &Shared, mut client: InventoryClient<Channel>) -> Inf
 
 /// Reads a member's greeting. Returns its identity, and true if it has the method `Wait`. Fails if the member
 /// belongs to another mesh.
-async fn greeting(shared: &Shared, replies: &mut Streaming<FollowReply>) -> Result<(Identity, bool), String> {
+async fn greeting(
+    shared: &ControlShared,
+    replies: &mut Streaming<FollowReply>,
+) -> Result<(Identity, bool), String> {
     match reply(shared, replies).await? {
-        Reply::Hello(mesh, identity, hears_waits) if mesh == shared.config.mesh => {
+        CheckedReply::Hello(mesh, identity, hears_waits) if mesh == shared.config.mesh => {
             Ok((identity, hears_waits))
         }
-        Reply::Hello(mesh, ..) => {
-            shared.count(Reason::Mesh);
+        CheckedReply::Hello(mesh, ..) => {
+            shared.count_refusal(Reason::Mesh);
             Err(format!("it belongs to the mesh '{mesh}': give both the same --mesh-name"))
         }
-        Reply::Told(_) | Reply::Heartbeat => {
-            shared.count(Reason::Malformed);
+        CheckedReply::Feed(_) | CheckedReply::Heartbeat => {
+            shared.count_refusal(Reason::Malformed);
             Err("it did not send its name".into())
         }
     }
 }
 
-async fn reply(shared: &Shared, replies: &mut Streaming<FollowReply>) -> Result<Reply, String> {
+async fn reply(shared: &ControlShared, replies: &mut Streaming<FollowReply>) -> Result<CheckedReply, String> {
     let silence = shared.config.limits.silence;
     let Ok(reply) = tokio::time::timeout(silence, replies.message()).await else {
-        shared.count(Reason::Silent);
+        shared.count_refusal(Reason::Silent);
         return Err(format!("the next message took longer than {} ms", silence.as_millis()));
     };
-    let reply = reply.map_err(|status| words(&status))?.ok_or("it closed the stream")?;
-    reply.hear().map_err(|malformed| {
-        shared.count(if let Malformed::Version(_) = malformed { Reason::Version } else { Reason::Malformed });
+    let reply = reply.map_err(|status| describe_status(&status))?.ok_or("it closed the stream")?;
+    reply.validate().map_err(|malformed| {
+        shared.count_refusal(if let MalformedReply::Version(_) = malformed {
+            Reason::Version
+        } else {
+            Reason::Malformed
+        });
         format!("it sent {malformed}")
     })
 }
 
 /// The error text of a peer or its connection, without control characters and cut to [`WORDS_MAX`]: a peer
 /// may send any text.
-pub(super) fn words(status: &Status) -> String {
+pub(super) fn describe_status(status: &Status) -> String {
     status.message().chars().filter(|char| !char.is_control()).take(WORDS_MAX).collect()
 }
 
 /// The least time for so many changes of one peer.
-fn rest(changes: usize) -> Duration {
+fn time_of_changes(changes: usize) -> Duration {
     Duration::from_micros(changes as u64 * 1_000_000 / CHANGES_PER_SECOND)
 }
 
 /// Hands a result to the caller once the backlog has room for it, then rests for the time its changes should
 /// take.
-async fn tell(shared: &Shared, number: PeerNumber, heard: Heard) {
-    match heard {
-        Heard::Nothing => tokio::task::yield_now().await,
-        Heard::Snapshot(filter) => {
+async fn report_outcome(shared: &ControlShared, number: PeerNumber, event: FollowerEvent) {
+    match event {
+        FollowerEvent::Nothing => tokio::task::yield_now().await,
+        FollowerEvent::Snapshot(filter) => {
             let room = shared.backlog.room(WORD).await;
-            shared.tell(News::Snapshot { number, filter, room });
+            shared.report_event(MemberEvent::Snapshot { number, filter, room });
         }
-        Heard::Changes(changes) => {
-            let (rest, room) = (rest(changes.len()), shared.backlog.room(changes.len()).await);
-            shared.tell(News::Changes { number, changes, room });
+        FollowerEvent::Changes(changes) => {
+            let (rest, room) = (time_of_changes(changes.len()), shared.backlog.room(changes.len()).await);
+            shared.report_event(MemberEvent::Changes { number, changes, room });
             tokio::time::sleep(rest).await;
         }
-        Heard::Promises(promises) => {
-            let (rest, room) = (rest(promises.len()), shared.backlog.room(WORD).await);
-            shared.tell(News::Promises { number, promises, room });
+        FollowerEvent::Promises(promises) => {
+            let (rest, room) = (time_of_changes(promises.len()), shared.backlog.room(WORD).await);
+            shared.report_event(MemberEvent::Promises { number, promises, room });
             tokio::time::sleep(rest).await;
         }
     }
@@ -267,7 +280,7 @@ impl Renewals {
             Some(due) => due,
             None => {
                 outgrown.notified().await;
-                let (pause, _) = self.back_off.after(self.last.elapsed(), "it outgrew its filter");
+                let (pause, _) = self.back_off.pause_after(self.last.elapsed(), "it outgrew its filter");
                 *self.due.insert(Instant::now() + pause)
             }
         };
@@ -276,13 +289,13 @@ impl Renewals {
     }
 }
 
-// === impl Known ===
+// === impl KnownStream ===
 
-impl Known {
+impl KnownStream {
     /// Chooses the largest part of an inventory within `max` keys. The part requested before has `keys` keys.
     fn fit(&mut self, keys: u64, max: usize) {
         let all = keys.saturating_mul(1 << self.thinning.power());
-        let fits = |thinning: &Thinning| thinning.of(all) <= max as u64;
+        let fits = |thinning: &Thinning| thinning.thin_count(all) <= max as u64;
         self.thinning = (0..).map_while(Thinning::new).find(fits).unwrap_or(Thinning::MOST);
     }
 
@@ -301,11 +314,11 @@ impl Known {
 
     /// Handles a message that cannot be applied: the next stream requests everything again, or a smaller part
     /// if it does not fit. Returns the reason as text.
-    fn after(&mut self, unheard: Unheard) -> String {
+    fn restart_after(&mut self, error: FollowError) -> String {
         self.upto = None;
-        if let Unheard::Memory { keys, max } = unheard {
+        if let FollowError::Memory { keys, max } = error {
             self.fit(keys, max);
         }
-        unheard.to_string()
+        error.to_string()
     }
 }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::back_off::BackOff;
-use super::shared::Shared;
+use super::shared::ControlShared;
 
 /// Resolves names to addresses.
 pub trait Resolve: Debug + Send + Sync {
@@ -29,16 +29,16 @@ impl Resolve for System {
 
 /// Keeps the endpoints of a listed name up to date, forever. An IP address is its own only endpoint, and
 /// needs no further resolution.
-pub(super) async fn follow(shared: Arc<Shared>, name: String) {
+pub(super) async fn follow_name(shared: Arc<ControlShared>, name: String) {
     if let Ok(address) = name.parse() {
         return shared.resolved(&name, BTreeSet::from([address]));
     }
     let limits = shared.config.limits;
     let mut back_off = BackOff::new(&limits, shared.config.boot.0.get());
-    let mut hurry = shared.hurry.subscribe();
+    let mut retry_now = shared.retry_now.subscribe();
     let mut is_unresolved = false;
     loop {
-        hurry.mark_unchanged();
+        retry_now.mark_unchanged();
         let resolved = resolve(&shared, &name).await;
         if is_unresolved != resolved.is_err() {
             is_unresolved = !is_unresolved;
@@ -51,9 +51,9 @@ pub(super) async fn follow(shared: Arc<Shared>, name: String) {
                 limits.resolve
             }
             Err(why) => {
-                let (pause, news) = back_off.after(Duration::ZERO, &why);
-                if news {
-                    shared.note(format!(
+                let (pause, is_new) = back_off.pause_after(Duration::ZERO, &why);
+                if is_new {
+                    shared.report_note(format!(
                         "--peer {name} cannot be resolved: {why}; its earlier addresses stay in use, and it is tried \
                          again. Pass a name that DNS or /etc/hosts of this host knows"
                     ));
@@ -64,14 +64,14 @@ pub(super) async fn follow(shared: Arc<Shared>, name: String) {
         tokio::select! {
             () = tokio::time::sleep(pause) => {}
             // An unknown follower may have an address that is new for this name.
-            _ = hurry.changed() => {}
+            _ = retry_now.changed() => {}
         }
     }
 }
 
 /// The usable addresses of a name. A node listens at one address, so of two families only the family of this
 /// node's address is used.
-async fn resolve(shared: &Shared, name: &str) -> Result<BTreeSet<SocketAddr>, String> {
+async fn resolve(shared: &ControlShared, name: &str) -> Result<BTreeSet<SocketAddr>, String> {
     let (resolver, name) = (Arc::clone(&shared.config.resolver), name.to_owned());
     let resolved = tokio::task::spawn_blocking(move || resolver.resolve(&name)).await;
     let all = resolved.map_err(|error| error.to_string())?.map_err(|error| error.to_string())?;

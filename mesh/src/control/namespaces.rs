@@ -15,12 +15,12 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tonic::{Code, Status};
 
-use super::dial::dial;
-use super::follow::words;
+use super::dial::dial_address;
+use super::follow::describe_status;
 use super::service::inventory_client::InventoryClient;
-use super::shared::Shared;
-use super::wire::namespaces::{Listed, Namespace, NamespacesReply, NamespacesRequest};
-use super::wire::{Malformed, REPLY_BYTES_MAX};
+use super::shared::ControlShared;
+use super::wire::namespaces::{Listed, NamespacesReply, NamespacesRequest, NodeNamespace};
+use super::wire::{MalformedReply, REPLY_BYTES_MAX};
 use crate::refusals::Reason;
 use crate::transport::{BootId, NodeId};
 
@@ -32,16 +32,16 @@ const ASKED_MAX: usize = 32;
 /// engines: thousands of namespaces of some 1 KB.
 pub const FACTS_BYTES_MAX: usize = 4 << 20;
 /// Maximum namespaces in all answers together. A namespace in several answers counts several times.
-const TOLD_MAX: usize = 1 << 16;
+const TAKEN_MAX: usize = 1 << 16;
 
 /// All namespaces of a node, once they are counted; `None` if the count failed.
-pub type Counted = Pin<Box<dyn Future<Output = Option<Vec<Namespace>>> + Send>>;
+pub type Counted = Pin<Box<dyn Future<Output = Option<Vec<NodeNamespace>>> + Send>>;
 
 /// Lists the namespaces known to this node.
 pub trait Listing: Debug + Send + Sync {
     /// Returns all known namespaces, with their blocks counted now; `None` if the count failed. It must not
     /// block.
-    fn list(&self) -> Counted;
+    fn list_namespaces(&self) -> Counted;
 }
 
 /// A node without namespaces.
@@ -50,33 +50,33 @@ pub struct Unlisted;
 
 /// The answer of a member.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub struct Answer {
+pub struct NamespacesAnswer {
     pub peer: NodeId,
     /// Facts of equal digests are shared between answers.
-    pub namespaces: Vec<Namespace>,
+    pub namespaces: Vec<NodeNamespace>,
     /// The reason if some or all of its namespaces are missing here, with a remedy if there is one.
     pub missing: Option<String>,
 }
 
 /// Totals of the answers so far.
 #[derive(Default)]
-struct Taken {
+struct TakenAnswers {
     facts: BTreeMap<NamespaceDigest, Arc<Facts>>,
     facts_bytes: usize,
-    told: usize,
+    taken: usize,
 }
 
 impl Listing for Unlisted {
-    fn list(&self) -> Counted {
+    fn list_namespaces(&self) -> Counted {
         Box::pin(std::future::ready(Some(Vec::new())))
     }
 }
 
 /// Returns this node's answer to a peer.
-pub(super) async fn tell(shared: &Arc<Shared>) -> Result<NamespacesReply, Status> {
+pub(super) async fn describe_namespaces(shared: &Arc<ControlShared>) -> Result<NamespacesReply, Status> {
     let shared = Arc::clone(shared);
     // The task continues if the client hangs up, so the next question does not start a second count.
-    let told = tokio::spawn(async move {
+    let taken = tokio::spawn(async move {
         let mut last = shared.listed.lock().await;
         if let Some((at, reply)) = &*last
             && at.elapsed() < REMEMBERED
@@ -84,18 +84,19 @@ pub(super) async fn tell(shared: &Arc<Shared>) -> Result<NamespacesReply, Status
             return reply.clone();
         }
         let listed =
-            tokio::time::timeout(shared.config.limits.namespaces, shared.config.listing.list()).await;
+            tokio::time::timeout(shared.config.limits.namespaces, shared.config.listing.list_namespaces())
+                .await;
         let reply = listed.ok().flatten().map(|all| NamespacesReply::new(&shared.config, all));
         *last = Some((Instant::now(), reply.clone()));
         reply
     });
     let busy =
         || Status::unavailable("its blocks were not counted in time: look at its /healthz and its log");
-    told.await.ok().flatten().ok_or_else(busy)
+    taken.await.ok().flatten().ok_or_else(busy)
 }
 
 /// Asks all members and sends their answers to `reply`. Stops if nothing waits for them any more.
-pub(super) async fn ask_all(shared: Arc<Shared>, mut reply: oneshot::Sender<Vec<Answer>>) {
+pub(super) async fn ask_all(shared: Arc<ControlShared>, mut reply: oneshot::Sender<Vec<NamespacesAnswer>>) {
     let limit = shared.config.limits.namespaces;
     let (until, room) = (Instant::now() + limit, Arc::new(Semaphore::new(ASKED_MAX)));
     let mut asked = JoinSet::new();
@@ -104,60 +105,69 @@ pub(super) async fn ask_all(shared: Arc<Shared>, mut reply: oneshot::Sender<Vec<
         asked.spawn(async move {
             let answered = async {
                 let _permit = room.acquire().await;
-                ask(&shared, (&node, boot), &address).await
+                ask_member(&shared, (&node, boot), &address).await
             };
             let answered = tokio::time::timeout_at(until, answered).await.unwrap_or_else(|_| {
-                shared.count(Reason::Silent);
+                shared.count_refusal(Reason::Silent);
                 Err(format!("it did not answer within {} ms: look at its /healthz", limit.as_millis()))
             });
             (node, answered)
         });
     }
-    let (mut taken, mut answers) = (Taken::default(), Vec::new());
+    let (mut taken, mut answers) = (TakenAnswers::default(), Vec::new());
     loop {
         tokio::select! {
             answered = asked.join_next() => match answered {
-                Some(Ok((peer, answered))) => answers.push(taken.answer(peer, answered)),
+                Some(Ok((peer, answered))) => answers.push(taken.take_answer(peer, answered)),
                 Some(Err(_)) => {}
                 None => break,
             },
             () = reply.closed() => return,
         }
     }
-    answers.sort_by(|one: &Answer, other| one.peer.as_str().cmp(other.peer.as_str()));
+    answers.sort_by(|one: &NamespacesAnswer, other| one.peer.as_str().cmp(other.peer.as_str()));
     let _ = reply.send(answers);
 }
 
 /// Asks one member.
-async fn ask(shared: &Shared, (node, boot): (&NodeId, BootId), address: &str) -> Result<Listed, String> {
+async fn ask_member(
+    shared: &ControlShared,
+    (node, boot): (&NodeId, BootId),
+    address: &str,
+) -> Result<Listed, String> {
     let config = &shared.config;
-    let session = shared.credentials.as_ref().map(|files| files.client(|text| shared.note(text)));
-    let channel = dial(address, session, config.limits.connect, |reason| shared.count(reason)).await?;
+    let session = shared.credentials.as_ref().map(|files| files.client(|text| shared.report_note(text)));
+    let channel =
+        dial_address(address, session, config.limits.connect, |reason| shared.count_refusal(reason)).await?;
     let mut client = InventoryClient::new(channel).max_decoding_message_size(REPLY_BYTES_MAX);
     let reply = client.namespaces(NamespacesRequest::new(config)).await.map_err(|status| {
         match status.code() {
             Code::Unimplemented => return "its release does not send its namespaces: upgrade it".into(),
-            Code::FailedPrecondition => shared.count(Reason::Refused),
+            Code::FailedPrecondition => shared.count_refusal(Reason::Refused),
             // The reply exceeds the maximum length.
-            Code::OutOfRange => shared.count(Reason::Malformed),
+            Code::OutOfRange => shared.count_refusal(Reason::Malformed),
             _ => {}
         }
-        words(&status)
+        describe_status(&status)
     })?;
-    let listed = reply.into_inner().hear().map_err(|malformed| {
-        shared.count(if let Malformed::Version(_) = malformed { Reason::Version } else { Reason::Malformed });
+    let listed = reply.into_inner().validate().map_err(|malformed| {
+        shared.count_refusal(if let MalformedReply::Version(_) = malformed {
+            Reason::Version
+        } else {
+            Reason::Malformed
+        });
         format!("it sent {malformed}")
     })?;
     if listed.mesh != config.mesh {
-        shared.count(Reason::Mesh);
+        shared.count_refusal(Reason::Mesh);
         return Err(format!("it belongs to the mesh '{}': give both the same --mesh-name", listed.mesh));
     }
     if (&listed.node, listed.boot) != (node, boot) {
-        shared.count(Reason::OtherLife);
+        shared.count_refusal(Reason::OtherLife);
         return Err(format!("{} answers there, or the node has restarted: ask again", listed.node));
     }
     if listed.wrong > 0 {
-        shared.count(Reason::Malformed);
+        shared.count_refusal(Reason::Malformed);
         shared.note_rarely(format!(
             "{} namespaces of {node} are dropped, because their facts do not match their digests or are invalid: run \
              the same release on every node",
@@ -167,19 +177,19 @@ async fn ask(shared: &Shared, (node, boot): (&NodeId, BootId), address: &str) ->
     Ok(listed)
 }
 
-// === impl Taken ===
+// === impl TakenAnswers ===
 
-impl Taken {
+impl TakenAnswers {
     /// Takes as much of a member's answer as there is room for.
-    fn answer(&mut self, peer: NodeId, answered: Result<Listed, String>) -> Answer {
+    fn take_answer(&mut self, peer: NodeId, answered: Result<Listed, String>) -> NamespacesAnswer {
         let listed = match answered {
             Ok(listed) => listed,
-            Err(why) => return Answer { peer, namespaces: Vec::new(), missing: Some(why) },
+            Err(why) => return NamespacesAnswer { peer, namespaces: Vec::new(), missing: Some(why) },
         };
-        let (told, wrong) = (listed.namespaces.len(), listed.wrong);
-        let taken = listed.namespaces.into_iter().filter_map(|namespace| self.take(namespace));
-        let namespaces: Vec<Namespace> = taken.collect();
-        let left_out = listed.left_out.saturating_add((told - namespaces.len()) as u64);
+        let (sent, wrong) = (listed.namespaces.len(), listed.wrong);
+        let taken = listed.namespaces.into_iter().filter_map(|namespace| self.take_namespace(namespace));
+        let namespaces: Vec<NodeNamespace> = taken.collect();
+        let left_out = listed.left_out.saturating_add((sent - namespaces.len()) as u64);
         let missing = match (left_out, wrong) {
             (0, 0) => None,
             (left_out, 0) => {
@@ -190,11 +200,11 @@ impl Taken {
                  are left out: run the same release on every node"
             )),
         };
-        Answer { peer, namespaces, missing }
+        NamespacesAnswer { peer, namespaces, missing }
     }
 
-    fn take(&mut self, mut namespace: Namespace) -> Option<Namespace> {
-        if self.told == TOLD_MAX {
+    fn take_namespace(&mut self, mut namespace: NodeNamespace) -> Option<NodeNamespace> {
+        if self.taken == TAKEN_MAX {
             return None;
         }
         if let Some(stated) = &mut namespace.stated {
@@ -207,7 +217,7 @@ impl Taken {
                 self.facts.insert(namespace.digest, Arc::clone(&stated.facts));
             }
         }
-        self.told += 1;
+        self.taken += 1;
         Some(namespace)
     }
 }

@@ -18,9 +18,9 @@ use tokio_rustls::TlsAcceptor;
 use tokio_stream::Stream;
 use tonic::{Request, Response, Status};
 
-use super::dial::Wire;
+use super::dial::ByteStream;
 use super::service::inventory_server::{Inventory, InventoryServer};
-use super::shared::Shared;
+use super::shared::ControlShared;
 use super::wire::namespaces::{NamespacesReply, NamespacesRequest};
 use super::wire::{
     FollowReply, FollowRequest, REPLY_BYTES_MAX, REQUEST_BYTES_MAX, VERSION, WaitReply, WaitRequest,
@@ -28,9 +28,9 @@ use super::wire::{
 };
 use super::{MEMBERS_MAX, namespaces};
 use crate::digest::Thinning;
-use crate::feed::Message;
+use crate::feed::FeedMessage;
 use crate::refusals::Reason;
-use crate::sync::lock;
+use crate::sync::lock_mutex;
 use crate::tls::REMEDY;
 
 /// Time for a last message to get out.
@@ -52,7 +52,7 @@ struct Strangers(VecDeque<oneshot::Sender<()>>);
 
 /// The progress of a connection.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-enum Phase {
+enum ConnectionPhase {
     /// No request has come yet.
     Idle,
     /// A request has come and is being answered.
@@ -63,18 +63,18 @@ enum Phase {
 }
 
 /// The service of one connection.
-struct Connection {
-    shared: Arc<Shared>,
+struct ServedConnection {
+    shared: Arc<ControlShared>,
     from: SocketAddr,
-    phase: Arc<watch::Sender<Phase>>,
+    phase: Arc<watch::Sender<ConnectionPhase>>,
     follower: OnceLock<u64>,
     /// Notified when the follower of this connection waits for a block.
     waits: Arc<Notify>,
 }
 
 /// A follower's place in the pace, given up on drop.
-struct Turn {
-    shared: Arc<Shared>,
+struct ServedFollower {
+    shared: Arc<ControlShared>,
     follower: u64,
     /// Notified when the follower waits for a block.
     waits: Arc<Notify>,
@@ -84,22 +84,23 @@ struct Turn {
 struct Replies(mpsc::Receiver<FollowReply>);
 
 /// Accepts connections, forever.
-pub(super) async fn listen(shared: Arc<Shared>, listener: TcpListener) {
+pub(super) async fn accept_followers(shared: Arc<ControlShared>, listener: TcpListener) {
     let room = Arc::new(Semaphore::new(MEMBERS_MAX));
     let mut strangers = Strangers::default();
     loop {
         let Ok((tcp, from)) = listener.accept().await else {
-            shared.count(Reason::Resources);
+            shared.count_refusal(Reason::Resources);
             tokio::time::sleep(EXHAUSTED).await;
             continue;
         };
-        let (shared, room, crowded) = (Arc::clone(&shared), Arc::clone(&room), strangers.enter(&shared));
+        let (shared, room, crowded) =
+            (Arc::clone(&shared), Arc::clone(&room), strangers.enter_stranger(&shared));
         tokio::spawn(async move {
             let Some(wire) = meet(&shared, tcp, from, crowded).await else { return };
             if let Ok(_permit) = room.try_acquire() {
-                serve(&shared, wire, from).await;
+                serve_connection(&shared, wire, from).await;
             } else {
-                shared.count(Reason::Full);
+                shared.count_refusal(Reason::Full);
                 shared.note_rarely(format!(
                     "a connection from {from} was refused: {MEMBERS_MAX} connections are open, \
                      which is the limit"
@@ -112,30 +113,35 @@ pub(super) async fn listen(shared: Arc<Shared>, listener: TcpListener) {
 /// Establishes the session of a connection. Returns `None` if it fails, takes too long, or `crowded` ends
 /// before.
 async fn meet(
-    shared: &Shared,
+    shared: &ControlShared,
     tcp: TcpStream,
     from: SocketAddr,
     crowded: oneshot::Receiver<()>,
-) -> Option<Box<dyn Wire>> {
+) -> Option<Box<dyn ByteStream>> {
     let limit = shared.config.limits.connect;
     let accepted = tokio::select! {
-        accepted = tokio::time::timeout(limit, accept(shared, tcp)) => accepted,
+        accepted = tokio::time::timeout(limit, accept_stream(shared, tcp)) => accepted,
         _ = crowded => return None,
     };
     let accepted = accepted.unwrap_or_else(|_| {
-        shared.count(Reason::Silent);
+        shared.count_refusal(Reason::Silent);
         Err(format!("the TLS session took longer than {} ms", limit.as_millis()))
     });
     accepted.inspect_err(|why| _ = shared.note_rarely(format!("{from} is not served: {why}"))).ok()
 }
 
 /// Serves one connection until either side ends it.
-async fn serve(shared: &Arc<Shared>, wire: Box<dyn Wire>, from: SocketAddr) {
+async fn serve_connection(shared: &Arc<ControlShared>, wire: Box<dyn ByteStream>, from: SocketAddr) {
     let limit = shared.config.limits.connect;
-    let (phase, mut phases) = watch::channel(Phase::Idle);
+    let (phase, mut phases) = watch::channel(ConnectionPhase::Idle);
     let (shared_too, phase) = (Arc::clone(shared), Arc::new(phase));
-    let connection =
-        Connection { shared: shared_too, from, phase, follower: OnceLock::new(), waits: Arc::default() };
+    let connection = ServedConnection {
+        shared: shared_too,
+        from,
+        phase,
+        follower: OnceLock::new(),
+        waits: Arc::default(),
+    };
     let service = InventoryServer::new(connection).max_decoding_message_size(REQUEST_BYTES_MAX);
     let mut http = http2::Builder::new(TokioExecutor::new());
     http.max_concurrent_streams(CALLS_MAX)
@@ -147,36 +153,37 @@ async fn serve(shared: &Arc<Shared>, wire: Box<dyn Wire>, from: SocketAddr) {
     tokio::select! {
         served = http.serve_connection(TokioIo::new(wire), TowerToHyperService::new(service)) => {
             if served.is_err_and(|error| error.is_timeout()) {
-                shared.count(Reason::Silent);
+                shared.count_refusal(Reason::Silent);
             }
         }
         silent = enough(&mut phases, limit) => {
             if silent {
-                shared.count(Reason::Silent);
+                shared.count_refusal(Reason::Silent);
             }
         }
     }
 }
 
-async fn accept(shared: &Shared, tcp: TcpStream) -> Result<Box<dyn Wire>, String> {
+async fn accept_stream(shared: &ControlShared, tcp: TcpStream) -> Result<Box<dyn ByteStream>, String> {
     tcp.set_nodelay(true).map_err(|error| error.to_string())?;
     let Some(credentials) = &shared.credentials else { return Ok(Box::new(tcp)) };
-    let tls = TlsAcceptor::from(credentials.server(|text| shared.note(text))).accept(tcp).await;
+    let tls = TlsAcceptor::from(credentials.server(|text| shared.report_note(text))).accept(tcp).await;
     // A client that hangs up in the middle is often a probe.
     if tls.as_ref().is_err_and(|error| error.kind() != ErrorKind::UnexpectedEof) {
-        shared.count(Reason::Certificate);
+        shared.count_refusal(Reason::Certificate);
     }
     Ok(Box::new(tls.map_err(|error| format!("no TLS session ({error}): {REMEDY}"))?))
 }
 
 /// Returns when a connection has no more use; true if no request came within `limit`.
-async fn enough(phases: &mut watch::Receiver<Phase>, limit: Duration) -> bool {
-    let asked = phases.wait_for(|phase| *phase != Phase::Idle);
+async fn enough(phases: &mut watch::Receiver<ConnectionPhase>, limit: Duration) -> bool {
+    let asked = phases.wait_for(|phase| *phase != ConnectionPhase::Idle);
     if tokio::time::timeout(limit, asked).await.is_err() {
         return true;
     }
-    let last = phases.wait_for(|phase| matches!(phase, Phase::Ended | Phase::Stuck)).await;
-    if last.is_ok_and(|last| *last == Phase::Ended) {
+    let last =
+        phases.wait_for(|phase| matches!(phase, ConnectionPhase::Ended | ConnectionPhase::Stuck)).await;
+    if last.is_ok_and(|last| *last == ConnectionPhase::Ended) {
         tokio::time::sleep(PARTING).await;
     }
     false
@@ -186,10 +193,10 @@ async fn enough(phases: &mut watch::Receiver<Phase>, limit: Duration) -> bool {
 
 impl Strangers {
     /// Adds a new connection. The returned receiver ends if the connection has to make room for others.
-    fn enter(&mut self, shared: &Shared) -> oneshot::Receiver<()> {
+    fn enter_stranger(&mut self, shared: &ControlShared) -> oneshot::Receiver<()> {
         self.0.retain(|stranger| !stranger.is_closed());
         if self.0.len() >= STRANGERS_MAX {
-            shared.count(Reason::Full);
+            shared.count_refusal(Reason::Full);
             self.0.pop_front();
         }
         let (stranger, crowded) = oneshot::channel();
@@ -198,15 +205,15 @@ impl Strangers {
     }
 }
 
-// === impl Connection ===
+// === impl ServedConnection ===
 
 #[tonic::async_trait]
-impl Inventory for Connection {
+impl Inventory for ServedConnection {
     type FollowStream = Replies;
 
     async fn follow(&self, request: Request<FollowRequest>) -> Result<Response<Replies>, Status> {
         let asked = request.into_inner();
-        self.begin(asked.version, &asked.mesh, asked.thinning)?;
+        self.begin_request(asked.version, &asked.mesh, asked.thinning)?;
         if let Some(holder) = self.shared.name_holder(&asked.node, asked.boot) {
             return Err(self.refuse_name(&asked, &holder));
         }
@@ -216,12 +223,12 @@ impl Inventory for Connection {
         let (replies, taken) = mpsc::channel(1);
         let (shared, phase, waits) =
             (Arc::clone(&self.shared), Arc::clone(&self.phase), Arc::clone(&self.waits));
-        let follower = *self.follower.get_or_init(|| shared.enter());
-        let turn = Turn { shared: Arc::clone(&shared), follower, waits };
+        let follower = *self.follower.get_or_init(|| shared.add_follower());
+        let turn = ServedFollower { shared: Arc::clone(&shared), follower, waits };
         tokio::spawn(async move {
-            let stuck = tell(turn, &asked, &replies).await.is_err();
+            let stuck = stream_changes(turn, &asked, &replies).await.is_err();
             if stuck {
-                shared.count(Reason::Slow);
+                shared.count_refusal(Reason::Slow);
                 let silence_ms = shared.config.limits.silence.as_millis();
                 // The name is unchecked text of the peer, so it is escaped.
                 shared.note_rarely(format!(
@@ -229,7 +236,7 @@ impl Inventory for Connection {
                     asked.node
                 ));
             }
-            phase.send_replace(if stuck { Phase::Stuck } else { Phase::Ended });
+            phase.send_replace(if stuck { ConnectionPhase::Stuck } else { ConnectionPhase::Ended });
         });
         Ok(Response::new(Replies(taken)))
     }
@@ -239,29 +246,29 @@ impl Inventory for Connection {
         request: Request<NamespacesRequest>,
     ) -> Result<Response<NamespacesReply>, Status> {
         let asked = request.into_inner();
-        self.begin(asked.version, &asked.mesh, Thinning::NONE.power().into())?;
-        let told = namespaces::tell(&self.shared).await;
-        self.phase.send_replace(Phase::Ended);
+        self.begin_request(asked.version, &asked.mesh, Thinning::NONE.power().into())?;
+        let told = namespaces::describe_namespaces(&self.shared).await;
+        self.phase.send_replace(ConnectionPhase::Ended);
         told.map(Response::new)
     }
 
     async fn wait(&self, _: Request<WaitRequest>) -> Result<Response<WaitReply>, Status> {
         let Some(follower) = self.follower.get() else {
-            self.shared.count(Reason::Malformed);
+            self.shared.count_refusal(Reason::Malformed);
             return Err(Status::failed_precondition(
                 "Wait without a Follow on this connection: call Follow first",
             ));
         };
-        self.shared.wait(*follower);
+        self.shared.note_wait(*follower);
         self.waits.notify_one();
         Ok(Response::new(WaitReply {}))
     }
 }
 
-impl Connection {
+impl ServedConnection {
     /// Begins the one request of this connection. Returns `Err` if it is refused.
-    fn begin(&self, version: u32, mesh: &str, thinning: u32) -> Result<(), Status> {
-        let first = self.phase.send_replace(Phase::Following) == Phase::Idle;
+    fn begin_request(&self, version: u32, mesh: &str, thinning: u32) -> Result<(), Status> {
+        let first = self.phase.send_replace(ConnectionPhase::Following) == ConnectionPhase::Idle;
         let refused = if first {
             self.refusal(version, mesh, thinning)
         } else {
@@ -278,7 +285,7 @@ impl Connection {
             "a sidecar at {} was refused because it has the name {node}, which {holder} has: {remedy}",
             self.from
         );
-        let (twin, mut told) = ((node.clone(), asked.boot), lock(&self.shared.told_twins));
+        let (twin, mut told) = ((node.clone(), asked.boot), lock_mutex(&self.shared.reported_twins));
         if !told.contains(&twin) && self.shared.note_rarely(text) {
             if told.len() >= MEMBERS_MAX {
                 told.clear();
@@ -289,8 +296,8 @@ impl Connection {
     }
 
     fn refuse_call(&self, reason: Reason, why: String) -> Status {
-        self.shared.count(reason);
-        self.phase.send_replace(Phase::Ended);
+        self.shared.count_refusal(reason);
+        self.phase.send_replace(ConnectionPhase::Ended);
         Status::failed_precondition(why)
     }
 
@@ -316,8 +323,8 @@ impl Connection {
 
 /// Sends this node's inventory to a follower until it hangs up: all of it without a rest, then its changes.
 /// Fails if the follower reads nothing.
-async fn tell(
-    turn: Turn,
+async fn stream_changes(
+    turn: ServedFollower,
     asked: &FollowRequest,
     replies: &mpsc::Sender<FollowReply>,
 ) -> Result<(), tokio::time::error::Elapsed> {
@@ -326,9 +333,9 @@ async fn tell(
     let known = (asked.known_boot == shared.config.boot.0.get()).then_some(asked.known_sequence);
     let thinning = thinning_of(asked.thinning).unwrap_or_default();
     let mut published = shared.published.subscribe();
-    let mut reader = lock(&shared.feed).reader(thinning, known);
+    let mut reader = lock_mutex(&shared.feed).reader(thinning, known);
     if asked.hears_promises {
-        reader = reader.hearing_promises();
+        reader = reader.with_promises();
     }
     let mut next = FollowReply::hello(&shared.config);
     // The time of the last batch after which the follower knew everything.
@@ -337,12 +344,13 @@ async fn tell(
         let sent = Instant::now();
         next = loop {
             let now = Instant::now();
-            let rested = told.map(|told| told + shared.rest(turn.follower)).filter(|rested| *rested > now);
+            let rested =
+                told.map(|told| told + shared.follower_rest(turn.follower)).filter(|rested| *rested > now);
             if rested.is_none() {
-                let feed = lock(&shared.feed);
+                let feed = lock_mutex(&shared.feed);
                 if let Some(message) = feed.next(&mut reader) {
-                    let news = matches!(message, Message::Delta { .. } | Message::Promises(_));
-                    let rests = news && feed.is_told(&reader);
+                    let news = matches!(message, FeedMessage::Delta { .. } | FeedMessage::Promises(_));
+                    let rests = news && feed.has_read_all(&reader);
                     told = rests.then_some(now);
                     break message.into();
                 }
@@ -365,11 +373,11 @@ async fn tell(
     Ok(())
 }
 
-// === impl Turn ===
+// === impl ServedFollower ===
 
-impl Drop for Turn {
+impl Drop for ServedFollower {
     fn drop(&mut self) {
-        self.shared.leave(self.follower);
+        self.shared.remove_follower(self.follower);
     }
 }
 

@@ -11,15 +11,15 @@ use tokio::sync::{Notify, watch};
 use tokio::task::AbortHandle;
 
 use super::wire::namespaces::NamespacesReply;
-use super::{Config, Figures, News};
+use super::{ControlConfig, ControlFigures, MemberEvent};
 use crate::backlog::Backlog;
 use crate::feed::Feed;
 #[cfg(feature = "etcd")]
 use crate::membership::Registration;
-use crate::membership::{Endpoint, Failure, Identity, Membership, Step};
-use crate::pace::{self, Pace};
+use crate::membership::{FollowFailure, Identity, MemberEndpoint, Membership, MembershipStep};
+use crate::pace::{self, FollowerPace};
 use crate::refusals::Reason;
-use crate::sync::{Rarely, lock, now};
+use crate::sync::{Rarely, lock_mutex, read_clock};
 use crate::tls::Credentials;
 use crate::transport::{BootId, NodeId, PeerNumber};
 
@@ -27,43 +27,43 @@ use crate::transport::{BootId, NodeId, PeerNumber};
 const REMEMBERED_CHANGES: usize = 1 << 20;
 
 /// The state shared by the tasks.
-pub(super) struct Shared {
-    pub(super) config: Config,
+pub(super) struct ControlShared {
+    pub(super) config: ControlConfig,
     pub(super) credentials: Option<Credentials>,
     pub(super) feed: Mutex<Feed>,
     /// Changes whenever the feed has another batch.
     pub(super) published: watch::Sender<()>,
     /// The last answer about this node's namespaces, and its time.
-    pub(super) listed: tokio::sync::Mutex<Told>,
+    pub(super) listed: tokio::sync::Mutex<LastReply>,
     pub(super) backlog: Backlog,
     up: Up,
-    figures: Arc<Figures>,
-    pace: Mutex<Pace>,
+    figures: Arc<ControlFigures>,
+    pace: Mutex<FollowerPace>,
     membership: Mutex<Membership>,
-    streams: Mutex<HashMap<Endpoint, Following>>,
+    streams: Mutex<HashMap<MemberEndpoint, Following>>,
     follow: Follow,
     /// Notified when an endpoint without a stream may be reachable: an unknown node follows, or a lost node
     /// had answered at another address, too.
     pub(super) retry: Notify,
     /// Changes to end the pauses between attempts to follow.
-    pub(super) hurry: watch::Sender<()>,
+    pub(super) retry_now: watch::Sender<()>,
     /// Changes when a request here waits for a block, and peers are to be notified.
     pub(super) waits: watch::Sender<()>,
     /// Followers already logged for having the name of a live member: the name and life of each.
-    pub(super) told_twins: Mutex<BTreeSet<(String, u64)>>,
+    pub(super) reported_twins: Mutex<BTreeSet<(String, u64)>>,
     began: Instant,
     rarely: Rarely,
 }
 
 /// An answer of this node, with its time; without a reply if the blocks were not counted in time.
-type Told = Option<(tokio::time::Instant, Option<NamespacesReply>)>;
-type Up = Box<dyn Fn(News) + Send + Sync>;
+type LastReply = Option<(tokio::time::Instant, Option<NamespacesReply>)>;
+type Up = Box<dyn Fn(MemberEvent) + Send + Sync>;
 /// The caller's side: its callback, and the figures it reads.
-pub(super) type Seen = (Up, Arc<Figures>);
+pub(super) type Seen = (Up, Arc<ControlFigures>);
 
 /// Starts to follow an endpoint at an address, until the task is aborted; a notification requests the whole
 /// inventory again.
-pub(super) type Follow = fn(Arc<Shared>, Endpoint, String, Arc<Notify>) -> AbortHandle;
+pub(super) type Follow = fn(Arc<ControlShared>, MemberEndpoint, String, Arc<Notify>) -> AbortHandle;
 
 struct Following {
     task: AbortHandle,
@@ -71,16 +71,16 @@ struct Following {
     anew: Arc<Notify>,
 }
 
-// === impl Shared ===
+// === impl ControlShared ===
 
-impl Shared {
+impl ControlShared {
     pub(super) fn new(
-        config: Config,
+        config: ControlConfig,
         credentials: Option<Credentials>,
         (up, figures): Seen,
         follow: Follow,
     ) -> Arc<Self> {
-        let pace = Pace::new(config.limits.turn);
+        let pace = FollowerPace::new(config.limits.turn);
         figures.show(&pace);
         let gone_ms = config.limits.gone.as_millis() as u64;
         Arc::new(Self {
@@ -97,74 +97,74 @@ impl Shared {
             streams: Mutex::default(),
             follow,
             retry: Notify::new(),
-            hurry: watch::Sender::new(()),
+            retry_now: watch::Sender::new(()),
             waits: watch::Sender::new(()),
-            told_twins: Mutex::default(),
-            began: now(),
+            reported_twins: Mutex::default(),
+            began: read_clock(),
             rarely: Rarely::new(),
         })
     }
 
     /// Ends all streams to peers.
     pub(super) fn unfollow_all(&self) {
-        lock(&self.streams).drain().for_each(|(_, following)| following.task.abort());
+        lock_mutex(&self.streams).drain().for_each(|(_, following)| following.task.abort());
     }
 
-    pub(super) fn tell(&self, news: News) {
-        (self.up)(news);
+    pub(super) fn report_event(&self, event: MemberEvent) {
+        (self.up)(event);
     }
 
-    pub(super) fn note(&self, text: String) {
-        self.tell(News::Note(text));
+    pub(super) fn report_note(&self, text: String) {
+        self.report_event(MemberEvent::Note(text));
     }
 
     /// Counts a failed connection.
-    pub(super) fn count(&self, reason: Reason) {
-        self.config.refusals.count(reason);
+    pub(super) fn count_refusal(&self, reason: Reason) {
+        self.config.refusals.count_refusal(reason);
     }
 
     /// Logs an event as frequent as connections, at most once a second. Returns true if it was logged.
     pub(super) fn note_rarely(&self, text: String) -> bool {
         let is_due = self.rarely.due();
         if is_due {
-            self.note(text);
+            self.report_note(text);
         }
         is_due
     }
 
     fn now_ms(&self) -> u64 {
-        now().saturating_duration_since(self.began).as_millis() as u64
+        read_clock().saturating_duration_since(self.began).as_millis() as u64
     }
 
     // === pace ===
 
-    pub(super) fn enter(&self) -> u64 {
-        let mut pace = lock(&self.pace);
-        let follower = pace.enter();
+    pub(super) fn add_follower(&self) -> u64 {
+        let mut pace = lock_mutex(&self.pace);
+        let follower = pace.add_follower();
         self.figures.show(&pace);
         follower
     }
 
-    pub(super) fn leave(&self, follower: u64) {
-        let mut pace = lock(&self.pace);
-        pace.leave(follower);
+    pub(super) fn remove_follower(&self, follower: u64) {
+        let mut pace = lock_mutex(&self.pace);
+        pace.remove_follower(follower);
         self.figures.show(&pace);
     }
 
     /// Marks a follower as waiting for a block.
-    pub(super) fn wait(&self, follower: u64) {
-        lock(&self.pace).wait(follower, self.now_ms());
+    pub(super) fn note_wait(&self, follower: u64) {
+        lock_mutex(&self.pace).note_wait(follower, self.now_ms());
     }
 
     /// The time between two batches to a follower.
-    pub(super) fn rest(&self, follower: u64) -> Duration {
-        lock(&self.pace).rest(follower, self.now_ms())
+    pub(super) fn follower_rest(&self, follower: u64) -> Duration {
+        lock_mutex(&self.pace).follower_rest(follower, self.now_ms())
     }
 
     /// Notifies peers of a waiting request here, if they may have so many followers that it makes a
     /// difference.
     pub(super) fn say_that_one_waits(&self) {
-        if pace::rest(self.config.limits.turn, self.sharing()) > pace::GATHER {
+        if pace::compute_rest(self.config.limits.turn, self.sharing()) > pace::GATHER {
             self.waits.send_replace(());
         }
     }
@@ -173,7 +173,7 @@ impl Shared {
 
     /// Sets the addresses of a listed name.
     pub(super) fn resolved(self: &Arc<Self>, name: &str, addresses: BTreeSet<SocketAddr>) {
-        let steps = lock(&self.membership).resolved(self.now_ms(), name, addresses);
+        let steps = lock_mutex(&self.membership).resolved(self.now_ms(), name, addresses);
         self.carry_out(steps);
     }
 
@@ -188,79 +188,80 @@ impl Shared {
     }
 
     pub(super) fn tick(self: &Arc<Self>) {
-        let steps = lock(&self.membership).tick(self.now_ms());
+        let steps = lock_mutex(&self.membership).tick(self.now_ms());
         self.carry_out(steps);
     }
 
     /// The member at an endpoint.
-    pub(super) fn number(&self, endpoint: Endpoint) -> Option<PeerNumber> {
-        lock(&self.membership).number(endpoint)
+    pub(super) fn number(&self, endpoint: MemberEndpoint) -> Option<PeerNumber> {
+        lock_mutex(&self.membership).number(endpoint)
     }
 
     /// True if the membership knows this life of a node.
     pub(super) fn knows(&self, node: &str, boot: u64) -> bool {
-        lock(&self.membership).knows(node, boot)
+        lock_mutex(&self.membership).knows(node, boot)
     }
 
     /// The live member with this name, if another life claims it.
     pub(super) fn name_holder(&self, node: &str, boot: u64) -> Option<String> {
-        lock(&self.membership).name_holder(node, boot)
+        lock_mutex(&self.membership).name_holder(node, boot)
     }
 
     /// The followed members: the name, life and control address of each.
     pub(super) fn members(&self) -> Vec<(NodeId, BootId, String)> {
-        lock(&self.membership).followed()
+        lock_mutex(&self.membership).followed()
     }
 
     /// The number of peers among which the directory's memory is divided.
     pub(super) fn sharing(&self) -> usize {
-        lock(&self.membership).sharing()
+        lock_mutex(&self.membership).sharing()
     }
 
     /// Marks the stream of an endpoint as up. Returns its member, if there is one, or the reason to end the
     /// stream.
     pub(super) fn hello(
         self: &Arc<Self>,
-        endpoint: Endpoint,
+        endpoint: MemberEndpoint,
         identity: &Identity,
-    ) -> Result<Option<PeerNumber>, Failure> {
-        let steps = lock(&self.membership).hello(self.now_ms(), endpoint, identity);
-        let steps = steps
-            .inspect_err(|failure| failure.reason().into_iter().for_each(|reason| self.count(reason)))?;
+    ) -> Result<Option<PeerNumber>, FollowFailure> {
+        let steps = lock_mutex(&self.membership).hello(self.now_ms(), endpoint, identity);
+        let steps = steps.inspect_err(|failure| {
+            failure.reason().into_iter().for_each(|reason| self.count_refusal(reason))
+        })?;
         self.carry_out(steps);
         Ok(self.number(endpoint))
     }
 
-    pub(super) fn down(self: &Arc<Self>, endpoint: Endpoint, why: &Failure) {
-        let steps = lock(&self.membership).down(self.now_ms(), endpoint, why);
+    pub(super) fn down(self: &Arc<Self>, endpoint: MemberEndpoint, why: &FollowFailure) {
+        let steps = lock_mutex(&self.membership).down(self.now_ms(), endpoint, why);
         self.carry_out(steps);
     }
 
-    fn carry_out(self: &Arc<Self>, steps: impl IntoIterator<Item = Step>) {
-        self.figures.empty.store(lock(&self.membership).empty(), Ordering::Relaxed);
+    fn carry_out(self: &Arc<Self>, steps: impl IntoIterator<Item = MembershipStep>) {
+        self.figures.empty.store(lock_mutex(&self.membership).empty(), Ordering::Relaxed);
         for step in steps {
             match step {
-                Step::Tell(news) => self.tell(news),
-                Step::Follow(endpoint, address) => {
+                MembershipStep::Tell(event) => self.report_event(event),
+                MembershipStep::Follow(endpoint, address) => {
                     let anew = Arc::new(Notify::new());
                     let task = (self.follow)(Arc::clone(self), endpoint, address, Arc::clone(&anew));
-                    lock(&self.streams).insert(endpoint, Following { task, anew });
+                    lock_mutex(&self.streams).insert(endpoint, Following { task, anew });
                 }
-                Step::Unfollow(endpoint) => {
-                    if let Some(following) = lock(&self.streams).remove(&endpoint) {
+                MembershipStep::Unfollow(endpoint) => {
+                    if let Some(following) = lock_mutex(&self.streams).remove(&endpoint) {
                         following.task.abort();
                     }
                 }
-                Step::Retry => self.retry.notify_one(),
+                MembershipStep::Retry => self.retry.notify_one(),
             }
         }
     }
 
     /// Requests the whole inventory of a member again.
     pub(super) fn resync(&self, number: PeerNumber) {
-        let endpoint = lock(&self.membership).endpoint(number);
-        if let Some(following) =
-            endpoint.and_then(|endpoint| lock(&self.streams).get(&endpoint).map(|one| Arc::clone(&one.anew)))
+        let endpoint = lock_mutex(&self.membership).endpoint(number);
+        if let Some(following) = endpoint
+            .and_then(|endpoint| lock_mutex(&self.streams).get(&endpoint).map(|one| Arc::clone(&one.anew)))
         {
             following.notify_one();
         }
@@ -268,29 +269,29 @@ impl Shared {
 }
 
 #[cfg(feature = "etcd")]
-impl Shared {
+impl ControlShared {
     /// Replaces all registrations.
     pub(super) fn registered(self: &Arc<Self>, all: Vec<Registration>) {
-        let steps = lock(&self.membership).registered(all);
+        let steps = lock_mutex(&self.membership).registered(all);
         self.carry_out(steps);
     }
 
     /// Adds a registration.
-    pub(super) fn put(self: &Arc<Self>, one: Registration) {
-        let steps = lock(&self.membership).put(one);
+    pub(super) fn put_registration(self: &Arc<Self>, one: Registration) {
+        let steps = lock_mutex(&self.membership).put_registration(one);
         self.carry_out(steps);
     }
 
     pub(super) fn delete(self: &Arc<Self>, node: &NodeId, revision: i64) {
-        let steps = lock(&self.membership).delete(node, revision);
+        let steps = lock_mutex(&self.membership).delete(node, revision);
         self.carry_out(steps);
     }
 }
 
-// === impl Figures ===
+// === impl ControlFigures ===
 
-impl Figures {
-    fn show(&self, pace: &Pace) {
+impl ControlFigures {
+    fn show(&self, pace: &FollowerPace) {
         self.pace_us.store(pace.longest().as_micros() as u64, Ordering::Relaxed);
     }
 }

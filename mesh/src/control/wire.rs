@@ -7,21 +7,21 @@
 //!
 //! 1. The server checks `version` and `mesh`, and refuses others with FAILED_PRECONDITION and a text with the
 //!    reason.
-//! 2. The first reply is [`Hello`], with the server's name and life. A follower hangs up if it expected
+//! 2. The first reply is [`FollowHello`], with the server's name and life. A follower hangs up if it expected
 //!    another node, or another life.
 //! 3. If the request names the server's life and a sequence in the memory of its feed, deltas follow from
-//!    there. Otherwise [`Begin`] voids the follower's knowledge, and all digests follow in [`Chunk`]s,
+//!    there. Otherwise [`Begin`] voids the follower's knowledge, and all digests follow in [`DigestChunk`]s,
 //!    ascending; the last chunk is marked.
 //! 4. A [`Delta`] has changes: before the last chunk only of digests up to the last one sent, as the later
 //!    ones come in their new state. Its `after` is the sequence known to the follower; another one is a gap,
 //!    and the follower requests everything again.
-//! 5. A [`Heartbeat`] comes if no other message came for a second. A follower hangs up after 5 s of silence,
+//! 5. A [`FollowHeartbeat`] comes if no other message came for a second. A follower hangs up after 5 s of silence,
 //!    and the server closes a connection if its follower reads nothing for 5 s.
 //! 6. The more followers a server has, the longer each rests between two deltas ([`crate::pace`]). A follower
 //!    with a waiting request calls `pillion.mesh.v1.Inventory/Wait` beside its stream, and rests less for 2 s;
 //!    changes not sent to it so far come at once. It calls only a server with `hears_waits` in its greeting:
 //!    an older server accepts no call beside a stream.
-//! 7. [`Promises`] come to a follower with `hears_promises` in its request, behind the last chunk and all
+//! 7. [`FollowPromises`] come to a follower with `hears_promises` in its request, behind the last chunk and all
 //!    deltas before: everything promised by this node's engines, as the digests of the last two keys of each
 //!    prompt. They replace the promises sent before, and end with the stream. An older follower does not
 //!    request them, and an older server does not send them.
@@ -43,9 +43,9 @@ use std::num::NonZeroU64;
 
 use prost::Oneof;
 
-use super::{Config, DataAddresses, MESH_BYTES_MAX};
+use super::{ControlConfig, DataAddresses, MESH_BYTES_MAX};
 use crate::digest::{Digest, Thinning};
-use crate::feed::{CHUNK_DIGESTS_MAX, Message};
+use crate::feed::{CHUNK_DIGESTS_MAX, FeedMessage};
 use crate::membership::Identity;
 use crate::transport::{BootId, NodeId};
 
@@ -77,7 +77,7 @@ pub struct FollowRequest {
     /// The thinning to use.
     #[prost(uint32, tag = "7")]
     pub thinning: u32,
-    /// True if the follower understands [`Promises`].
+    /// True if the follower understands [`FollowPromises`].
     #[prost(bool, tag = "8")]
     pub hears_promises: bool,
 }
@@ -93,21 +93,21 @@ pub struct FollowReply {
 #[derive(Clone, PartialEq, Oneof)]
 pub enum Said {
     #[prost(message, tag = "1")]
-    Hello(Hello),
+    Hello(FollowHello),
     #[prost(message, tag = "2")]
     Begin(Begin),
     #[prost(message, tag = "3")]
-    Chunk(Chunk),
+    Chunk(DigestChunk),
     #[prost(message, tag = "4")]
     Delta(Delta),
     #[prost(message, tag = "5")]
-    Heartbeat(Heartbeat),
+    Heartbeat(FollowHeartbeat),
     #[prost(message, tag = "6")]
-    Promises(Promises),
+    Promises(FollowPromises),
 }
 
 #[derive(Clone, PartialEq, prost::Message)]
-pub struct Hello {
+pub struct FollowHello {
     #[prost(uint32, tag = "1")]
     pub version: u32,
     /// The server's mesh.
@@ -142,7 +142,7 @@ pub struct Begin {
 
 /// The next digests, ascending.
 #[derive(Clone, PartialEq, prost::Message)]
-pub struct Chunk {
+pub struct DigestChunk {
     /// The sequence at which these digests are current.
     #[prost(uint64, tag = "1")]
     pub sequence: u64,
@@ -170,12 +170,12 @@ pub struct Delta {
 }
 
 #[derive(Clone, Copy, PartialEq, prost::Message)]
-pub struct Heartbeat {}
+pub struct FollowHeartbeat {}
 
 /// All promises of the node's engines: up to [`PROMISES_MAX`](crate::feed::PROMISES_MAX). No thinning applies
 /// to them.
 #[derive(Clone, PartialEq, prost::Message)]
-pub struct Promises {
+pub struct FollowPromises {
     #[prost(fixed64, repeated, tag = "1")]
     pub digests: Vec<u64>,
 }
@@ -190,16 +190,16 @@ pub struct WaitReply {}
 
 /// A checked reply.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub enum Reply {
+pub enum CheckedReply {
     /// The server's mesh and identity, and true if it has the method `Wait`.
     Hello(String, Identity, bool),
-    Told(Message),
+    Feed(FeedMessage),
     Heartbeat,
 }
 
 /// A fault of a message.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
-pub enum Malformed {
+pub enum MalformedReply {
     #[error("bytes that are not a message")]
     Bytes,
     /// The message has an unknown kind.
@@ -220,7 +220,7 @@ pub enum Malformed {
 
 impl FollowRequest {
     /// The request of this node. `known` is the life and the last sequence known of the server.
-    pub(super) fn new(config: &Config, known: Option<(BootId, u64)>, thinning: Thinning) -> Self {
+    pub(super) fn new(config: &ControlConfig, known: Option<(BootId, u64)>, thinning: Thinning) -> Self {
         let (known_boot, known_sequence) = known.map_or((0, 0), |(boot, sequence)| (boot.0.get(), sequence));
         Self {
             version: VERSION,
@@ -239,8 +239,8 @@ impl FollowRequest {
 
 impl FollowReply {
     /// The greeting of this node.
-    pub(super) fn hello(config: &Config) -> Self {
-        let said = Said::Hello(Hello {
+    pub(super) fn hello(config: &ControlConfig) -> Self {
+        let said = Said::Hello(FollowHello {
             version: VERSION,
             mesh: config.mesh.clone(),
             node: config.node.as_str().into(),
@@ -254,89 +254,94 @@ impl FollowReply {
 
     /// A heartbeat.
     pub(super) fn heartbeat() -> Self {
-        Self { said: Some(Said::Heartbeat(Heartbeat {})) }
+        Self { said: Some(Said::Heartbeat(FollowHeartbeat {})) }
     }
 
     /// Checks a reply.
-    pub fn hear(self) -> Result<Reply, Malformed> {
+    pub fn validate(self) -> Result<CheckedReply, MalformedReply> {
         let digests = |digests: Vec<u64>| digests.into_iter().map(Digest).collect();
-        Ok(match self.said.ok_or(Malformed::Kind)? {
-            Said::Hello(hello) => hello.hear()?,
+        Ok(match self.said.ok_or(MalformedReply::Kind)? {
+            Said::Hello(hello) => hello.validate()?,
             Said::Begin(Begin { sequence, keys, thinning }) => {
-                Reply::Told(Message::Begin { sequence, keys, thinning: thinning_of(thinning)? })
+                CheckedReply::Feed(FeedMessage::Begin { sequence, keys, thinning: thinning_of(thinning)? })
             }
             Said::Chunk(chunk) => {
-                let Chunk { sequence, digests: told, last } = chunk;
-                Reply::Told(Message::Chunk { sequence, digests: digests(told), last })
+                let DigestChunk { sequence, digests: told, last } = chunk;
+                CheckedReply::Feed(FeedMessage::Chunk { sequence, digests: digests(told), last })
             }
             Said::Delta(Delta { after, sequence, removed, added }) => {
                 let (removed, added) = (digests(removed), digests(added));
-                Reply::Told(Message::Delta { after, sequence, removed, added })
+                CheckedReply::Feed(FeedMessage::Delta { after, sequence, removed, added })
             }
-            Said::Heartbeat(_) => Reply::Heartbeat,
-            Said::Promises(promises) => Reply::Told(Message::Promises(digests(promises.digests))),
+            Said::Heartbeat(_) => CheckedReply::Heartbeat,
+            Said::Promises(promises) => CheckedReply::Feed(FeedMessage::Promises(digests(promises.digests))),
         })
     }
 
     /// Decodes and checks a reply.
-    pub fn decode_and_hear(bytes: &[u8]) -> Result<Reply, Malformed> {
-        decode::<Self>(bytes)?.hear()
+    pub fn decode_and_validate(bytes: &[u8]) -> Result<CheckedReply, MalformedReply> {
+        decode_reply::<Self>(bytes)?.validate()
     }
 }
 
-impl From<Message> for FollowReply {
-    fn from(message: Message) -> Self {
+impl From<FeedMessage> for FollowReply {
+    fn from(message: FeedMessage) -> Self {
         let words = |digests: Vec<Digest>| digests.into_iter().map(|digest| digest.0).collect();
         let said = match message {
-            Message::Begin { sequence, keys, thinning } => {
+            FeedMessage::Begin { sequence, keys, thinning } => {
                 Said::Begin(Begin { sequence, keys, thinning: thinning.power().into() })
             }
-            Message::Chunk { sequence, digests, last } => {
-                Said::Chunk(Chunk { sequence, digests: words(digests), last })
+            FeedMessage::Chunk { sequence, digests, last } => {
+                Said::Chunk(DigestChunk { sequence, digests: words(digests), last })
             }
-            Message::Delta { after, sequence, removed, added } => {
+            FeedMessage::Delta { after, sequence, removed, added } => {
                 Said::Delta(Delta { after, sequence, removed: words(removed), added: words(added) })
             }
-            Message::Promises(promises) => Said::Promises(Promises { digests: words(promises) }),
+            FeedMessage::Promises(promises) => Said::Promises(FollowPromises { digests: words(promises) }),
         };
         Self { said: Some(said) }
     }
 }
 
-impl Hello {
-    fn hear(self) -> Result<Reply, Malformed> {
-        let (node, boot) = greeter(self.version, &self.mesh, self.node, self.boot)?;
-        let address = |text: &str, what| text.parse::<SocketAddr>().map_err(|_| Malformed::Hello(what));
+impl FollowHello {
+    fn validate(self) -> Result<CheckedReply, MalformedReply> {
+        let (node, boot) = check_sender(self.version, &self.mesh, self.node, self.boot)?;
+        let address = |text: &str, what| text.parse::<SocketAddr>().map_err(|_| MalformedReply::Hello(what));
         let tcp = address(&self.tcp, "address")?;
         let rdma = Some(&self.rdma).filter(|rdma| !rdma.is_empty());
         let rdma = rdma.map(|rdma| address(rdma, "RDMA address")).transpose()?;
         let data = DataAddresses { tcp, rdma };
-        Ok(Reply::Hello(self.mesh, Identity { node, boot, data }, self.hears_waits))
+        Ok(CheckedReply::Hello(self.mesh, Identity { node, boot, data }, self.hears_waits))
     }
 }
 
 /// Checks the fields of a greeting; returns the server's name and life.
-fn greeter(version: u32, mesh: &str, node: String, boot: u64) -> Result<(NodeId, BootId), Malformed> {
+fn check_sender(
+    version: u32,
+    mesh: &str,
+    node: String,
+    boot: u64,
+) -> Result<(NodeId, BootId), MalformedReply> {
     if version != VERSION {
-        return Err(Malformed::Version(version));
+        return Err(MalformedReply::Version(version));
     }
     if mesh.len() > MESH_BYTES_MAX {
-        return Err(Malformed::Hello("mesh"));
+        return Err(MalformedReply::Hello("mesh"));
     }
-    let node = NodeId::new(node).map_err(|_| Malformed::Hello("name"))?;
-    let boot = NonZeroU64::new(boot).ok_or(Malformed::Hello("life"))?;
+    let node = NodeId::new(node).map_err(|_| MalformedReply::Hello("name"))?;
+    let boot = NonZeroU64::new(boot).ok_or(MalformedReply::Hello("life"))?;
     Ok((node, BootId(boot)))
 }
 
 /// Decodes a reply.
-fn decode<R: prost::Message + Default>(bytes: &[u8]) -> Result<R, Malformed> {
+fn decode_reply<R: prost::Message + Default>(bytes: &[u8]) -> Result<R, MalformedReply> {
     if bytes.len() > REPLY_BYTES_MAX {
-        return Err(Malformed::Long);
+        return Err(MalformedReply::Long);
     }
-    R::decode(bytes).map_err(|_| Malformed::Bytes)
+    R::decode(bytes).map_err(|_| MalformedReply::Bytes)
 }
 
 /// Checks a thinning.
-pub(super) fn thinning_of(power: u32) -> Result<Thinning, Malformed> {
-    u8::try_from(power).ok().and_then(Thinning::new).ok_or(Malformed::Thinning)
+pub(super) fn thinning_of(power: u32) -> Result<Thinning, MalformedReply> {
+    u8::try_from(power).ok().and_then(Thinning::new).ok_or(MalformedReply::Thinning)
 }

@@ -1,10 +1,10 @@
 //! Breakers: when requests to a faulty peer stop, and when it is tried again.
 
-use crate::transport::{Fault, Refusal, Stage};
+use crate::transport::{FetchFault, FetchStage, Refusal};
 
 /// Limits for the faults of a peer.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub struct Limits {
+pub struct BreakerLimits {
     /// The breaker opens at this number of strikes, regardless of successes between them: a peer with a fault
     /// in one block of ten is no better than an absent one.
     pub strikes_max: u32,
@@ -26,7 +26,7 @@ pub struct Limits {
 
 /// The effect of a block's end on the breaker.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(super) enum Verdict {
+pub(super) enum BreakerVerdict {
     /// The peer answered correctly, even if it lacks the block.
     Good,
     Strike,
@@ -37,7 +37,7 @@ pub(super) enum Verdict {
 }
 
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-enum State {
+enum BreakerState {
     Closed {
         strikes: u32,
     },
@@ -50,8 +50,8 @@ enum State {
 
 /// The breaker of a peer.
 #[derive(Clone, Debug)]
-pub(super) struct Breaker {
-    state: State,
+pub(super) struct PeerBreaker {
+    state: BreakerState,
     /// The time of the last strike or good trial. Strikes are forgotten a while after it.
     struck_ms: Option<u64>,
     /// The time of the last correct answer.
@@ -61,9 +61,9 @@ pub(super) struct Breaker {
     pub(super) trips_total: u64,
 }
 
-// === impl Limits ===
+// === impl BreakerLimits ===
 
-impl Default for Limits {
+impl Default for BreakerLimits {
     fn default() -> Self {
         Self {
             strikes_max: 3,
@@ -77,83 +77,89 @@ impl Default for Limits {
     }
 }
 
-// === impl Verdict ===
+// === impl BreakerVerdict ===
 
-impl Verdict {
-    pub(super) fn of(result: &Result<u64, Fault>) -> Self {
+impl BreakerVerdict {
+    pub(super) fn of_result(result: &Result<u64, FetchFault>) -> Self {
         match result {
-            Ok(_) | Err(Fault::Absent) => Self::Good,
-            Err(Fault::Stopped | Fault::Refused(Refusal::Busy)) => Self::Nothing,
-            Err(Fault::Timeout(Stage::Whole)) => Self::Late,
+            Ok(_) | Err(FetchFault::Absent) => Self::Good,
+            Err(FetchFault::Stopped | FetchFault::Refused(Refusal::Busy)) => Self::Nothing,
+            Err(FetchFault::Timeout(FetchStage::Whole)) => Self::Late,
             Err(
-                Fault::Corrupt
-                | Fault::Short
-                | Fault::Timeout(_)
-                | Fault::Peer(_)
-                | Fault::Malformed(_)
-                | Fault::Refused(_),
+                FetchFault::Corrupt
+                | FetchFault::Short
+                | FetchFault::Timeout(_)
+                | FetchFault::Peer(_)
+                | FetchFault::Malformed(_)
+                | FetchFault::Refused(_),
             ) => Self::Strike,
         }
     }
 }
 
-// === impl Breaker ===
+// === impl PeerBreaker ===
 
-impl Breaker {
-    pub(super) fn new(limits: &Limits) -> Self {
-        let state = State::Closed { strikes: 0 };
+impl PeerBreaker {
+    pub(super) fn new(limits: &BreakerLimits) -> Self {
+        let state = BreakerState::Closed { strikes: 0 };
         Self { state, struck_ms: None, answered_ms: None, wait_ms: limits.wait_ms_min, trips_total: 0 }
     }
 
     pub(super) fn is_open(&self) -> bool {
-        matches!(self.state, State::Open { .. })
+        matches!(self.state, BreakerState::Open { .. })
     }
 
     /// True if the peer may get a request while `under_way` of its blocks have not ended.
     pub(super) fn lets_pass(&self, now_ms: u64, under_way: u32) -> bool {
         match self.state {
-            State::Closed { .. } => true,
-            State::Open { until_ms } => until_ms <= now_ms && under_way == 0,
+            BreakerState::Closed { .. } => true,
+            BreakerState::Open { until_ms } => until_ms <= now_ms && under_way == 0,
         }
     }
 
     /// Records the end of a block. While the breaker is open, ends of earlier fetches have no effect.
-    pub(super) fn ended(&mut self, verdict: Verdict, now_ms: u64, limits: &Limits) {
+    pub(super) fn note_end(&mut self, verdict: BreakerVerdict, now_ms: u64, limits: &BreakerLimits) {
         let since_ms =
             |then_ms: Option<u64>| then_ms.map_or(u64::MAX, |then_ms| now_ms.saturating_sub(then_ms));
         let verdict = match verdict {
-            Verdict::Late if since_ms(self.answered_ms) < limits.lively_ms => Verdict::Nothing,
-            Verdict::Late => Verdict::Strike,
+            BreakerVerdict::Late if since_ms(self.answered_ms) < limits.lively_ms => BreakerVerdict::Nothing,
+            BreakerVerdict::Late => BreakerVerdict::Strike,
             verdict => verdict,
         };
-        if verdict == Verdict::Good {
+        if verdict == BreakerVerdict::Good {
             self.answered_ms = Some(now_ms);
         }
         let since_strike_ms = since_ms(self.struck_ms);
         let forgiven = since_strike_ms >= limits.forgive_ms;
         match (self.state, verdict) {
-            (State::Closed { .. }, Verdict::Good) if forgiven => self.wait_ms = limits.wait_ms_min,
-            (State::Closed { strikes }, Verdict::Strike) if since_strike_ms >= limits.strike_ms => {
+            (BreakerState::Closed { .. }, BreakerVerdict::Good) if forgiven => {
+                self.wait_ms = limits.wait_ms_min
+            }
+            (BreakerState::Closed { strikes }, BreakerVerdict::Strike)
+                if since_strike_ms >= limits.strike_ms =>
+            {
                 let strikes = if forgiven { 1 } else { strikes + 1 };
-                (self.state, self.struck_ms) = (State::Closed { strikes }, Some(now_ms));
+                (self.state, self.struck_ms) = (BreakerState::Closed { strikes }, Some(now_ms));
                 if strikes >= limits.strikes_max {
                     self.trips_total += 1;
-                    self.open(now_ms, limits);
+                    self.open_breaker(now_ms, limits);
                 }
             }
-            (State::Open { until_ms }, Verdict::Good) if until_ms <= now_ms => {
+            (BreakerState::Open { until_ms }, BreakerVerdict::Good) if until_ms <= now_ms => {
                 // The first block of a slow peer comes in time, but later ones may not. The time is set back,
                 // so a fault at this very moment is one more strike.
-                self.state = State::Closed { strikes: limits.strikes_max.saturating_sub(1) };
+                self.state = BreakerState::Closed { strikes: limits.strikes_max.saturating_sub(1) };
                 self.struck_ms = Some(now_ms.saturating_sub(limits.strike_ms));
             }
-            (State::Open { until_ms }, Verdict::Strike) if until_ms <= now_ms => self.open(now_ms, limits),
-            (State::Closed { .. } | State::Open { .. }, _) => {}
+            (BreakerState::Open { until_ms }, BreakerVerdict::Strike) if until_ms <= now_ms => {
+                self.open_breaker(now_ms, limits)
+            }
+            (BreakerState::Closed { .. } | BreakerState::Open { .. }, _) => {}
         }
     }
 
-    fn open(&mut self, now_ms: u64, limits: &Limits) {
-        (self.state, self.struck_ms) = (State::Open { until_ms: now_ms + self.wait_ms }, Some(now_ms));
+    fn open_breaker(&mut self, now_ms: u64, limits: &BreakerLimits) {
+        (self.state, self.struck_ms) = (BreakerState::Open { until_ms: now_ms + self.wait_ms }, Some(now_ms));
         self.wait_ms = (self.wait_ms * 2).min(limits.wait_ms_max);
     }
 }
@@ -162,7 +168,7 @@ impl Breaker {
 mod tests {
     use super::*;
 
-    const LIMITS: Limits = Limits {
+    const LIMITS: BreakerLimits = BreakerLimits {
         strikes_max: 3,
         forgive_ms: 500,
         strike_ms: 50,
@@ -172,19 +178,19 @@ mod tests {
         wait_ms_max: 3_000,
     };
 
-    fn struck(breaker: &mut Breaker, times: &[u64]) {
-        times.iter().for_each(|now_ms| breaker.ended(Verdict::Strike, *now_ms, &LIMITS));
+    fn struck(breaker: &mut PeerBreaker, times: &[u64]) {
+        times.iter().for_each(|now_ms| breaker.note_end(BreakerVerdict::Strike, *now_ms, &LIMITS));
     }
 
     #[test]
     fn faults_of_one_moment_are_one_strike_and_a_calm_time_forgives() {
-        let mut breaker = Breaker::new(&LIMITS);
+        let mut breaker = PeerBreaker::new(&LIMITS);
         struck(&mut breaker, &[0, 0, 1, 49, 50, 60]);
         assert!(breaker.lets_pass(60, 9), "two strikes");
         struck(&mut breaker, &[550, 600]);
         assert!(breaker.lets_pass(600, 9), "two strikes");
-        breaker.ended(Verdict::Nothing, 610, &LIMITS);
-        breaker.ended(Verdict::Good, 650, &LIMITS);
+        breaker.note_end(BreakerVerdict::Nothing, 610, &LIMITS);
+        breaker.note_end(BreakerVerdict::Good, 650, &LIMITS);
         struck(&mut breaker, &[660]);
         assert!(breaker.is_open() && !breaker.lets_pass(660, 0), "a success between strikes forgives none");
         assert_eq!(breaker.trips_total, 1);
@@ -192,10 +198,10 @@ mod tests {
 
     #[test]
     fn a_trial_is_one_fetch_and_the_wait_doubles_until_all_is_forgiven() {
-        let mut breaker = Breaker::new(&LIMITS);
+        let mut breaker = PeerBreaker::new(&LIMITS);
         struck(&mut breaker, &[0, 50, 100]);
         struck(&mut breaker, &[150]);
-        breaker.ended(Verdict::Good, 200, &LIMITS);
+        breaker.note_end(BreakerVerdict::Good, 200, &LIMITS);
         assert!(!breaker.lets_pass(1_099, 0), "ends of earlier fetches change nothing");
         assert!(breaker.lets_pass(1_100, 0));
         assert!(!breaker.lets_pass(1_100, 1), "one fetch at a time");
@@ -203,12 +209,12 @@ mod tests {
         assert!(!breaker.lets_pass(3_199, 0) && breaker.lets_pass(3_200, 0));
         struck(&mut breaker, &[3_200]);
         assert!(!breaker.lets_pass(6_199, 0) && breaker.lets_pass(6_200, 0), "no longer than the longest");
-        breaker.ended(Verdict::Good, 6_200, &LIMITS);
+        breaker.note_end(BreakerVerdict::Good, 6_200, &LIMITS);
         assert!(!breaker.is_open() && breaker.lets_pass(6_200, 100));
         struck(&mut breaker, &[6_300]);
         assert!(!breaker.lets_pass(9_299, 0), "it broke again before it was forgiven");
-        breaker.ended(Verdict::Good, 9_300, &LIMITS);
-        breaker.ended(Verdict::Good, 9_750, &LIMITS);
+        breaker.note_end(BreakerVerdict::Good, 9_300, &LIMITS);
+        breaker.note_end(BreakerVerdict::Good, 9_750, &LIMITS);
         struck(&mut breaker, &[9_800, 9_900]);
         assert!(!breaker.is_open(), "forgiven since 9 750, it has two strikes");
         struck(&mut breaker, &[10_000]);
@@ -219,9 +225,9 @@ mod tests {
     #[test]
     fn a_trial_that_went_well_leaves_all_strikes_but_one_for_a_while() {
         let tried = || {
-            let mut breaker = Breaker::new(&LIMITS);
+            let mut breaker = PeerBreaker::new(&LIMITS);
             struck(&mut breaker, &[0, 50, 100]);
-            breaker.ended(Verdict::Good, 1_100, &LIMITS);
+            breaker.note_end(BreakerVerdict::Good, 1_100, &LIMITS);
             assert!(!breaker.is_open());
             breaker
         };
@@ -231,7 +237,7 @@ mod tests {
             assert!(!breaker.lets_pass(struck_ms + 1_999, 0), "left alone for twice as long");
         }
         let mut breaker = tried();
-        breaker.ended(Verdict::Good, 1_500, &LIMITS);
+        breaker.note_end(BreakerVerdict::Good, 1_500, &LIMITS);
         struck(&mut breaker, &[1_549]);
         assert!(!breaker.lets_pass(3_548, 0), "a success meanwhile does not shorten the wait");
         let mut breaker = tried();
@@ -241,37 +247,43 @@ mod tests {
 
     #[test]
     fn a_fetch_that_is_late_is_no_strike_while_the_peer_answers() {
-        let late = Verdict::of(&Err(Fault::Timeout(Stage::Whole)));
-        let mut breaker = Breaker::new(&LIMITS);
+        let late = BreakerVerdict::of_result(&Err(FetchFault::Timeout(FetchStage::Whole)));
+        let mut breaker = PeerBreaker::new(&LIMITS);
         for now_ms in (0..10_000).step_by(10) {
-            breaker.ended(Verdict::Good, now_ms, &LIMITS);
+            breaker.note_end(BreakerVerdict::Good, now_ms, &LIMITS);
             if now_ms % 100 == 0 {
-                breaker.ended(late, now_ms, &LIMITS);
+                breaker.note_end(late, now_ms, &LIMITS);
             }
         }
         assert_eq!(breaker.trips_total, 0);
         let answered_ms = 9_990;
         for after_ms in [499, 500, 600] {
-            breaker.ended(late, answered_ms + after_ms, &LIMITS);
+            breaker.note_end(late, answered_ms + after_ms, &LIMITS);
         }
         assert!(!breaker.is_open(), "two strikes, both after its last answer had aged");
-        breaker.ended(late, answered_ms + 700, &LIMITS);
+        breaker.note_end(late, answered_ms + 700, &LIMITS);
         assert!(breaker.is_open(), "a frozen peer");
-        let mut silent = Breaker::new(&LIMITS);
-        [0, 100, 200].into_iter().for_each(|now_ms| silent.ended(late, now_ms, &LIMITS));
+        let mut silent = PeerBreaker::new(&LIMITS);
+        [0, 100, 200].into_iter().for_each(|now_ms| silent.note_end(late, now_ms, &LIMITS));
         assert!(silent.is_open(), "one that never answered");
     }
 
     #[test]
     fn absence_and_being_busy_are_no_faults() {
-        assert_eq!(Verdict::of(&Ok(1)), Verdict::Good);
-        assert_eq!(Verdict::of(&Err(Fault::Absent)), Verdict::Good);
-        assert_eq!(Verdict::of(&Err(Fault::Refused(Refusal::Busy))), Verdict::Nothing);
-        assert_eq!(Verdict::of(&Err(Fault::Stopped)), Verdict::Nothing);
-        for fault in
-            [Fault::Corrupt, Fault::Short, Fault::Refused(Refusal::NotMember), Fault::Refused(Refusal::Full)]
-        {
-            assert_eq!(Verdict::of(&Err(fault)), Verdict::Strike);
+        assert_eq!(BreakerVerdict::of_result(&Ok(1)), BreakerVerdict::Good);
+        assert_eq!(BreakerVerdict::of_result(&Err(FetchFault::Absent)), BreakerVerdict::Good);
+        assert_eq!(
+            BreakerVerdict::of_result(&Err(FetchFault::Refused(Refusal::Busy))),
+            BreakerVerdict::Nothing
+        );
+        assert_eq!(BreakerVerdict::of_result(&Err(FetchFault::Stopped)), BreakerVerdict::Nothing);
+        for fault in [
+            FetchFault::Corrupt,
+            FetchFault::Short,
+            FetchFault::Refused(Refusal::NotMember),
+            FetchFault::Refused(Refusal::Full),
+        ] {
+            assert_eq!(BreakerVerdict::of_result(&Err(fault)), BreakerVerdict::Strike);
         }
     }
 }

@@ -35,7 +35,7 @@ pub struct Filter {
 
 /// The form of a digest in a filter: its fingerprint, and one of the two buckets for it.
 #[derive(Copy, Clone, Debug)]
-struct Print {
+struct FilterPrint {
     fingerprint: u16,
     bucket: usize,
 }
@@ -71,7 +71,7 @@ impl Filter {
     }
 
     pub fn capacity(&self) -> usize {
-        Self::capacity_of(self.bytes())
+        Self::capacity_of(self.size_bytes())
     }
 
     /// Maximum keys of a filter of so many bytes.
@@ -79,16 +79,17 @@ impl Filter {
         bytes / size_of::<u64>() * WAYS * LOAD_MAX.0 / LOAD_MAX.1
     }
 
-    pub fn bytes(&self) -> usize {
+    pub fn size_bytes(&self) -> usize {
         self.buckets.len() * size_of::<u64>()
     }
 
     /// True if `digest` may have been inserted.
     #[inline]
     pub fn contains(&self, digest: Digest) -> bool {
-        let Print { fingerprint, bucket } = self.print(digest);
+        let FilterPrint { fingerprint, bucket } = self.print(digest);
         // Both are always read: a branch between them would keep the misses of two look-ups from overlapping.
-        self.holds(bucket, fingerprint) | self.holds(self.other(fingerprint, bucket), fingerprint)
+        self.has_fingerprint(bucket, fingerprint)
+            | self.has_fingerprint(self.other(fingerprint, bucket), fingerprint)
     }
 
     /// The number of leading digests that may have been inserted.
@@ -98,17 +99,18 @@ impl Filter {
     pub fn leading(&self, digests: &[Digest]) -> usize {
         let mut found = 0;
         for batch in digests.chunks(BATCH) {
-            let mut prints = [Print { fingerprint: 0, bucket: 0 }; BATCH];
+            let mut prints = [FilterPrint { fingerprint: 0, bucket: 0 }; BATCH];
             let mut missing = 0u32;
             for (at, (print, digest)) in prints.iter_mut().zip(batch).enumerate() {
                 *print = self.print(*digest);
-                missing |= u32::from(!self.holds(print.bucket, print.fingerprint)) << at;
+                missing |= u32::from(!self.has_fingerprint(print.bucket, print.fingerprint)) << at;
             }
             let mut absent = 0u32;
             while missing != 0 {
                 let at = missing.trailing_zeros();
-                let Print { fingerprint, bucket } = prints[at as usize];
-                absent |= u32::from(!self.holds(self.other(fingerprint, bucket), fingerprint)) << at;
+                let FilterPrint { fingerprint, bucket } = prints[at as usize];
+                absent |=
+                    u32::from(!self.has_fingerprint(self.other(fingerprint, bucket), fingerprint)) << at;
                 missing &= missing - 1;
             }
             if absent != 0 {
@@ -126,9 +128,9 @@ impl Filter {
         if self.keys >= self.capacity() {
             return false;
         }
-        let Print { fingerprint, bucket } = self.print(digest);
+        let FilterPrint { fingerprint, bucket } = self.print(digest);
         let other = self.other(fingerprint, bucket);
-        let room = self.put(bucket, fingerprint) || self.put(other, fingerprint);
+        let room = self.put_fingerprint(bucket, fingerprint) || self.put_fingerprint(other, fingerprint);
         let inserted = room || self.displace(fingerprint, other);
         self.keys += usize::from(inserted);
         inserted
@@ -136,17 +138,17 @@ impl Filter {
 
     /// Removes one insertion of a digest. Returns false if there is none.
     pub fn remove(&mut self, digest: Digest) -> bool {
-        let Print { fingerprint, bucket } = self.print(digest);
+        let FilterPrint { fingerprint, bucket } = self.print(digest);
         let other = self.other(fingerprint, bucket);
-        let removed = self.take(bucket, fingerprint) || self.take(other, fingerprint);
+        let removed = self.take_fingerprint(bucket, fingerprint) || self.take_fingerprint(other, fingerprint);
         self.keys -= usize::from(removed);
         removed
     }
 
     #[inline]
-    fn print(&self, digest: Digest) -> Print {
+    fn print(&self, digest: Digest) -> FilterPrint {
         let bucket = scale((digest.0 >> 32) as u32, self.buckets.len());
-        Print { fingerprint: (digest.0 as u16).max(1), bucket }
+        FilterPrint { fingerprint: (digest.0 as u16).max(1), bucket }
     }
 
     /// The other bucket of a fingerprint in `bucket`. The two add up to a number derived from the
@@ -158,11 +160,11 @@ impl Filter {
     }
 
     #[inline]
-    fn holds(&self, bucket: usize, fingerprint: u16) -> bool {
+    fn has_fingerprint(&self, bucket: usize, fingerprint: u16) -> bool {
         zeros(self.buckets[bucket] ^ (u64::from(fingerprint) * ONES)) != 0
     }
 
-    fn put(&mut self, bucket: usize, fingerprint: u16) -> bool {
+    fn put_fingerprint(&mut self, bucket: usize, fingerprint: u16) -> bool {
         let zeros = zeros(self.buckets[bucket]);
         if zeros != 0 {
             self.buckets[bucket] |= u64::from(fingerprint) << shift_of_first(zeros);
@@ -170,7 +172,7 @@ impl Filter {
         zeros != 0
     }
 
-    fn take(&mut self, bucket: usize, fingerprint: u16) -> bool {
+    fn take_fingerprint(&mut self, bucket: usize, fingerprint: u16) -> bool {
         let zeros = zeros(self.buckets[bucket] ^ (u64::from(fingerprint) * ONES));
         if zeros != 0 {
             self.buckets[bucket] &= !(0xffff << shift_of_first(zeros));
@@ -187,7 +189,7 @@ impl Filter {
             *step = (bucket, self.random.next() as u32 % WAYS as u32 * u16::BITS);
             fingerprint = self.exchange(*step, fingerprint);
             bucket = self.other(fingerprint, bucket);
-            if self.put(bucket, fingerprint) {
+            if self.put_fingerprint(bucket, fingerprint) {
                 return true;
             }
         }
@@ -272,7 +274,7 @@ mod tests {
         let wrong = digests(2).take(1_000_000).filter(|digest| filter.contains(*digest)).count();
         // Eight places at 95 % of 2^16 values: 116 in a million.
         assert!((60..200).contains(&wrong), "{wrong} of a million");
-        assert!(filter.bytes() as f64 / 100_000.0 < 2.2);
+        assert!(filter.size_bytes() as f64 / 100_000.0 < 2.2);
     }
 
     #[test]

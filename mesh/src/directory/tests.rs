@@ -1,13 +1,13 @@
 use std::collections::{BTreeMap, HashSet};
 
 use super::*;
-use crate::transport::{Refusal, Stage};
+use crate::transport::{FetchStage, Refusal};
 use shm_protocol::random::Random;
 
 const A: PeerNumber = PeerNumber(3);
 const B: PeerNumber = PeerNumber(1);
 const C: PeerNumber = PeerNumber(7);
-const FAULT: Result<u64, Fault> = Err(Fault::Short);
+const FAULT: Result<u64, FetchFault> = Err(FetchFault::Short);
 
 fn keys(range: std::ops::Range<u64>) -> Vec<Digest> {
     range.map(|number| Digest(mix_bits(number + 1))).collect()
@@ -20,9 +20,9 @@ fn filter_of(keys: &[Digest]) -> Filter {
 }
 
 fn directory(peers: &[(PeerNumber, &[Digest])]) -> Directory {
-    let mut directory = Directory::new(Config::default());
+    let mut directory = Directory::new(DirectoryConfig::default());
     for (peer, keys) in peers {
-        directory.join(*peer);
+        directory.add_peer(*peer);
         directory.replace(*peer, filter_of(keys));
     }
     directory
@@ -54,14 +54,14 @@ fn among_equals_the_one_that_owes_least_then_each_node_another() {
     let order =
         |directory: &Directory| asked(directory, 0, &all).iter().map(|(peer, _)| *peer).collect::<Vec<_>>();
     assert_eq!(order(&directory), [B, C, A]);
-    (0..5).for_each(|_| directory.ended(0, A, &Ok(1)));
+    (0..5).for_each(|_| directory.note_end(0, A, &Ok(1)));
     assert_eq!(order(&directory), [A, B, C]);
 
     let firsts: HashSet<PeerNumber> = (0..32)
         .map(|seed| {
-            let mut directory = Directory::new(Config { seed, ..Config::default() });
+            let mut directory = Directory::new(DirectoryConfig { seed, ..DirectoryConfig::default() });
             for peer in [A, B, C] {
-                directory.join(peer);
+                directory.add_peer(peer);
                 directory.replace(peer, filter_of(&all));
             }
             order(&directory)[0]
@@ -90,7 +90,7 @@ fn a_block_that_a_thinned_inventory_does_not_speak_of_may_be_absent() {
     let all = keys(0..100);
     let thinning = Thinning::new(3).expect("few");
     let mut directory = directory(&[]);
-    directory.join(A);
+    directory.add_peer(A);
     directory.replace(A, Filter::thinned(100, thinning));
     all.iter().filter(|key| !thinning.keeps(**key)).for_each(|key| directory.lacked(0, A, *key));
     assert_eq!(directory.peers().map(|peer| peer.absent_total).collect::<Vec<_>>(), [0]);
@@ -100,12 +100,12 @@ fn a_block_that_a_thinned_inventory_does_not_speak_of_may_be_absent() {
 fn a_peer_that_fails_is_left_alone_then_tried_and_others_take_its_place() {
     let all = keys(0..10);
     let mut directory = directory(&[(A, &all), (B, &all[..5])]);
-    let limits = Limits::default();
+    let limits = BreakerLimits::default();
     let mut faults = (0..u64::from(limits.strikes_max)).map(|number| number * limits.strike_ms);
     for now_ms in faults.clone() {
         assert_eq!(asked(&directory, now_ms, &all), [(A, 10), (B, 5)]);
         directory.began(A, 10);
-        (0..10).for_each(|_| directory.ended(now_ms, A, &FAULT));
+        (0..10).for_each(|_| directory.note_end(now_ms, A, &FAULT));
     }
     let opened_ms = faults.next_back().expect("some");
     assert_eq!(asked(&directory, opened_ms, &all), [(B, 5)]);
@@ -113,7 +113,7 @@ fn a_peer_that_fails_is_left_alone_then_tried_and_others_take_its_place() {
     assert_eq!(asked(&directory, trial_ms, &all), [(A, 10), (B, 5)]);
     directory.began(A, 2);
     assert_eq!(asked(&directory, trial_ms, &all), [(B, 5)], "one trial at a time");
-    directory.ended(trial_ms, A, &Err(Fault::Absent));
+    directory.note_end(trial_ms, A, &Err(FetchFault::Absent));
     assert_eq!(asked(&directory, trial_ms, &all), [(A, 10), (B, 5)], "it answered");
     let stats: Vec<PeerStats> = directory.peers().collect();
     assert_eq!((stats[1].peer, stats[1].trips_total, stats[1].breaker_open), (A, 1, false));
@@ -127,16 +127,16 @@ const MIB: u64 = 1 << 20;
 fn slow(given_mib: &[u64]) -> usize {
     let mut directory = directory(&[]);
     let peers: Vec<PeerNumber> = (0..given_mib.len() as u32).map(PeerNumber).collect();
-    peers.iter().for_each(|peer| directory.join(*peer));
+    peers.iter().for_each(|peer| directory.add_peer(*peer));
     for since_ms in [10_000, 13_000, 16_000] {
         let before: Vec<u64> = peers.iter().map(|peer| directory.began(*peer, 2)).collect();
         let late_ms = since_ms + 2000;
         for (peer, mib) in peers.iter().zip(given_mib).filter(|(_, mib)| **mib > 0) {
-            directory.ended(late_ms - 1, *peer, &Ok(1));
+            directory.note_end(late_ms - 1, *peer, &Ok(1));
             directory.gave(late_ms - 1, *peer, mib * MIB);
         }
         for (peer, before) in peers.iter().zip(before) {
-            directory.ended(late_ms, *peer, &Err(Fault::Timeout(Stage::Whole)));
+            directory.note_end(late_ms, *peer, &Err(FetchFault::Timeout(FetchStage::Whole)));
             directory.late(late_ms, *peer, since_ms, before);
         }
     }
@@ -175,32 +175,32 @@ fn a_promise_holds_until_another_word_of_its_peer_or_while_that_may_be_asked() {
     let promised = |directory: &Directory, now_ms, range: std::ops::Range<usize>| {
         !directory.promisers(now_ms, all[range].iter().copied()).is_empty()
     };
-    assert!(!directory.promise(A, vec![all[9]]), "it had promised nothing");
-    assert!(!directory.promise(A, vec![all[5], all[9]]), "one more");
-    assert!(!directory.promise(C, vec![all[0]]), "no member");
+    assert!(!directory.replace_promises(A, vec![all[9]]), "it had promised nothing");
+    assert!(!directory.replace_promises(A, vec![all[5], all[9]]), "one more");
+    assert!(!directory.replace_promises(C, vec![all[0]]), "no member");
     assert!(promised(&directory, 0, 0..6) && promised(&directory, 0, 9..10));
     assert!(!promised(&directory, 0, 0..5), "a prompt is found by its last key, at members alone");
     assert_eq!(directory.peers().map(|peer| peer.promises).collect::<Vec<_>>(), [0, 2]);
-    assert!(directory.promise(A, vec![all[9]]));
+    assert!(directory.replace_promises(A, vec![all[9]]));
     assert!(!promised(&directory, 0, 0..6));
     for strike in 0..3 {
         directory.began(A, 1);
-        directory.ended(strike * 1000, A, &FAULT);
+        directory.note_end(strike * 1000, A, &FAULT);
     }
     assert!(!promised(&directory, 2000, 9..10), "it is left alone");
     assert!(promised(&directory, 3000, 9..10));
-    assert!(!directory.promise(B, vec![all[3]]));
-    directory.leave(A);
+    assert!(!directory.replace_promises(B, vec![all[3]]));
+    directory.remove_peer(A);
     assert!(!promised(&directory, 3000, 9..10) && promised(&directory, 3000, 0..10));
 }
 
 #[test]
 fn changes_follow_a_snapshot_and_an_overfull_filter_says_so_once() {
     let all = keys(0..2000);
-    let mut directory = Directory::new(Config::default());
-    let added: Vec<Change> = all.iter().map(|key| Change::Added(*key)).collect();
+    let mut directory = Directory::new(DirectoryConfig::default());
+    let added: Vec<DigestChange> = all.iter().map(|key| DigestChange::Added(*key)).collect();
     assert!(directory.apply(A, &added), "of nobody");
-    directory.join(A);
+    directory.add_peer(A);
     assert!(directory.apply(A, &added), "before its snapshot");
     assert_eq!(asked(&directory, 0, &all), []);
 
@@ -212,21 +212,21 @@ fn changes_follow_a_snapshot_and_an_overfull_filter_says_so_once() {
     assert_eq!(asked(&directory, 0, &all[..100]), [(A, 100)]);
     assert!(!directory.apply(A, &added[100..capacity + 1]));
     assert!(directory.apply(A, &added[capacity + 1..]), "said once");
-    assert!(directory.apply(A, &[Change::Removed(all[50])]));
+    assert!(directory.apply(A, &[DigestChange::Removed(all[50])]));
     assert_eq!(asked(&directory, 0, &all[..100]), [(A, 50)]);
 
-    directory.join(A);
+    directory.add_peer(A);
     assert_eq!(directory.peers().next().expect("one").keys, capacity - 1, "joined twice");
     directory.replace(A, filter_of(&all));
     assert_eq!(asked(&directory, 0, &all), [(A, 2000)]);
-    let changes = [Change::Removed(all[0]), Change::Added(all[0]), Change::Removed(all[1])];
+    let changes = [DigestChange::Removed(all[0]), DigestChange::Added(all[0]), DigestChange::Removed(all[1])];
     assert!(directory.apply(A, &changes));
     assert_eq!(asked(&directory, 0, &all), [(A, 1)]);
-    directory.leave(A);
+    directory.remove_peer(A);
     assert_eq!(asked(&directory, 0, &all), []);
-    directory.leave(A);
+    directory.remove_peer(A);
     directory.began(A, 1);
-    directory.ended(0, A, &Err(Fault::Refused(Refusal::NotMember)));
+    directory.note_end(0, A, &Err(FetchFault::Refused(Refusal::NotMember)));
     assert_eq!(directory.peers().count(), 0);
 }
 
@@ -234,15 +234,15 @@ fn changes_follow_a_snapshot_and_an_overfull_filter_says_so_once() {
 fn a_prefix_that_every_peer_has_costs_no_more_than_the_limit() {
     let all = keys(0..1000);
     let peers: Vec<PeerNumber> = (0..50).map(PeerNumber).collect();
-    let mut directory = Directory::new(Config::default());
+    let mut directory = Directory::new(DirectoryConfig::default());
     for peer in &peers {
-        directory.join(*peer);
+        directory.add_peer(*peer);
         directory.replace(*peer, filter_of(&all[..900 + peer.0 as usize]));
     }
     let found = asked(&directory, 0, &all);
     assert_eq!(found.len(), LOOKUPS_MAX.div_ceil(1000));
-    assert_eq!(asked(&directory, 0, &all[..100]).len(), Config::default().candidates_max);
-    assert_eq!(asked(&directory, 0, &all[..1]).len(), Config::default().candidates_max);
+    assert_eq!(asked(&directory, 0, &all[..100]).len(), DirectoryConfig::default().candidates_max);
+    assert_eq!(asked(&directory, 0, &all[..1]).len(), DirectoryConfig::default().candidates_max);
 }
 
 #[test]
@@ -255,7 +255,7 @@ fn of_each_inventory_the_first_key_that_is_spoken_of_tells_whether_a_run_is_ther
     assert!(may_have(&directory, &all) && !may_have(&directory, &all[1..]) && !may_have(&directory, &[]));
     let mut thinned = Filter::thinned(kept.len(), thinning);
     assert!(thinned.insert(all[kept[1]]));
-    directory.join(B);
+    directory.add_peer(B);
     directory.replace(B, thinned);
     let (first, second) = (kept[0], kept[1]);
     assert!(!may_have(&directory, &all[1..]), "it has not the first that it would speak of");
@@ -263,7 +263,7 @@ fn of_each_inventory_the_first_key_that_is_spoken_of_tells_whether_a_run_is_ther
     assert!(!may_have(&directory, &all[second + 1..]) && !may_have(&directory, &others));
     for strike in 0..3 {
         directory.began(B, 1);
-        directory.ended(strike * 1000, B, &FAULT);
+        directory.note_end(strike * 1000, B, &FAULT);
     }
     assert!(!may_have(&directory, &all[second..]), "it is left alone");
 }
@@ -277,7 +277,7 @@ fn of_a_thinned_inventory_a_run_reaches_to_the_last_key_that_is_spoken_of() {
     let mut thinned = Filter::thinned(kept.len(), thinning);
     assert!(kept[..20].iter().all(|at| thinned.insert(all[*at])));
     let mut directory = directory(&[(A, &all[..kept[10]])]);
-    directory.join(B);
+    directory.add_peer(B);
     directory.replace(B, thinned);
     assert_eq!(asked(&directory, 0, &all), [(B, kept[19] as u32 + 1), (A, kept[10] as u32)]);
     let middle = &all[kept[5]..kept[8]];
@@ -293,7 +293,8 @@ fn random_peers_are_found_by_what_they_have() {
     for seed in 0..10 {
         let mut random = Random(seed);
         let universe = keys(0..3000);
-        let mut directory = Directory::new(Config { candidates_max: 16, ..Config::default() });
+        let mut directory =
+            Directory::new(DirectoryConfig { candidates_max: 16, ..DirectoryConfig::default() });
         let mut model: BTreeMap<PeerNumber, HashSet<Digest>> = BTreeMap::new();
         let mut wrong = 0;
         for _ in 0..400 {
@@ -302,22 +303,22 @@ fn random_peers_are_found_by_what_they_have() {
             let range = from..from + 1 + random.next() as usize % 900;
             match random.next() % 8 {
                 0 => {
-                    directory.join(peer);
+                    directory.add_peer(peer);
                     directory.replace(peer, Filter::with_capacity(3000));
                     model.insert(peer, HashSet::new());
                 }
                 1 => {
-                    directory.leave(peer);
+                    directory.remove_peer(peer);
                     model.remove(&peer);
                 }
                 2..5 => {
                     let Some(set) = model.get_mut(&peer) else { continue };
                     let mut change = |key: &Digest, add: bool| match add {
-                        true => set.insert(*key).then_some(Change::Added(*key)),
-                        false => set.remove(key).then_some(Change::Removed(*key)),
+                        true => set.insert(*key).then_some(DigestChange::Added(*key)),
+                        false => set.remove(key).then_some(DigestChange::Removed(*key)),
                     };
                     let add = !random.next().is_multiple_of(3);
-                    let changes: Vec<Change> =
+                    let changes: Vec<DigestChange> =
                         universe[range].iter().filter_map(|key| change(key, add)).collect();
                     assert!(directory.apply(peer, &changes));
                 }

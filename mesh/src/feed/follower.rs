@@ -2,8 +2,8 @@
 
 use thiserror::Error;
 
-use super::{BATCH_CHANGES_MAX, CHUNK_DIGESTS_MAX, Message, PROMISES_MAX};
-use crate::digest::{Change, Digest, Thinning};
+use super::{BATCH_CHANGES_MAX, CHUNK_DIGESTS_MAX, FeedMessage, PROMISES_MAX};
+use crate::digest::{Digest, DigestChange, Thinning};
 use crate::directory::Filter;
 
 /// Spare keys of a filter beyond its inventory. Each time a node grows by as many, its inventory is sent
@@ -27,18 +27,18 @@ pub fn keys_max(limit_bytes: usize, peers: usize) -> usize {
 #[derive(Debug)]
 pub struct Follower {
     keys_max: usize,
-    state: State,
+    state: FollowerState,
 }
 
 #[derive(Debug)]
-enum State {
-    /// Waits for [`Message::Begin`].
+enum FollowerState {
+    /// Waits for [`FeedMessage::Begin`].
     Idle,
     Gathering {
         filter: Filter,
         sequence: u64,
         /// The last digest of the last chunk.
-        told: Option<Digest>,
+        upto: Option<Digest>,
     },
     Following {
         sequence: u64,
@@ -48,19 +48,19 @@ enum State {
 
 /// The effect of a message.
 #[derive(Debug)]
-pub enum Heard {
+pub enum FollowerEvent {
     Nothing,
     /// The whole inventory of the node.
     Snapshot(Filter),
     /// Changes since then, in this order.
-    Changes(Vec<Change>),
+    Changes(Vec<DigestChange>),
     /// All promises of the node.
     Promises(Vec<Digest>),
 }
 
 /// The reason why a message is not from a [`super::Feed`], or does not fit.
 #[derive(Copy, Clone, Debug, Eq, Error, PartialEq)]
-pub enum Unheard {
+pub enum FollowError {
     /// The message comes before the beginning or after the end of an inventory.
     #[error("a part of an inventory that has not begun or is complete")]
     OutOfPlace,
@@ -104,74 +104,79 @@ pub enum Unheard {
 impl Follower {
     /// A follower of a node with at most `keys_max` keys.
     pub fn new(keys_max: usize) -> Self {
-        Self { keys_max, state: State::Idle }
+        Self { keys_max, state: FollowerState::Idle }
     }
 
     /// A follower with knowledge of all up to a sequence, from an earlier stream in the same life of the
     /// node.
     pub fn resumed(keys_max: usize, sequence: u64, thinning: Thinning) -> Self {
-        Self { keys_max, state: State::Following { sequence, thinning } }
+        Self { keys_max, state: FollowerState::Following { sequence, thinning } }
     }
 
     /// The last sequence of everything known. A later stream may resume from it.
     pub fn known(&self) -> Option<u64> {
         match self.state {
-            State::Following { sequence, .. } => Some(sequence),
-            State::Idle | State::Gathering { .. } => None,
+            FollowerState::Following { sequence, .. } => Some(sequence),
+            FollowerState::Idle | FollowerState::Gathering { .. } => None,
         }
     }
 
     /// Applies the next message.
-    pub fn hear(&mut self, message: Message) -> Result<Heard, Unheard> {
+    pub fn apply_message(&mut self, message: FeedMessage) -> Result<FollowerEvent, FollowError> {
         match message {
-            Message::Begin { sequence, keys, thinning } => self.begin(sequence, keys, thinning),
-            Message::Chunk { sequence, digests, last } => self.gather(sequence, &digests, last),
-            Message::Delta { after, sequence, removed, added } => {
+            FeedMessage::Begin { sequence, keys, thinning } => self.begin_snapshot(sequence, keys, thinning),
+            FeedMessage::Chunk { sequence, digests, last } => self.gather(sequence, &digests, last),
+            FeedMessage::Delta { after, sequence, removed, added } => {
                 self.change(after, sequence, &removed, &added)
             }
-            Message::Promises(promises) => {
+            FeedMessage::Promises(promises) => {
                 within(promises.len(), PROMISES_MAX)?;
-                self.known().map(|_| Heard::Promises(promises)).ok_or(Unheard::OutOfPlace)
+                self.known().map(|_| FollowerEvent::Promises(promises)).ok_or(FollowError::OutOfPlace)
             }
         }
     }
 
-    fn begin(&mut self, sequence: u64, keys: u64, thinning: Thinning) -> Result<Heard, Unheard> {
+    fn begin_snapshot(
+        &mut self,
+        sequence: u64,
+        keys: u64,
+        thinning: Thinning,
+    ) -> Result<FollowerEvent, FollowError> {
         let fits = usize::try_from(keys).ok().filter(|keys| *keys <= self.keys_max);
-        let keys = fits.ok_or(Unheard::Memory { keys, max: self.keys_max })?;
+        let keys = fits.ok_or(FollowError::Memory { keys, max: self.keys_max })?;
         let filter = Filter::thinned(keys + room(keys), thinning);
-        self.state = State::Gathering { filter, sequence, told: None };
-        Ok(Heard::Nothing)
+        self.state = FollowerState::Gathering { filter, sequence, upto: None };
+        Ok(FollowerEvent::Nothing)
     }
 
-    fn gather(&mut self, reached: u64, digests: &[Digest], last: bool) -> Result<Heard, Unheard> {
-        let State::Gathering { filter, sequence, told } = &mut self.state else {
-            return Err(Unheard::OutOfPlace);
+    fn gather(&mut self, reached: u64, digests: &[Digest], last: bool) -> Result<FollowerEvent, FollowError> {
+        let FollowerState::Gathering { filter, sequence, upto } = &mut self.state else {
+            return Err(FollowError::OutOfPlace);
         };
         within(digests.len(), CHUNK_DIGESTS_MAX)?;
         if reached < *sequence {
-            return Err(Unheard::Gap { known: *sequence, after: reached, sequence: reached });
+            return Err(FollowError::Gap { known: *sequence, after: reached, sequence: reached });
         }
         *sequence = reached;
         for digest in digests {
-            if *told >= Some(*digest) {
-                return Err(Unheard::Order);
+            if *upto >= Some(*digest) {
+                return Err(FollowError::Order);
             }
             if !filter.thinning().keeps(*digest) {
-                return Err(Unheard::Foreign);
+                return Err(FollowError::Foreign);
             }
             if !filter.insert(*digest) {
-                return Err(Unheard::Overfull);
+                return Err(FollowError::Overfull);
             }
-            *told = Some(*digest);
+            *upto = Some(*digest);
         }
         if !last {
-            return Ok(Heard::Nothing);
+            return Ok(FollowerEvent::Nothing);
         }
-        let next = State::Following { sequence: *sequence, thinning: filter.thinning() };
+        let next = FollowerState::Following { sequence: *sequence, thinning: filter.thinning() };
         match std::mem::replace(&mut self.state, next) {
-            State::Gathering { filter, .. } => Ok(Heard::Snapshot(filter)),
-            State::Idle | State::Following { .. } => unreachable!("it was gathering"),
+            FollowerState::Gathering { filter, .. } => Ok(FollowerEvent::Snapshot(filter)),
+            FollowerState::Idle | FollowerState::Following { .. } => unreachable!("it was gathering"),
         }
     }
 
@@ -181,41 +186,45 @@ impl Follower {
         sequence: u64,
         removed: &[Digest],
         added: &[Digest],
-    ) -> Result<Heard, Unheard> {
+    ) -> Result<FollowerEvent, FollowError> {
         within(removed.len() + added.len(), BATCH_CHANGES_MAX)?;
         let (known, thinning) = match &mut self.state {
-            State::Idle => return Err(Unheard::OutOfPlace),
-            State::Gathering { filter, sequence, .. } => (sequence, filter.thinning()),
-            State::Following { sequence, thinning } => (sequence, *thinning),
+            FollowerState::Idle => return Err(FollowError::OutOfPlace),
+            FollowerState::Gathering { filter, sequence, .. } => (sequence, filter.thinning()),
+            FollowerState::Following { sequence, thinning } => (sequence, *thinning),
         };
         if after != *known || sequence <= after {
-            return Err(Unheard::Gap { known: *known, after, sequence });
+            return Err(FollowError::Gap { known: *known, after, sequence });
         }
         *known = sequence;
         if ![removed, added].into_iter().flatten().all(|digest| thinning.keeps(*digest)) {
-            return Err(Unheard::Foreign);
+            return Err(FollowError::Foreign);
         }
-        let removals = removed.iter().copied().map(Change::Removed);
-        let changes = removals.chain(added.iter().copied().map(Change::Added));
+        let removals = removed.iter().copied().map(DigestChange::Removed);
+        let changes = removals.chain(added.iter().copied().map(DigestChange::Added));
         match &mut self.state {
-            State::Gathering { filter, .. } => amend(filter, changes).map(|()| Heard::Nothing),
-            State::Idle | State::Following { .. } => Ok(Heard::Changes(changes.collect())),
+            FollowerState::Gathering { filter, .. } => {
+                amend(filter, changes).map(|()| FollowerEvent::Nothing)
+            }
+            FollowerState::Idle | FollowerState::Following { .. } => {
+                Ok(FollowerEvent::Changes(changes.collect()))
+            }
         }
     }
 }
 
 /// Applies changes to a filter still being filled.
-fn amend(filter: &mut Filter, changes: impl Iterator<Item = Change>) -> Result<(), Unheard> {
+fn amend(filter: &mut Filter, changes: impl Iterator<Item = DigestChange>) -> Result<(), FollowError> {
     for change in changes {
         match change {
-            Change::Added(digest) if !filter.insert(digest) => return Err(Unheard::Overfull),
-            Change::Removed(digest) if !filter.remove(digest) => return Err(Unheard::Foreign),
-            Change::Added(_) | Change::Removed(_) => {}
+            DigestChange::Added(digest) if !filter.insert(digest) => return Err(FollowError::Overfull),
+            DigestChange::Removed(digest) if !filter.remove(digest) => return Err(FollowError::Foreign),
+            DigestChange::Added(_) | DigestChange::Removed(_) => {}
         }
     }
     Ok(())
 }
 
-fn within(found: usize, max: usize) -> Result<(), Unheard> {
-    if found <= max { Ok(()) } else { Err(Unheard::Long { found, max }) }
+fn within(found: usize, max: usize) -> Result<(), FollowError> {
+    if found <= max { Ok(()) } else { Err(FollowError::Long { found, max }) }
 }

@@ -2,14 +2,16 @@
 
 use std::collections::HashSet;
 
-use super::{Endpoint, MEMBERS_MAX, Membership, News, Origin, Parting, Registration, Step, full};
+use super::{
+    MEMBERS_MAX, MemberEndpoint, MemberEvent, Membership, MembershipStep, Origin, Parting, Registration, full,
+};
 use crate::transport::NodeId;
 
 // === impl Membership: registrations ===
 
 impl Membership {
     /// Replaces all registrations. They may be older than the known ones, if etcd was restored from a backup.
-    pub fn registered(&mut self, all: Vec<Registration>) -> Vec<Step> {
+    pub fn registered(&mut self, all: Vec<Registration>) -> Vec<MembershipStep> {
         for one in &all {
             if let Some((_, known)) = self.registration(&one.identity.node) {
                 known.created = known.created.min(one.created);
@@ -20,12 +22,12 @@ impl Membership {
         let gone: Vec<_> = gone.map(|(endpoint, _)| endpoint).collect();
         let mut steps: Vec<_> =
             gone.into_iter().flat_map(|endpoint| self.vacate(0, endpoint, Parting::Unregistered)).collect();
-        steps.extend(all.into_iter().flat_map(|one| self.put(one)));
+        steps.extend(all.into_iter().flat_map(|one| self.put_registration(one)));
         steps
     }
 
     /// Adds or updates a registration.
-    pub fn put(&mut self, one: Registration) -> Vec<Step> {
+    pub fn put_registration(&mut self, one: Registration) -> Vec<MembershipStep> {
         let node = &one.identity.node;
         if *node == self.own.0 {
             return Vec::new();
@@ -43,18 +45,18 @@ impl Membership {
             steps.extend(self.vacate(0, endpoint, Parting::Restarted));
         }
         if self.places.len() >= MEMBERS_MAX {
-            steps.push(Step::Tell(News::Note(full(node))));
+            steps.push(MembershipStep::Tell(MemberEvent::Note(full(node))));
             return steps;
         }
         let identity = one.identity.clone();
-        let follow = self.open(0, Origin::Registered(one));
-        steps.push(self.join(Endpoint(self.endpoints), identity));
+        let follow = self.open_endpoint(0, Origin::Registered(one));
+        steps.push(self.join_member(MemberEndpoint(self.endpoints), identity));
         steps.push(follow);
         steps
     }
 
     /// Removes a registration that ended at this revision.
-    pub fn delete(&mut self, node: &NodeId, revision: i64) -> Vec<Step> {
+    pub fn delete(&mut self, node: &NodeId, revision: i64) -> Vec<MembershipStep> {
         match self.registration(node) {
             Some((endpoint, known)) if known.created < revision => {
                 self.vacate(0, endpoint, Parting::Unregistered)
@@ -63,7 +65,7 @@ impl Membership {
         }
     }
 
-    fn registration(&mut self, node: &NodeId) -> Option<(Endpoint, &mut Registration)> {
+    fn registration(&mut self, node: &NodeId) -> Option<(MemberEndpoint, &mut Registration)> {
         self.places.iter_mut().find_map(|(endpoint, place)| match &mut place.origin {
             Origin::Registered(one) if one.identity.node == *node => Some((*endpoint, one)),
             _ => None,

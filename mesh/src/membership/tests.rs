@@ -22,17 +22,17 @@ fn table() -> Membership {
 }
 
 /// The steps in short words.
-fn words(steps: impl IntoIterator<Item = Step>) -> Vec<String> {
+fn words(steps: impl IntoIterator<Item = MembershipStep>) -> Vec<String> {
     let word = |step| match step {
-        Step::Tell(News::Joined { number, peer, .. }) => {
+        MembershipStep::Tell(MemberEvent::Joined { number, peer, .. }) => {
             format!("{} joins as {} in {}", peer.node, number.0, peer.boot.unwrap().0)
         }
-        Step::Tell(News::Left { number, why }) => format!("{} leaves: {why:?}", number.0),
-        Step::Tell(News::Stale { number }) => format!("{} is stale", number.0),
-        Step::Tell(other) => format!("{other:?}"),
-        Step::Follow(endpoint, address) => format!("follow {} at {address}", endpoint.0),
-        Step::Unfollow(endpoint) => format!("unfollow {}", endpoint.0),
-        Step::Retry => "Retry".into(),
+        MembershipStep::Tell(MemberEvent::Left { number, why }) => format!("{} leaves: {why:?}", number.0),
+        MembershipStep::Tell(MemberEvent::Stale { number }) => format!("{} is stale", number.0),
+        MembershipStep::Tell(other) => format!("{other:?}"),
+        MembershipStep::Follow(endpoint, address) => format!("follow {} at {address}", endpoint.0),
+        MembershipStep::Unfollow(endpoint) => format!("unfollow {}", endpoint.0),
+        MembershipStep::Retry => "Retry".into(),
     };
     steps.into_iter().map(word).collect()
 }
@@ -50,18 +50,18 @@ fn list(table: &mut Membership, hosts: std::ops::RangeInclusive<u8>) -> Vec<Stri
     hosts.flat_map(|host| words(table.resolved(0, &address(host).to_string(), addresses(&[host])))).collect()
 }
 
-fn unreached() -> Failure {
-    Failure::Unreached("connection refused".into())
+fn unreached() -> FollowFailure {
+    FollowFailure::Unreached("connection refused".into())
 }
 
 /// Brings up a stream of an endpoint with this node. Returns the steps in words.
 fn hello(table: &mut Membership, now_ms: u64, endpoint: u32, node: &str, boot: u64) -> Vec<String> {
-    words(table.hello(now_ms, Endpoint(endpoint), &identity(node, boot)).unwrap())
+    words(table.hello(now_ms, MemberEndpoint(endpoint), &identity(node, boot)).unwrap())
 }
 
-fn refused(table: &mut Membership, endpoint: u32, node: &str, boot: u64) -> Failure {
-    let why = table.hello(0, Endpoint(endpoint), &identity(node, boot)).unwrap_err();
-    assert!(words(table.down(0, Endpoint(endpoint), &why)).is_empty(), "it has no member");
+fn refused(table: &mut Membership, endpoint: u32, node: &str, boot: u64) -> FollowFailure {
+    let why = table.hello(0, MemberEndpoint(endpoint), &identity(node, boot)).unwrap_err();
+    assert!(words(table.down(0, MemberEndpoint(endpoint), &why)).is_empty(), "it has no member");
     why
 }
 
@@ -70,7 +70,7 @@ fn a_listed_node_is_a_member_when_it_has_said_who_it_is_and_until_long_silence()
     let mut table = table();
     assert_eq!(list(&mut table, 1..=2), ["follow 1 at 10.0.0.1:1", "follow 2 at 10.0.0.2:1"]);
     assert!(list(&mut table, 1..=1).is_empty(), "listed once");
-    let a = Endpoint(1);
+    let a = MemberEndpoint(1);
     assert!(table.down(0, a, &unreached()).is_empty() && table.number(a).is_none());
     assert_eq!(hello(&mut table, 0, 1, "a", 1), ["a joins as 1 in 1"]);
     assert_eq!((table.number(a), table.endpoint(PeerNumber(1))), (Some(PeerNumber(1)), Some(a)));
@@ -104,12 +104,12 @@ fn every_address_of_a_name_is_an_endpoint_for_as_long_as_it_is_listed_or_has_a_m
     assert_eq!(table.empty(), 1);
     // An endpoint without a member goes; one with a member stays until the member is silent for long.
     assert_eq!(resolved(&mut table, &[1, 4]), ["unfollow 3", "follow 4 at 10.0.0.4:1"]);
-    assert_eq!(words(table.down(0, Endpoint(2), &unreached())), ["2 is stale"]);
+    assert_eq!(words(table.down(0, MemberEndpoint(2), &unreached())), ["2 is stale"]);
     assert!(hello(&mut table, 0, 2, "b", 1).is_empty(), "its stream may break and come back");
-    table.down(0, Endpoint(2), &unreached());
+    table.down(0, MemberEndpoint(2), &unreached());
     assert_eq!(words(table.tick(GONE_MS))[..2], ["2 leaves: Silent", "unfollow 2"]);
     // Or until the member answers at another address.
-    table.down(0, Endpoint(1), &unreached());
+    table.down(0, MemberEndpoint(1), &unreached());
     assert_eq!(resolved(&mut table, &[4]), Vec::<String>::new());
     let moved = ["1 leaves: Restarted", "unfollow 1", "a joins as 3 in 1"];
     assert_eq!(hello(&mut table, 0, 4, "a", 1), moved);
@@ -135,7 +135,7 @@ fn a_node_itself_is_tried_again_when_the_addresses_of_its_name_change() {
     assert_eq!(table.empty(), 1, "as long as nothing else is heard there");
     assert_eq!(hello(&mut table, 0, 1, "self", 1), ["unfollow 1"]);
     assert_eq!(words(table.resolved(0, "pods:1", addresses(&[1]))), [own[0], own[1], "unfollow 3"]);
-    assert!(table.down(0, Endpoint(1), &unreached()).is_empty());
+    assert!(table.down(0, MemberEndpoint(1), &unreached()).is_empty());
     assert_eq!(table.empty(), 1);
     assert_eq!(words(table.resolved(0, "pods:1", addresses(&[3])))[0], "unfollow 1");
 }
@@ -147,16 +147,16 @@ fn a_name_has_one_listed_member_and_its_other_addresses_are_spare() {
     assert!(refused(&mut table, 1, "self", 9).to_string().contains("--node-id"));
     hello(&mut table, 0, 1, "x", 1);
     assert_eq!(table.sharing(), 3);
-    assert_eq!(refused(&mut table, 2, "x", 1), Failure::Elsewhere(identity("x", 1).node));
+    assert_eq!(refused(&mut table, 2, "x", 1), FollowFailure::Elsewhere(identity("x", 1).node));
     assert_eq!((table.empty(), table.sharing()), (1, 2), "nobody is missing there, and nobody gets a share");
     assert!(refused(&mut table, 2, "x", 2).to_string().contains("10.0.0.2:1: give each its own --node-id"));
     assert_eq!((table.empty(), table.sharing()), (2, 3));
     // The node has moved if the stream at its first address is down.
-    assert_eq!(words(table.down(0, Endpoint(1), &unreached())), ["1 is stale", "Retry"]);
+    assert_eq!(words(table.down(0, MemberEndpoint(1), &unreached())), ["1 is stale", "Retry"]);
     assert_eq!(hello(&mut table, 0, 2, "x", 2), ["1 leaves: Restarted", "x joins as 2 in 2"]);
-    assert_eq!(refused(&mut table, 1, "x", 2), Failure::Elsewhere(identity("x", 1).node));
+    assert_eq!(refused(&mut table, 1, "x", 2), FollowFailure::Elsewhere(identity("x", 1).node));
     assert_eq!(hello(&mut table, 0, 1, "y", 1), ["y joins as 3 in 1"]);
-    assert_eq!(words(table.down(0, Endpoint(2), &unreached())), ["2 is stale"], "nobody waits for it");
+    assert_eq!(words(table.down(0, MemberEndpoint(2), &unreached())), ["2 is stale"], "nobody waits for it");
 }
 
 #[test]
@@ -166,7 +166,7 @@ fn an_endpoint_that_has_no_member_for_long_is_told_of_once() {
     hello(&mut table, 0, 1, "self", 1);
     hello(&mut table, 0, 2, "a", 1);
     refused(&mut table, 3, "a", 1);
-    table.down(0, Endpoint(4), &unreached());
+    table.down(0, MemberEndpoint(4), &unreached());
     assert!(table.tick(GONE_MS - 1).is_empty());
     assert_eq!(table.sharing(), 2);
     let told = words(table.tick(GONE_MS));
@@ -176,7 +176,7 @@ fn an_endpoint_that_has_no_member_for_long_is_told_of_once() {
     // An address mended and lost again is reported again.
     assert_eq!(hello(&mut table, 9000, 4, "b", 1), ["b joins as 2 in 1"]);
     assert_eq!((table.empty(), table.sharing()), (0, 2));
-    table.down(10_000, Endpoint(4), &unreached());
+    table.down(10_000, MemberEndpoint(4), &unreached());
     assert_eq!(words(table.tick(10_000 + GONE_MS)), ["2 leaves: Silent"]);
     assert_eq!(table.tick(10_000 + 2 * GONE_MS - 1).len(), 0);
     assert_eq!(table.tick(10_000 + 2 * GONE_MS).len(), 1);
@@ -208,12 +208,15 @@ fn endpoints_have_a_limit_that_is_told_of() {
 fn a_registration_is_a_member_until_it_ends() {
     let mut table = table();
     let a = NodeId::new("a").unwrap();
-    assert!(table.put(registration("self", 7, 3)).is_empty());
-    assert_eq!(words(table.put(registration("a", 1, 5))), ["a joins as 1 in 1", "follow 1 at 10.0.0.1:1"]);
-    assert!(table.put(registration("a", 1, 5)).is_empty(), "written again");
+    assert!(table.put_registration(registration("self", 7, 3)).is_empty());
+    assert_eq!(
+        words(table.put_registration(registration("a", 1, 5))),
+        ["a joins as 1 in 1", "follow 1 at 10.0.0.1:1"]
+    );
+    assert!(table.put_registration(registration("a", 1, 5)).is_empty(), "written again");
     // The node at that address must be the registered one.
-    let endpoint = Endpoint(1);
-    let wrong = |why: Result<Vec<Step>, Failure>| why.unwrap_err().to_string();
+    let endpoint = MemberEndpoint(1);
+    let wrong = |why: Result<Vec<MembershipStep>, FollowFailure>| why.unwrap_err().to_string();
     assert!(wrong(table.hello(0, endpoint, &identity("a", 2))).contains("after a restart"));
     assert!(wrong(table.hello(0, endpoint, &identity("b", 1))).contains("b answers there"));
     assert!(table.hello(0, endpoint, &identity("a", 1)).unwrap().is_empty());
@@ -221,12 +224,15 @@ fn a_registration_is_a_member_until_it_ends() {
     assert_eq!(words(table.down(0, endpoint, &unreached())), ["1 is stale"]);
     assert!(table.tick(u64::MAX).is_empty());
     // An older revision than the known is ignored.
-    assert!(table.put(registration("a", 9, 4)).is_empty() && table.delete(&a, 5).is_empty());
+    assert!(table.put_registration(registration("a", 9, 4)).is_empty() && table.delete(&a, 5).is_empty());
     assert_eq!(words(table.delete(&a, 8)), ["1 leaves: Unregistered", "unfollow 1"]);
     assert!(table.delete(&a, 9).is_empty());
-    assert_eq!(words(table.put(registration("a", 1, 10))), ["a joins as 2 in 1", "follow 2 at 10.0.0.1:1"]);
+    assert_eq!(
+        words(table.put_registration(registration("a", 1, 10))),
+        ["a joins as 2 in 1", "follow 2 at 10.0.0.1:1"]
+    );
     let again = ["2 leaves: Restarted", "unfollow 2", "a joins as 3 in 2", "follow 3 at 10.0.0.1:1"];
-    assert_eq!(words(table.put(registration("a", 2, 12))), again);
+    assert_eq!(words(table.put_registration(registration("a", 2, 12))), again);
     assert_eq!(hello(&mut table, 0, 2, "a", 1), ["unfollow 2"]);
     // A list removes the members it does not name.
     let list = vec![registration("b", 1, 14), registration("self", 1, 2)];
@@ -256,39 +262,43 @@ fn a_list_is_the_truth_where_etcd_was_restored_from_a_backup() {
 fn a_mesh_has_a_limit() {
     let mut table = table();
     for number in 0..MEMBERS_MAX as i64 {
-        assert_eq!(table.put(registration(&format!("n{number}"), 1, number)).len(), 2);
+        assert_eq!(table.put_registration(registration(&format!("n{number}"), 1, number)).len(), 2);
     }
-    let steps = words(table.put(registration("more", 1, 9999)));
+    let steps = words(table.put_registration(registration("more", 1, 9999)));
     assert!(steps.len() == 1 && steps[0].contains("at most 1024"), "{steps:?}");
     assert_eq!(table.delete(&NodeId::new("n7").unwrap(), 10_000).len(), 2);
-    assert_eq!(table.put(registration("more", 1, 9999)).len(), 2);
+    assert_eq!(table.put_registration(registration("more", 1, 9999)).len(), 2);
 }
 
 /// The state of the caller and the tasks, from the steps alone.
 #[derive(Default)]
 struct Believed {
     members: BTreeMap<PeerNumber, NodeId>,
-    followed: HashSet<Endpoint>,
+    followed: HashSet<MemberEndpoint>,
     last: u32,
 }
 
 impl Believed {
-    fn believe(&mut self, steps: impl IntoIterator<Item = Step>) {
+    fn believe(&mut self, steps: impl IntoIterator<Item = MembershipStep>) {
         for step in steps {
             match step {
-                Step::Tell(News::Joined { number, peer, .. }) => {
+                MembershipStep::Tell(MemberEvent::Joined { number, peer, .. }) => {
                     assert!(number.0 > self.last, "a number is used once");
                     self.last = number.0;
                     assert!(self.members.values().all(|node| *node != peer.node), "one member for a name");
                     self.members.insert(number, peer.node);
                 }
-                Step::Tell(News::Left { number, .. }) => assert!(self.members.remove(&number).is_some()),
-                Step::Tell(News::Stale { number }) => assert!(self.members.contains_key(&number)),
-                Step::Tell(_) | Step::Retry => {}
-                Step::Follow(endpoint, _) => {
+                MembershipStep::Tell(MemberEvent::Left { number, .. }) => {
+                    assert!(self.members.remove(&number).is_some())
+                }
+                MembershipStep::Tell(MemberEvent::Stale { number }) => {
+                    assert!(self.members.contains_key(&number))
+                }
+                MembershipStep::Tell(_) | MembershipStep::Retry => {}
+                MembershipStep::Follow(endpoint, _) => {
                     assert!(self.followed.insert(endpoint), "it is not followed yet")
                 }
-                Step::Unfollow(endpoint) => drop(self.followed.remove(&endpoint)),
+                MembershipStep::Unfollow(endpoint) => drop(self.followed.remove(&endpoint)),
             }
         }
     }
@@ -298,11 +308,13 @@ impl Believed {
             table.members().map(|(_, member)| (member.number, member.identity.node.clone())).collect();
         assert_eq!(members, self.members);
         assert!(self.followed.iter().all(|endpoint| table.places.contains_key(endpoint)));
-        let followed = |(endpoint, place): (_, &Place)| place.is_own() || self.followed.contains(endpoint);
+        let followed =
+            |(endpoint, place): (_, &EndpointPlace)| place.is_own() || self.followed.contains(endpoint);
         assert!(table.places.iter().all(followed));
         let listed: Vec<SocketAddr> = table.listed().map(|(_, address, _)| address).collect();
         assert!(table.names.values().flatten().all(|address| listed.contains(address)));
-        let alone = |place: &Place| place.address().is_some_and(|address| !table.lists(address));
+        let alone =
+            |place: &EndpointPlace| place.listed_address().is_some_and(|address| !table.lists(address));
         assert!(table.places.values().all(|place| place.member().is_some() || !alone(place)));
         assert!(!members.values().any(|node| node.as_str() == "self"), "itself is no member");
     }
@@ -319,7 +331,7 @@ fn whatever_happens_the_promises_hold() {
             let names = ["a", "b", "c", "d", "self"];
             let mut draw = |limit: u64| random.next() % limit;
             let (name, boot) = (names[draw(5) as usize], 1 + draw(3));
-            let endpoint = Endpoint(1 + draw(u64::from(table.endpoints) + 1) as u32);
+            let endpoint = MemberEndpoint(1 + draw(u64::from(table.endpoints) + 1) as u32);
             now_ms += draw(GONE_MS / 2);
             let followed = believed.followed.contains(&endpoint);
             match if listed { draw(4) } else { [0, 1, 2, 4, 5, 6][draw(6) as usize] } {
@@ -335,7 +347,11 @@ fn whatever_happens_the_promises_hold() {
                     let name = ["pods:1", "others:1"][draw(2) as usize];
                     believed.believe(table.resolved(now_ms, name, addresses(&hosts)));
                 }
-                4 => believed.believe(table.put(registration(name, boot, revision - draw(5) as i64))),
+                4 => believed.believe(table.put_registration(registration(
+                    name,
+                    boot,
+                    revision - draw(5) as i64,
+                ))),
                 5 => believed.believe(table.delete(&NodeId::new(name).unwrap(), revision - draw(5) as i64)),
                 _ => {
                     let mut all: Vec<_> =

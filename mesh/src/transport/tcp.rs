@@ -3,9 +3,9 @@
 //! A stream goes one way: the connecting side asks, the other side answers ([`frame`]). A fetch is cut into
 //! pieces. The streams of its peer take them as they have room, so a slow one takes fewer. Nothing is copied
 //! between the pool and the socket, except by TLS. If the bytes do not follow on the stream (`rdma`), the
-//! rest is the same: greeting, asks, grants and limits ([`carriage`]).
+//! rest is the same: greeting, asks, grants and limits ([`data_path`]).
 
-pub(super) mod carriage;
+pub(super) mod data_path;
 pub(super) mod fetch;
 pub mod frame;
 mod greeting;
@@ -26,17 +26,17 @@ use std::time::Duration;
 use shm_protocol::blocks::PoolBlocks;
 use shm_protocol::wait;
 
-use self::carriage::Carriage;
+use self::data_path::DataPath;
 use self::fetch::Fetches;
 use self::in_stream::InStream;
-use self::link::Link;
-use self::serve::Served;
-use self::threads::Threads;
-use super::{BootId, Fault, Fetch, Granted, NodeId, Peer, PeerNumber, Transport, Up};
-use crate::Error;
-use crate::listen::listen;
+use self::link::PeerLink;
+use self::serve::ServedStreams;
+use self::threads::StreamThreads;
+use super::{BootId, Fetch, FetchFault, GrantedSlots, NodeId, Peer, PeerNumber, Transport, TransportEvent};
+use crate::MeshError;
+use crate::listen::bind_listener;
 use crate::refusals::{Reason, RefusalCounts};
-use crate::sync::{Rarely, lock};
+use crate::sync::{Rarely, lock_mutex};
 use crate::tls::Credentials;
 pub use crate::tls::{Security, Tls};
 
@@ -50,7 +50,7 @@ const STOP_MAX: Duration = Duration::from_secs(5);
 
 /// Settings of the TCP transport.
 #[derive(Clone, Debug)]
-pub struct Config {
+pub struct TcpConfig {
     pub node: NodeId,
     /// This life of the node.
     pub boot: BootId,
@@ -61,14 +61,14 @@ pub struct Config {
     /// TLS files, or plaintext.
     pub security: Security,
     /// Time limits and pauses.
-    pub limits: Limits,
+    pub limits: TcpLimits,
     /// Counts refusals by this node and refusals of this node.
     pub refusals: Arc<RefusalCounts>,
 }
 
 /// Time limits and pauses of the transport.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub struct Limits {
+pub struct TcpLimits {
     pub connect: Duration,
     /// TLS and the first frames.
     pub handshake: Duration,
@@ -88,24 +88,24 @@ pub struct Limits {
     pub back_off_max: Duration,
 }
 
-/// The running transport. Dropping it ends everything: fetches as [`Fault::Stopped`](super::Fault::Stopped),
+/// The running transport. Dropping it ends everything: fetches as [`FetchFault::Stopped`](super::FetchFault::Stopped),
 /// grants with their release.
 pub struct Tcp {
-    pub(super) shared: Arc<Shared>,
+    pub(super) shared: Arc<TcpShared>,
     address: SocketAddr,
 }
 
 /// State shared by the threads.
-pub(super) struct Shared {
-    pub(super) config: Config,
-    carriage: Box<dyn Carriage>,
+pub(super) struct TcpShared {
+    pub(super) config: TcpConfig,
+    data_path: Box<dyn DataPath>,
     credentials: Option<Credentials>,
     pub(super) blocks: PoolBlocks,
-    tell: Box<dyn Fn(Up) + Send + Sync>,
-    members: Mutex<HashMap<PeerNumber, Arc<Link>>>,
+    tell: Box<dyn Fn(TransportEvent) + Send + Sync>,
+    members: Mutex<HashMap<PeerNumber, Arc<PeerLink>>>,
     fetches: Fetches,
-    served: Served,
-    pub(super) threads: Threads,
+    served: ServedStreams,
+    pub(super) threads: StreamThreads,
     /// Ends the listener's wait.
     bell: OwnedFd,
     /// True if nothing new is accepted.
@@ -114,13 +114,13 @@ pub(super) struct Shared {
     rarely: Rarely,
 }
 
-fn eventfd() -> Result<OwnedFd, Error> {
-    wait::make_eventfd().map_err(|errno| Error::Os { doing: "make an eventfd", source: errno.into() })
+fn eventfd() -> Result<OwnedFd, MeshError> {
+    wait::make_eventfd().map_err(|errno| MeshError::Os { doing: "make an eventfd", source: errno.into() })
 }
 
-// === impl Config ===
+// === impl TcpConfig ===
 
-impl Config {
+impl TcpConfig {
     /// Settings with four streams to each peer, listening at a free port of loopback alone.
     pub fn new(node: NodeId, boot: BootId, security: Security) -> Self {
         let listen = (Ipv4Addr::LOCALHOST, 0).into();
@@ -129,7 +129,7 @@ impl Config {
     }
 }
 
-impl Default for Limits {
+impl Default for TcpLimits {
     fn default() -> Self {
         Self {
             connect: Duration::from_secs(1),
@@ -150,33 +150,33 @@ impl Tcp {
     /// Listens, serves and fetches. `blocks` is the pool to which offsets refer. `up` is called on threads of
     /// the transport, and on the caller's thread within its calls, and must not wait.
     pub fn start(
-        config: Config,
+        config: TcpConfig,
         blocks: PoolBlocks,
-        up: impl Fn(Up) + Send + Sync + 'static,
-    ) -> Result<Self, Error> {
+        up: impl Fn(TransportEvent) + Send + Sync + 'static,
+    ) -> Result<Self, MeshError> {
         Self::with(Box::new(InStream), config, blocks, Box::new(up))
     }
 
-    /// As [`Tcp::start`], for a carriage whose blocks may travel beside the streams.
+    /// As [`Tcp::start`], for a data path whose blocks may travel beside the streams.
     pub(super) fn with(
-        carriage: Box<dyn Carriage>,
-        config: Config,
+        data_path: Box<dyn DataPath>,
+        config: TcpConfig,
         blocks: PoolBlocks,
-        tell: Box<dyn Fn(Up) + Send + Sync>,
-    ) -> Result<Self, Error> {
+        tell: Box<dyn Fn(TransportEvent) + Send + Sync>,
+    ) -> Result<Self, MeshError> {
         let credentials = config.security.credentials()?;
-        let (listener, address) = listen(config.listen)?;
-        let config = Config { streams: config.streams.clamp(1, STREAMS_MAX), ..config };
-        let shared = Arc::new(Shared {
+        let (listener, address) = bind_listener(config.listen)?;
+        let config = TcpConfig { streams: config.streams.clamp(1, STREAMS_MAX), ..config };
+        let shared = Arc::new(TcpShared {
             config,
-            carriage,
+            data_path,
             credentials,
             blocks,
             tell,
             members: Mutex::default(),
             fetches: Fetches::default(),
-            served: Served::default(),
-            threads: Threads::default(),
+            served: ServedStreams::default(),
+            threads: StreamThreads::default(),
             bell: eventfd()?,
             draining: AtomicBool::new(false),
             stopping: AtomicBool::new(false),
@@ -187,41 +187,41 @@ impl Tcp {
         let clock = Arc::clone(&shared);
         threads.spawn("mesh-clock".into(), move || clock.fetches.keep_time(&clock.stopping))?;
         let listening = Arc::clone(&shared);
-        threads.spawn("mesh-listen".into(), move || serve::listen(&listening, &listener))?;
+        threads.spawn("mesh-listen".into(), move || serve::accept_streams(&listening, &listener))?;
         Ok(tcp)
     }
 
     /// The listening address.
-    pub fn address(&self) -> SocketAddr {
+    pub fn listen_address(&self) -> SocketAddr {
         self.address
     }
 }
 
 impl Transport for Tcp {
-    fn join(&self, number: PeerNumber, peer: Peer) {
-        self.leave(number);
-        lock(&self.shared.members)
-            .insert(number, Arc::new(Link::new(number, peer, self.shared.config.streams)));
+    fn add_peer(&self, number: PeerNumber, peer: Peer) {
+        self.remove_peer(number);
+        lock_mutex(&self.shared.members)
+            .insert(number, Arc::new(PeerLink::new(number, peer, self.shared.config.streams)));
     }
 
-    fn leave(&self, number: PeerNumber) {
-        let left = lock(&self.shared.members).remove(&number);
+    fn remove_peer(&self, number: PeerNumber) {
+        let left = lock_mutex(&self.shared.members).remove(&number);
         if let Some(link) = left {
             link.close();
             self.shared.served.hang_up(|peer| peer == Some(number));
         }
     }
 
-    fn post(&self, fetch: Fetch) {
-        fetch::post(&self.shared, fetch);
+    fn post_fetch(&self, fetch: Fetch) {
+        fetch::post_fetch(&self.shared, fetch);
     }
 
     fn cancel(&self, ticket: u64) {
         self.shared.fetches.cancel(ticket);
     }
 
-    fn grant(&self, granted: Granted) {
-        self.shared.served.grant(granted, &*self.shared.tell);
+    fn grant_slots(&self, granted: GrantedSlots) {
+        self.shared.served.deliver_grant(granted, &*self.shared.tell);
     }
 
     fn drain(&self) {
@@ -235,40 +235,40 @@ impl Drop for Tcp {
         shared.draining.store(true, Ordering::Relaxed);
         shared.stopping.store(true, Ordering::Relaxed);
         wait::signal_eventfd(&shared.bell);
-        let members: Vec<_> = lock(&shared.members).drain().map(|(_, link)| link).collect();
+        let members: Vec<_> = lock_mutex(&shared.members).drain().map(|(_, link)| link).collect();
         members.iter().for_each(|link| link.close());
-        shared.fetches.stop();
+        shared.fetches.stop_all();
         shared.served.hang_up(|_| true);
         // A thread stuck in the kernel is abandoned.
-        shared.threads.join(STOP_MAX);
+        shared.threads.join_all(STOP_MAX);
     }
 }
 
-// === impl Shared ===
+// === impl TcpShared ===
 
-impl Shared {
-    pub(super) fn tell(&self, up: Up) {
+impl TcpShared {
+    pub(super) fn report_event(&self, up: TransportEvent) {
         (self.tell)(up);
     }
 
-    pub(super) fn note(&self, text: String) {
-        self.tell(Up::Note(text));
+    pub(super) fn report_note(&self, text: String) {
+        self.report_event(TransportEvent::Note(text));
     }
 
     /// Counts a failed connection or ask.
-    pub(super) fn count(&self, reason: Reason) {
-        self.config.refusals.count(reason);
+    pub(super) fn count_refusal(&self, reason: Reason) {
+        self.config.refusals.count_refusal(reason);
     }
 
     /// Counts a broken connection if its fault is a refusal.
-    pub(super) fn count_fault(&self, fault: Fault) {
-        fault.reason().into_iter().for_each(|reason| self.count(reason));
+    pub(super) fn count_fault(&self, fault: FetchFault) {
+        fault.reason().into_iter().for_each(|reason| self.count_refusal(reason));
     }
 
     /// Logs an event as frequent as connections, at most once a second.
     pub(super) fn note_rarely(&self, text: String) {
         if self.rarely.due() {
-            self.note(text);
+            self.report_note(text);
         }
     }
 
@@ -280,8 +280,8 @@ impl Shared {
         self.stopping.load(Ordering::Relaxed)
     }
 
-    fn member(&self, number: PeerNumber) -> Option<Arc<Link>> {
-        lock(&self.members).get(&number).cloned()
+    fn member(&self, number: PeerNumber) -> Option<Arc<PeerLink>> {
+        lock_mutex(&self.members).get(&number).cloned()
     }
 }
 

@@ -7,10 +7,10 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
 use mesh::control::{
-    Answer, Config, Control, DataAddresses, Limits, Listing, Members, News, Parting, Resolve, System,
-    Unlisted,
+    Control, ControlConfig, ControlLimits, DataAddresses, Listing, MemberEvent, Members, NamespacesAnswer,
+    Parting, Resolve, System, Unlisted,
 };
-use mesh::digest::{Change, Digest};
+use mesh::digest::{Digest, DigestChange};
 use mesh::directory::Filter;
 use mesh::refusals::{Reason, RefusalCounts};
 use mesh::tls::Security;
@@ -20,8 +20,8 @@ use shm_protocol::random::mix_bits;
 use super::{LONG, WATCHDOG, boot, node, now};
 
 /// Limits beyond the reach of any test, even on a busy machine, with short pauses.
-pub(crate) fn patient() -> Limits {
-    Limits {
+pub(crate) fn patient() -> ControlLimits {
+    ControlLimits {
         connect: LONG,
         heartbeat: Duration::from_millis(50),
         turn: mesh::pace::TURN,
@@ -47,12 +47,12 @@ pub(crate) fn digest(number: u64) -> Digest {
     Digest(mix_bits(number))
 }
 
-pub(crate) fn added(numbers: std::ops::Range<u64>) -> Vec<Change> {
-    numbers.map(|number| Change::Added(digest(number))).collect()
+pub(crate) fn added(numbers: std::ops::Range<u64>) -> Vec<DigestChange> {
+    numbers.map(|number| DigestChange::Added(digest(number))).collect()
 }
 
-pub(crate) fn removed(numbers: std::ops::Range<u64>) -> Vec<Change> {
-    numbers.map(|number| Change::Removed(digest(number))).collect()
+pub(crate) fn removed(numbers: std::ops::Range<u64>) -> Vec<DigestChange> {
+    numbers.map(|number| DigestChange::Removed(digest(number))).collect()
 }
 
 /// Settings of a node.
@@ -67,7 +67,7 @@ pub(crate) struct Plan {
     pub(crate) resolver: Arc<dyn Resolve>,
     pub(crate) listing: Arc<dyn Listing>,
     pub(crate) security: Security,
-    pub(crate) limits: Limits,
+    pub(crate) limits: ControlLimits,
     pub(crate) mesh: &'static str,
     pub(crate) directory_bytes: usize,
 }
@@ -127,18 +127,18 @@ impl Plan {
         Self::new(name, listen, Members::Static(all.iter().map(SocketAddr::to_string).collect()))
     }
 
-    pub(crate) fn config(&self) -> Config {
+    pub(crate) fn config(&self) -> ControlConfig {
         let port = |after| SocketAddr::new(self.listen.ip(), self.listen.port() + after);
         let data = DataAddresses { tcp: port(1), rdma: Some(port(2)) };
         let own = (node(self.name), boot(self.life));
-        Config {
+        ControlConfig {
             mesh: self.mesh.into(),
             former: self.former.map(boot),
             directory_bytes: self.directory_bytes,
             limits: self.limits,
             resolver: Arc::clone(&self.resolver),
             listing: Arc::clone(&self.listing),
-            ..Config::new(own, self.listen, data, self.members.clone(), self.security.clone())
+            ..ControlConfig::new(own, self.listen, data, self.members.clone(), self.security.clone())
         }
     }
 
@@ -162,13 +162,13 @@ impl Crew {
         self.control.as_ref().unwrap()
     }
 
-    pub(crate) fn publish(&self, changes: Vec<Change>) {
+    pub(crate) fn publish(&self, changes: Vec<DigestChange>) {
         self.control().publish(changes);
     }
 
     /// The namespaces of its members.
-    pub(crate) fn ask(&self) -> Vec<Answer> {
-        self.control().asker().ask().blocking_recv().expect("it is in the mesh")
+    pub(crate) fn ask(&self) -> Vec<NamespacesAnswer> {
+        self.control().asker().ask_members().blocking_recv().expect("it is in the mesh")
     }
 
     /// Ends the node, without notice to other nodes but etcd.
@@ -246,9 +246,9 @@ impl Seen {
     }
 
     /// Checks the promises of the interface with every event.
-    fn hear(&mut self, news: News) {
+    fn hear(&mut self, news: MemberEvent) {
         match news {
-            News::Joined { number, peer, rdma } => {
+            MemberEvent::Joined { number, peer, rdma } => {
                 assert!(self.numbers.insert(number), "a number is used once");
                 let alone = self.members.values().all(|member| member.peer.node != peer.node);
                 assert!(alone, "no two members have one name");
@@ -265,37 +265,37 @@ impl Seen {
                 };
                 self.members.insert(number, member);
             }
-            News::Left { number, why } => {
+            MemberEvent::Left { number, why } => {
                 let member = self.members.remove(&number).expect("who leaves was there");
                 self.left.push((number, member.peer.node, why));
             }
-            News::Snapshot { number, filter, .. } => {
+            MemberEvent::Snapshot { number, filter, .. } => {
                 let member = self.member(number);
                 (member.filter, member.overfull, member.resync) = (Some(filter), false, false);
                 member.snapshots += 1;
             }
-            News::Changes { number, changes, .. } => {
+            MemberEvent::Changes { number, changes, .. } => {
                 let member = self.member(number);
                 member.batches += 1;
                 let filter = member.filter.as_mut().expect("all comes before what changes");
                 for change in changes {
                     member.overfull |= match change {
                         _ if member.overfull => true,
-                        Change::Added(digest) => !filter.insert(digest),
-                        Change::Removed(digest) => {
+                        DigestChange::Added(digest) => !filter.insert(digest),
+                        DigestChange::Removed(digest) => {
                             assert!(filter.remove(digest), "a removed block was there");
                             false
                         }
                     };
                 }
             }
-            News::Promises { number, promises, .. } => {
+            MemberEvent::Promises { number, promises, .. } => {
                 let member = self.member(number);
                 assert!(member.filter.is_some(), "promises come behind the inventory");
                 member.promises = (promises, member.promises.1 + 1);
             }
-            News::Stale { number } => self.member(number).stale += 1,
-            News::Note(text) => self.notes.push(text),
+            MemberEvent::Stale { number } => self.member(number).stale += 1,
+            MemberEvent::Note(text) => self.notes.push(text),
         }
     }
 

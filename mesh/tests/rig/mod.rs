@@ -15,9 +15,10 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use mesh::refusals::{Reason, RefusalCounts};
-use mesh::transport::tcp::{Config, Limits, Security, Tcp};
+use mesh::transport::tcp::{Security, Tcp, TcpConfig, TcpLimits};
 use mesh::transport::{
-    BootId, Done, Fault, Fetch, Grant, Granted, Label, NodeId, Peer, PeerNumber, Transport, Up,
+    BootId, Fetch, FetchDone, FetchFault, Grant, GrantedSlots, Label, NodeId, Peer, PeerNumber, Transport,
+    TransportEvent,
 };
 use rustix::fs::MemfdFlags;
 use shm_protocol::blocks::PoolBlocks;
@@ -35,8 +36,8 @@ pub(crate) const LONG: Duration = Duration::from_secs(30);
 const SLOTS: (u64, u64) = (512, 512 << 10);
 
 /// Limits beyond the reach of any test, even on a busy machine, with short pauses.
-pub(crate) fn patient() -> Limits {
-    Limits {
+pub(crate) fn patient() -> TcpLimits {
+    TcpLimits {
         connect: LONG,
         handshake: LONG,
         first_byte: LONG,
@@ -86,8 +87,8 @@ pub(crate) enum Owner {
 /// Events and blocks of a node.
 #[derive(Default)]
 pub(crate) struct Seen {
-    pub(crate) done: HashMap<(u64, u32), Vec<Result<u64, Fault>>>,
-    pub(crate) down: Vec<(PeerNumber, Fault)>,
+    pub(crate) done: HashMap<(u64, u32), Vec<Result<u64, FetchFault>>>,
+    pub(crate) down: Vec<(PeerNumber, FetchFault)>,
     pub(crate) connected: Vec<(PeerNumber, BootId)>,
     pub(crate) notes: Vec<String>,
     pub(crate) checksums: Vec<(SlotRef, u64)>,
@@ -101,7 +102,7 @@ pub(crate) struct Seen {
 }
 
 /// The receiver of a transport's events.
-pub(crate) type Tell = Box<dyn Fn(Up) + Send + Sync>;
+pub(crate) type Tell = Box<dyn Fn(TransportEvent) + Send + Sync>;
 
 struct Shared {
     seen: Mutex<Seen>,
@@ -150,17 +151,17 @@ pub(crate) fn wait_refused(refusals: &RefusalCounts, reason: Reason, at_least: u
 // === impl Node ===
 
 impl Node {
-    pub(crate) fn new(name: &str, security: Security, limits: Limits) -> Self {
+    pub(crate) fn new(name: &str, security: Security, limits: TcpLimits) -> Self {
         Self::start(name, 1, security, limits, Owner::Grants)
     }
 
-    pub(crate) fn start(name: &str, life: u64, security: Security, limits: Limits, owner: Owner) -> Self {
+    pub(crate) fn start(name: &str, life: u64, security: Security, limits: TcpLimits, owner: Owner) -> Self {
         let refusals = Arc::<RefusalCounts>::default();
         let counted = Arc::clone(&refusals);
         let mut node = Self::over(name, life, owner, SLOTS, |name, boot, blocks, up| {
-            let config = Config { limits, refusals: counted, ..Config::new(name, boot, security) };
+            let config = TcpConfig { limits, refusals: counted, ..TcpConfig::new(name, boot, security) };
             let tcp = Tcp::start(config, blocks, up).unwrap();
-            let address = tcp.address();
+            let address = tcp.listen_address();
             (Box::new(tcp), address)
         });
         node.refusals = refusals;
@@ -184,7 +185,7 @@ impl Node {
         let up = Box::new(move |up| drop(sender.send(up)));
         let (transport, address) = start(name.clone(), boot, blocks.clone(), up);
         let transport = Arc::new(transport);
-        let (post, grants): (Sender<Granted>, Receiver<Granted>) = channel();
+        let (post, grants): (Sender<GrantedSlots>, Receiver<GrantedSlots>) = channel();
         let core = {
             let (shared, granting) = (Arc::clone(&shared), Arc::downgrade(&transport));
             std::thread::spawn(move || {
@@ -192,7 +193,7 @@ impl Node {
                     shared.hear(up, owner, &post);
                     for granted in grants.try_iter() {
                         let Some(transport) = granting.upgrade() else { return };
-                        transport.grant(granted);
+                        transport.grant_slots(granted);
                     }
                 }
             })
@@ -278,12 +279,12 @@ impl Node {
         self.ticket += 1;
         let blocks: Vec<_> = labels.iter().map(|label| (*label, self.slot())).collect();
         let fetching = Fetching { ticket: self.ticket, blocks: blocks.clone() };
-        self.transport().post(Fetch { ticket: self.ticket, peer: PeerNumber(peer), blocks, deadline });
+        self.transport().post_fetch(Fetch { ticket: self.ticket, peer: PeerNumber(peer), blocks, deadline });
         fetching
     }
 
     /// Waits for the end of each block. The slots are free again; those of arrived blocks still hold them.
-    pub(crate) fn ends(&self, fetching: &Fetching) -> Vec<Result<(), Fault>> {
+    pub(crate) fn ends(&self, fetching: &Fetching) -> Vec<Result<(), FetchFault>> {
         let count = fetching.blocks.len();
         let results = self.wait("all ends", |seen| {
             let ends =
@@ -303,7 +304,12 @@ impl Node {
     }
 
     /// Fetches blocks and waits for their ends.
-    pub(crate) fn get(&mut self, peer: u32, labels: &[Label], deadline: Duration) -> Vec<Result<(), Fault>> {
+    pub(crate) fn get(
+        &mut self,
+        peer: u32,
+        labels: &[Label],
+        deadline: Duration,
+    ) -> Vec<Result<(), FetchFault>> {
         let fetching = self.fetch(peer, labels, deadline);
         self.ends(&fetching)
     }
@@ -329,7 +335,7 @@ impl Node {
     /// Grants an ask.
     pub(crate) fn grant(&self, ask: u64, labels: &[Label]) {
         let granted = self.seen(|seen| seen.grant(ask, labels));
-        self.transport().grant(granted);
+        self.transport().grant_slots(granted);
     }
 
     /// Checks that every slot came back once and every grant was released once. Requires that nothing is
@@ -369,7 +375,7 @@ pub(crate) struct Fetching {
 // === impl Seen ===
 
 impl Seen {
-    fn grant(&self, ask: u64, labels: &[Label]) -> Granted {
+    fn grant(&self, ask: u64, labels: &[Label]) -> GrantedSlots {
         let grant = |label| {
             if self.scribbled {
                 return None;
@@ -377,34 +383,34 @@ impl Seen {
             let (slot, checksum) = *self.kept.get(label)?;
             Some(Grant { slot, checksum })
         };
-        Granted { ask, slots: labels.iter().map(grant).collect() }
+        GrantedSlots { ask, slots: labels.iter().map(grant).collect() }
     }
 }
 
 // === impl Shared ===
 
 impl Shared {
-    fn hear(&self, up: Up, owner: Owner, post: &Sender<Granted>) {
+    fn hear(&self, up: TransportEvent, owner: Owner, post: &Sender<GrantedSlots>) {
         let mut seen = self.seen.lock().unwrap();
         match up {
-            Up::Done(Done { ticket, index, result }) => {
+            TransportEvent::Done(FetchDone { ticket, index, result }) => {
                 seen.done.entry((ticket, index)).or_default().push(result);
             }
-            Up::Asked { ask, peer, blocks } => {
+            TransportEvent::Asked { ask, peer, blocks } => {
                 if owner == Owner::Grants {
                     post.send(seen.grant(ask, &blocks)).unwrap();
                 }
                 seen.asked.push((ask, peer, blocks));
             }
-            Up::Checksum { slot, checksum } => {
+            TransportEvent::Checksum { slot, checksum } => {
                 seen.checksums.push((slot, checksum));
                 let kept = seen.kept.values_mut().find(|(kept, _)| *kept == slot);
                 kept.unwrap().1 = Some(checksum);
             }
-            Up::Release { ask, sent } => seen.released.entry(ask).or_default().push(sent),
-            Up::Connected { peer, boot } => seen.connected.push((peer, boot)),
-            Up::PeerDown { peer, fault } => seen.down.push((peer, fault)),
-            Up::Note(text) => seen.notes.push(text),
+            TransportEvent::Release { ask, sent } => seen.released.entry(ask).or_default().push(sent),
+            TransportEvent::Connected { peer, boot } => seen.connected.push((peer, boot)),
+            TransportEvent::PeerDown { peer, fault } => seen.down.push((peer, fault)),
+            TransportEvent::Note(text) => seen.notes.push(text),
         }
         drop(seen);
         self.changed.notify_all();
@@ -412,7 +418,7 @@ impl Shared {
 }
 
 /// Two nodes as members of each other: each is peer 1 of the other.
-pub(crate) fn pair(limits: Limits) -> (Node, Node) {
+pub(crate) fn pair(limits: TcpLimits) -> (Node, Node) {
     let one = Node::new("one", Security::Plaintext, limits);
     let other = Node::new("other", Security::Plaintext, limits);
     acquaint(&one, &other);
@@ -440,6 +446,6 @@ pub(crate) fn exchange(one: &mut Node, other: &mut Node, sizes: &[u32]) {
 }
 
 pub(crate) fn acquaint(one: &Node, other: &Node) {
-    one.transport().join(PeerNumber(1), other.as_peer());
-    other.transport().join(PeerNumber(1), one.as_peer());
+    one.transport().add_peer(PeerNumber(1), other.as_peer());
+    other.transport().add_peer(PeerNumber(1), one.as_peer());
 }

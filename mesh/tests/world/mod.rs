@@ -3,9 +3,9 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use mesh::digest::{Change, Digest, Thinning};
+use mesh::digest::{Digest, DigestChange, Thinning};
 use mesh::directory::{self, Directory};
-use mesh::feed::{Feed, Follower, Heard, Message, Reader};
+use mesh::feed::{Feed, FeedMessage, FeedReader, Follower, FollowerEvent};
 use mesh::transport::PeerNumber;
 use shm_protocol::random::{Random, mix_bits};
 
@@ -59,7 +59,7 @@ struct Node {
     due: u64,
     /// The time of each digest's last change.
     changed_ms: HashMap<Digest, u64>,
-    readers: Vec<Reader>,
+    readers: Vec<FeedReader>,
     /// The remainder of the milliseconds at which it sends its changes.
     phase_ms: u64,
 }
@@ -78,7 +78,7 @@ pub(crate) struct World {
     nodes: Vec<Node>,
     observers: Vec<Observer>,
     /// Keyed by time of arrival and number: node, observer, message.
-    on_the_way: BTreeMap<(u64, u64), (usize, usize, Message)>,
+    on_the_way: BTreeMap<(u64, u64), (usize, usize, FeedMessage)>,
     sent: u64,
     pub(crate) seen: Seen,
 }
@@ -88,12 +88,12 @@ pub(crate) fn digest(node: usize, number: u64) -> Digest {
     Digest(mix_bits(((node as u64) << 40 | number).wrapping_mul(0x9e37_79b9_7f4a_7c15)))
 }
 
-fn digests(message: &Message) -> u64 {
+fn digests(message: &FeedMessage) -> u64 {
     match message {
-        Message::Begin { .. } => 0,
-        Message::Chunk { digests, .. } => digests.len() as u64,
-        Message::Delta { removed, added, .. } => (removed.len() + added.len()) as u64,
-        Message::Promises(promises) => promises.len() as u64,
+        FeedMessage::Begin { .. } => 0,
+        FeedMessage::Chunk { digests, .. } => digests.len() as u64,
+        FeedMessage::Delta { removed, added, .. } => (removed.len() + added.len()) as u64,
+        FeedMessage::Promises(promises) => promises.len() as u64,
     }
 }
 
@@ -107,8 +107,8 @@ impl World {
         let mut world = Self { setup, now_ms: 0, random, nodes, observers, on_the_way, sent: 0, seen };
         for node in 0..setup.nodes as usize {
             let mut feed = Feed::new(1 << 16);
-            let all: Vec<Change> =
-                (0..setup.blocks).map(|number| Change::Added(digest(node, number))).collect();
+            let all: Vec<DigestChange> =
+                (0..setup.blocks).map(|number| DigestChange::Added(digest(node, number))).collect();
             feed.apply(&all);
             feed.seal();
             let readers = vec![feed.reader(setup.thinning, None); setup.observers];
@@ -117,8 +117,8 @@ impl World {
             world.nodes.push(Node { feed, first: 0, end: setup.blocks, due, changed_ms, readers, phase_ms });
         }
         for _ in 0..setup.observers {
-            let mut directory = Directory::new(directory::Config::default());
-            (0..setup.nodes).for_each(|node| directory.join(PeerNumber(node)));
+            let mut directory = Directory::new(directory::DirectoryConfig::default());
+            (0..setup.nodes).for_each(|node| directory.add_peer(PeerNumber(node)));
             let followers = (0..setup.nodes).map(|_| Follower::new(setup.blocks as usize * 2)).collect();
             let arrival_ms = vec![0; setup.nodes as usize];
             world.observers.push(Observer { directory, followers, arrival_ms });
@@ -175,7 +175,7 @@ impl World {
         while node.due >= 1000 {
             node.due -= 1000;
             let (gone, come) = (digest(at, node.first), digest(at, node.end));
-            node.feed.apply(&[Change::Removed(gone), Change::Added(come)]);
+            node.feed.apply(&[DigestChange::Removed(gone), DigestChange::Added(come)]);
             node.changed_ms.extend([(gone, self.now_ms), (come, self.now_ms)]);
             node.first += 1;
             node.end += 1;
@@ -195,17 +195,17 @@ impl World {
         }
     }
 
-    fn hear(&mut self, node: usize, observer: usize, message: Message) {
+    fn hear(&mut self, node: usize, observer: usize, message: FeedMessage) {
         let Observer { directory, followers, .. } = &mut self.observers[observer];
         self.seen.messages += 1;
         self.seen.changes += digests(&message);
         self.seen.bytes += FRAME_BYTES + digests(&message) * 8;
-        match followers[node].hear(message).expect("a feed's own message") {
-            Heard::Nothing | Heard::Promises(_) => {}
-            Heard::Snapshot(filter) => directory.replace(PeerNumber(node as u32), filter),
-            Heard::Changes(changes) => {
+        match followers[node].apply_message(message).expect("a feed's own message") {
+            FollowerEvent::Nothing | FollowerEvent::Promises(_) => {}
+            FollowerEvent::Snapshot(filter) => directory.replace(PeerNumber(node as u32), filter),
+            FollowerEvent::Changes(changes) => {
                 let changed_ms = &self.nodes[node].changed_ms;
-                let age = |change: &Change| self.now_ms - changed_ms[&change.digest()];
+                let age = |change: &DigestChange| self.now_ms - changed_ms[&change.digest()];
                 self.seen.staleness_ms.extend(changes.iter().map(age));
                 assert!(directory.apply(PeerNumber(node as u32), &changes), "room");
             }

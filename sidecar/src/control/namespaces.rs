@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use mesh::control::wire::namespaces::Namespace;
-use mesh::control::{Answer, Asker};
+use mesh::control::wire::namespaces::NodeNamespace;
+use mesh::control::{NamespaceAsker, NamespacesAnswer};
 use serde::Serialize;
 use serde_json::{Value, json};
 use shm_protocol::key::NamespaceDigest;
@@ -57,7 +57,7 @@ struct Merged {
 impl Handler {
     pub(super) async fn namespaces(&self) -> Result<Value, Refused> {
         // Peers count their blocks while this sidecar counts its own.
-        let asked = self.parts.mesh.as_ref().map(Asker::ask);
+        let asked = self.parts.mesh.as_ref().map(NamespaceAsker::ask_members);
         let Surveyed { namespaces: kept, disks, peers } = self.ask(ANSWER_TIME_MAX, Ask::Survey).await?;
         let answers = match asked {
             // An ending sidecar has left the mesh.
@@ -96,8 +96,8 @@ impl Merged {
     }
 
     /// Merges a peer's answer. Returns the reason if a part of it is missing.
-    fn hear(&mut self, answer: Answer, quotas: &Levels) -> Option<NotTold> {
-        let Answer { peer, namespaces, missing } = answer;
+    fn hear(&mut self, answer: NamespacesAnswer, quotas: &Levels) -> Option<NotTold> {
+        let NamespacesAnswer { peer, namespaces, missing } = answer;
         let peer = peer.to_string();
         let others = namespaces.into_iter().filter(|namespace| !self.take(&peer, namespace, quotas)).count();
         let others = (others > 0).then(|| {
@@ -111,8 +111,8 @@ impl Merged {
     }
 
     /// Adds a peer's namespace. Returns false if its block size contradicts the known one.
-    fn take(&mut self, peer: &str, namespace: &Namespace, quotas: &Levels) -> bool {
-        let Namespace { digest, stated, memory_blocks, disk_blocks } = namespace;
+    fn take(&mut self, peer: &str, namespace: &NodeNamespace, quotas: &Levels) -> bool {
+        let NodeNamespace { digest, stated, memory_blocks, disk_blocks } = namespace;
         let shown = self.at(*digest);
         if let Some(stated) = stated {
             let entry = shown.entry.get_or_insert_with(|| Entry::of_peers(stated, quotas.of(*digest)));
@@ -130,16 +130,21 @@ impl Merged {
 mod tests {
     use std::sync::Arc;
 
-    use mesh::control::wire::namespaces::Stated;
+    use mesh::control::wire::namespaces::StatedFacts;
     use mesh::transport::NodeId;
 
     use super::*;
 
-    fn answer(peer: &str, block_bytes: u64, memory_blocks: u64) -> Answer {
+    fn answer(peer: &str, block_bytes: u64, memory_blocks: u64) -> NamespacesAnswer {
         let facts = Arc::new([("model".to_owned(), "tiny".to_owned())].into());
-        let stated = Some(Stated { facts, block_bytes, shards: 1 });
-        let namespace = Namespace { digest: NamespaceDigest([1; 16]), stated, memory_blocks, disk_blocks: 0 };
-        Answer { peer: NodeId::new(peer.to_owned()).unwrap(), namespaces: vec![namespace], missing: None }
+        let stated = Some(StatedFacts { facts, block_bytes, shards: 1 });
+        let namespace =
+            NodeNamespace { digest: NamespaceDigest([1; 16]), stated, memory_blocks, disk_blocks: 0 };
+        NamespacesAnswer {
+            peer: NodeId::new(peer.to_owned()).unwrap(),
+            namespaces: vec![namespace],
+            missing: None,
+        }
     }
 
     #[test]
@@ -151,7 +156,8 @@ mod tests {
         let why = merged.hear(answer("c", 128, 9), &quotas).unwrap();
         assert_eq!(why.peer, "c");
         assert!(why.why.starts_with("1 of its namespaces have other block sizes"), "{}", why.why);
-        let late = Answer { namespaces: Vec::new(), missing: Some("late".into()), ..answer("d", 64, 1) };
+        let late =
+            NamespacesAnswer { namespaces: Vec::new(), missing: Some("late".into()), ..answer("d", 64, 1) };
         assert_eq!(merged.hear(late, &quotas).unwrap().why, "late");
         let shown: Vec<Value> =
             merged.shown.values().map(|shown| serde_json::to_value(shown).unwrap()).collect();

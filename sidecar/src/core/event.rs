@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use mesh::digest::{Change, Digest};
+use mesh::digest::{Digest, DigestChange};
 use mesh::directory::Filter;
 use mesh::transport::{self, Fetch, Label, PeerNumber};
 use shm_protocol::handshake::Hello;
@@ -179,7 +179,7 @@ pub enum Action {
         slots: Vec<Option<SlotRef>>,
     },
     /// Publish the blocks added to DRAM and removed from it to peers.
-    Publish(Vec<Change>),
+    Publish(Vec<DigestChange>),
     /// Publish all promises to peers, behind the changes of blocks: the last two keys of each promised
     /// prompt.
     Promise(Vec<Digest>),
@@ -225,7 +225,7 @@ pub enum JobEnd {
     /// Blocks of earlier lives on a disk.
     Recovered(ssd::Recovered),
     /// A block of a fetch.
-    Peer(transport::Done),
+    Peer(transport::FetchDone),
 }
 
 /// The direction of a copy.
@@ -274,7 +274,7 @@ pub enum Heard {
     Changed {
         peer: PeerNumber,
         /// The changes, in order.
-        changes: Vec<Change>,
+        changes: Vec<DigestChange>,
     },
     /// All promises of a member: the last two keys of each promised prompt.
     Promises {

@@ -16,7 +16,7 @@ mod stats;
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use mesh::digest::{Change, Digest};
+use mesh::digest::{Digest, DigestChange};
 use mesh::directory::{Credit, Directory};
 use mesh::transport::PeerNumber;
 use shm_protocol::key::{BlockHash, BlockKey};
@@ -104,10 +104,10 @@ impl Peers {
     /// Handles a message of the mesh.
     pub(super) fn hear(&mut self, heard: Heard, cx: &mut Context) {
         match heard {
-            Heard::Joined(peer) => self.directory.join(peer),
+            Heard::Joined(peer) => self.directory.add_peer(peer),
             Heard::Left(peer) => {
                 cx.produced.over = true;
-                self.directory.leave(peer);
+                self.directory.remove_peer(peer);
                 cx.arrivals.forget_peer(peer);
             }
             Heard::Keeps { peer, filter } => self.directory.replace(peer, filter),
@@ -118,7 +118,7 @@ impl Peers {
                 }
             }
             Heard::Promises { peer, promises } => {
-                cx.produced.over |= self.directory.promise(peer, promises);
+                cx.produced.over |= self.directory.replace_promises(peer, promises);
             }
             Heard::Asked { ask, peer, blocks } => self.grant(ask, peer, &blocks, cx),
             Heard::Released { ask, sent } => self.release(ask, sent, cx),
@@ -130,9 +130,9 @@ impl Peers {
     fn tell(&mut self, changes: &[(BlockKey, bool)], cx: &mut Context) {
         let changes = changes.iter().filter_map(|&(key, added)| {
             let digest = shared(&key, cx)?;
-            Some(if added { Change::Added(digest) } else { Change::Removed(digest) })
+            Some(if added { DigestChange::Added(digest) } else { DigestChange::Removed(digest) })
         });
-        let changes: Vec<Change> = changes.collect();
+        let changes: Vec<DigestChange> = changes.collect();
         if !changes.is_empty() {
             self.stats.told += changes.len() as u64;
             cx.actions.push(Action::Publish(changes));

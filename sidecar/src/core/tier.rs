@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 use std::fmt::Debug;
 use std::time::Duration;
 
-use mesh::directory::Candidate;
+use mesh::directory::PeerCandidate;
 use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::pool::SlotRef;
 use shm_protocol::source::Source;
@@ -27,7 +27,7 @@ pub(super) struct Span {
     /// Length in blocks of the run.
     pub(super) reach: usize,
     /// Peers with the first blocks of it, the longest run first; empty if the tier is on this node.
-    pub(super) holders: Vec<Candidate>,
+    pub(super) holders: Vec<PeerCandidate>,
     /// Blocks to be read, each with its place in the span.
     pub(super) blocks: Vec<(u32, BlockKey)>,
 }

@@ -10,10 +10,10 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-use mesh::control::{self, Asker, Control, News, Room};
-use mesh::digest::{Change, Digest};
+use mesh::control::{self, BacklogRoom, Control, MemberEvent, NamespaceAsker};
+use mesh::digest::{Digest, DigestChange};
 use mesh::refusals::RefusalCounts;
-use mesh::transport::{self, BootId, Done, Fetch, Grant, Granted, PeerNumber};
+use mesh::transport::{self, BootId, Fetch, FetchDone, Grant, GrantedSlots, PeerNumber};
 use shm_protocol::blocks::PoolBlocks;
 use shm_protocol::pool::SlotRef;
 use shm_protocol::wait;
@@ -55,22 +55,22 @@ pub struct Peers {
     carriers: Carriers,
     refusals: Arc<RefusalCounts>,
     /// Events of the transports.
-    ups: mpsc::Receiver<transport::Up>,
+    ups: mpsc::Receiver<transport::TransportEvent>,
     /// An event taken from `ups` and not handed out yet.
-    next: Option<transport::Up>,
+    next: Option<transport::TransportEvent>,
     /// Cost of the transports' events since `news` was last read.
     ahead: usize,
     /// Events of the membership thread.
-    news: mpsc::Receiver<News>,
+    news: mpsc::Receiver<MemberEvent>,
     /// Changes of a peer not handed out yet, in order.
-    rest: Option<(PeerNumber, std::vec::IntoIter<Change>, Room)>,
+    rest: Option<(PeerNumber, std::vec::IntoIter<DigestChange>, BacklogRoom)>,
     wake: Arc<OwnedFd>,
     /// The names of members.
     names: BTreeMap<PeerNumber, String>,
     /// Members last reported as unreachable.
     down: BTreeSet<PeerNumber>,
     /// Changes for the peers.
-    changes: Vec<Change>,
+    changes: Vec<DigestChange>,
     /// The next list of promises for the peers, if it changed.
     promises: Option<Vec<Digest>>,
     /// Time before which the peers get no further reminder of a waiting request.
@@ -122,13 +122,19 @@ impl Peers {
         let blocks = PoolBlocks::new(pool.shared_region());
         let (carriers, data) = Carriers::start(mesh, boot, &blocks, &refusals, up)?;
         let node = (mesh.node.clone(), boot);
-        let follow = control::Config {
+        let follow = control::ControlConfig {
             mesh: mesh.name.clone(),
             former: pool.former_epoch().map(life),
             directory_bytes: mesh.directory_bytes,
             refusals: Arc::clone(&refusals),
             listing: Arc::new(known),
-            ..control::Config::new(node, mesh.listen, data, mesh.members.clone(), mesh.security.clone())
+            ..control::ControlConfig::new(
+                node,
+                mesh.listen,
+                data,
+                mesh.members.clone(),
+                mesh.security.clone(),
+            )
         };
         let left = Expected::default();
         let (say, ending) = (say(&following, &wake), ended.on_exit_unless(&left));
@@ -137,7 +143,7 @@ impl Peers {
             say(said);
         })?;
         let rdma = data.rdma.map(tracing::field::display);
-        tracing::info!(node = %mesh.node, control = %control.address(), tcp = %data.tcp, rdma, "in the mesh");
+        tracing::info!(node = %mesh.node, control = %control.listen_address(), tcp = %data.tcp, rdma, "in the mesh");
         let (names, down) = Default::default();
         let (next, ahead, rest, changes, promises, next_wait) = Default::default();
         Ok(Self {
@@ -175,7 +181,7 @@ impl Peers {
     }
 
     /// The handle for requests to peers for their namespaces.
-    pub fn asker(&self) -> Asker {
+    pub fn asker(&self) -> NamespaceAsker {
         self.control.asker()
     }
 
@@ -199,7 +205,7 @@ impl Peers {
 
     /// Grants slots to a peer for reading.
     pub fn grant(&self, ask: u64, slots: impl Iterator<Item = Option<Grant>>) {
-        self.carriers.grant(Granted { ask, slots: slots.collect() });
+        self.carriers.grant(GrantedSlots { ask, slots: slots.collect() });
     }
 
     /// Requests all keys of a peer again, because its filter is too small for them.
@@ -208,7 +214,7 @@ impl Peers {
     }
 
     /// Queues changes for [`Peers::flush`].
-    pub fn publish(&mut self, changes: Vec<Change>) {
+    pub fn publish(&mut self, changes: Vec<DigestChange>) {
         self.changes.extend(changes);
     }
 
@@ -226,7 +232,7 @@ impl Peers {
     pub fn wait(&mut self, now: Duration) {
         if now >= self.next_wait {
             self.next_wait = now + WAIT_EVERY;
-            self.control.wait();
+            self.control.announce_wait();
         }
     }
 
@@ -269,7 +275,7 @@ impl Peers {
     fn hear_news(&mut self) -> Option<Heard> {
         loop {
             if let Some((peer, rest, _)) = &mut self.rest {
-                let (peer, changes) = (*peer, rest.by_ref().take(CHANGES).collect::<Vec<Change>>());
+                let (peer, changes) = (*peer, rest.by_ref().take(CHANGES).collect::<Vec<DigestChange>>());
                 if !changes.is_empty() {
                     return Some(Heard::Changed { peer, changes });
                 }
@@ -282,24 +288,26 @@ impl Peers {
         }
     }
 
-    fn carried(&mut self, said: transport::Up) -> Option<Told> {
+    fn carried(&mut self, said: transport::TransportEvent) -> Option<Told> {
         Some(match said {
-            transport::Up::Done(done) => Told::Ends(self.more(done)),
-            transport::Up::Asked { ask, peer, blocks } => Told::Heard(Heard::Asked { ask, peer, blocks }),
-            transport::Up::Release { ask, sent } => Told::Heard(Heard::Released { ask, sent }),
-            transport::Up::Checksum { slot, checksum } => Told::Checksum { slot, checksum },
-            transport::Up::Connected { peer, .. } => {
+            transport::TransportEvent::Done(done) => Told::Ends(self.more(done)),
+            transport::TransportEvent::Asked { ask, peer, blocks } => {
+                Told::Heard(Heard::Asked { ask, peer, blocks })
+            }
+            transport::TransportEvent::Release { ask, sent } => Told::Heard(Heard::Released { ask, sent }),
+            transport::TransportEvent::Checksum { slot, checksum } => Told::Checksum { slot, checksum },
+            transport::TransportEvent::Connected { peer, .. } => {
                 self.down.remove(&peer);
                 return None;
             }
-            transport::Up::PeerDown { peer, fault } => {
+            transport::TransportEvent::PeerDown { peer, fault } => {
                 // A peer is logged once, until it can be reached again.
                 if let Some(peer) = self.names.get(&peer).filter(|_| self.down.insert(peer)) {
                     tracing::warn!(peer, "blocks cannot be fetched from a peer: {fault}");
                 }
                 return None;
             }
-            transport::Up::Note(text) => {
+            transport::TransportEvent::Note(text) => {
                 tracing::warn!("{text}");
                 return None;
             }
@@ -307,13 +315,13 @@ impl Peers {
     }
 
     /// Collects the end of a block and the ends queued behind it, up to [`DONES`].
-    fn more(&mut self, done: Done) -> Vec<JobEnd> {
+    fn more(&mut self, done: FetchDone) -> Vec<JobEnd> {
         let mut ends = vec![JobEnd::Peer(done)];
         while ends.len() < DONES
             && let Ok(up) = self.ups.try_recv()
         {
             match up {
-                transport::Up::Done(done) => ends.push(JobEnd::Peer(done)),
+                transport::TransportEvent::Done(done) => ends.push(JobEnd::Peer(done)),
                 other => {
                     self.next = Some(other);
                     break;
@@ -323,9 +331,9 @@ impl Peers {
         ends
     }
 
-    fn take_in(&mut self, news: News) -> Option<Heard> {
+    fn take_in(&mut self, news: MemberEvent) -> Option<Heard> {
         Some(match news {
-            News::Joined { number, peer, rdma } => {
+            MemberEvent::Joined { number, peer, rdma } => {
                 let (name, address) = (peer.node.to_string(), peer.address);
                 let by_rdma = self.carriers.join(number, peer, rdma);
                 let way = if by_rdma { "by RDMA once both have registered their pools" } else { "over TCP" };
@@ -333,25 +341,25 @@ impl Peers {
                 self.names.insert(number, name);
                 Heard::Joined(number)
             }
-            News::Left { number, why } => {
+            MemberEvent::Left { number, why } => {
                 self.carriers.leave(number);
                 self.down.remove(&number);
                 let peer = self.names.remove(&number);
                 tracing::info!(peer, "a peer left: {why}");
                 Heard::Left(number)
             }
-            News::Snapshot { number: peer, filter, .. } => Heard::Keeps { peer, filter },
-            News::Changes { number, changes, room } => {
+            MemberEvent::Snapshot { number: peer, filter, .. } => Heard::Keeps { peer, filter },
+            MemberEvent::Changes { number, changes, room } => {
                 self.rest = Some((number, changes.into_iter(), room));
                 return None;
             }
-            News::Promises { number: peer, promises, .. } => Heard::Promises { peer, promises },
-            News::Stale { number } => {
+            MemberEvent::Promises { number: peer, promises, .. } => Heard::Promises { peer, promises },
+            MemberEvent::Stale { number } => {
                 let peer = self.name(number);
                 tracing::warn!(peer, "a peer sends nothing; its last known blocks stay in use");
                 Heard::Promises { peer: number, promises: Vec::new() }
             }
-            News::Note(text) => {
+            MemberEvent::Note(text) => {
                 tracing::warn!("{text}");
                 return None;
             }

@@ -244,7 +244,7 @@ fn start_mesh(
     ended: &Arc<EndSignal>,
 ) -> Result<Option<(NewTier, Peers)>, StartError> {
     let Some(mesh) = &config.mesh else { return Ok(None) };
-    let tier = peer_tier(Directory::new(directory::Config { seed: epoch, ..Default::default() }));
+    let tier = peer_tier(Directory::new(directory::DirectoryConfig { seed: epoch, ..Default::default() }));
     let known = Known { inbox: Arc::clone(inbox), catalog: catalog.clone() };
     Ok(Some((tier, Peers::start(mesh, epoch, pool, known, ended)?)))
 }

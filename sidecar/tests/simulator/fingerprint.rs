@@ -1,7 +1,7 @@
 //! The fingerprint of a world: a digest of the numbers in the core's actions. Names of Rust, texts for people
 //! and the tier of a read are left out, so a refactored core has the same fingerprint.
 
-use mesh::digest::{Change, Digest};
+use mesh::digest::{Digest, DigestChange};
 use shm_protocol::key::{BlockHash, Label, NamespaceDigest};
 use shm_protocol::pool::SlotRef;
 use shm_protocol::session::Bound;
@@ -102,8 +102,8 @@ impl Words {
             Action::Publish(changes) => {
                 self.put([15, changes.len() as u64]);
                 self.put(changes.iter().flat_map(|change| match change {
-                    Change::Added(Digest(digest)) => [1, *digest],
-                    Change::Removed(Digest(digest)) => [0, *digest],
+                    DigestChange::Added(Digest(digest)) => [1, *digest],
+                    DigestChange::Removed(Digest(digest)) => [0, *digest],
                 }));
             }
             Action::Promise(digests) => {

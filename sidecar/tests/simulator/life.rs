@@ -17,7 +17,7 @@ use std::path::PathBuf;
 use std::rc::Rc;
 use std::time::Duration;
 
-use ::mesh::directory::{Config, Directory};
+use ::mesh::directory::{Directory, DirectoryConfig};
 use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::pool::SlotRef;
 use shm_protocol::region::{Access, Region};
@@ -127,8 +127,9 @@ impl Life {
         let disk = |(number, medium)| Disk::start(medium, ctx.knobs.slow_disk == Some(number));
         let (disks, tiers): (Vec<_>, Vec<_>) = media.iter().enumerate().map(disk).unzip();
         let mesh = ctx.knobs.mesh.then(Mesh::default);
-        let peers =
-            mesh.is_some().then(|| peer_tier(Directory::new(Config { seed: epoch, ..Config::default() })));
+        let peers = mesh.is_some().then(|| {
+            peer_tier(Directory::new(DirectoryConfig { seed: epoch, ..DirectoryConfig::default() }))
+        });
         let core = Core::new(dram, &[], tiers.into_iter().chain(peers)).with_claims(ctx.knobs.turn_cost);
         let core = core.with_handover_ttl(lease_ttl_ms);
         Self {

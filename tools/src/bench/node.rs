@@ -7,7 +7,9 @@ use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
-use mesh::transport::{BootId, Fetch, Grant, Granted, Label, NodeId, Peer, PeerNumber, Transport, Up};
+use mesh::transport::{
+    BootId, Fetch, Grant, GrantedSlots, Label, NodeId, Peer, PeerNumber, Transport, TransportEvent,
+};
 use shm_protocol::blocks::PoolBlocks;
 use shm_protocol::key::NamespaceDigest;
 use shm_protocol::pool::{SEGMENT_ALIGN, SlotRef};
@@ -41,7 +43,7 @@ pub struct NodeMemory {
 /// The end that fetches.
 pub struct NodeReader {
     transport: Arc<dyn Transport>,
-    ups: Receiver<Up>,
+    ups: Receiver<TransportEvent>,
     places: Vec<(Label, u64)>,
     ticket: u64,
     clock: Clock,
@@ -58,7 +60,7 @@ pub fn name_of(name: &str) -> NodeId {
 }
 
 /// Answers what a peer asks, for as long as the transport lives. What a sidecar's data thread decides is decided here.
-pub fn serve_blocks(transport: &dyn Transport, ups: &Receiver<Up>, memory: &NodeMemory) {
+pub fn serve_blocks(transport: &dyn Transport, ups: &Receiver<TransportEvent>, memory: &NodeMemory) {
     let grant = |&(label, offset): &(Label, u64)| {
         (label, Grant { slot: SlotRef { offset, generation: 0 }, checksum: None })
     };
@@ -66,16 +68,16 @@ pub fn serve_blocks(transport: &dyn Transport, ups: &Receiver<Up>, memory: &Node
     let labels: HashMap<u64, Label> = memory.places.iter().map(|(label, offset)| (*offset, *label)).collect();
     for up in ups {
         match up {
-            Up::Asked { ask, blocks, .. } => {
+            TransportEvent::Asked { ask, blocks, .. } => {
                 let slots = blocks.iter().map(|label| grants.get(label).copied()).collect();
-                transport.grant(Granted { ask, slots });
+                transport.grant_slots(GrantedSlots { ask, slots });
             }
-            Up::Checksum { slot, checksum } => {
+            TransportEvent::Checksum { slot, checksum } => {
                 let label = labels.get(&slot.offset);
                 let granted = label.and_then(|label| grants.get_mut(label)).expect("a slot of ours");
                 granted.checksum = Some(checksum);
             }
-            Up::Note(note) => tracing::warn!("{note}"),
+            TransportEvent::Note(note) => tracing::warn!("{note}"),
             _ => {}
         }
     }
@@ -120,12 +122,12 @@ impl NodeReader {
     /// Fetches from the node of that name at `address`, into `memory`, the one that the transport was started with.
     pub fn new(
         transport: Arc<dyn Transport>,
-        ups: Receiver<Up>,
+        ups: Receiver<TransportEvent>,
         memory: &NodeMemory,
         name: &str,
         address: SocketAddr,
     ) -> Self {
-        transport.join(PEER, make_peer(name, address));
+        transport.add_peer(PEER, make_peer(name, address));
         Self { transport, ups, places: memory.places.clone(), ticket: 0, clock: Clock::start() }
     }
 
@@ -134,18 +136,20 @@ impl NodeReader {
         self.ticket += 1;
         let (began, blocks) = (self.clock.now(), self.places[numbers].to_vec());
         let mut open = blocks.len();
-        self.transport.post(Fetch { ticket: self.ticket, peer: PEER, blocks, deadline: DEADLINE });
+        self.transport.post_fetch(Fetch { ticket: self.ticket, peer: PEER, blocks, deadline: DEADLINE });
         while open > 0 {
             match self.ups.recv().expect("an end for each block") {
-                Up::Done(done) => {
+                TransportEvent::Done(done) => {
                     done.result.map_err(|fault| {
                         let remedy = "look at the output of the other end, and at the network between";
                         BenchError::failed("a block did not arrive", format!("{fault}: {remedy}"))
                     })?;
                     open -= 1;
                 }
-                Up::PeerDown { fault, .. } => tracing::warn!("the peer cannot be reached: {fault}"),
-                Up::Note(note) => tracing::warn!("{note}"),
+                TransportEvent::PeerDown { fault, .. } => {
+                    tracing::warn!("the peer cannot be reached: {fault}")
+                }
+                TransportEvent::Note(note) => tracing::warn!("{note}"),
                 _ => {}
             }
         }

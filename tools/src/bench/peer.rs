@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use clap::Args;
 use mesh::transport::Transport;
-use mesh::transport::tcp::{Config, STREAMS_DEFAULT, STREAMS_MAX, Security, Tcp};
+use mesh::transport::tcp::{STREAMS_DEFAULT, STREAMS_MAX, Security, Tcp, TcpConfig};
 
 use super::copy::time_copies;
 use super::disk::block_bytes;
@@ -95,14 +95,15 @@ fn write_words(mut to: impl Write, words: &[u64]) -> io::Result<()> {
 
 fn tcp(name: &str, listen: SocketAddr, streams: usize, memory: &NodeMemory) -> Result<Started, BenchError> {
     let (sender, ups) = channel();
-    let config = Config { listen, streams, ..Config::new(node::name_of(name), BOOT, Security::Plaintext) };
+    let config =
+        TcpConfig { listen, streams, ..TcpConfig::new(node::name_of(name), BOOT, Security::Plaintext) };
     let tcp = Tcp::start(config, memory.blocks.clone(), move |up| drop(sender.send(up)));
     let tcp = tcp.map_err(|error| BenchError::failed("the mesh does not start", error.to_string()))?;
-    Ok((tcp.address(), Arc::new(tcp), ups))
+    Ok((tcp.listen_address(), Arc::new(tcp), ups))
 }
 
 /// Where a transport listens, it, and what it tells.
-type Started = (SocketAddr, Arc<dyn Transport>, std::sync::mpsc::Receiver<mesh::transport::Up>);
+type Started = (SocketAddr, Arc<dyn Transport>, std::sync::mpsc::Receiver<mesh::transport::TransportEvent>);
 
 // === impl Owner ===
 
@@ -126,7 +127,7 @@ impl Owner {
         };
         let (mesh, transport, ups) = tcp(OWNER, (at.ip(), next).into(), 1, &memory)?;
         // Where a reader is found is of no use: nobody fetches from it.
-        transport.join(PEER, node::make_peer(READER, at));
+        transport.add_peer(PEER, node::make_peer(READER, at));
         let kept = memory.clone();
         thread::spawn(move || node::serve_blocks(&*transport, &ups, &kept));
         Ok(Arc::new(Self { listener, memory, sizes, mesh, connections: AtomicUsize::new(0) }))

@@ -53,7 +53,7 @@ fn refused(check: &str, error: &impl Display) -> Finding {
 /// The ports that a sidecar with this address listens at.
 fn ports(listen: SocketAddr, nics: bool) -> Vec<Finding> {
     if listen.ip().is_unspecified() {
-        return vec![refused("mesh-listen", &::mesh::Error::Unreachable(listen))];
+        return vec![refused("mesh-listen", &::mesh::MeshError::Unreachable(listen))];
     }
     let (mut at, mut found) = (listen, vec![port(listen, "the inventory of blocks")]);
     for what in ["fetching blocks over TCP", "arranging RDMA"].into_iter().take(1 + usize::from(nics)) {
@@ -111,7 +111,7 @@ fn certificates(options: &MeshOptions) -> Finding {
         Ok(Security::Tls(tls)) => tls,
         Ok(Security::Plaintext) => unreachable!("with certificates plaintext is an error"),
     };
-    match tls.check() {
+    match tls.check_files() {
         Err(error) => refused("mesh-cert", &error),
         Ok(()) => {
             let text = format!("peers with the same CA and name accept {}", tls.certificate.display());
@@ -123,7 +123,7 @@ fn certificates(options: &MeshOptions) -> Finding {
 // === NICs ===
 
 fn nic(name: &String) -> Finding {
-    match rdma::check(std::slice::from_ref(name)) {
+    match rdma::check_nics(std::slice::from_ref(name)) {
         Ok(()) => Finding::ok("nics", format!("{name} is usable: {}", describe_place(Path::new(NICS), name))),
         Err(error) => {
             let remedy =

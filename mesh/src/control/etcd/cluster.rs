@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use rustls::pki_types::ServerName;
 
-use crate::Error;
+use crate::MeshError;
 use crate::control::dial::{self, Session};
 use crate::tls;
 
@@ -28,11 +28,11 @@ pub struct Etcd {
 
 impl Etcd {
     /// Checks the endpoints and their files.
-    pub(in crate::control) fn check(&self) -> Result<(), Error> {
+    pub(in crate::control) fn check_endpoints(&self) -> Result<(), MeshError> {
         let all = self.endpoints.iter().try_for_each(|endpoint| self.endpoint(endpoint).map(drop));
         if self.endpoints.is_empty() {
             let problem = "is not an endpoint of etcd: pass at least one, as http://host:port";
-            return Err(Error::Address { address: String::new(), problem });
+            return Err(MeshError::Address { address: String::new(), problem });
         }
         if let Some((_, file)) = &self.user {
             password(file)?;
@@ -41,13 +41,13 @@ impl Etcd {
     }
 
     /// The address of an endpoint, and its TLS settings. Reads the certificates at each call.
-    pub(in crate::control) fn endpoint(&self, endpoint: &str) -> Result<(String, Session), Error> {
-        let wrong = |problem| Error::Address { address: endpoint.into(), problem };
+    pub(in crate::control) fn endpoint(&self, endpoint: &str) -> Result<(String, Session), MeshError> {
+        let wrong = |problem| MeshError::Address { address: endpoint.into(), problem };
         let Some((scheme, rest)) = endpoint.split_once("://") else {
             return Err(wrong("is not an endpoint of etcd: pass http://host:port or https://host:port"));
         };
         let address = rest.trim_end_matches('/');
-        dial::check(address)
+        dial::check_address(address)
             .map_err(|_| wrong("is not an endpoint of etcd: pass http://host:port or https://host:port"))?;
         match (scheme, &self.ca) {
             ("http", None) => Ok((address.into(), None)),
@@ -56,7 +56,7 @@ impl Etcd {
             }
             ("https", Some(ca)) => {
                 let files = self.certificate.as_ref().map(|(certificate, key)| (&**certificate, &**key));
-                let config = tls::outward(ca, files)?;
+                let config = tls::make_client_config(ca, files)?;
                 let host = address.rsplit_once(':').map_or(address, |(host, _)| host);
                 let host = host.trim_start_matches('[').trim_end_matches(']').to_owned();
                 let name = ServerName::try_from(host).map_err(|_| wrong("names no host"))?;
@@ -68,13 +68,13 @@ impl Etcd {
     }
 
     /// Reads the password file; returns the user's name and password.
-    pub(in crate::control) fn credentials(&self) -> Result<Option<(String, String)>, Error> {
+    pub(in crate::control) fn credentials(&self) -> Result<Option<(String, String)>, MeshError> {
         self.user.as_ref().map(|(user, file)| Ok((user.clone(), password(file)?))).transpose()
     }
 }
 
-fn password(file: &Path) -> Result<String, Error> {
-    let problem = |problem| Error::File { path: file.to_owned(), problem };
+fn password(file: &Path) -> Result<String, MeshError> {
+    let problem = |problem| MeshError::File { path: file.to_owned(), problem };
     let text = std::fs::read_to_string(file)
         .map_err(|error| problem(format!("cannot be read ({error}): pass a file with etcd's password")))?;
     Ok(text.trim_end_matches(['\r', '\n']).to_owned())

@@ -13,7 +13,7 @@ use shm_protocol::handshake::{FACTS_MAX, RANKS_MAX};
 use shm_protocol::key::NamespaceDigest;
 use shm_protocol::namespace::{self, Facts};
 
-use super::{Config, Malformed, REPLY_BYTES_MAX, VERSION, decode, greeter};
+use super::{ControlConfig, MalformedReply, REPLY_BYTES_MAX, VERSION, check_sender, decode_reply};
 use crate::transport::{BootId, NodeId};
 
 /// Room for the other fields of a reply: two names and a few numbers.
@@ -48,14 +48,14 @@ pub struct NamespacesReply {
     #[prost(fixed64, tag = "4")]
     pub boot: u64,
     #[prost(message, repeated, tag = "5")]
-    pub namespaces: Vec<NamespaceTold>,
+    pub namespaces: Vec<NamespaceMessage>,
     /// Number of namespaces left out for lack of room.
     #[prost(uint64, tag = "6")]
     pub left_out: u64,
 }
 
 #[derive(Clone, PartialEq, prost::Message)]
-pub struct NamespaceTold {
+pub struct NamespaceMessage {
     #[prost(bytes = "vec", tag = "1")]
     pub digest: Vec<u8>,
     /// Empty if no engine of the namespace has connected in the node's life; then `block_bytes` and `shards`
@@ -76,10 +76,10 @@ pub struct NamespaceTold {
 
 /// A namespace known to a node.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub struct Namespace {
+pub struct NodeNamespace {
     pub digest: NamespaceDigest,
     /// `None` if no engine of the namespace has connected in the node's life.
-    pub stated: Option<Stated>,
+    pub stated: Option<StatedFacts>,
     /// Blocks in memory.
     pub memory_blocks: u64,
     pub disk_blocks: u64,
@@ -87,7 +87,7 @@ pub struct Namespace {
 
 /// Statements of a namespace's engines.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub struct Stated {
+pub struct StatedFacts {
     /// Their digest is the digest of the namespace.
     pub facts: Arc<Facts>,
     /// Bytes of a block, all shards together.
@@ -102,7 +102,7 @@ pub struct Listed {
     pub node: NodeId,
     pub boot: BootId,
     /// Each digest occurs once.
-    pub namespaces: Vec<Namespace>,
+    pub namespaces: Vec<NodeNamespace>,
     /// Number of namespaces dropped: facts of another digest, too many of them, blocks of no size, or a
     /// repeated digest.
     pub wrong: usize,
@@ -114,7 +114,7 @@ pub struct Listed {
 
 impl NamespacesRequest {
     /// The request of this node.
-    pub(in crate::control) fn new(config: &Config) -> Self {
+    pub(in crate::control) fn new(config: &ControlConfig) -> Self {
         let node = config.node.as_str().into();
         Self { version: VERSION, mesh: config.mesh.clone(), node, boot: config.boot.0.get() }
     }
@@ -125,10 +125,10 @@ impl NamespacesRequest {
 impl NamespacesReply {
     /// The reply of this node, with the namespaces of most blocks first. The others are left out when there
     /// is no more room.
-    pub(in crate::control) fn new(config: &Config, mut all: Vec<Namespace>) -> Self {
+    pub(in crate::control) fn new(config: &ControlConfig, mut all: Vec<NodeNamespace>) -> Self {
         all.sort_by_key(|namespace| std::cmp::Reverse(namespace.memory_blocks + namespace.disk_blocks));
         let (mut namespaces, mut left_out, mut room) = (Vec::new(), 0, REPLY_BYTES_MAX - FRAME_BYTES);
-        for told in all.into_iter().map(NamespaceTold::from) {
+        for told in all.into_iter().map(NamespaceMessage::from) {
             match room.checked_sub(told.encoded_len() + NAMESPACE_FRAME_BYTES) {
                 Some(rest) => {
                     room = rest;
@@ -143,25 +143,25 @@ impl NamespacesReply {
     }
 
     /// Checks a reply.
-    pub fn hear(self) -> Result<Listed, Malformed> {
-        let (node, boot) = greeter(self.version, &self.mesh, self.node, self.boot)?;
+    pub fn validate(self) -> Result<Listed, MalformedReply> {
+        let (node, boot) = check_sender(self.version, &self.mesh, self.node, self.boot)?;
         let (told, mut seen) = (self.namespaces.len(), BTreeSet::new());
-        let sound = self.namespaces.into_iter().filter_map(NamespaceTold::hear);
+        let sound = self.namespaces.into_iter().filter_map(NamespaceMessage::validate);
         let namespaces: Vec<_> = sound.filter(|namespace| seen.insert(namespace.digest)).collect();
         let wrong = told - namespaces.len();
         Ok(Listed { mesh: self.mesh, node, boot, namespaces, wrong, left_out: self.left_out })
     }
 
     /// Decodes and checks a reply.
-    pub fn decode_and_hear(bytes: &[u8]) -> Result<Listed, Malformed> {
-        decode::<Self>(bytes)?.hear()
+    pub fn decode_and_validate(bytes: &[u8]) -> Result<Listed, MalformedReply> {
+        decode_reply::<Self>(bytes)?.validate()
     }
 }
 
-// === impl NamespaceTold ===
+// === impl NamespaceMessage ===
 
-impl NamespaceTold {
-    fn hear(self) -> Option<Namespace> {
+impl NamespaceMessage {
+    fn validate(self) -> Option<NodeNamespace> {
         let Self { digest, facts, block_bytes, shards, memory_blocks, disk_blocks } = self;
         let digest = NamespaceDigest(digest.try_into().ok()?);
         let stated = if facts.is_empty() {
@@ -170,15 +170,15 @@ impl NamespaceTold {
             let divided = (1..=RANKS_MAX).contains(&shards) && block_bytes.is_multiple_of(shards.into());
             let sound = divided && block_bytes > 0 && facts.len() <= FACTS_MAX;
             (sound && namespace::digest_facts(&facts) == digest).then_some(())?;
-            Some(Stated { facts: Arc::new(facts), block_bytes, shards })
+            Some(StatedFacts { facts: Arc::new(facts), block_bytes, shards })
         };
-        Some(Namespace { digest, stated, memory_blocks, disk_blocks })
+        Some(NodeNamespace { digest, stated, memory_blocks, disk_blocks })
     }
 }
 
-impl From<Namespace> for NamespaceTold {
-    fn from(namespace: Namespace) -> Self {
-        let Namespace { digest, stated, memory_blocks, disk_blocks } = namespace;
+impl From<NodeNamespace> for NamespaceMessage {
+    fn from(namespace: NodeNamespace) -> Self {
+        let NodeNamespace { digest, stated, memory_blocks, disk_blocks } = namespace;
         let (facts, block_bytes, shards) = stated.map_or_else(Default::default, |stated| {
             (Arc::unwrap_or_clone(stated.facts), stated.block_bytes, stated.shards)
         });

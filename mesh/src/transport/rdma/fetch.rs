@@ -7,30 +7,30 @@ use std::time::{Duration, Instant};
 
 use shm_protocol::pool;
 
-use super::Queues;
-use super::pairing::pair;
+use super::QueueMaker;
+use super::pairing::pair_nics;
 use super::verbs::{self, Completion, READS_MAX};
 use crate::refusals::Reason;
-use crate::sync::now;
-use crate::transport::tcp::Shared;
-use crate::transport::tcp::carriage::Fetching;
-use crate::transport::tcp::frame::lease::{Lent, Place, Turn};
+use crate::sync::read_clock;
+use crate::transport::tcp::TcpShared;
+use crate::transport::tcp::data_path::ConnectedFetch;
+use crate::transport::tcp::frame::lease::{AskId, Lent, LentPlace};
 use crate::transport::tcp::frame::{ASKS_MAX, Frame};
-use crate::transport::tcp::link::Link;
-use crate::transport::tcp::piece::{PIECE_BYTES_MAX, Piece};
+use crate::transport::tcp::link::PeerLink;
+use crate::transport::tcp::piece::{FetchPiece, PIECE_BYTES_MAX};
 use crate::transport::tcp::wire::{Broken, Wire};
-use crate::transport::{Fault, Stage};
+use crate::transport::{FetchFault, FetchStage};
 
 /// Maximum bytes asked for and unread: the peer grants the next asks while this side reads.
 const ASKED_BYTES_MAX: u64 = ASKS_MAX as u64 * PIECE_BYTES_MAX;
 /// Bytes of a READ, to which the limit of progress applies.
 const PART_BYTES: u32 = 1 << 20;
 
-pub(super) struct Reader {
-    queue: verbs::Queue,
+pub(super) struct RdmaReader {
+    queue: verbs::ReadQueue,
     wire: Wire,
-    shared: Arc<Shared>,
-    link: Arc<Link>,
+    shared: Arc<TcpShared>,
+    link: Arc<PeerLink>,
     /// The remote key of the peer's pool.
     key: u32,
     /// Loans in the order of their asks, in which they are lent, read and given back.
@@ -51,19 +51,19 @@ pub(super) struct Reader {
 
 /// Blocks of one ask.
 struct Loan {
-    piece: Piece,
-    state: State,
+    piece: FetchPiece,
+    state: LoanState,
     /// The time at which it entered that state.
     since: Instant,
     /// READs that end before this time are within the lease: the lease began after the ask was sent.
     until: Instant,
-    blocks: Vec<Reading>,
+    blocks: Vec<BlockReading>,
     /// Number of blocks still to read.
     left: usize,
 }
 
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-enum State {
+enum LoanState {
     Asked,
     Lent,
     /// The peer has a Read for it.
@@ -71,58 +71,58 @@ enum State {
 }
 
 /// A block being read.
-struct Reading {
-    place: Place,
+struct BlockReading {
+    place: LentPlace,
     /// Bytes of it with READs begun.
     begun: u32,
     /// READs of it under way.
     arriving: u32,
     /// The content of the slot if the lease stood.
-    result: Option<Result<u64, Fault>>,
+    result: Option<Result<u64, FetchFault>>,
 }
 
 /// Sets up a queue pair to the peer. Returns it with the peer's remote key, or `None` if the peer has no
 /// queue pairs yet.
-pub(super) fn meet(
-    queues: &Queues,
+pub(super) fn meet_peer(
+    queues: &QueueMaker,
     number: usize,
-    shared: &Shared,
-    link: &Link,
+    shared: &TcpShared,
+    link: &PeerLink,
     wire: &mut Wire,
-) -> Result<Option<(verbs::Queue, u32)>, Fault> {
-    let until = now() + shared.config.limits.handshake;
+) -> Result<Option<(verbs::ReadQueue, u32)>, FetchFault> {
+    let until = read_clock() + shared.config.limits.handshake;
     let nic = number % queues.nics.len();
     let failed = |error: std::io::Error| {
-        shared.count(Reason::Resources);
+        shared.count_refusal(Reason::Resources);
         shared.note_rarely(format!("no queue pair to {} could be made: {error}", link.peer.node));
-        Fault::Peer(error.kind())
+        FetchFault::Peer(error.kind())
     };
-    let mut queue = verbs::Queue::new(&queues.nics, nic).map_err(failed)?;
-    let ours = queues.queue(number as u16, nic, queue.end(), 0);
-    let broken = |broken: Broken| broken.fault(Stage::Handshake);
+    let mut queue = verbs::ReadQueue::new(&queues.nics, nic).map_err(failed)?;
+    let ours = queues.queue(number as u16, nic, queue.queue_end(), 0);
+    let broken = |broken: Broken| broken.fault(FetchStage::Handshake);
     wire.send_frame(&Frame::Queue(ours), false, until).map_err(broken)?;
     let theirs = match wire.frame(until).map_err(broken)? {
         Frame::Queue(theirs) => theirs,
         Frame::InStream => return Ok(None),
-        Frame::Refused(refusal) => return Err(Fault::Refused(refusal)),
-        other => return Err(Fault::Malformed(other.unexpected())),
+        Frame::Refused(refusal) => return Err(FetchFault::Refused(refusal)),
+        other => return Err(FetchFault::Malformed(other.unexpected())),
     };
     let fits = queues.fits(&theirs) && usize::from(theirs.number) == number;
-    if !fits || pair(&queues.nodes(), &theirs.nics)[nic] != usize::from(theirs.nic) {
-        return Err(Fault::Malformed("a queue pair that was not requested"));
+    if !fits || pair_nics(&queues.nodes(), &theirs.nics)[nic] != usize::from(theirs.nic) {
+        return Err(FetchFault::Malformed("a queue pair that was not requested"));
     }
-    queue.connect(&theirs.end).map_err(failed)?;
+    queue.connect_end(&theirs.end).map_err(failed)?;
     Ok(Some((queue, theirs.key)))
 }
 
-// === impl Reader ===
+// === impl RdmaReader ===
 
-impl Reader {
+impl RdmaReader {
     /// A reader over a stream and its queue pair.
     pub(super) fn new(
-        (queue, key): (verbs::Queue, u32),
-        shared: &Arc<Shared>,
-        link: &Arc<Link>,
+        (queue, key): (verbs::ReadQueue, u32),
+        shared: &Arc<TcpShared>,
+        link: &Arc<PeerLink>,
         wire: Wire,
     ) -> Self {
         Self {
@@ -136,91 +136,92 @@ impl Reader {
             todo: VecDeque::new(),
             reads: VecDeque::new(),
             begun: 0,
-            read_at: now(),
+            read_at: read_clock(),
             completions: Vec::new(),
             armed: false,
         }
     }
 
     /// The next waiting piece, if there is room to ask for it.
-    fn more(&self) -> Option<Piece> {
-        let unread = |loan: &&Loan| loan.state != State::Read;
-        let bytes: u64 = self.loans.iter().filter(unread).map(|loan| loan.piece.bytes()).sum();
+    fn more(&self) -> Option<FetchPiece> {
+        let unread = |loan: &&Loan| loan.state != LoanState::Read;
+        let bytes: u64 = self.loans.iter().filter(unread).map(|loan| loan.piece.asked_bytes()).sum();
         let room = self.loans.len() < ASKS_MAX && bytes + PIECE_BYTES_MAX <= ASKED_BYTES_MAX;
         room.then(|| self.link.try_next()).flatten()
     }
 
-    fn ask(&mut self, piece: Piece) -> Result<(), Fault> {
-        let (ask, since) = (piece.ask(), now());
-        let left = piece.blocks();
-        let loan = Loan { piece, state: State::Asked, since, until: since, blocks: Vec::new(), left };
+    fn ask_blocks(&mut self, piece: FetchPiece) -> Result<(), FetchFault> {
+        let (ask, since) = (piece.ask_frame(), read_clock());
+        let left = piece.block_count();
+        let loan = Loan { piece, state: LoanState::Asked, since, until: since, blocks: Vec::new(), left };
         self.loans.push_back(loan);
-        self.send(&ask)
+        self.send_frame(&ask)
     }
 
-    fn send(&mut self, frame: &Frame) -> Result<(), Fault> {
-        let sent = self.wire.send_frame(frame, false, now() + self.shared.config.limits.progress);
-        sent.map_err(|broken| broken.fault(Stage::Progress))
+    fn send_frame(&mut self, frame: &Frame) -> Result<(), FetchFault> {
+        let sent = self.wire.send_frame(frame, false, read_clock() + self.shared.config.limits.progress);
+        sent.map_err(|broken| broken.fault(FetchStage::Progress))
     }
 
     /// Handles the frames received. Returns false if there were none.
-    fn hear(&mut self) -> Result<bool, Fault> {
+    fn take_frames(&mut self) -> Result<bool, FetchFault> {
         let mut heard = false;
         while self.readable()? {
-            let until = now() + self.shared.config.limits.progress;
-            match self.wire.frame(until).map_err(|broken| broken.fault(Stage::Progress))? {
+            let until = read_clock() + self.shared.config.limits.progress;
+            match self.wire.frame(until).map_err(|broken| broken.fault(FetchStage::Progress))? {
                 Frame::Lent(lent) => self.lent(lent)?,
                 // The queue pair ended with the lease.
-                Frame::Stood(_, false) => return Err(Fault::Absent),
+                Frame::Stood(_, false) => return Err(FetchFault::Absent),
                 Frame::Stood(turn, true) => self.stood(turn)?,
-                Frame::Refused(refusal) => return Err(Fault::Refused(refusal)),
-                other => return Err(Fault::Malformed(other.unexpected())),
+                Frame::Refused(refusal) => return Err(FetchFault::Refused(refusal)),
+                other => return Err(FetchFault::Malformed(other.unexpected())),
             }
             heard = true;
         }
         Ok(heard)
     }
 
-    fn readable(&mut self) -> Result<bool, Fault> {
+    fn readable(&mut self) -> Result<bool, FetchFault> {
         self.wire.readable().map_err(|broken| match broken {
-            Broken::Eof if !self.reads.is_empty() => Fault::Short,
-            broken => broken.fault(Stage::Progress),
+            Broken::Eof if !self.reads.is_empty() => FetchFault::Short,
+            broken => broken.fault(FetchStage::Progress),
         })
     }
 
-    fn lent(&mut self, lent: Lent) -> Result<(), Fault> {
-        let at = self.loans.iter().position(|loan| loan.state == State::Asked);
-        let unasked = Fault::Malformed("a lease that was not requested");
-        let at = at.filter(|at| self.loans[*at].turn() == lent.turn).ok_or(unasked)?;
+    fn lent(&mut self, lent: Lent) -> Result<(), FetchFault> {
+        let at = self.loans.iter().position(|loan| loan.state == LoanState::Asked);
+        let unasked = FetchFault::Malformed("a lease that was not requested");
+        let at = at.filter(|at| self.loans[*at].ask_id() == lent.turn).ok_or(unasked)?;
         let (loan, number) = (&mut self.loans[at], self.ended + at as u64);
-        if loan.piece.blocks() != lent.places.len() {
+        if loan.piece.block_count() != lent.places.len() {
             return Err(unasked);
         }
         loan.until = loan.since + Duration::from_millis(lent.lease_ms.into());
-        loan.enter(State::Lent);
+        loan.enter_state(LoanState::Lent);
         for (at, place) in lent.places.into_iter().enumerate() {
             let index = loan.piece.indexes.start + at as u32;
-            loan.blocks.push(Reading { place, begun: 0, arriving: 0, result: None });
+            loan.blocks.push(BlockReading { place, begun: 0, arriving: 0, result: None });
             if let Some(fault) = place.status.missing() {
                 loan.piece.fetch.end_waiting(index, fault);
                 loan.left -= 1;
             } else if place.bytes == loan.piece.fetch.blocks[index as usize].0.bytes {
                 self.todo.push_back((number, at));
             } else {
-                return Err(Fault::Malformed("a block of another size than was requested"));
+                return Err(FetchFault::Malformed("a block of another size than was requested"));
             }
         }
         Ok(())
     }
 
     /// The lease of the first loan stood until the end of its READs: its blocks are whole.
-    fn stood(&mut self, turn: Turn) -> Result<(), Fault> {
-        let read = |loan: &mut Loan| loan.state == State::Read && loan.turn() == turn;
-        let loan = self.loans.pop_front_if(read).ok_or(Fault::Malformed("the end of an unknown lease"))?;
+    fn stood(&mut self, turn: AskId) -> Result<(), FetchFault> {
+        let read = |loan: &mut Loan| loan.state == LoanState::Read && loan.ask_id() == turn;
+        let loan =
+            self.loans.pop_front_if(read).ok_or(FetchFault::Malformed("the end of an unknown lease"))?;
         self.ended += 1;
         for (index, block) in loan.piece.indexes.clone().zip(&loan.blocks) {
             if let Some(result) = block.result {
-                loan.piece.fetch.end(index, result);
+                loan.piece.fetch.end_block(index, result);
             }
         }
         self.link.answered();
@@ -228,7 +229,7 @@ impl Reader {
     }
 
     /// Begins READs as far as there is room. Returns false if there was nothing to begin.
-    fn begin(&mut self) -> Result<bool, Fault> {
+    fn begin_reads(&mut self) -> Result<bool, FetchFault> {
         let mut begun = false;
         while self.reads.len() < READS_MAX
             && let Some((number, at)) = self.todo.front().copied()
@@ -237,26 +238,26 @@ impl Reader {
             let index = loan.piece.indexes.start + at as u32;
             let (fetch, block) = (&loan.piece.fetch, &mut loan.blocks[at]);
             // A block stopped before its begin has ended; a begun one ends with its READs.
-            let wanted = if block.begun == 0 { fetch.begin(index) } else { fetch.stopped().is_none() };
+            let wanted = if block.begun == 0 { fetch.begin_block(index) } else { fetch.stopped().is_none() };
             if !wanted {
                 self.todo.pop_front();
                 if block.arriving == 0 {
-                    loan.settle(at, &self.shared);
+                    loan.finish_block(at, &self.shared);
                 }
                 continue;
             }
             let part = PART_BYTES.min(block.place.bytes - block.begun);
             let offset = fetch.blocks[index as usize].1 + u64::from(block.begun);
             let address = block.place.address + u64::from(block.begun);
-            let posted = self.queue.read(self.begun, offset, part, self.key, address);
-            posted.map_err(|error| Fault::Peer(error.kind()))?;
+            let posted = self.queue.begin_read(self.begun, offset, part, self.key, address);
+            posted.map_err(|error| FetchFault::Peer(error.kind()))?;
             block.begun += part;
             block.arriving += 1;
             if block.begun == block.place.bytes {
                 self.todo.pop_front();
             }
             if self.reads.is_empty() {
-                self.read_at = now();
+                self.read_at = read_clock();
             }
             self.reads.push_back((number, at));
             self.begun += 1;
@@ -267,23 +268,23 @@ impl Reader {
 
     /// Handles ended READs. The next ones begin before the checksums of these. Returns false if none has
     /// ended.
-    fn reap(&mut self) -> Result<bool, Fault> {
+    fn reap_reads(&mut self) -> Result<bool, FetchFault> {
         let mut completions = std::mem::take(&mut self.completions);
-        self.queue.reap(&mut completions);
+        self.queue.reap_completions(&mut completions);
         if completions.is_empty() {
             return Ok(false);
         }
-        self.read_at = now();
+        self.read_at = read_clock();
         let mut arrived = Vec::new();
         for completion in completions.drain(..) {
             if completion.status != 0 {
                 // The frame with the end of the lease may be here already.
-                self.hear()?;
+                self.take_frames()?;
                 return Err(failure(completion.status));
             }
             let oldest = self.begun - self.reads.len() as u64;
             let read = self.reads.pop_front().filter(|_| completion.read == oldest);
-            let (number, at) = read.ok_or(Fault::Malformed("a READ that was not begun"))?;
+            let (number, at) = read.ok_or(FetchFault::Malformed("a READ that was not begun"))?;
             let block = &mut self.loans[(number - self.ended) as usize].blocks[at];
             block.arriving -= 1;
             if block.arriving == 0 && self.todo.front() != Some(&(number, at)) {
@@ -291,52 +292,53 @@ impl Reader {
             }
         }
         self.completions = completions;
-        self.begin()?;
+        self.begin_reads()?;
         for (number, at) in arrived {
-            self.loans[(number - self.ended) as usize].settle(at, &self.shared);
+            self.loans[(number - self.ended) as usize].finish_block(at, &self.shared);
         }
         Ok(true)
     }
 
     /// Gives back loans whose blocks are read, in order.
-    fn give_back(&mut self) -> Result<(), Fault> {
-        while let Some(loan) = self.loans.iter_mut().find(|loan| loan.state != State::Read) {
-            if loan.state != State::Lent || loan.left > 0 {
+    fn give_back(&mut self) -> Result<(), FetchFault> {
+        while let Some(loan) = self.loans.iter_mut().find(|loan| loan.state != LoanState::Read) {
+            if loan.state != LoanState::Lent || loan.left > 0 {
                 break;
             }
-            loan.enter(State::Read);
-            let turn = loan.turn();
-            self.send(&Frame::Read(turn))?;
+            loan.enter_state(LoanState::Read);
+            let turn = loan.ask_id();
+            self.send_frame(&Frame::Read(turn))?;
         }
         Ok(())
     }
 
     /// Waits for a frame or a completion.
-    fn wait(&mut self) -> Result<(), Fault> {
+    fn wait_for_event(&mut self) -> Result<(), FetchFault> {
         if !self.armed {
             // Completions from before the arming are looked for once more.
             self.armed = true;
-            return self.queue.arm().map_err(|error| Fault::Peer(error.kind()));
+            return self.queue.arm().map_err(|error| FetchFault::Peer(error.kind()));
         }
         let limits = &self.shared.config.limits;
-        let reading = (!self.reads.is_empty()).then(|| (self.read_at + limits.progress, Stage::Progress));
+        let reading =
+            (!self.reads.is_empty()).then(|| (self.read_at + limits.progress, FetchStage::Progress));
         let answer = self.loans.iter().filter_map(|loan| match loan.state {
-            State::Asked => Some((loan.since + limits.first_byte, Stage::FirstByte)),
-            State::Lent => None,
-            State::Read => Some((loan.since + limits.progress, Stage::Progress)),
+            LoanState::Asked => Some((loan.since + limits.first_byte, FetchStage::FirstByte)),
+            LoanState::Lent => None,
+            LoanState::Read => Some((loan.since + limits.progress, FetchStage::Progress)),
         });
         // This limit holds even while READs go on.
         let held = self.loans.iter().filter_map(Loan::held_in_vain_since);
-        let held = held.map(|since| (since + limits.progress, Stage::Progress));
+        let held = held.map(|since| (since + limits.progress, FetchStage::Progress));
         let awaited = answer.chain(reading).chain(held);
         let (until, stage) = awaited.min_by_key(|(until, _)| *until).expect("something is awaited");
-        match self.wire.wait(true, &self.queue, until) {
+        match self.wire.wait_readable(true, &self.queue, until) {
             Ok(true) => {
                 self.queue.disarm();
                 self.armed = false;
                 Ok(())
             }
-            Ok(false) => Err(Fault::Timeout(stage)),
+            Ok(false) => Err(FetchFault::Timeout(stage)),
             // Frames sent before the peer hung up count.
             Err(Broken::Eof) => self.readable().map(drop),
             Err(broken) => Err(broken.fault(stage)),
@@ -344,33 +346,33 @@ impl Reader {
     }
 }
 
-impl Fetching for Reader {
+impl ConnectedFetch for RdmaReader {
     fn quiet(&mut self) -> bool {
         matches!(self.wire.readable(), Ok(false))
     }
 
     /// Asks for `piece` and waiting pieces behind it, as far as there is room, until all are read and given
     /// back.
-    fn run(&mut self, piece: Piece) -> Result<(), Fault> {
+    fn run_piece(&mut self, piece: FetchPiece) -> Result<(), FetchFault> {
         let mut next = Some(piece);
         loop {
             while let Some(piece) = next.take().or_else(|| self.more()) {
-                self.ask(piece)?;
+                self.ask_blocks(piece)?;
             }
             if self.loans.is_empty() {
                 return Ok(());
             }
-            let heard = self.hear()?;
-            let begun = self.begin()?;
-            let read = self.reap()?;
+            let heard = self.take_frames()?;
+            let begun = self.begin_reads()?;
+            let read = self.reap_reads()?;
             self.give_back()?;
             if !(heard || begun || read) {
-                self.wait()?;
+                self.wait_for_event()?;
             }
         }
     }
 
-    fn hang_up(self: Box<Self>) -> Vec<Piece> {
+    fn hang_up(self: Box<Self>) -> Vec<FetchPiece> {
         let Self { queue, loans, .. } = *self;
         // Dropped first: from then on no READ writes a slot.
         drop(queue);
@@ -381,13 +383,13 @@ impl Fetching for Reader {
 // === impl Loan ===
 
 impl Loan {
-    fn turn(&self) -> Turn {
-        Turn { ticket: self.piece.fetch.ticket, first: self.piece.indexes.start }
+    fn ask_id(&self) -> AskId {
+        AskId { ticket: self.piece.fetch.ticket, first: self.piece.indexes.start }
     }
 
-    fn enter(&mut self, state: State) {
+    fn enter_state(&mut self, state: LoanState) {
         self.state = state;
-        self.since = now();
+        self.since = read_clock();
     }
 
     /// The time since which its fetch is stopped while its slots are held; `None` otherwise.
@@ -397,7 +399,7 @@ impl Loan {
     }
 
     /// Ends a block without READs under way or to come.
-    fn settle(&mut self, at: usize, shared: &Shared) {
+    fn finish_block(&mut self, at: usize, shared: &TcpShared) {
         let (index, block) = (self.piece.indexes.start + at as u32, &mut self.blocks[at]);
         let (fetch, place) = (&self.piece.fetch, &block.place);
         self.left -= 1;
@@ -405,23 +407,23 @@ impl Loan {
             return;
         }
         if block.begun < place.bytes {
-            return fetch.end(index, Err(fetch.stopped().unwrap_or(Fault::Stopped)));
+            return fetch.end_block(index, Err(fetch.stopped().unwrap_or(FetchFault::Stopped)));
         }
-        block.result = Some(if now() >= self.until {
-            Err(Fault::Absent)
+        block.result = Some(if read_clock() >= self.until {
+            Err(FetchFault::Absent)
         } else {
             let offset = fetch.blocks[index as usize].1;
             let bytes = shared.blocks.bytes_at(offset, place.bytes as usize).expect("checked when posted");
             let checksum = pool::compute_checksum(bytes);
-            if checksum == place.checksum { Ok(checksum) } else { Err(Fault::Corrupt) }
+            if checksum == place.checksum { Ok(checksum) } else { Err(FetchFault::Corrupt) }
         });
     }
 }
 
 /// The fault for a failed READ's status.
-fn failure(status: u32) -> Fault {
+fn failure(status: u32) -> FetchFault {
     use rdma_mummy_sys::ibv_wc_status as wc;
-    Fault::Peer(match status {
+    FetchFault::Peer(match status {
         wc::IBV_WC_RETRY_EXC_ERR | wc::IBV_WC_RESP_TIMEOUT_ERR => ErrorKind::TimedOut,
         wc::IBV_WC_REM_ACCESS_ERR | wc::IBV_WC_REM_INV_REQ_ERR => ErrorKind::PermissionDenied,
         wc::IBV_WC_WR_FLUSH_ERR => ErrorKind::ConnectionAborted,
@@ -433,27 +435,27 @@ fn failure(status: u32) -> Fault {
 mod tests {
     use super::super::tests::{FREE, Node, label};
     use super::*;
-    use crate::transport::tcp::frame::Status;
-    use crate::transport::tcp::piece::Running;
+    use crate::transport::tcp::frame::BlockStatus;
+    use crate::transport::tcp::piece::RunningFetch;
 
     #[test]
     fn slots_of_a_stopped_fetch_are_held_since_it_was_stopped() {
-        let (node, begun) = (Node::start("reader"), now());
+        let (node, begun) = (Node::start("reader"), read_clock());
         let blocks = vec![(label(), FREE)];
-        let fetch = Running::begin_all(&node.tcp.shared, 1, blocks, begun + Duration::from_secs(30));
-        let place = Place { address: 0, checksum: 0, bytes: label().bytes, status: Status::Whole };
-        let block = Reading { place, begun: place.bytes, arriving: 1, result: None };
-        let piece = Piece::new(&fetch, 0..1);
+        let fetch = RunningFetch::begin_all(&node.tcp.shared, 1, blocks, begun + Duration::from_secs(30));
+        let place = LentPlace { address: 0, checksum: 0, bytes: label().bytes, status: BlockStatus::Whole };
+        let block = BlockReading { place, begun: place.bytes, arriving: 1, result: None };
+        let piece = FetchPiece::new(&fetch, 0..1);
         let mut loan =
-            Loan { piece, state: State::Lent, since: begun, until: begun, blocks: vec![block], left: 1 };
-        assert!(fetch.begin(0) && loan.held_in_vain_since().is_none(), "the fetch is not stopped");
-        fetch.stop(Fault::Timeout(Stage::Whole));
+            Loan { piece, state: LoanState::Lent, since: begun, until: begun, blocks: vec![block], left: 1 };
+        assert!(fetch.begin_block(0) && loan.held_in_vain_since().is_none(), "the fetch is not stopped");
+        fetch.stop_early(FetchFault::Timeout(FetchStage::Whole));
         let stopped = loan.held_in_vain_since().expect("a READ writes its slot");
-        assert!((begun..=now()).contains(&stopped));
+        assert!((begun..=read_clock()).contains(&stopped));
         loan.blocks[0].arriving = 0;
         assert!(loan.held_in_vain_since().is_none(), "its slot is given back");
         loan.blocks[0].result = Some(Ok(7));
-        loan.enter(State::Read);
+        loan.enter_state(LoanState::Read);
         assert_eq!(loan.held_in_vain_since(), Some(stopped), "the owner has not said that the lease stood");
     }
 }

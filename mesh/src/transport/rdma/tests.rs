@@ -13,8 +13,8 @@ use shm_protocol::region::{Access, Region};
 
 use super::*;
 use crate::transport::tcp::Security;
-use crate::transport::tcp::frame::{Ask, Block, HEAD_BYTES, Head, Hello, Status};
-use crate::transport::{BootId, Done, Grant, Label, NodeId};
+use crate::transport::tcp::frame::{AskFrame, Block, BlockStatus, HEAD_BYTES, Head, HelloFrame};
+use crate::transport::{BootId, FetchDone, Grant, Label, NodeId};
 
 const LONG: Duration = Duration::from_secs(30);
 const BOOT: BootId = BootId(NonZeroU64::MIN);
@@ -30,7 +30,7 @@ pub(super) const FREE: u64 = 512 << 10;
 pub(super) struct Node {
     pub(super) tcp: Tcp,
     blocks: PoolBlocks,
-    ups: Receiver<Up>,
+    ups: Receiver<TransportEvent>,
 }
 
 fn node(name: &str) -> NodeId {
@@ -53,22 +53,24 @@ impl Node {
         let region = Region::map(fd.as_fd(), POOL_BYTES, Access::ReadWrite).unwrap();
         let blocks = PoolBlocks::new(Arc::new(region));
         let (sender, ups) = channel();
-        let config = tcp::Config::new(node(name), BOOT, Security::Plaintext);
+        let config = tcp::TcpConfig::new(node(name), BOOT, Security::Plaintext);
         let up = Box::new(move |up| drop(sender.send(up)));
         let tcp = Tcp::with(Box::<Ways>::default(), config, blocks.clone(), up).unwrap();
         Self { tcp, blocks, ups }
     }
 
     fn join(&self, name: &str, address: SocketAddr) {
-        self.tcp.join(PEER, Peer { node: node(name), boot: Some(BOOT), address });
+        self.tcp.add_peer(PEER, Peer { node: node(name), boot: Some(BOOT), address });
     }
 
     /// Waits for the ask, and grants its block.
     fn grant(&self) {
         assert!(self.blocks.fill(KEPT, &content()));
-        let Up::Asked { ask, .. } = self.ups.recv_timeout(LONG).unwrap() else { panic!("nothing was asked") };
+        let TransportEvent::Asked { ask, .. } = self.ups.recv_timeout(LONG).unwrap() else {
+            panic!("nothing was asked")
+        };
         let slot = SlotRef { offset: KEPT, generation: 1 };
-        self.tcp.grant(Granted { ask, slots: vec![Some(Grant { slot, checksum: None })] });
+        self.tcp.grant_slots(GrantedSlots { ask, slots: vec![Some(Grant { slot, checksum: None })] });
     }
 }
 
@@ -78,17 +80,22 @@ struct Hand(TcpStream);
 impl Hand {
     /// Greets as a member.
     fn greet(owner: &Node) -> Self {
-        let mut hand = Self(TcpStream::connect(owner.tcp.address()).unwrap());
+        let mut hand = Self(TcpStream::connect(owner.tcp.listen_address()).unwrap());
         hand.0.set_read_timeout(Some(LONG)).unwrap();
         let wanted_node = node("owner");
-        hand.say(&Frame::Hello(Hello { node: node("reader"), boot: BOOT, wanted_node, wanted_boot: None }));
+        hand.say(&Frame::Hello(HelloFrame {
+            node: node("reader"),
+            boot: BOOT,
+            wanted_node,
+            wanted_boot: None,
+        }));
         assert_eq!(hand.hear(), Frame::Welcome(BOOT));
         hand
     }
 
     fn say(&mut self, frame: &Frame) {
         let mut bytes = Vec::new();
-        frame.encode(&mut bytes);
+        frame.append_to(&mut bytes);
         self.0.write_all(&bytes).unwrap();
     }
 
@@ -98,41 +105,44 @@ impl Hand {
         let head = Head::parse(&head).unwrap();
         let mut body = vec![0; head.body_bytes()];
         self.0.read_exact(&mut body).unwrap();
-        head.decode(&body).unwrap()
+        head.decode_body(&body).unwrap()
     }
 
     fn ask(&mut self) {
-        self.say(&Frame::Ask(Ask { ticket: 5, first: 0, labels: vec![label()] }));
+        self.say(&Frame::Ask(AskFrame { ticket: 5, first: 0, labels: vec![label()] }));
     }
 }
 
 #[test]
 fn blocks_follow_on_the_stream_where_the_pools_are_not_registered() {
     let (reader, owner) = (Node::start("reader"), Node::start("owner"));
-    reader.join("owner", owner.tcp.address());
-    owner.join("reader", reader.tcp.address());
+    reader.join("owner", owner.tcp.listen_address());
+    owner.join("reader", reader.tcp.listen_address());
     let blocks = vec![(label(), FREE)];
-    reader.tcp.post(Fetch { ticket: 1, peer: PEER, blocks, deadline: LONG });
+    reader.tcp.post_fetch(Fetch { ticket: 1, peer: PEER, blocks, deadline: LONG });
     owner.grant();
-    assert_eq!(reader.ups.recv_timeout(LONG).unwrap(), Up::Connected { peer: PEER, boot: BOOT });
+    assert_eq!(reader.ups.recv_timeout(LONG).unwrap(), TransportEvent::Connected { peer: PEER, boot: BOOT });
     let end = reader.ups.recv_timeout(LONG).unwrap();
-    assert!(matches!(end, Up::Done(Done { ticket: 1, index: 0, result: Ok(_) })), "{end:?}");
+    assert!(matches!(end, TransportEvent::Done(FetchDone { ticket: 1, index: 0, result: Ok(_) })), "{end:?}");
     assert!(reader.blocks.bytes_at(FREE, BLOCK_BYTES).unwrap() == content());
 }
 
 #[test]
 fn a_queue_pair_that_cannot_be_met_is_answered_by_blocks_on_the_stream() {
     let owner = Node::start("owner");
-    owner.join("reader", owner.tcp.address());
+    owner.join("reader", owner.tcp.listen_address());
     let mut reader = Hand::greet(&owner);
     let end = QueueEnd { number: 1, packet: 2, lid: 0, mtu: 3, reads: 16, gid: [1; 16] };
-    reader.say(&Frame::Queue(Queue { pairs: 2, number: 0, nics: vec![None], nic: 0, end, key: 0 }));
+    reader.say(&Frame::Queue(QueueOffer { pairs: 2, number: 0, nics: vec![None], nic: 0, end, key: 0 }));
     assert_eq!(reader.hear(), Frame::InStream);
     reader.ask();
     owner.grant();
     let Frame::Block(block) = reader.hear() else { panic!("no block") };
     let bytes = BLOCK_BYTES as u32;
-    assert_eq!(block, Block { ticket: 5, index: 0, status: Status::Whole, bytes, checksum: block.checksum });
+    assert_eq!(
+        block,
+        Block { ticket: 5, index: 0, status: BlockStatus::Whole, bytes, checksum: block.checksum }
+    );
     let mut came = vec![0; BLOCK_BYTES];
     reader.0.read_exact(&mut came).unwrap();
     assert!(came == content());
@@ -145,25 +155,25 @@ fn a_queue_pair_that_cannot_be_met_is_answered_by_blocks_on_the_stream() {
 /// A stream without end.
 struct Stands;
 
-impl Fetching for Stands {
+impl ConnectedFetch for Stands {
     fn quiet(&mut self) -> bool {
         true
     }
-    fn run(&mut self, _: Piece) -> Result<(), Fault> {
+    fn run_piece(&mut self, _: FetchPiece) -> Result<(), FetchFault> {
         Ok(())
     }
-    fn hang_up(self: Box<Self>) -> Vec<Piece> {
+    fn hang_up(self: Box<Self>) -> Vec<FetchPiece> {
         Vec::new()
     }
 }
 
 #[test]
 fn a_stream_is_made_anew_once_there_may_be_a_queue_pair() {
-    let queues: Arc<OnceLock<Queues>> = Arc::default();
+    let queues: Arc<OnceLock<QueueMaker>> = Arc::default();
     let until = |until| Meanwhile { stream: Box::new(Stands), queues: Arc::clone(&queues), until };
-    let (mut over, mut fresh) = (until(now()), until(now() + LONG));
+    let (mut over, mut fresh) = (until(read_clock()), until(read_clock() + LONG));
     assert!(over.quiet() && fresh.quiet(), "this side has not registered");
-    let registered = Queues { nics: Arc::new([]), qps_per_peer: 1, lease: LONG };
+    let registered = QueueMaker { nics: Arc::new([]), qps_per_peer: 1, lease: LONG };
     assert!(queues.set(registered).is_ok());
     assert!(!over.quiet() && fresh.quiet());
 }

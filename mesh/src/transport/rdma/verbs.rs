@@ -26,7 +26,7 @@ use sideway::ibverbs::queue_pair::{
     SetScatterGatherEntry, WorkRequestFlags,
 };
 
-use crate::Error;
+use crate::MeshError;
 use crate::transport::tcp::frame::lease::QueueEnd;
 
 /// Maximum READs of a queue pair under way: 16 MiB in parts of 1 MiB, several times the content of a link of
@@ -51,17 +51,17 @@ pub(super) struct Nic {
     /// READs of a queue pair under way at once: as the side being read, and as the reading side.
     reads_in: u8,
     reads_out: u8,
-    pool: OnceLock<Pool>,
+    pool: OnceLock<RegisteredPool>,
 }
 
 /// A registered pool. The region is dropped before the mapping it refers to.
-struct Pool {
+struct RegisteredPool {
     region: Arc<MemoryRegion>,
     blocks: PoolBlocks,
 }
 
 /// A queue pair, on the reading side or the side being read. After its drop the NIC touches no memory for it.
-pub(super) struct Queue {
+pub(super) struct ReadQueue {
     nics: Arc<[Nic]>,
     nic: usize,
     /// `None` during the drop.
@@ -79,8 +79,8 @@ pub(super) struct Completion {
 }
 
 /// Opens these NICs. The error lists all NICs present if one of these is missing or unusable.
-pub(super) fn open(names: &[String]) -> Result<Vec<Nic>, Error> {
-    let wrong = |name: &str, problem: String, present: Vec<String>| Error::Nic {
+pub(super) fn open_nics(names: &[String]) -> Result<Vec<Nic>, MeshError> {
+    let wrong = |name: &str, problem: String, present: Vec<String>| MeshError::Nic {
         name: name.into(),
         problem,
         present: if present.is_empty() { "none".into() } else { present.join(", ") },
@@ -101,14 +101,14 @@ pub(super) fn open(names: &[String]) -> Result<Vec<Nic>, Error> {
             let Some(device) = list.iter().find(|device| device.name() == *name) else {
                 return Err(wrong(name, "does not exist".into(), present()));
             };
-            Nic::open(&device).map_err(|problem| wrong(name, problem, present()))
+            Nic::open_device(&device).map_err(|problem| wrong(name, problem, present()))
         })
         .collect()
 }
 
 /// The name of a device, with its fault if it is unusable.
 fn described(device: &Device<'_>) -> String {
-    match Nic::open(device) {
+    match Nic::open_device(device) {
         Ok(nic) => nic.name,
         Err(problem) => format!("{} (which {problem})", device.name()),
     }
@@ -122,7 +122,7 @@ fn other(error: impl std::error::Error) -> io::Error {
 // === impl Nic ===
 
 impl Nic {
-    fn open(device: &Device<'_>) -> Result<Self, String> {
+    fn open_device(device: &Device<'_>) -> Result<Self, String> {
         let name = device.name();
         let unusable = |error: io::Error| format!("cannot be opened ({error})");
         let context = device.open().map_err(|error| unusable(other(error)))?;
@@ -178,12 +178,12 @@ impl Nic {
                 self.name
             )
         })?;
-        let _ = self.pool.set(Pool { region, blocks: blocks.clone() });
+        let _ = self.pool.set(RegisteredPool { region, blocks: blocks.clone() });
         Ok(())
     }
 
     /// The remote key of the registered pool.
-    pub(super) fn key(&self) -> u32 {
+    pub(super) fn remote_key(&self) -> u32 {
         self.pool.get().expect("a NIC that has the pool").region.rkey()
     }
 }
@@ -204,9 +204,9 @@ fn gid(context: &Arc<DeviceContext>, port: u8, attributes: &PortAttr) -> Result<
     best.ok_or_else(|| "has no RoCE v2 address: give its network interface an IP address".into())
 }
 
-// === impl Queue ===
+// === impl ReadQueue ===
 
-impl Queue {
+impl ReadQueue {
     /// A queue pair of a NIC with a registered pool, not connected yet.
     pub(super) fn new(nics: &Arc<[Nic]>, nic: usize) -> io::Result<Self> {
         let own = &nics[nic];
@@ -231,7 +231,7 @@ impl Queue {
     }
 
     /// The end for the peer to connect to.
-    pub(super) fn end(&self) -> QueueEnd {
+    pub(super) fn queue_end(&self) -> QueueEnd {
         let nic = self.nic();
         QueueEnd {
             number: self.pair.as_ref().expect("until it is dropped").qp_number(),
@@ -258,7 +258,7 @@ impl Queue {
     }
 
     /// Lets this queue pair read from the one at `end`, already prepared by `lend`.
-    pub(super) fn connect(&mut self, end: &QueueEnd) -> io::Result<()> {
+    pub(super) fn connect_end(&mut self, end: &QueueEnd) -> io::Result<()> {
         self.lend(end)?;
         let reads = self.nic().reads_out.min(end.reads);
         let mut ready = QueuePairAttribute::new();
@@ -269,7 +269,7 @@ impl Queue {
 
     /// Begins a READ of `len` bytes at the peer's `address` into the pool at `offset`. The range belongs to
     /// the NIC until the READ has ended or this is dropped. At most [`READS_MAX`] are under way.
-    pub(super) fn read(
+    pub(super) fn begin_read(
         &mut self,
         number: u64,
         offset: u64,
@@ -296,7 +296,7 @@ impl Queue {
     }
 
     /// Takes all completions.
-    pub(super) fn reap(&self, into: &mut Vec<Completion>) {
+    pub(super) fn reap_completions(&self, into: &mut Vec<Completion>) {
         // Read to the end: a poller drops the completions left in it.
         for completion in self.completions.start_poll().into_iter().flatten() {
             into.push(Completion { read: completion.wr_id(), status: completion.status() });
@@ -337,14 +337,14 @@ impl Queue {
     }
 }
 
-impl AsFd for Queue {
+impl AsFd for ReadQueue {
     fn as_fd(&self) -> BorrowedFd<'_> {
         // SAFETY: the channel keeps its descriptor open, and `self` the channel.
         unsafe { BorrowedFd::borrow_raw(self.channel.as_raw_fd()) }
     }
 }
 
-impl Drop for Queue {
+impl Drop for ReadQueue {
     fn drop(&mut self) {
         let pair = self.pair.take();
         // Slots are given away on the promise of no further access by a NIC. If a queue pair cannot be

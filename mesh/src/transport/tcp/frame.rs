@@ -33,8 +33,8 @@ use shm_protocol::pool::SEGMENT_BYTES_MAX;
 use thiserror::Error;
 use twox_hash::XxHash3_64;
 
-use self::lease::{Lent, Queue, Turn};
-use crate::transport::{BootId, Fault, Label, NODE_BYTES_MAX, NodeId, Refusal};
+use self::lease::{AskId, Lent, QueueOffer};
+use crate::transport::{BootId, FetchFault, Label, NODE_BYTES_MAX, NodeId, Refusal};
 
 pub const MAGIC: u32 = u32::from_le_bytes(*b"PILM");
 /// Version of these frames. Another version is refused.
@@ -77,28 +77,28 @@ pub struct Head {
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum Frame {
     /// The connecting node, and the node it expects.
-    Hello(Hello),
+    Hello(HelloFrame),
     /// The life of the answering node.
     Welcome(BootId),
     Refused(Refusal),
-    Ask(Ask),
+    Ask(AskFrame),
     /// One block, or the reason why it does not follow.
     Block(Block),
     /// This side's end of a queue pair.
-    Queue(Queue),
+    Queue(QueueOffer),
     /// The places of an Ask's blocks.
     Lent(Lent),
     /// The blocks of a Lent have been read: its lease may end.
-    Read(Turn),
+    Read(AskId),
     /// True if the lease stood until that Read.
-    Stood(Turn, bool),
+    Stood(AskId, bool),
     /// Sent instead of a Queue: this side has no queue pair, so blocks follow on the stream.
     InStream,
 }
 
 /// The connecting node, and the node it expects.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub struct Hello {
+pub struct HelloFrame {
     pub node: NodeId,
     pub boot: BootId,
     /// The node it expects.
@@ -109,7 +109,7 @@ pub struct Hello {
 
 /// Blocks requested, numbered from `first`.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub struct Ask {
+pub struct AskFrame {
     /// The asking side's number of the fetch.
     pub ticket: u64,
     /// Number of the first block in the fetch.
@@ -123,14 +123,14 @@ pub struct Block {
     pub ticket: u64,
     /// The block's number in the fetch.
     pub index: u32,
-    pub status: Status,
+    pub status: BlockStatus,
     pub bytes: u32,
     pub checksum: u64,
 }
 
 /// The state of a block in an answer.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub enum Status {
+pub enum BlockStatus {
     Whole,
     /// There is no such block.
     Absent,
@@ -142,7 +142,7 @@ pub enum Status {
 
 /// Bytes that are not a frame. Nothing more can be read from the stream.
 #[derive(Copy, Clone, Debug, Eq, Error, PartialEq)]
-pub enum Malformed {
+pub enum MalformedFrame {
     /// The bytes are from another protocol, or were lost or changed on the way.
     #[error("{0}")]
     Bytes(&'static str),
@@ -152,25 +152,25 @@ pub enum Malformed {
 }
 
 /// Reads a body field by field; every read is checked.
-struct Reader<'a>(&'a [u8]);
+struct FrameReader<'a>(&'a [u8]);
 
 // === impl Head ===
 
 impl Head {
     /// Parses a head and checks it as far as possible without its body.
-    pub fn parse(bytes: &[u8; HEAD_BYTES]) -> Result<Self, Malformed> {
-        let mut reader = Reader(bytes);
+    pub fn parse(bytes: &[u8; HEAD_BYTES]) -> Result<Self, MalformedFrame> {
+        let mut reader = FrameReader(bytes);
         let checked = *bytes.first_chunk().expect("a head is longer");
         let (magic, version, kind) = (reader.u32()?, reader.u16()?, reader.u16()?);
         let (body_bytes, zero, check) = (reader.u32()?, reader.u32()?, reader.u64()?);
         if magic != MAGIC || zero != 0 {
-            return Err(Malformed::Bytes("bytes that are not a frame"));
+            return Err(MalformedFrame::Bytes("bytes that are not a frame"));
         }
         if version != VERSION && kind != REFUSED {
-            return Err(Malformed::Version(version));
+            return Err(MalformedFrame::Version(version));
         }
         if body_bytes as usize > BODY_BYTES_MAX {
-            return Err(Malformed::Bytes("a frame that is too long"));
+            return Err(MalformedFrame::Bytes("a frame that is too long"));
         }
         Ok(Self { kind, body_bytes, check, checked })
     }
@@ -181,32 +181,32 @@ impl Head {
     }
 
     /// Checks a body and decodes the frame of this head.
-    pub fn decode(&self, body: &[u8]) -> Result<Frame, Malformed> {
-        if body.len() != self.body_bytes() || check(&self.checked, body) != self.check {
-            return Err(Malformed::Bytes("a frame whose checksum does not match"));
+    pub fn decode_body(&self, body: &[u8]) -> Result<Frame, MalformedFrame> {
+        if body.len() != self.body_bytes() || compute_check(&self.checked, body) != self.check {
+            return Err(MalformedFrame::Bytes("a frame whose checksum does not match"));
         }
-        let mut reader = Reader(body);
+        let mut reader = FrameReader(body);
         let frame = match self.kind {
             HELLO => Frame::Hello(reader.hello()?),
-            WELCOME => Frame::Welcome(reader.boot()?.ok_or(Malformed::Bytes("an invalid life"))?),
+            WELCOME => Frame::Welcome(reader.boot()?.ok_or(MalformedFrame::Bytes("an invalid life"))?),
             REFUSED => Frame::Refused(reader.refusal()?),
-            ASK => Frame::Ask(reader.ask()?),
+            ASK => Frame::Ask(reader.read_ask()?),
             BLOCK => Frame::Block(reader.block()?),
             QUEUE => Frame::Queue(reader.queue()?),
             LENT => Frame::Lent(reader.lent()?),
-            READ => Frame::Read(reader.read()?),
+            READ => Frame::Read(reader.read_read_frame()?),
             STOOD => reader.stood()?,
             IN_STREAM => Frame::InStream,
-            _ => return Err(Malformed::Bytes("a frame of an unknown kind")),
+            _ => return Err(MalformedFrame::Bytes("a frame of an unknown kind")),
         };
         if !reader.0.is_empty() {
-            return Err(Malformed::Bytes("a frame that is longer than its content"));
+            return Err(MalformedFrame::Bytes("a frame that is longer than its content"));
         }
         Ok(frame)
     }
 }
 
-fn check(checked: &[u8; CHECKED_BYTES], body: &[u8]) -> u64 {
+fn compute_check(checked: &[u8; CHECKED_BYTES], body: &[u8]) -> u64 {
     let mut hash = XxHash3_64::new();
     hash.write(checked);
     hash.write(body);
@@ -217,22 +217,22 @@ fn check(checked: &[u8; CHECKED_BYTES], body: &[u8]) -> u64 {
 
 impl Frame {
     /// Appends the frame. It has at most [`ASK_BLOCKS_MAX`] blocks.
-    pub fn encode(&self, out: &mut Vec<u8>) {
+    pub fn append_to(&self, out: &mut Vec<u8>) {
         let begin = out.len();
         out.extend_from_slice(&[0; HEAD_BYTES]);
         let kind = match self {
-            Self::Hello(hello) => hello.encode(out),
+            Self::Hello(hello) => hello.append_body(out),
             Self::Welcome(boot) => {
                 out.extend_from_slice(&boot.0.get().to_le_bytes());
                 WELCOME
             }
             Self::Refused(refusal) => encode_refusal(*refusal, out),
-            Self::Ask(ask) => ask.encode(out),
-            Self::Block(block) => block.encode(out),
-            Self::Queue(queue) => queue.encode(out),
-            Self::Lent(lent) => lent.encode(out),
-            Self::Read(turn) => turn.encode(0, READ, out),
-            Self::Stood(turn, stood) => turn.encode((*stood).into(), STOOD, out),
+            Self::Ask(ask) => ask.append_body(out),
+            Self::Block(block) => block.append_body(out),
+            Self::Queue(queue) => queue.append_body(out),
+            Self::Lent(lent) => lent.append_body(out),
+            Self::Read(turn) => turn.append_body(0, READ, out),
+            Self::Stood(turn, stood) => turn.append_body((*stood).into(), STOOD, out),
             Self::InStream => IN_STREAM,
         };
         let (head, body) = out[begin..].split_at_mut(HEAD_BYTES);
@@ -241,7 +241,7 @@ impl Frame {
         head[4..6].copy_from_slice(&VERSION.to_le_bytes());
         head[6..8].copy_from_slice(&kind.to_le_bytes());
         head[8..12].copy_from_slice(&(body.len() as u32).to_le_bytes());
-        let check = check(head.first_chunk().expect("a head is longer"), body);
+        let check = compute_check(head.first_chunk().expect("a head is longer"), body);
         head[CHECKED_BYTES..].copy_from_slice(&check.to_le_bytes());
     }
 
@@ -262,8 +262,8 @@ impl Frame {
     }
 }
 
-impl Hello {
-    fn encode(&self, out: &mut Vec<u8>) -> u16 {
+impl HelloFrame {
+    fn append_body(&self, out: &mut Vec<u8>) -> u16 {
         let (node, wanted) = (self.node.as_str(), self.wanted_node.as_str());
         out.extend_from_slice(&self.boot.0.get().to_le_bytes());
         out.extend_from_slice(&self.wanted_boot.map_or(0, |boot| boot.0.get()).to_le_bytes());
@@ -275,8 +275,8 @@ impl Hello {
     }
 }
 
-impl Ask {
-    fn encode(&self, out: &mut Vec<u8>) -> u16 {
+impl AskFrame {
+    fn append_body(&self, out: &mut Vec<u8>) -> u16 {
         out.extend_from_slice(&self.ticket.to_le_bytes());
         out.extend_from_slice(&self.first.to_le_bytes());
         out.extend_from_slice(&(self.labels.len() as u32).to_le_bytes());
@@ -291,7 +291,7 @@ impl Ask {
 }
 
 impl Block {
-    fn encode(&self, out: &mut Vec<u8>) -> u16 {
+    fn append_body(&self, out: &mut Vec<u8>) -> u16 {
         out.extend_from_slice(&self.ticket.to_le_bytes());
         out.extend_from_slice(&self.index.to_le_bytes());
         out.extend_from_slice(&(self.status as u32).to_le_bytes());
@@ -327,101 +327,101 @@ fn encode_refusal(refusal: Refusal, out: &mut Vec<u8>) -> u16 {
     REFUSED
 }
 
-// === impl Status ===
+// === impl BlockStatus ===
 
-impl Status {
+impl BlockStatus {
     /// The fault of a block that does not follow; `None` if it follows.
-    pub(in crate::transport) fn missing(self) -> Option<Fault> {
+    pub(in crate::transport) fn missing(self) -> Option<FetchFault> {
         match self {
             Self::Whole => None,
-            Self::Absent => Some(Fault::Absent),
-            Self::Draining => Some(Fault::Refused(Refusal::Draining)),
-            Self::Busy => Some(Fault::Refused(Refusal::Busy)),
+            Self::Absent => Some(FetchFault::Absent),
+            Self::Draining => Some(FetchFault::Refused(Refusal::Draining)),
+            Self::Busy => Some(FetchFault::Refused(Refusal::Busy)),
         }
     }
 }
 
-// === impl Reader ===
+// === impl FrameReader ===
 
-impl Reader<'_> {
-    fn take<const N: usize>(&mut self) -> Result<[u8; N], Malformed> {
-        let short = Malformed::Bytes("a frame that is shorter than its content");
+impl FrameReader<'_> {
+    fn take_bytes<const N: usize>(&mut self) -> Result<[u8; N], MalformedFrame> {
+        let short = MalformedFrame::Bytes("a frame that is shorter than its content");
         let (taken, rest) = self.0.split_first_chunk().ok_or(short)?;
         self.0 = rest;
         Ok(*taken)
     }
 
-    fn u16(&mut self) -> Result<u16, Malformed> {
-        self.take().map(u16::from_le_bytes)
+    fn u16(&mut self) -> Result<u16, MalformedFrame> {
+        self.take_bytes().map(u16::from_le_bytes)
     }
 
-    fn u32(&mut self) -> Result<u32, Malformed> {
-        self.take().map(u32::from_le_bytes)
+    fn u32(&mut self) -> Result<u32, MalformedFrame> {
+        self.take_bytes().map(u32::from_le_bytes)
     }
 
-    fn u64(&mut self) -> Result<u64, Malformed> {
-        self.take().map(u64::from_le_bytes)
+    fn u64(&mut self) -> Result<u64, MalformedFrame> {
+        self.take_bytes().map(u64::from_le_bytes)
     }
 
-    fn boot(&mut self) -> Result<Option<BootId>, Malformed> {
+    fn boot(&mut self) -> Result<Option<BootId>, MalformedFrame> {
         Ok(NonZeroU64::new(self.u64()?).map(BootId))
     }
 
-    fn node(&mut self, len: u16) -> Result<NodeId, Malformed> {
-        let wrong = Malformed::Bytes("an invalid name");
+    fn node(&mut self, len: u16) -> Result<NodeId, MalformedFrame> {
+        let wrong = MalformedFrame::Bytes("an invalid name");
         let (name, rest) = self.0.split_at_checked(len.into()).ok_or(wrong)?;
         self.0 = rest;
         let name = std::str::from_utf8(name).map_err(|_| wrong)?;
         NodeId::new(name).map_err(|_| wrong)
     }
 
-    fn hello(&mut self) -> Result<Hello, Malformed> {
-        let boot = self.boot()?.ok_or(Malformed::Bytes("an invalid life"))?;
+    fn hello(&mut self) -> Result<HelloFrame, MalformedFrame> {
+        let boot = self.boot()?.ok_or(MalformedFrame::Bytes("an invalid life"))?;
         let wanted_boot = self.boot()?;
         let (node, wanted) = (self.u16()?, self.u16()?);
-        Ok(Hello { boot, wanted_boot, node: self.node(node)?, wanted_node: self.node(wanted)? })
+        Ok(HelloFrame { boot, wanted_boot, node: self.node(node)?, wanted_node: self.node(wanted)? })
     }
 
-    fn refusal(&mut self) -> Result<Refusal, Malformed> {
-        let (code, version, [nics, pairs]) = (self.u32()?, self.u16()?, self.take()?);
+    fn refusal(&mut self) -> Result<Refusal, MalformedFrame> {
+        let (code, version, [nics, pairs]) = (self.u32()?, self.u16()?, self.take_bytes()?);
         Ok(match REASONS.get(code as usize) {
             Some(Refusal::Version(_)) => Refusal::Version(version),
             Some(Refusal::Queues { .. }) => Refusal::Queues { nics, pairs },
             Some(reason) => *reason,
-            None => return Err(Malformed::Bytes("a refusal without a known reason")),
+            None => return Err(MalformedFrame::Bytes("a refusal without a known reason")),
         })
     }
 
-    fn ask(&mut self) -> Result<Ask, Malformed> {
+    fn read_ask(&mut self) -> Result<AskFrame, MalformedFrame> {
         let (ticket, first, count) = (self.u64()?, self.u32()?, self.u32()?);
         if !(1..=ASK_BLOCKS_MAX as u32).contains(&count) || first.checked_add(count).is_none() {
-            return Err(Malformed::Bytes("an Ask of zero or too many blocks"));
+            return Err(MalformedFrame::Bytes("an Ask of zero or too many blocks"));
         }
         let labels = (0..count).map(|_| self.label()).collect::<Result<_, _>>()?;
-        Ok(Ask { ticket, first, labels })
+        Ok(AskFrame { ticket, first, labels })
     }
 
-    fn label(&mut self) -> Result<Label, Malformed> {
-        let (namespace, hash) = (NamespaceDigest(self.take()?), BlockHash(self.take()?));
+    fn label(&mut self) -> Result<Label, MalformedFrame> {
+        let (namespace, hash) = (NamespaceDigest(self.take_bytes()?), BlockHash(self.take_bytes()?));
         let (group, bytes) = (self.u32()?, self.u32()?);
         if bytes == 0 || u64::from(bytes) > SEGMENT_BYTES_MAX {
-            return Err(Malformed::Bytes("a block of an invalid size"));
+            return Err(MalformedFrame::Bytes("a block of an invalid size"));
         }
         Ok(Label { namespace, group, hash, bytes })
     }
 
-    fn block(&mut self) -> Result<Block, Malformed> {
+    fn block(&mut self) -> Result<Block, MalformedFrame> {
         let (ticket, index, status) = (self.u64()?, self.u32()?, self.u32()?);
         let (bytes, zero, checksum) = (self.u32()?, self.u32()?, self.u64()?);
         let status = status_of(status)?;
-        if zero != 0 || (status == Status::Whole) != (bytes > 0) {
-            return Err(Malformed::Bytes("a Block that contradicts itself"));
+        if zero != 0 || (status == BlockStatus::Whole) != (bytes > 0) {
+            return Err(MalformedFrame::Bytes("a Block that contradicts itself"));
         }
         Ok(Block { ticket, index, status, bytes, checksum })
     }
 }
 
-fn status_of(code: u32) -> Result<Status, Malformed> {
-    let statuses = [Status::Whole, Status::Absent, Status::Draining, Status::Busy];
-    statuses.get(code as usize).copied().ok_or(Malformed::Bytes("a block of unknown status"))
+fn status_of(code: u32) -> Result<BlockStatus, MalformedFrame> {
+    let statuses = [BlockStatus::Whole, BlockStatus::Absent, BlockStatus::Draining, BlockStatus::Busy];
+    statuses.get(code as usize).copied().ok_or(MalformedFrame::Bytes("a block of unknown status"))
 }

@@ -4,42 +4,45 @@ use std::net::TcpStream;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::Shared;
-use super::frame::{Frame, Hello, Malformed};
-use super::link::Link;
+use super::TcpShared;
+use super::frame::{Frame, HelloFrame, MalformedFrame};
+use super::link::PeerLink;
 use super::wire::{Broken, Wire};
 use crate::refusals::Reason;
-use crate::sync::{lock, now};
+use crate::sync::{lock_mutex, read_clock};
 use crate::tls::REMEDY;
-use crate::transport::{BootId, Fault, Refusal, Stage};
+use crate::transport::{BootId, FetchFault, FetchStage, Refusal};
 
 // === the side that connects ===
 
 /// Connects to a member. Returns the connection, and the life that answered.
-pub(super) fn connect(shared: &Shared, link: &Link) -> Result<(Wire, BootId), Fault> {
+pub(super) fn connect_member(shared: &TcpShared, link: &PeerLink) -> Result<(Wire, BootId), FetchFault> {
     let limits = &shared.config.limits;
     let stream = TcpStream::connect_timeout(&link.peer.address, limits.connect);
-    let stream = Arc::new(stream.map_err(|error| Broken::from(error).fault(Stage::Connect))?);
-    let until = now() + limits.handshake;
+    let stream = Arc::new(stream.map_err(|error| Broken::from(error).fault(FetchStage::Connect))?);
+    let until = read_clock() + limits.handshake;
     greet(shared, link, stream, until).map_err(|broken| {
         if let Broken::Tls(error) = &broken {
             let peer = &link.peer.node;
             shared.note_rarely(format!("no TLS session with {peer} ({error}): {REMEDY}"));
         }
-        broken.fault(Stage::Handshake)
+        broken.fault(FetchStage::Handshake)
     })?
 }
 
 fn greet(
-    shared: &Shared,
-    link: &Link,
+    shared: &TcpShared,
+    link: &PeerLink,
     stream: Arc<TcpStream>,
     until: Instant,
-) -> Result<Result<(Wire, BootId), Fault>, Broken> {
-    let tls = shared.credentials.as_ref().map(|credentials| credentials.connect(|text| shared.note(text)));
+) -> Result<Result<(Wire, BootId), FetchFault>, Broken> {
+    let tls = shared
+        .credentials
+        .as_ref()
+        .map(|credentials| credentials.client_session(|text| shared.report_note(text)));
     let mut wire = Wire::new(stream, tls.transpose()?)?;
     wire.handshake(until)?;
-    let hello = Hello {
+    let hello = HelloFrame {
         node: shared.config.node.clone(),
         boot: shared.config.boot,
         wanted_node: link.peer.node.clone(),
@@ -48,9 +51,9 @@ fn greet(
     wire.send_frame(&Frame::Hello(hello), false, until)?;
     Ok(match wire.frame(until)? {
         Frame::Welcome(boot) if link.peer.boot.is_none_or(|wanted| wanted == boot) => Ok((wire, boot)),
-        Frame::Welcome(_) => Err(Fault::Refused(Refusal::OtherBoot)),
-        Frame::Refused(refusal) => Err(Fault::Refused(refusal)),
-        other => Err(Fault::Malformed(other.unexpected())),
+        Frame::Welcome(_) => Err(FetchFault::Refused(Refusal::OtherBoot)),
+        Frame::Refused(refusal) => Err(FetchFault::Refused(refusal)),
+        other => Err(FetchFault::Malformed(other.unexpected())),
     })
 }
 
@@ -58,25 +61,25 @@ fn greet(
 
 /// Greets a connection of a member with Welcome. Returns `None` if it was refused, after the refusal was sent
 /// and noted.
-pub(super) fn answer(shared: &Shared, stream: &Arc<TcpStream>) -> Option<(Wire, Arc<Link>)> {
-    let until = now() + shared.config.limits.handshake;
+pub(super) fn answer_hello(shared: &TcpShared, stream: &Arc<TcpStream>) -> Option<(Wire, Arc<PeerLink>)> {
+    let until = read_clock() + shared.config.limits.handshake;
     let from = stream.peer_addr().map_or_else(|_| "somebody".into(), |address| address.to_string());
-    match admit(shared, stream, until) {
+    match admit_member(shared, stream, until) {
         Ok(Ok(admitted)) => Some(admitted),
         Ok(Err((who, refusal))) => {
-            shared.count(refusal.into());
+            shared.count_refusal(refusal.into());
             shared.note_rarely(format!("{who} at {from} was refused: {refusal}"));
             None
         }
         Err(Broken::Tls(error)) => {
-            shared.count(Reason::Certificate);
+            shared.count_refusal(Reason::Certificate);
             shared.note_rarely(format!("no TLS session with {from} ({error}): {REMEDY}"));
             None
         }
         // A client that connects and sends nothing, such as a probe, is not noted.
         Err(Broken::Eof) => None,
         Err(broken) => {
-            let fault = broken.fault(Stage::Handshake);
+            let fault = broken.fault(FetchStage::Handshake);
             shared.count_fault(fault);
             shared.note_rarely(format!("the connection from {from} was closed: {fault}"));
             None
@@ -84,22 +87,25 @@ pub(super) fn answer(shared: &Shared, stream: &Arc<TcpStream>) -> Option<(Wire, 
     }
 }
 
-type Admitted = Result<(Wire, Arc<Link>), (String, Refusal)>;
+type Admitted = Result<(Wire, Arc<PeerLink>), (String, Refusal)>;
 
-fn admit(shared: &Shared, stream: &Arc<TcpStream>, until: Instant) -> Result<Admitted, Broken> {
+fn admit_member(shared: &TcpShared, stream: &Arc<TcpStream>, until: Instant) -> Result<Admitted, Broken> {
     stream.set_nonblocking(false)?;
-    let tls = shared.credentials.as_ref().map(|credentials| credentials.accept(|text| shared.note(text)));
+    let tls = shared
+        .credentials
+        .as_ref()
+        .map(|credentials| credentials.server_session(|text| shared.report_note(text)));
     let mut wire = Wire::new(Arc::clone(stream), tls.transpose()?)?;
     wire.handshake(until)?;
     let hello = match wire.frame(until) {
         Ok(Frame::Hello(hello)) => hello,
         Ok(other) => {
-            wire.refuse(Refusal::Malformed);
-            return Err(Malformed::Bytes(other.unexpected()).into());
+            wire.send_refusal(Refusal::Malformed);
+            return Err(MalformedFrame::Bytes(other.unexpected()).into());
         }
         Err(broken) => {
             if let Broken::Malformed(malformed) = &broken {
-                wire.refuse(refusal(malformed));
+                wire.send_refusal(choose_refusal(malformed));
             }
             return Err(broken);
         }
@@ -110,23 +116,23 @@ fn admit(shared: &Shared, stream: &Arc<TcpStream>, until: Instant) -> Result<Adm
             Ok(Ok((wire, link)))
         }
         Err(refusal) => {
-            wire.refuse(refusal);
+            wire.send_refusal(refusal);
             Ok(Err((hello.node.to_string(), refusal)))
         }
     }
 }
 
 /// The refusal for a peer's malformed bytes.
-pub(super) fn refusal(malformed: &Malformed) -> Refusal {
+pub(super) fn choose_refusal(malformed: &MalformedFrame) -> Refusal {
     match malformed {
-        Malformed::Bytes(_) => Refusal::Malformed,
-        Malformed::Version(version) => Refusal::Version(*version),
+        MalformedFrame::Bytes(_) => Refusal::Malformed,
+        MalformedFrame::Version(version) => Refusal::Version(*version),
     }
 }
 
 /// The member named in a Hello. Fails unless the Hello expects this life of this node and comes from the
 /// member's life.
-fn judge(shared: &Shared, hello: &Hello) -> Result<Arc<Link>, Refusal> {
+fn judge(shared: &TcpShared, hello: &HelloFrame) -> Result<Arc<PeerLink>, Refusal> {
     if shared.draining() {
         return Err(Refusal::Draining);
     }
@@ -139,7 +145,7 @@ fn judge(shared: &Shared, hello: &Hello) -> Result<Arc<Link>, Refusal> {
     if hello.wanted_boot.is_some_and(|boot| boot != shared.config.boot) {
         return Err(Refusal::OtherBoot);
     }
-    let members = lock(&shared.members);
+    let members = lock_mutex(&shared.members);
     let member = members.values().find(|link| link.peer.node == hello.node).ok_or(Refusal::NotMember)?;
     if member.peer.boot.is_some_and(|boot| boot != hello.boot) {
         return Err(Refusal::NotMember);

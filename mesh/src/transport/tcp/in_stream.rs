@@ -1,37 +1,37 @@
-//! The carriage whose blocks follow on the stream itself.
+//! The data path whose blocks follow on the stream itself.
 
 use std::sync::Arc;
 
-use super::carriage::{Carriage, Fetching};
-use super::link::Link;
+use super::data_path::{ConnectedFetch, DataPath};
+use super::link::PeerLink;
 use super::wire::Wire;
-use super::{Shared, fetch, serve};
+use super::{TcpShared, fetch, serve};
 use crate::refusals::Reason;
-use crate::transport::Fault;
+use crate::transport::FetchFault;
 
 /// Blocks follow on the stream itself.
 pub(in crate::transport) struct InStream;
 
 // === impl InStream ===
 
-impl Carriage for InStream {
+impl DataPath for InStream {
     fn fetch(
         &self,
         _number: usize,
-        shared: &Arc<Shared>,
-        link: &Arc<Link>,
+        shared: &Arc<TcpShared>,
+        link: &Arc<PeerLink>,
         wire: Wire,
-    ) -> Result<Box<dyn Fetching>, Fault> {
+    ) -> Result<Box<dyn ConnectedFetch>, FetchFault> {
         Ok(Box::new(fetch::Exchange::new(Arc::clone(shared), Arc::clone(link), wire)))
     }
 
-    fn serve(&self, shared: &Shared, link: Arc<Link>, wire: Wire) {
-        serve::Stream::new(shared, link, wire).map_or_else(
+    fn serve_stream(&self, shared: &TcpShared, link: Arc<PeerLink>, wire: Wire) {
+        serve::ServingStream::new(shared, link, wire).map_or_else(
             |error| {
-                shared.count(Reason::Resources);
-                shared.note(error.to_string());
+                shared.count_refusal(Reason::Resources);
+                shared.report_note(error.to_string());
             },
-            serve::Stream::run,
+            serve::ServingStream::serve_stream,
         );
     }
 }

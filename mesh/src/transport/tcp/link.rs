@@ -5,53 +5,53 @@ use std::net::TcpStream;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::piece::Piece;
-use super::{Limits, cut};
-use crate::sync::{lock, now};
-use crate::transport::{BootId, Fault, Peer, PeerNumber};
+use super::piece::FetchPiece;
+use super::{TcpLimits, cut};
+use crate::sync::{lock_mutex, read_clock};
+use crate::transport::{BootId, FetchFault, Peer, PeerNumber};
 
 /// Maximum blocks waiting for a peer's streams: 32 GiB of 2 MiB.
 pub(super) const WAITING_MAX: usize = 1 << 14;
 
-pub(in crate::transport) struct Link {
+pub(in crate::transport) struct PeerLink {
     pub(in crate::transport) number: PeerNumber,
     pub(in crate::transport) peer: Peer,
-    state: Mutex<State>,
+    state: Mutex<LinkState>,
     bell: Condvar,
 }
 
-struct State {
+struct LinkState {
     /// False once the peer has left.
     open: bool,
-    waiting: VecDeque<Piece>,
+    waiting: VecDeque<FetchPiece>,
     waiting_blocks: usize,
     /// The connection of each stream.
     streams: Vec<Option<Arc<TcpStream>>>,
     /// True if the streams' threads run.
     started: bool,
     /// The last failure, until the next answer, and the end of the pause after it.
-    failed: Option<(Fault, Instant)>,
+    failed: Option<(FetchFault, Instant)>,
     pause: Duration,
     /// The life of the last answer, until a failure.
     boot: Option<BootId>,
 }
 
 /// The next step of a stream.
-pub(super) enum Next {
-    Piece(Piece),
+pub(super) enum NextWork {
+    Piece(FetchPiece),
     /// End these pieces: the peer cannot be reached.
-    Fail(Vec<Piece>, Fault),
+    Fail(Vec<FetchPiece>, FetchFault),
     /// No piece came for long.
     Idle,
     /// End the thread: the peer has left.
     Closed,
 }
 
-// === impl Link ===
+// === impl PeerLink ===
 
-impl Link {
+impl PeerLink {
     pub(super) fn new(number: PeerNumber, peer: Peer, streams: usize) -> Self {
-        let state = State {
+        let state = LinkState {
             open: true,
             waiting: VecDeque::new(),
             waiting_blocks: 0,
@@ -65,16 +65,16 @@ impl Link {
     }
 
     /// Starts the threads, once. Returns false if that failed; the next call tries again.
-    pub(super) fn start(&self, start: impl FnOnce() -> bool) -> bool {
-        let mut state = lock(&self.state);
+    pub(super) fn start_threads(&self, start: impl FnOnce() -> bool) -> bool {
+        let mut state = lock_mutex(&self.state);
         state.started = state.started || start();
         state.started
     }
 
     /// Adds waiting pieces. Returns them as the error if there is no room, or the peer has left.
-    pub(super) fn push(&self, pieces: Vec<Piece>) -> Result<(), Vec<Piece>> {
-        let mut state = lock(&self.state);
-        let blocks: usize = pieces.iter().map(Piece::blocks).sum();
+    pub(super) fn push_pieces(&self, pieces: Vec<FetchPiece>) -> Result<(), Vec<FetchPiece>> {
+        let mut state = lock_mutex(&self.state);
+        let blocks: usize = pieces.iter().map(FetchPiece::block_count).sum();
         if !state.open || state.waiting_blocks + blocks > WAITING_MAX {
             return Err(pieces);
         }
@@ -93,55 +93,55 @@ impl Link {
     }
 
     /// A waiting piece, if there is one.
-    pub(in crate::transport) fn try_next(&self) -> Option<Piece> {
-        lock(&self.state).pop()
+    pub(in crate::transport) fn try_next(&self) -> Option<FetchPiece> {
+        lock_mutex(&self.state).pop()
     }
 
     /// Waits for the next step of a stream.
-    pub(super) fn next(&self, connected: bool, idle: Duration) -> Next {
-        let mut state = lock(&self.state);
-        let until = now() + idle;
+    pub(super) fn next(&self, connected: bool, idle: Duration) -> NextWork {
+        let mut state = lock_mutex(&self.state);
+        let until = read_clock() + idle;
         loop {
-            let now = now();
+            let now = read_clock();
             if !state.open {
-                return Next::Closed;
+                return NextWork::Closed;
             }
             let pausing = state.failed.filter(|(_, end)| !connected && now < *end);
             match pausing {
                 // A connected stream may take the pieces.
-                Some((_, end)) if state.connected() => {
-                    state = self.wait(state, end - now);
+                Some((_, end)) if state.is_connected() => {
+                    state = self.wait_bell(state, end - now);
                     continue;
                 }
                 Some((fault, _)) if !state.waiting.is_empty() => {
                     state.waiting_blocks = 0;
-                    return Next::Fail(state.waiting.drain(..).collect(), fault);
+                    return NextWork::Fail(state.waiting.drain(..).collect(), fault);
                 }
                 _ => {}
             }
             if let Some(piece) = state.pop() {
-                return Next::Piece(piece);
+                return NextWork::Piece(piece);
             }
             if now >= until {
-                return Next::Idle;
+                return NextWork::Idle;
             }
-            state = self.wait(state, until - now);
+            state = self.wait_bell(state, until - now);
         }
     }
 
-    fn wait<'a>(&self, state: MutexGuard<'a, State>, limit: Duration) -> MutexGuard<'a, State> {
+    fn wait_bell<'a>(&self, state: MutexGuard<'a, LinkState>, limit: Duration) -> MutexGuard<'a, LinkState> {
         self.bell.wait_timeout(state, limit).unwrap_or_else(PoisonError::into_inner).0
     }
 
     /// Records a connected stream. Returns the life that answered if it is new; `None` if the peer has left
     /// meanwhile.
-    pub(super) fn connected(
+    pub(super) fn note_connected(
         &self,
         stream: usize,
         socket: Arc<TcpStream>,
         boot: BootId,
     ) -> Option<Option<BootId>> {
-        let mut state = lock(&self.state);
+        let mut state = lock_mutex(&self.state);
         if !state.open {
             return None;
         }
@@ -152,20 +152,20 @@ impl Link {
 
     /// Records the end of a stream's connection.
     pub(super) fn disconnected(&self, stream: usize) {
-        lock(&self.state).streams[stream] = None;
+        lock_mutex(&self.state).streams[stream] = None;
     }
 
     /// Ends the pause after an answer: the next failure is a first one.
     pub(in crate::transport) fn answered(&self) {
-        let mut state = lock(&self.state);
+        let mut state = lock_mutex(&self.state);
         state.failed = None;
         state.pause = Duration::ZERO;
     }
 
     /// Records a failed stream. Streams without a connection pause.
-    pub(super) fn failed(&self, fault: Fault, limits: &Limits) {
-        let mut state = lock(&self.state);
-        let now = now();
+    pub(super) fn note_failure(&self, fault: FetchFault, limits: &TcpLimits) {
+        let mut state = lock_mutex(&self.state);
+        let now = read_clock();
         // All streams fail together at one fault of the peer.
         if state.failed.is_none_or(|(_, end)| end <= now) {
             state.pause = (state.pause * 2).clamp(limits.back_off_min, limits.back_off_max);
@@ -178,36 +178,36 @@ impl Link {
     }
 
     /// True while the peer is a member.
-    pub(in crate::transport) fn open(&self) -> bool {
-        lock(&self.state).open
+    pub(in crate::transport) fn is_open(&self) -> bool {
+        lock_mutex(&self.state).open
     }
 
     /// Ends everything after the peer has left: streams are cut, and waiting pieces end.
     pub(super) fn close(&self) {
-        let mut state = lock(&self.state);
+        let mut state = lock_mutex(&self.state);
         state.open = false;
         state.waiting_blocks = 0;
         state.streams.iter().flatten().for_each(|stream| cut(stream));
         let waiting: Vec<_> = state.waiting.drain(..).collect();
         drop(state);
         self.bell.notify_all();
-        waiting.iter().for_each(|piece| piece.end_all(Fault::Stopped));
+        waiting.iter().for_each(|piece| piece.end_all(FetchFault::Stopped));
     }
 }
 
-// === impl State ===
+// === impl LinkState ===
 
-impl State {
-    fn connected(&self) -> bool {
+impl LinkState {
+    fn is_connected(&self) -> bool {
         self.streams.iter().any(Option::is_some)
     }
 
     /// The next piece of a fetch that is not stopped.
-    fn pop(&mut self) -> Option<Piece> {
+    fn pop(&mut self) -> Option<FetchPiece> {
         loop {
             let piece = self.waiting.pop_front()?;
-            self.waiting_blocks -= piece.blocks();
-            if piece.wanted() {
+            self.waiting_blocks -= piece.block_count();
+            if piece.is_wanted() {
                 return Some(piece);
             }
         }
@@ -223,12 +223,12 @@ mod tests {
     fn streams_that_fail_at_one_moment_are_one_failure() {
         let peer =
             Peer { node: NodeId::new("peer").unwrap(), boot: None, address: "127.0.0.1:1".parse().unwrap() };
-        let link = Link::new(PeerNumber(1), peer, 8);
+        let link = PeerLink::new(PeerNumber(1), peer, 8);
         let (back_off_min, back_off_max) = (Duration::from_secs(60), Duration::from_secs(3600));
-        let limits = Limits { back_off_min, back_off_max, ..Limits::default() };
-        let fail = || (0..8).for_each(|_| link.failed(Fault::Short, &limits));
-        let pause_is_over = || lock(&link.state).failed = Some((Fault::Short, now()));
-        let pause = || lock(&link.state).pause;
+        let limits = TcpLimits { back_off_min, back_off_max, ..TcpLimits::default() };
+        let fail = || (0..8).for_each(|_| link.note_failure(FetchFault::Short, &limits));
+        let pause_is_over = || lock_mutex(&link.state).failed = Some((FetchFault::Short, read_clock()));
+        let pause = || lock_mutex(&link.state).pause;
         fail();
         assert_eq!(pause(), limits.back_off_min);
         pause_is_over();

@@ -5,10 +5,10 @@ use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
-use super::Shared;
-use super::frame::{Ask, Frame};
-use crate::sync::now;
-use crate::transport::{Done, Fault, Label, Up};
+use super::TcpShared;
+use super::frame::{AskFrame, Frame};
+use crate::sync::read_clock;
+use crate::transport::{FetchDone, FetchFault, Label, TransportEvent};
 
 /// Maximum bytes of a piece: enough to make the cost of an ask negligible, few enough for the streams to end
 /// together.
@@ -20,29 +20,29 @@ const ARRIVING: u8 = 1;
 const ENDED: u8 = 2;
 
 /// A fetch under way.
-pub(in crate::transport) struct Running {
+pub(in crate::transport) struct RunningFetch {
     pub(in crate::transport) ticket: u64,
     pub(in crate::transport) blocks: Vec<(Label, u64)>,
     states: Box<[AtomicU8]>,
     left: AtomicUsize,
     until: Instant,
     /// The fault of its early end, and its time.
-    stopped: OnceLock<(Fault, Instant)>,
-    shared: Arc<Shared>,
+    stopped: OnceLock<(FetchFault, Instant)>,
+    shared: Arc<TcpShared>,
 }
 
 /// Blocks of a fetch in one ask.
-pub(in crate::transport) struct Piece {
-    pub(in crate::transport) fetch: Arc<Running>,
+pub(in crate::transport) struct FetchPiece {
+    pub(in crate::transport) fetch: Arc<RunningFetch>,
     pub(in crate::transport) indexes: Range<u32>,
 }
 
-// === impl Running ===
+// === impl RunningFetch ===
 
-impl Running {
+impl RunningFetch {
     /// A fetch with all its blocks waiting.
     pub(in crate::transport) fn begin_all(
-        shared: &Arc<Shared>,
+        shared: &Arc<TcpShared>,
         ticket: u64,
         blocks: Vec<(Label, u64)>,
         until: Instant,
@@ -64,30 +64,30 @@ impl Running {
     }
 
     /// Marks a block as arriving, before its bytes are written. Returns false if it has ended.
-    pub(in crate::transport) fn begin(&self, index: u32) -> bool {
+    pub(in crate::transport) fn begin_block(&self, index: u32) -> bool {
         self.change(index, WAITING, ARRIVING)
     }
 
     /// Ends a block before its begin.
-    pub(in crate::transport) fn end_waiting(&self, index: u32, fault: Fault) {
+    pub(in crate::transport) fn end_waiting(&self, index: u32, fault: FetchFault) {
         if self.change(index, WAITING, ENDED) {
-            self.tell(index, Err(fault));
+            self.report_end(index, Err(fault));
         }
     }
 
     /// Ends a block after its bytes were written.
-    pub(in crate::transport) fn end(&self, index: u32, result: Result<u64, Fault>) {
+    pub(in crate::transport) fn end_block(&self, index: u32, result: Result<u64, FetchFault>) {
         assert!(self.change(index, ARRIVING, ENDED), "one stream writes a block");
-        self.tell(index, result);
+        self.report_end(index, result);
     }
 
     /// Ends everything early: waiting blocks now, arriving ones when their stream looks.
-    pub(in crate::transport) fn stop(&self, fault: Fault) {
-        let _ = self.stopped.set((fault, now()));
+    pub(in crate::transport) fn stop_early(&self, fault: FetchFault) {
+        let _ = self.stopped.set((fault, read_clock()));
         (0..self.blocks.len() as u32).for_each(|index| self.end_waiting(index, fault));
     }
 
-    pub(in crate::transport) fn stopped(&self) -> Option<Fault> {
+    pub(in crate::transport) fn stopped(&self) -> Option<FetchFault> {
         self.stopped.get().map(|(fault, _)| *fault)
     }
 
@@ -102,38 +102,38 @@ impl Running {
         self.states[index as usize].compare_exchange(from, to, Ordering::AcqRel, Ordering::Relaxed).is_ok()
     }
 
-    fn tell(&self, index: u32, result: Result<u64, Fault>) {
+    fn report_end(&self, index: u32, result: Result<u64, FetchFault>) {
         // Before the call: after the last end the caller may use the ticket again.
         self.left.fetch_sub(1, Ordering::AcqRel);
-        self.shared.tell(Up::Done(Done { ticket: self.ticket, index, result }));
+        self.shared.report_event(TransportEvent::Done(FetchDone { ticket: self.ticket, index, result }));
     }
 
-    pub(super) fn ended(&self) -> bool {
+    pub(super) fn has_ended(&self) -> bool {
         self.left.load(Ordering::Acquire) == 0
     }
 }
 
-// === impl Piece ===
+// === impl FetchPiece ===
 
-impl Piece {
-    pub(in crate::transport) fn new(fetch: &Arc<Running>, indexes: Range<u32>) -> Self {
+impl FetchPiece {
+    pub(in crate::transport) fn new(fetch: &Arc<RunningFetch>, indexes: Range<u32>) -> Self {
         Self { fetch: Arc::clone(fetch), indexes }
     }
 
-    pub(in crate::transport) fn blocks(&self) -> usize {
+    pub(in crate::transport) fn block_count(&self) -> usize {
         self.indexes.len()
     }
 
     /// True if the fetch is not stopped.
-    pub(super) fn wanted(&self) -> bool {
+    pub(super) fn is_wanted(&self) -> bool {
         self.fetch.stopped().is_none()
     }
 
     /// Ends the rest of its blocks. No stream may write their slots any more.
-    pub(super) fn end_all(&self, fault: Fault) {
+    pub(super) fn end_all(&self, fault: FetchFault) {
         for index in self.indexes.clone() {
             if self.fetch.change(index, ARRIVING, ENDED) {
-                self.fetch.tell(index, Err(self.fetch.stopped().unwrap_or(fault)));
+                self.fetch.report_end(index, Err(self.fetch.stopped().unwrap_or(fault)));
             } else {
                 self.fetch.end_waiting(index, fault);
             }
@@ -144,12 +144,12 @@ impl Piece {
         &self.fetch.blocks[self.indexes.start as usize..self.indexes.end as usize]
     }
 
-    pub(in crate::transport) fn bytes(&self) -> u64 {
+    pub(in crate::transport) fn asked_bytes(&self) -> u64 {
         self.labels().iter().map(|(label, _)| u64::from(label.bytes)).sum()
     }
 
-    pub(in crate::transport) fn ask(&self) -> Frame {
+    pub(in crate::transport) fn ask_frame(&self) -> Frame {
         let labels = self.labels().iter().map(|(label, _)| *label).collect();
-        Frame::Ask(Ask { ticket: self.fetch.ticket, first: self.indexes.start, labels })
+        Frame::Ask(AskFrame { ticket: self.fetch.ticket, first: self.indexes.start, labels })
     }
 }

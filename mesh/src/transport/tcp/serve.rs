@@ -12,13 +12,13 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags};
 use shm_protocol::wait;
 
-pub(super) use self::stream::Stream;
-use super::link::Link;
+pub(super) use self::stream::ServingStream;
+use super::link::PeerLink;
 use super::wire::{Broken, Wire};
-use super::{STREAMS_DEFAULT, STREAMS_MAX, Shared, cut, greeting};
+use super::{STREAMS_DEFAULT, STREAMS_MAX, TcpShared, cut, greeting};
 use crate::refusals::Reason;
-use crate::sync::lock;
-use crate::transport::{Fault, Granted, MEMBERS_MAX, PeerNumber, Stage, Up};
+use crate::sync::lock_mutex;
+use crate::transport::{FetchFault, FetchStage, GrantedSlots, MEMBERS_MAX, PeerNumber, TransportEvent};
 
 /// Maximum connections of peers: the default number of every member. Each is a thread and takes 40 KiB, more
 /// with TLS. Beyond it a peer is refused with a remedy.
@@ -37,12 +37,12 @@ const PAUSE: Duration = Duration::from_millis(100);
 
 /// Connections, and asks waiting for the caller.
 #[derive(Default)]
-pub(super) struct Served(Mutex<Table>);
+pub(super) struct ServedStreams(Mutex<ServedTable>);
 
 #[derive(Default)]
-struct Table {
+struct ServedTable {
     streams: HashMap<u64, Connected>,
-    asks: HashMap<u64, Waiting>,
+    asks: HashMap<u64, WaitingAsk>,
     /// The last number of a stream or an ask; no number is used twice.
     last: u64,
 }
@@ -53,20 +53,20 @@ struct Connected {
     peer: Option<PeerNumber>,
 }
 
-struct Waiting {
-    desk: Arc<Desk>,
+struct WaitingAsk {
+    grants: Arc<GrantQueue>,
     blocks: usize,
 }
 
 /// The grants for a stream.
-struct Desk {
+struct GrantQueue {
     /// `None` once the stream has ended.
-    granted: Mutex<Option<Vec<Granted>>>,
+    granted: Mutex<Option<Vec<GrantedSlots>>>,
     bell: OwnedFd,
 }
 
 /// Accepts connections, each with a thread of its own, until the transport stops.
-pub(super) fn listen(shared: &Arc<Shared>, listener: &TcpListener) {
+pub(super) fn accept_streams(shared: &Arc<TcpShared>, listener: &TcpListener) {
     while !shared.stopping() {
         let mut fds = [PollFd::new(listener, PollFlags::IN), PollFd::new(&shared.bell, PollFlags::IN)];
         let _ = rustix::event::poll(&mut fds, None);
@@ -74,7 +74,7 @@ pub(super) fn listen(shared: &Arc<Shared>, listener: &TcpListener) {
             Ok((stream, _)) => welcome(shared, stream),
             Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
             Err(error) => {
-                shared.count(Reason::Resources);
+                shared.count_refusal(Reason::Resources);
                 shared.note_rarely(format!("the connection of a peer could not be accepted ({error})"));
                 std::thread::sleep(PAUSE);
             }
@@ -82,61 +82,61 @@ pub(super) fn listen(shared: &Arc<Shared>, listener: &TcpListener) {
     }
 }
 
-fn welcome(shared: &Arc<Shared>, stream: TcpStream) {
+fn welcome(shared: &Arc<TcpShared>, stream: TcpStream) {
     let stream = Arc::new(stream);
-    let (number, crowded) = shared.served.connected(&stream);
+    let (number, crowded) = shared.served.note_connected(&stream);
     if crowded {
-        shared.count(Reason::Full);
+        shared.count_refusal(Reason::Full);
     }
     let (own, thread) = (Arc::clone(shared), Arc::clone(shared));
     let run = move || {
-        if let Some((wire, link)) = greeting::answer(&thread, &stream)
+        if let Some((wire, link)) = greeting::answer_hello(&thread, &stream)
             && thread.served.admitted(number, link.number)
             // Leaving closes only connections of admitted peers, so a peer that left meanwhile is found here.
-            && link.open()
+            && link.is_open()
         {
-            thread.carriage.serve(&thread, link, wire);
+            thread.data_path.serve_stream(&thread, link, wire);
         }
         thread.served.disconnected(number);
     };
     if let Err(error) = shared.threads.spawn(format!("mesh-serve-{number}"), run) {
-        own.count(Reason::Resources);
+        own.count_refusal(Reason::Resources);
         own.note_rarely(error.to_string());
         own.served.disconnected(number);
     }
 }
 
 /// Ends a broken connection. A peer with malformed bytes gets a refusal, and is noted.
-pub(in crate::transport) fn part(shared: &Shared, link: &Link, wire: &mut Wire, broken: &Broken) {
-    let fault = broken.fault(Stage::Progress);
+pub(in crate::transport) fn part_from(shared: &TcpShared, link: &PeerLink, wire: &mut Wire, broken: &Broken) {
+    let fault = broken.fault(FetchStage::Progress);
     if let Broken::Malformed(malformed) = broken {
-        wire.refuse(greeting::refusal(malformed));
+        wire.send_refusal(greeting::choose_refusal(malformed));
     }
-    if link.open() {
+    if link.is_open() {
         shared.count_fault(fault);
     }
-    if matches!(fault, Fault::Malformed(_)) && link.open() {
+    if matches!(fault, FetchFault::Malformed(_)) && link.is_open() {
         shared.note_rarely(format!("the connection of {} was closed: {fault}", link.peer.node));
-        shared.tell(Up::PeerDown { peer: link.number, fault });
+        shared.report_event(TransportEvent::PeerDown { peer: link.number, fault });
     }
 }
 
-// === impl Served ===
+// === impl ServedStreams ===
 
-impl Served {
+impl ServedStreams {
     /// Hands a grant to the stream of its ask, or releases it if the stream has ended.
-    pub(super) fn grant(&self, granted: Granted, tell: &dyn Fn(Up)) {
+    pub(super) fn deliver_grant(&self, granted: GrantedSlots, tell: &dyn Fn(TransportEvent)) {
         let ask = granted.ask;
-        let waiting = lock(&self.0).asks.remove(&ask).expect("an ask is answered once");
+        let waiting = lock_mutex(&self.0).asks.remove(&ask).expect("an ask is answered once");
         assert_eq!(granted.slots.len(), waiting.blocks, "a grant has an entry for each block");
-        if !waiting.desk.put(granted) {
-            tell(Up::Release { ask, sent: 0 });
+        if !waiting.grants.push_grant(granted) {
+            tell(TransportEvent::Release { ask, sent: 0 });
         }
     }
 
     /// Cuts the connections of these peers; their threads do the rest.
     pub(super) fn hang_up(&self, which: impl Fn(Option<PeerNumber>) -> bool) {
-        let table = lock(&self.0);
+        let table = lock_mutex(&self.0);
         table
             .streams
             .values()
@@ -145,8 +145,8 @@ impl Served {
     }
 
     /// Adds a connection. Returns its number, and true if another one was closed for it.
-    fn connected(&self, stream: &Arc<TcpStream>) -> (u64, bool) {
-        let mut table = lock(&self.0);
+    fn note_connected(&self, stream: &Arc<TcpStream>) -> (u64, bool) {
+        let mut table = lock_mutex(&self.0);
         let crowded = table.make_room(None, GREETINGS_MAX);
         table.last += 1;
         let number = table.last;
@@ -156,13 +156,13 @@ impl Served {
 
     /// True if the limit of peers' connections is reached.
     pub(super) fn full(&self) -> bool {
-        let known = lock(&self.0).streams.values().filter(|connected| connected.peer.is_some()).count();
+        let known = lock_mutex(&self.0).streams.values().filter(|connected| connected.peer.is_some()).count();
         known >= CONNECTIONS_MAX
     }
 
     /// Assigns a connection to a peer after its greeting. Returns false if it was closed meanwhile.
     fn admitted(&self, stream: u64, peer: PeerNumber) -> bool {
-        let mut table = lock(&self.0);
+        let mut table = lock_mutex(&self.0);
         table.make_room(Some(peer), PEER_CONNECTIONS_MAX);
         table.streams.get_mut(&stream).is_some_and(|connected| {
             connected.peer = Some(peer);
@@ -171,25 +171,25 @@ impl Served {
     }
 
     fn disconnected(&self, stream: u64) {
-        lock(&self.0).streams.remove(&stream);
+        lock_mutex(&self.0).streams.remove(&stream);
     }
 
     /// The number of a new ask; `None` if too many wait.
-    fn ask(&self, desk: &Arc<Desk>, blocks: usize) -> Option<u64> {
-        let mut table = lock(&self.0);
+    fn enter_ask(&self, grants: &Arc<GrantQueue>, blocks: usize) -> Option<u64> {
+        let mut table = lock_mutex(&self.0);
         if table.asks.len() >= ASKS_MAX {
             return None;
         }
         table.last += 1;
         let ask = table.last;
-        table.asks.insert(ask, Waiting { desk: Arc::clone(desk), blocks });
+        table.asks.insert(ask, WaitingAsk { grants: Arc::clone(grants), blocks });
         Some(ask)
     }
 }
 
-// === impl Table ===
+// === impl ServedTable ===
 
-impl Table {
+impl ServedTable {
     /// Closes the oldest connection of `peer`, or of those before their greeting, if there are `max`. Returns
     /// true if there were.
     fn make_room(&mut self, peer: Option<PeerNumber>, max: usize) -> bool {
@@ -204,12 +204,12 @@ impl Table {
     }
 }
 
-// === impl Desk ===
+// === impl GrantQueue ===
 
-impl Desk {
+impl GrantQueue {
     /// Adds a grant. Returns false if the stream has ended.
-    fn put(&self, granted: Granted) -> bool {
-        let mut state = lock(&self.granted);
+    fn push_grant(&self, granted: GrantedSlots) -> bool {
+        let mut state = lock_mutex(&self.granted);
         let Some(queue) = &mut *state else { return false };
         queue.push(granted);
         drop(state);
@@ -217,13 +217,13 @@ impl Desk {
         true
     }
 
-    fn take(&self) -> Vec<Granted> {
-        lock(&self.granted).as_mut().map(std::mem::take).unwrap_or_default()
+    fn take_grants(&self) -> Vec<GrantedSlots> {
+        lock_mutex(&self.granted).as_mut().map(std::mem::take).unwrap_or_default()
     }
 
     /// Takes the remaining grants. No grant can be added from now on.
-    fn close(&self) -> Vec<Granted> {
-        lock(&self.granted).take().unwrap_or_default()
+    fn close_queue(&self) -> Vec<GrantedSlots> {
+        lock_mutex(&self.granted).take().unwrap_or_default()
     }
 }
 
@@ -236,32 +236,32 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let connection = || Arc::new(TcpStream::connect(listener.local_addr().unwrap()).unwrap());
         let is_cut = |stream: &TcpStream| stream.peek(&mut [0]).is_ok();
-        let (served, peer) = (Served::default(), connection());
-        let (number, _) = served.connected(&peer);
+        let (served, peer) = (ServedStreams::default(), connection());
+        let (number, _) = served.note_connected(&peer);
         assert!(served.admitted(number, PeerNumber(1)));
         let silent: Vec<_> = (0..GREETINGS_MAX).map(|_| connection()).collect();
-        let numbers: Vec<u64> = silent.iter().map(|stream| served.connected(stream).0).collect();
-        assert!(served.connected(&connection()).1);
+        let numbers: Vec<u64> = silent.iter().map(|stream| served.note_connected(stream).0).collect();
+        assert!(served.note_connected(&connection()).1);
         for stream in [&peer, &silent[0], &silent[1]] {
             stream.set_nonblocking(true).unwrap();
         }
         assert_eq!([&peer, &silent[0], &silent[1]].map(|stream| is_cut(stream)), [false, true, false]);
         assert!(!served.admitted(numbers[0], PeerNumber(1)) && served.admitted(numbers[1], PeerNumber(1)));
-        assert!(!served.connected(&connection()).1, "one of them was admitted");
+        assert!(!served.note_connected(&connection()).1, "one of them was admitted");
     }
 
     #[test]
     fn one_peer_cannot_take_the_room_of_the_others() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let stream = Arc::new(TcpStream::connect(listener.local_addr().unwrap()).unwrap());
-        let served = Served::default();
+        let served = ServedStreams::default();
         let admit = |peer| {
-            let (number, _) = served.connected(&stream);
+            let (number, _) = served.note_connected(&stream);
             assert!(served.admitted(number, PeerNumber(peer)));
         };
         (0..CONNECTIONS_MAX).for_each(|_| admit(1));
         assert!(!served.full());
-        assert_eq!(lock(&served.0).streams.len(), PEER_CONNECTIONS_MAX);
+        assert_eq!(lock_mutex(&served.0).streams.len(), PEER_CONNECTIONS_MAX);
         (2..=MEMBERS_MAX as u32).for_each(|peer| (0..STREAMS_DEFAULT).for_each(|_| admit(peer)));
         assert!(served.full(), "every member, and one with more streams than it opens");
     }

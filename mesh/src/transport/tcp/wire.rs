@@ -12,9 +12,9 @@ use rustix::net::{RecvFlags, SendFlags};
 use rustix::time::Timespec;
 use shm_protocol::blocks::PoolBlocks;
 
-use super::frame::{BODY_BYTES_MAX, Frame, HEAD_BYTES, Head, Malformed, VERSION};
-use crate::sync::now;
-use crate::transport::{Fault, Refusal, Stage};
+use super::frame::{BODY_BYTES_MAX, Frame, HEAD_BYTES, Head, MalformedFrame, VERSION};
+use crate::sync::read_clock;
+use crate::transport::{FetchFault, FetchStage, Refusal};
 
 /// Bytes handled at once: with their checksum they stay in a core's second-level cache. So many must move, in
 /// either direction, within a limit of progress.
@@ -37,7 +37,7 @@ pub(in crate::transport) enum Broken {
     Timeout,
     Eof,
     Io(ErrorKind),
-    Malformed(Malformed),
+    Malformed(MalformedFrame),
     Tls(rustls::Error),
 }
 
@@ -45,17 +45,19 @@ pub(in crate::transport) enum Broken {
 
 impl Broken {
     /// The fault for a block in this stage.
-    pub(in crate::transport) fn fault(&self, stage: Stage) -> Fault {
+    pub(in crate::transport) fn fault(&self, stage: FetchStage) -> FetchFault {
         match self {
-            Self::Timeout => Fault::Timeout(stage),
-            Self::Eof => Fault::Peer(ErrorKind::UnexpectedEof),
-            Self::Io(kind) => Fault::Peer(*kind),
-            Self::Malformed(Malformed::Bytes(what)) => Fault::Malformed(what),
-            Self::Malformed(Malformed::Version(version)) => Fault::Refused(Refusal::Version(*version)),
+            Self::Timeout => FetchFault::Timeout(stage),
+            Self::Eof => FetchFault::Peer(ErrorKind::UnexpectedEof),
+            Self::Io(kind) => FetchFault::Peer(*kind),
+            Self::Malformed(MalformedFrame::Bytes(what)) => FetchFault::Malformed(what),
+            Self::Malformed(MalformedFrame::Version(version)) => {
+                FetchFault::Refused(Refusal::Version(*version))
+            }
             // An error during the handshake concerns the peer's identity, a later one changed bytes.
-            Self::Tls(_) if stage == Stage::Handshake => Fault::Refused(Refusal::Certificate),
-            Self::Tls(rustls::Error::AlertReceived(_)) => Fault::Refused(Refusal::Certificate),
-            Self::Tls(_) => Fault::Malformed("records that TLS does not accept"),
+            Self::Tls(_) if stage == FetchStage::Handshake => FetchFault::Refused(Refusal::Certificate),
+            Self::Tls(rustls::Error::AlertReceived(_)) => FetchFault::Refused(Refusal::Certificate),
+            Self::Tls(_) => FetchFault::Malformed("records that TLS does not accept"),
         }
     }
 }
@@ -70,8 +72,8 @@ impl From<io::Error> for Broken {
     }
 }
 
-impl From<Malformed> for Broken {
-    fn from(malformed: Malformed) -> Self {
+impl From<MalformedFrame> for Broken {
+    fn from(malformed: MalformedFrame) -> Self {
         Self::Malformed(malformed)
     }
 }
@@ -113,7 +115,7 @@ impl Wire {
         let mut body = std::mem::take(&mut self.body);
         body.resize(BODY_BYTES_MAX, 0);
         let read = self.read_exact(&mut body[..head.body_bytes()], until);
-        let frame = read.and_then(|()| Ok(head.decode(&body[..head.body_bytes()])?));
+        let frame = read.and_then(|()| Ok(head.decode_body(&body[..head.body_bytes()])?));
         self.body = body;
         frame
     }
@@ -127,20 +129,24 @@ impl Wire {
     ) -> Result<(), Broken> {
         let mut body = std::mem::take(&mut self.body);
         body.clear();
-        frame.encode(&mut body);
-        let sent = self.send(&body, more, until);
+        frame.append_to(&mut body);
+        let sent = self.send_bytes(&body, more, until);
         self.body = body;
         sent
     }
 
     /// Sends a refusal if that needs no wait.
-    pub(in crate::transport) fn refuse(&mut self, refusal: Refusal) {
+    pub(in crate::transport) fn send_refusal(&mut self, refusal: Refusal) {
         let refusal = if let Refusal::Version(_) = refusal { Refusal::Version(VERSION) } else { refusal };
         let _ = self.stream.set_nonblocking(true);
-        let _ = self.send_frame(&Frame::Refused(refusal), false, now() + std::time::Duration::from_secs(1));
+        let _ = self.send_frame(
+            &Frame::Refused(refusal),
+            false,
+            read_clock() + std::time::Duration::from_secs(1),
+        );
     }
 
-    pub(super) fn send(&mut self, bytes: &[u8], more: bool, until: Instant) -> Result<(), Broken> {
+    pub(super) fn send_bytes(&mut self, bytes: &[u8], more: bool, until: Instant) -> Result<(), Broken> {
         self.send_some(bytes, bytes.len(), more, until).map(drop)
     }
 
@@ -159,7 +165,7 @@ impl Wire {
             let taken = match &mut self.tls {
                 Some(tls) => tls.writer().write(rest)?,
                 None => {
-                    self.stream.set_write_timeout(Some(left(until)?))?;
+                    self.stream.set_write_timeout(Some(time_left(until)?))?;
                     let more = if more { SendFlags::MORE } else { SendFlags::empty() };
                     match rustix::net::send(&*self.stream, rest, SendFlags::NOSIGNAL | more) {
                         Err(Errno::INTR) => 0,
@@ -192,7 +198,7 @@ impl Wire {
                     assert!(blocks.fill(into, bytes), "checked when posted")
                 })?
             } else {
-                self.stream.set_read_timeout(Some(left(until)?))?;
+                self.stream.set_read_timeout(Some(time_left(until)?))?;
                 match blocks.receive(&*self.stream, into, len - at) {
                     Ok(0) => return Err(Broken::Eof),
                     Err(Errno::INTR) => 0,
@@ -213,7 +219,7 @@ impl Wire {
     }
 
     /// Waits until the peer has sent something or hung up, or `bell` is readable. Returns false at `until`.
-    pub(in crate::transport) fn wait(
+    pub(in crate::transport) fn wait_readable(
         &mut self,
         listen: bool,
         bell: impl AsFd,
@@ -224,7 +230,7 @@ impl Wire {
         }
         let events = if listen { PollFlags::IN | PollFlags::RDHUP } else { PollFlags::RDHUP };
         let mut fds = [PollFd::new(&*self.stream, events), PollFd::new(&bell, PollFlags::IN)];
-        let limit = Timespec::try_from(until.saturating_duration_since(now())).ok();
+        let limit = Timespec::try_from(until.saturating_duration_since(read_clock())).ok();
         match rustix::event::poll(&mut fds, limit.as_ref()) {
             Ok(ready) => {
                 let gone = PollFlags::ERR | PollFlags::HUP | PollFlags::RDHUP;
@@ -283,7 +289,7 @@ impl Wire {
             let read = match &mut self.tls {
                 Some(tls) => tls.reader().read(into),
                 None => {
-                    self.stream.set_read_timeout(Some(left(until)?))?;
+                    self.stream.set_read_timeout(Some(time_left(until)?))?;
                     (&*self.stream).read(into)
                 }
             };
@@ -301,7 +307,7 @@ impl Wire {
 
     fn read_tls(&mut self, until: Instant) -> Result<(), Broken> {
         let Some(tls) = &mut self.tls else { return Ok(()) };
-        self.stream.set_read_timeout(Some(left(until)?))?;
+        self.stream.set_read_timeout(Some(time_left(until)?))?;
         match tls.read_tls(&mut &*self.stream) {
             Ok(0) => return Err(Broken::Eof),
             Err(error) if error.kind() == ErrorKind::Interrupted => {}
@@ -318,7 +324,7 @@ impl Wire {
     fn flush_tls(&mut self, until: Instant) -> Result<(), Broken> {
         let Some(tls) = &mut self.tls else { return Ok(()) };
         while tls.wants_write() {
-            self.stream.set_write_timeout(Some(left(until)?))?;
+            self.stream.set_write_timeout(Some(time_left(until)?))?;
             match tls.write_tls(&mut &*self.stream) {
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 written => drop(written?),
@@ -329,7 +335,7 @@ impl Wire {
 }
 
 /// The rest of a time limit.
-fn left(until: Instant) -> Result<std::time::Duration, Broken> {
-    let left = until.saturating_duration_since(now());
+fn time_left(until: Instant) -> Result<std::time::Duration, Broken> {
+    let left = until.saturating_duration_since(read_clock());
     if left.is_zero() { Err(Broken::Timeout) } else { Ok(left) }
 }

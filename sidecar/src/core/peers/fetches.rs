@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use mesh::digest::Digest;
-use mesh::transport::{Done, Fault, Fetch, Label, PeerNumber, Stage};
+use mesh::transport::{Fetch, FetchDone, FetchFault, FetchStage, Label, PeerNumber};
 use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::pool::SlotRef;
 use shm_protocol::source::Source;
@@ -131,15 +131,15 @@ impl Peers {
     }
 
     /// Takes a block out of its fetch. Returns it, and the fetch without blocks.
-    fn end(&mut self, end: &Done, cx: &mut Context) -> (Wanted, Fetching) {
+    fn end(&mut self, end: &FetchDone, cx: &mut Context) -> (Wanted, Fetching) {
         let now_ms = cx.now_ms;
         let fetching = self.fetches.get_mut(&end.ticket).expect("a fetch lasts until all of it has ended");
         let wanted = fetching.blocks[end.index as usize].take().expect("a block ends once");
-        let is_late = end.result == Err(Fault::Timeout(Stage::Whole));
+        let is_late = end.result == Err(FetchFault::Timeout(FetchStage::Whole));
         fetching.open -= 1;
         fetching.gave |= end.result.is_ok();
         let (peer, since_ms) = (fetching.peer, millis(fetching.since));
-        self.directory.ended(now_ms, peer, &end.result);
+        self.directory.note_end(now_ms, peer, &end.result);
         if let Some(given_before) = fetching.given_before.take_if(|_| is_late) {
             fetching.is_slow = self.directory.late(now_ms, peer, since_ms, given_before);
         }
@@ -150,8 +150,8 @@ impl Peers {
         }
         match end.result {
             Ok(_) => self.directory.gave(now_ms, of.peer, of.bytes.into()),
-            Err(Fault::Absent) => {
-                self.directory.lacked(now_ms, of.peer, Digest::of(&of.label(&wanted.key)));
+            Err(FetchFault::Absent) => {
+                self.directory.lacked(now_ms, of.peer, Digest::of_label(&of.label(&wanted.key)));
             }
             Err(_) => {}
         }
@@ -160,7 +160,7 @@ impl Peers {
 
     /// Judges an ended fetch: requests stop waiting for peers after fetches with no or too few blocks, and
     /// wait again once a fetch brings blocks.
-    fn judge_waits(&mut self, last: &Done, of: &Fetching, cx: &mut Context) {
+    fn judge_waits(&mut self, last: &FetchDone, of: &Fetching, cx: &mut Context) {
         if of.gave && !of.is_slow {
             if self.fruitless.end_pause() {
                 cx.actions
@@ -169,7 +169,7 @@ impl Peers {
             return;
         }
         let waited = cx.now_ms.saturating_sub(millis(of.since)) >= WAITED_MS_MIN;
-        if !waited || matches!(last.result, Err(Fault::Absent | Fault::Stopped)) {
+        if !waited || matches!(last.result, Err(FetchFault::Absent | FetchFault::Stopped)) {
             return;
         }
         self.stats.fruitless_fetches += 1;
@@ -283,7 +283,7 @@ impl Tier for Peers {
             let mut failed: Vec<Wanted> = failed.into_values().collect();
             for _ in 0..SPANS_MAX {
                 let run: Vec<Digest> =
-                    failed.iter().map(|wanted| Digest::of(&of.label(&wanted.key))).collect();
+                    failed.iter().map(|wanted| Digest::of_label(&of.label(&wanted.key))).collect();
                 let Some((peer, run)) = self.other_holder(cx.now_ms, &run, &of.tried) else { break };
                 let fetching = of.with(peer, failed.drain(..run));
                 self.stats.retried_blocks += fetching.open();

@@ -1,9 +1,9 @@
 //! Figures of the mesh in the core.
 
 use mesh::directory::PeerStats;
-use mesh::transport::Fault;
+use mesh::transport::FetchFault;
 
-/// Names of the kinds of [`Fault`] in metrics, in the order of [`PeersStats::faults`].
+/// Names of the kinds of [`FetchFault`] in metrics, in the order of [`PeersStats::faults`].
 pub const FAULT_NAMES: [&str; 8] =
     ["absent", "corrupt", "short", "timeout", "connection", "malformed", "refused", "stopped"];
 
@@ -51,15 +51,15 @@ pub struct PeersStats {
 }
 
 /// Returns the place of a fault in [`PeersStats::faults`].
-pub(super) fn index(fault: Fault) -> usize {
+pub(super) fn index(fault: FetchFault) -> usize {
     match fault {
-        Fault::Absent => 0,
-        Fault::Corrupt => 1,
-        Fault::Short => 2,
-        Fault::Timeout(_) => 3,
-        Fault::Peer(_) => 4,
-        Fault::Malformed(_) => 5,
-        Fault::Refused(_) => 6,
-        Fault::Stopped => 7,
+        FetchFault::Absent => 0,
+        FetchFault::Corrupt => 1,
+        FetchFault::Short => 2,
+        FetchFault::Timeout(_) => 3,
+        FetchFault::Peer(_) => 4,
+        FetchFault::Malformed(_) => 5,
+        FetchFault::Refused(_) => 6,
+        FetchFault::Stopped => 7,
     }
 }

@@ -13,8 +13,8 @@ use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::time::Duration;
 
-use mesh::directory::{Config, Filter};
-use mesh::transport::{Done, Fault, Fetch, Label, PeerNumber, Refusal, Stage};
+use mesh::directory::{DirectoryConfig, Filter};
+use mesh::transport::{Fetch, FetchDone, FetchFault, FetchStage, Label, PeerNumber, Refusal};
 use shm_protocol::key::{BlockKey, NamespaceDigest};
 use shm_protocol::message::Status;
 use shm_protocol::pool::SlotRef;
@@ -44,7 +44,7 @@ struct Scene {
     fetches: VecDeque<Fetch>,
     cancelled: Vec<u64>,
     granted: BTreeMap<u64, Vec<Option<SlotRef>>>,
-    told: Vec<Change>,
+    told: Vec<DigestChange>,
     /// The last keys of the promised prompts, one list for each publication.
     promised: Vec<Vec<Digest>>,
     op: u64,
@@ -67,7 +67,7 @@ impl Scene {
     fn waiting(miss_wait_ms: Option<u32>) -> Self {
         let pool_bytes = POOL_SEGMENT * POOL_SEGMENTS;
         let config = dram::DramConfig { pool_bytes, segment_bytes: POOL_SEGMENT, lease_ttl_ms: 10_000 };
-        let peers = peer_tier(Directory::new(Config::default()));
+        let peers = peer_tier(Directory::new(DirectoryConfig::default()));
         let core = Core::new(Dram::new(config).unwrap(), &[], [peers]);
         let mut engine = Harness::waiting(core, 1, BLOCK_BYTES, miss_wait_ms);
         engine.join();
@@ -84,7 +84,7 @@ impl Scene {
 
     /// Peer A announces these new blocks.
     fn produce(&mut self, keys: Range<u32>) {
-        let changes = keys.map(|key| Change::Added(digest(key))).collect();
+        let changes = keys.map(|key| DigestChange::Added(digest(key))).collect();
         self.hear(Heard::Changed { peer: A, changes });
     }
 
@@ -166,12 +166,12 @@ impl Scene {
     }
 
     /// Ends these blocks of a fetch.
-    fn end(&mut self, fetch: &Fetch, indexes: Range<usize>, result: Result<u64, Fault>) {
-        let end = |index| JobEnd::Peer(Done { ticket: fetch.ticket, index: index as u32, result });
+    fn end(&mut self, fetch: &Fetch, indexes: Range<usize>, result: Result<u64, FetchFault>) {
+        let end = |index| JobEnd::Peer(FetchDone { ticket: fetch.ticket, index: index as u32, result });
         self.event(Event::Transferred { tier: 0, ends: indexes.map(end).collect() });
     }
 
-    fn end_all(&mut self, fetch: &Fetch, result: Result<u64, Fault>) {
+    fn end_all(&mut self, fetch: &Fetch, result: Result<u64, FetchFault>) {
         self.end(fetch, 0..fetch.blocks.len(), result);
     }
 
@@ -240,7 +240,7 @@ fn a_block_of_a_peer_was_asked_for_with_the_question() {
     let (mut scene, _, fetch) = fetching(2);
     let since = scene.engine.now_ms;
     scene.engine.now_ms += 5;
-    scene.end(&fetch, 0..1, Err(Fault::Absent));
+    scene.end(&fetch, 0..1, Err(FetchFault::Absent));
     assert_eq!(scene.engine.took(), [], "it did not come");
     scene.end(&fetch, 1..2, Ok(7));
     let (tier, whole) = (Timed::Query(Part::Tier), Timed::Query(Part::Whole));
@@ -315,14 +315,14 @@ fn what_one_peer_fails_to_give_is_asked_of_another_together() {
     scene.join(B, 0..4);
     scene.engine.now_ms += 500;
     scene.end(&first, 0..1, Ok(1));
-    scene.end(&first, 1..4, Err(Fault::Peer(std::io::ErrorKind::ConnectionReset)));
+    scene.end(&first, 1..4, Err(FetchFault::Peer(std::io::ErrorKind::ConnectionReset)));
     let second = scene.fetch();
     assert_eq!((second.peer, keys_of(&second)), (B, vec![label(1), label(2), label(3)]));
     assert_eq!(second.blocks, first.blocks[1..], "into the same slots");
     assert_eq!(second.deadline.as_millis(), 1500, "no later than the first");
     scene.answers();
     scene.end(&second, 0..2, Ok(1));
-    scene.end(&second, 2..3, Err(Fault::Corrupt));
+    scene.end(&second, 2..3, Err(FetchFault::Corrupt));
     assert!(scene.fetches.is_empty(), "both were asked");
     assert_eq!(scene.answers().last().map(|answer| (answer.1, answer.2)), Some((Status::Ok, 3)));
     let stats = scene.stats();
@@ -336,19 +336,20 @@ fn what_a_fetch_lacks_is_looked_for_as_often_as_a_run() {
     for (peer, key) in (2..).zip([0, 1, 2, 4, 5]) {
         scene.join(PeerNumber(peer), key..key + 1);
     }
-    scene.end_all(&first, Err(Fault::Peer(std::io::ErrorKind::ConnectionReset)));
+    scene.end_all(&first, Err(FetchFault::Peer(std::io::ErrorKind::ConnectionReset)));
     let asked: Vec<_> = scene.fetches.drain(..).map(|fetch| (fetch.peer.0, keys_of(&fetch))).collect();
     assert_eq!(asked, [(2, vec![label(0)]), (3, vec![label(1)]), (4, vec![label(2)])]);
 
     let (mut scene, _, first) = fetching(8);
     scene.join(B, 0..6);
-    let end = |index| JobEnd::Peer(Done { ticket: first.ticket, index, result: Err(Fault::Absent) });
+    let end =
+        |index| JobEnd::Peer(FetchDone { ticket: first.ticket, index, result: Err(FetchFault::Absent) });
     scene.event(Event::Transferred { tier: 0, ends: (0..8).rev().map(end).collect() });
     assert_eq!(keys_of(&scene.fetch()), (0..6).map(label).collect::<Vec<_>>(), "in any order of ends");
 
     let (mut scene, _, first) = fetching(8);
     (0..8).for_each(|key| scene.join(PeerNumber(2 + key), key..key + 1));
-    scene.end_all(&first, Err(Fault::Peer(std::io::ErrorKind::ConnectionReset)));
+    scene.end_all(&first, Err(FetchFault::Peer(std::io::ErrorKind::ConnectionReset)));
     assert_eq!(scene.fetches.len(), fetches::SPANS_MAX);
 }
 
@@ -356,7 +357,7 @@ fn what_a_fetch_lacks_is_looked_for_as_often_as_a_run() {
 fn a_false_positive_is_a_miss() {
     let (mut scene, op, fetch) = fetching(4);
     scene.end(&fetch, 0..2, Ok(1));
-    scene.end(&fetch, 2..4, Err(Fault::Absent));
+    scene.end(&fetch, 2..4, Err(FetchFault::Absent));
     assert_eq!(scene.answers(), [(op, Status::Ok, 2)]);
     scene.ask(SchedulerRequest::Close { log: 1, way: 0 });
     assert_eq!((scene.stats().faults[0], scene.is_quiet()), (2, true));
@@ -368,7 +369,7 @@ fn a_peer_that_fails_is_left_alone() {
     for round in 0..3 {
         scene.query(round, 0..4);
         let fetch = scene.fetch();
-        scene.end_all(&fetch, Err(Fault::Timeout(Stage::Connect)));
+        scene.end_all(&fetch, Err(FetchFault::Timeout(FetchStage::Connect)));
         scene.tick(100);
     }
     scene.answers();
@@ -390,7 +391,7 @@ fn end_late(scene: &mut Scene, fetch: &Fetch) {
         scene.end(fetch, block..block + 1, Ok(1));
     }
     scene.tick(200);
-    scene.end(fetch, 9..10, Err(Fault::Timeout(Stage::Whole)));
+    scene.end(fetch, 9..10, Err(FetchFault::Timeout(FetchStage::Whole)));
 }
 
 /// Peers with these blocks give them at once.
@@ -418,7 +419,7 @@ fn trips_of_late_fetches(before: impl Fn(&mut Scene, u32), meanwhile: impl Fn(&m
         meanwhile(&mut scene, first + 10);
         end_late(&mut scene, &late);
         for fetch in std::mem::take(&mut scene.fetches) {
-            scene.end_all(&fetch, Err(Fault::Absent));
+            scene.end_all(&fetch, Err(FetchFault::Absent));
         }
     }
     scene.stats().peers[0].trips_total
@@ -469,11 +470,11 @@ fn who_is_asked_for_what_another_failed_to_give_has_too_little_time_to_be_too_sl
         scene.query(round, 100 * round..100 * round + 4);
         let first = scene.fetch();
         scene.tick(1900);
-        scene.end_all(&first, Err(Fault::Absent));
+        scene.end_all(&first, Err(FetchFault::Absent));
         let second = scene.fetch();
         scene.end(&second, 0..3, Ok(1));
         scene.tick(100);
-        scene.end(&second, 3..4, Err(Fault::Timeout(Stage::Whole)));
+        scene.end(&second, 3..4, Err(FetchFault::Timeout(FetchStage::Whole)));
     }
     assert!(scene.stats().peers.iter().all(|peer| peer.trips_total == 0));
 }
@@ -483,7 +484,7 @@ fn a_peer_that_leaves_keeps_the_slots_until_their_end() {
     let (mut scene, op, fetch) = fetching(2);
     scene.hear(Heard::Left(A));
     assert!(scene.answers().is_empty() && scene.engine.core.busy());
-    scene.end_all(&fetch, Err(Fault::Stopped));
+    scene.end_all(&fetch, Err(FetchFault::Stopped));
     assert_eq!(scene.answers(), [(op, Status::Ok, 0)]);
     scene.assert_quiet_once_closed();
 }
@@ -502,7 +503,7 @@ fn whoever_stops_waiting_leaves_the_blocks_in_dram_and_nobody_else_is_asked() {
         scene.answers();
         stop(&mut scene);
         scene.end(&fetch, 0..2, Ok(1));
-        scene.end(&fetch, 2..3, Err(Fault::Short));
+        scene.end(&fetch, 2..3, Err(FetchFault::Short));
         assert!(scene.answers().is_empty() && scene.fetches.is_empty(), "{way}");
         assert!(scene.is_quiet(), "{way}");
         assert_eq!(scene.stats().fetched_blocks, 2, "{way}");
@@ -576,19 +577,19 @@ fn peers_are_told_what_comes_and_goes() {
     scene.save(0..2);
     let mut told = std::mem::take(&mut scene.told);
     told.sort_unstable_by_key(|change| change.digest());
-    let mut expected = [Change::Added(digest(0)), Change::Added(digest(1))];
+    let mut expected = [DigestChange::Added(digest(0)), DigestChange::Added(digest(1))];
     expected.sort_unstable_by_key(|change| change.digest());
     assert_eq!(told, expected);
     for from in (1000..1000 + 4 * POOL_BLOCKS).step_by(7) {
         scene.save(from..from + 7);
     }
-    assert!(scene.told.contains(&Change::Removed(digest(0))));
+    assert!(scene.told.contains(&DigestChange::Removed(digest(0))));
     let mut filter = Filter::with_capacity(8 * POOL_BLOCKS as usize);
     expected.iter().for_each(|change| assert!(filter.insert(change.digest())));
     for change in &scene.told {
         match change {
-            Change::Added(digest) => assert!(filter.insert(*digest)),
-            Change::Removed(digest) => assert!(filter.remove(*digest), "it was announced before"),
+            DigestChange::Added(digest) => assert!(filter.insert(*digest)),
+            DigestChange::Removed(digest) => assert!(filter.remove(*digest), "it was announced before"),
         }
     }
     assert_eq!(filter.len() as u64, scene.engine.core.stats().blocks, "no more and no less than is here");
@@ -670,7 +671,7 @@ fn a_draining_sidecar_lets_nobody_wait_and_gives_nothing_more() {
     scene.hear(Heard::Asked { ask: 2, peer: A, blocks: vec![label(10)] });
     assert_eq!(scene.granted[&2], [None]);
     scene.hear(Heard::Released { ask: 2, sent: 0 });
-    scene.end_all(&fetch, Err(Fault::Stopped));
+    scene.end_all(&fetch, Err(FetchFault::Stopped));
     assert!(scene.fetches.is_empty() && scene.engine.core.busy(), "a peer reads");
     scene.hear(Heard::Released { ask: 1, sent: 1 });
     assert!(scene.is_quiet());
@@ -679,7 +680,7 @@ fn a_draining_sidecar_lets_nobody_wait_and_gives_nothing_more() {
 #[test]
 fn a_filter_without_room_is_asked_for_anew_once() {
     let mut scene = Scene::with(A, 0..4);
-    let changes: Vec<Change> = (100..4000).map(|key| Change::Added(digest(key))).collect();
+    let changes: Vec<DigestChange> = (100..4000).map(|key| DigestChange::Added(digest(key))).collect();
     let resyncs = |scene: &mut Scene| {
         let out = std::mem::take(&mut scene.engine.out);
         out.iter().filter(|action| **action == Action::Resync { peer: A }).count()
@@ -688,14 +689,14 @@ fn a_filter_without_room_is_asked_for_anew_once() {
     assert_eq!(resyncs(&mut scene), 1);
     scene.hear(Heard::Changed { peer: A, changes });
     assert_eq!(resyncs(&mut scene), 0);
-    scene.hear(Heard::Changed { peer: B, changes: vec![Change::Added(digest(1))] });
+    scene.hear(Heard::Changed { peer: B, changes: vec![DigestChange::Added(digest(1))] });
     assert_eq!(scene.stats().peers.len(), 1, "only members are believed");
 }
 
 #[test]
 fn a_peer_that_refuses_costs_nothing_but_the_miss() {
     let (mut scene, op, fetch) = fetching(2);
-    scene.end_all(&fetch, Err(Fault::Refused(Refusal::Busy)));
+    scene.end_all(&fetch, Err(FetchFault::Refused(Refusal::Busy)));
     assert_eq!(scene.answers(), [(op, Status::Ok, 0)]);
     assert!(!scene.stats().peers[0].breaker_open);
 }

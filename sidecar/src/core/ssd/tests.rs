@@ -583,7 +583,7 @@ fn what_peers_have_behind_a_block_that_no_disk_reads_in_time_is_not_fetched() {
     for refuses in [false, true] {
         let mut scene = Scene::on_ssd(0..1);
         let base = &mut scene.engine.core.base;
-        let peers = peer_tier(Directory::new(mesh::directory::Config::default()));
+        let peers = peer_tier(Directory::new(mesh::directory::DirectoryConfig::default()));
         base.sources.add_tier(peers, &mut base.cx.dram);
         let (peer, mut filter) = (PeerNumber(1), Filter::with_capacity(10));
         (1..4).for_each(|key| assert!(filter.insert(Digest::new(&NAMESPACE, 0, &hash(key)))));

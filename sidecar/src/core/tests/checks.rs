@@ -388,7 +388,7 @@ impl Harness {
 
 /// An engine with a peer, keeping two blocks.
 fn with_peer() -> Harness {
-    let peers = peer_tier(Directory::new(directory::Config::default()));
+    let peers = peer_tier(Directory::new(directory::DirectoryConfig::default()));
     let core = core_over(64 << 20, &[], Some(peers));
     let mut engine = Harness::over(core, 1, SHARD_BYTES);
     engine.join();

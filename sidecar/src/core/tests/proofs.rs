@@ -145,7 +145,7 @@ fn nobody_is_the_first_where_blocks_may_be_that_are_not_known_of() {
     };
     let config = DramConfig { pool_bytes: 64 << 20, segment_bytes: 2 << 20, lease_ttl_ms: 1000 };
     let core = |tier| Core::new(Dram::new(config).unwrap(), &[], tier);
-    let peers = peer_tier(Directory::new(directory::Config::default()));
+    let peers = peer_tier(Directory::new(directory::DirectoryConfig::default()));
     assert_eq!(unproven(core(Some(peers))).save_new(1, 1).unproven, 4, "peers may have some");
 
     let mut opening = core(None);

@@ -12,7 +12,7 @@ use mesh::control::DataAddresses;
 use mesh::refusals::RefusalCounts;
 use mesh::transport::rdma::{self, Rdma};
 use mesh::transport::tcp::{self, Tcp};
-use mesh::transport::{BootId, Fetch, Granted, Peer, PeerNumber, Transport, Up};
+use mesh::transport::{BootId, Fetch, GrantedSlots, Peer, PeerNumber, Transport, TransportEvent};
 use shm_protocol::blocks::PoolBlocks;
 
 use crate::config::Mesh;
@@ -33,31 +33,31 @@ pub(super) struct Carriers {
 
 impl Carriers {
     /// Starts the transports of this node, and returns their addresses. Each gets its own `up`.
-    pub(super) fn start<F: Fn(Up) + Send + Sync + 'static>(
+    pub(super) fn start<F: Fn(TransportEvent) + Send + Sync + 'static>(
         mesh: &Mesh,
         boot: BootId,
         blocks: &PoolBlocks,
         refusals: &Arc<RefusalCounts>,
         up: impl Fn() -> F,
-    ) -> Result<(Self, DataAddresses), ::mesh::Error> {
-        let own = |listen| tcp::Config {
+    ) -> Result<(Self, DataAddresses), ::mesh::MeshError> {
+        let own = |listen| tcp::TcpConfig {
             listen,
             refusals: Arc::clone(refusals),
-            ..tcp::Config::new(mesh.node.clone(), boot, mesh.security.clone())
+            ..tcp::TcpConfig::new(mesh.node.clone(), boot, mesh.security.clone())
         };
         let say = up();
-        let config = tcp::Config { streams: mesh.tcp.streams, ..own(mesh.tcp.listen) };
+        let config = tcp::TcpConfig { streams: mesh.tcp.streams, ..own(mesh.tcp.listen) };
         let tcp = Tcp::start(config, blocks.clone(), move |said| say(tagged(said, TCP)))?;
-        let mut at = DataAddresses { tcp: tcp.address(), rdma: None };
+        let mut at = DataAddresses { tcp: tcp.listen_address(), rdma: None };
         let mut carriers = Self::new(Box::new(tcp), None);
         if let Some(nics) = &mesh.rdma {
             let say = up();
-            let config = rdma::Config {
+            let config = rdma::RdmaConfig {
                 qps_per_peer: nics.qps_per_peer,
-                ..rdma::Config::new(own(nics.listen), nics.names.clone())
+                ..rdma::RdmaConfig::new(own(nics.listen), nics.names.clone())
             };
             let rdma = Rdma::start(config, blocks.clone(), move |said| say(tagged(said, RDMA)))?;
-            at.rdma = Some(rdma.address());
+            at.rdma = Some(rdma.listen_address());
             carriers.rdma = Some(Box::new(rdma));
         }
         Ok((carriers, at))
@@ -73,11 +73,11 @@ impl Carriers {
         match (&self.rdma, rdma) {
             (Some(carrier), Some(address)) => {
                 self.by_rdma.insert(number);
-                carrier.join(number, Peer { address, ..peer });
+                carrier.add_peer(number, Peer { address, ..peer });
                 true
             }
             _ => {
-                self.tcp.join(number, peer);
+                self.tcp.add_peer(number, peer);
                 false
             }
         }
@@ -85,12 +85,12 @@ impl Carriers {
 
     /// Removes a member.
     pub(super) fn leave(&mut self, number: PeerNumber) {
-        self.of(number).leave(number);
+        self.of(number).remove_peer(number);
         self.by_rdma.remove(&number);
     }
 
     pub(super) fn fetch(&self, fetch: Fetch) {
-        self.of(fetch.peer).post(fetch);
+        self.of(fetch.peer).post_fetch(fetch);
     }
 
     /// Cancels a fetch in both transports.
@@ -98,10 +98,10 @@ impl Carriers {
         self.all().for_each(|carrier| carrier.cancel(ticket));
     }
 
-    pub(super) fn grant(&self, granted: Granted) {
+    pub(super) fn grant(&self, granted: GrantedSlots) {
         let (ask, whose) = (granted.ask >> 1, granted.ask & 1);
         let carrier = if whose == RDMA { self.rdma.as_ref() } else { None };
-        carrier.unwrap_or(&self.tcp).grant(Granted { ask, ..granted });
+        carrier.unwrap_or(&self.tcp).grant_slots(GrantedSlots { ask, ..granted });
     }
 
     /// Stops accepting new work.
@@ -120,16 +120,16 @@ impl Carriers {
 }
 
 /// Tags the ask of a transport's event.
-fn tagged(said: Up, whose: u64) -> Up {
+fn tagged(said: TransportEvent, whose: u64) -> TransportEvent {
     let tag = |ask: u64| ask << 1 | whose;
     match said {
-        Up::Asked { ask, peer, blocks } => Up::Asked { ask: tag(ask), peer, blocks },
-        Up::Release { ask, sent } => Up::Release { ask: tag(ask), sent },
-        said @ (Up::Done(_)
-        | Up::Checksum { .. }
-        | Up::Connected { .. }
-        | Up::PeerDown { .. }
-        | Up::Note(_)) => said,
+        TransportEvent::Asked { ask, peer, blocks } => TransportEvent::Asked { ask: tag(ask), peer, blocks },
+        TransportEvent::Release { ask, sent } => TransportEvent::Release { ask: tag(ask), sent },
+        said @ (TransportEvent::Done(_)
+        | TransportEvent::Checksum { .. }
+        | TransportEvent::Connected { .. }
+        | TransportEvent::PeerDown { .. }
+        | TransportEvent::Note(_)) => said,
     }
 }
 
@@ -155,19 +155,19 @@ mod tests {
     }
 
     impl Transport for Recorder {
-        fn join(&self, number: PeerNumber, peer: Peer) {
+        fn add_peer(&self, number: PeerNumber, peer: Peer) {
             self.note(format!("join {} at {}", number.0, peer.address));
         }
-        fn leave(&self, number: PeerNumber) {
+        fn remove_peer(&self, number: PeerNumber) {
             self.note(format!("leave {}", number.0));
         }
-        fn post(&self, fetch: Fetch) {
+        fn post_fetch(&self, fetch: Fetch) {
             self.note(format!("fetch {} from {}", fetch.ticket, fetch.peer.0));
         }
         fn cancel(&self, ticket: u64) {
             self.note(format!("cancel {ticket}"));
         }
-        fn grant(&self, granted: Granted) {
+        fn grant_slots(&self, granted: GrantedSlots) {
             self.note(format!("grant {}", granted.ask));
         }
         fn drain(&self) {
@@ -235,12 +235,15 @@ mod tests {
         let (own, log) = carriers(true);
         let mut asks = Vec::new();
         for (ask, whose) in [(5, TCP), (5, RDMA), (6, RDMA), (6, TCP)] {
-            let asked = tagged(Up::Asked { ask, peer: PeerNumber(1), blocks: Vec::new() }, whose);
-            let Up::Asked { ask: known, .. } = asked else { panic!("{asked:?}") };
+            let asked = tagged(TransportEvent::Asked { ask, peer: PeerNumber(1), blocks: Vec::new() }, whose);
+            let TransportEvent::Asked { ask: known, .. } = asked else { panic!("{asked:?}") };
             assert!(!asks.contains(&known), "two asks have one number");
-            assert_eq!(tagged(Up::Release { ask, sent: 1 }, whose), Up::Release { ask: known, sent: 1 });
+            assert_eq!(
+                tagged(TransportEvent::Release { ask, sent: 1 }, whose),
+                TransportEvent::Release { ask: known, sent: 1 }
+            );
             asks.push(known);
-            own.grant(Granted { ask: known, slots: Vec::new() });
+            own.grant(GrantedSlots { ask: known, slots: Vec::new() });
         }
         assert_eq!(take(&log), ["tcp: grant 5", "rdma: grant 5", "rdma: grant 6", "tcp: grant 6"]);
     }

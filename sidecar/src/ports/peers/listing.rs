@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use mesh::control::wire::namespaces::{Namespace, Stated};
+use mesh::control::wire::namespaces::{NodeNamespace, StatedFacts};
 use mesh::control::{Counted, Listing};
 use shm_protocol::key::NamespaceDigest;
 use tokio::sync::oneshot;
@@ -20,7 +20,7 @@ pub struct Known {
 }
 
 impl Listing for Known {
-    fn list(&self) -> Counted {
+    fn list_namespaces(&self) -> Counted {
         let (reply, answer) = oneshot::channel();
         let asked = self.inbox.ask(Ask::Survey(reply));
         let catalog = self.catalog.clone();
@@ -32,8 +32,11 @@ impl Listing for Known {
 }
 
 /// Joins the stated facts and the kept blocks of each namespace.
-fn join(stated: Vec<(NamespaceDigest, Stated)>, mut kept: BTreeMap<NamespaceDigest, Kept>) -> Vec<Namespace> {
-    let namespace = |digest, stated, Kept { memory, below: disk }| Namespace {
+fn join(
+    stated: Vec<(NamespaceDigest, StatedFacts)>,
+    mut kept: BTreeMap<NamespaceDigest, Kept>,
+) -> Vec<NodeNamespace> {
+    let namespace = |digest, stated, Kept { memory, below: disk }| NodeNamespace {
         digest,
         stated,
         memory_blocks: memory,
@@ -43,7 +46,7 @@ fn join(stated: Vec<(NamespaceDigest, Stated)>, mut kept: BTreeMap<NamespaceDige
         let kept = kept.remove(&digest).unwrap_or_default();
         namespace(digest, Some(stated), kept)
     });
-    let mut all: Vec<Namespace> = known.collect();
+    let mut all: Vec<NodeNamespace> = known.collect();
     all.extend(kept.into_iter().map(|(digest, kept)| namespace(digest, None, kept)));
     all
 }

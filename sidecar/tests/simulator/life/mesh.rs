@@ -7,9 +7,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io::ErrorKind;
 use std::sync::atomic::Ordering;
 
-use mesh::digest::{Change, Digest};
+use mesh::digest::{Digest, DigestChange};
 use mesh::directory::Filter;
-use mesh::transport::{Done, Fault, Fetch, Label, PeerNumber, Stage};
+use mesh::transport::{Fetch, FetchDone, FetchFault, FetchStage, Label, PeerNumber};
 use shm_protocol::key::NamespaceDigest;
 use shm_protocol::pool::SlotRef;
 use shm_protocol::region::Region;
@@ -42,7 +42,7 @@ struct Coming {
     label: Label,
     into: u64,
     due: Micros,
-    result: Result<u64, Fault>,
+    result: Result<u64, FetchFault>,
 }
 
 /// A peer's read: the granted slots, with their labels.
@@ -77,7 +77,7 @@ fn place(offset: u64) -> Piece {
 
 /// True if a peer has a block that it announces.
 fn has(peer: PeerNumber, label: &Label) -> bool {
-    !mix_bits(Digest::of(label).0 ^ u64::from(peer.0)).is_multiple_of(4)
+    !mix_bits(Digest::of_label(label).0 ^ u64::from(peer.0)).is_multiple_of(4)
 }
 
 // === impl Mesh ===
@@ -100,16 +100,16 @@ impl Mesh {
         let alive = member.is_some_and(|(_, dead)| !dead);
         for (index, (label, into)) in (0..).zip(fetch.blocks) {
             let fault = match ctx.rng.below(40) {
-                _ if !alive => Some(Fault::Timeout(Stage::Connect)),
-                _ if !has(fetch.peer, &label) => Some(Fault::Absent),
-                0 => Some(Fault::Corrupt),
-                1 => Some(Fault::Short),
-                2 => Some(Fault::Peer(ErrorKind::ConnectionReset)),
+                _ if !alive => Some(FetchFault::Timeout(FetchStage::Connect)),
+                _ if !has(fetch.peer, &label) => Some(FetchFault::Absent),
+                0 => Some(FetchFault::Corrupt),
+                1 => Some(FetchFault::Short),
+                2 => Some(FetchFault::Peer(ErrorKind::ConnectionReset)),
                 _ => None,
             };
             let takes = if ctx.rng.one_in(50) { 60_000 } else { ctx.rng.within(10, 2_000) };
             let (ticket, peer, due) = (fetch.ticket, fetch.peer, ctx.now + takes);
-            let result = fault.map_or(Ok(Digest::of(&label).0), Err);
+            let result = fault.map_or(Ok(Digest::of_label(&label).0), Err);
             self.coming.push(Coming { ticket, index, peer, label, into, due, result });
         }
     }
@@ -120,7 +120,7 @@ impl Mesh {
             coming.due = coming.due.min(ctx.now + ctx.rng.below(500));
             // A block with all bytes here may still end well.
             if ctx.rng.one_in(2) {
-                coming.result = Err(Fault::Stopped);
+                coming.result = Err(FetchFault::Stopped);
             }
         }
     }
@@ -162,17 +162,17 @@ impl Mesh {
             2..5 => {
                 let mut filter = Filter::with_capacity(2 * labels.len());
                 for label in labels.iter().filter(|_| !ctx.rng.one_in(4)) {
-                    assert!(filter.insert(Digest::of(label)), "there is room for all");
+                    assert!(filter.insert(Digest::of_label(label)), "there is room for all");
                 }
                 Some(Heard::Keeps { peer, filter })
             }
             5 if ctx.rng.one_in(4) => {
-                let flood = (0..FLOOD).map(|number| Change::Added(Digest(mix_bits(number))));
+                let flood = (0..FLOOD).map(|number| DigestChange::Added(Digest(mix_bits(number))));
                 Some(Heard::Changed { peer, changes: flood.collect() })
             }
             5 | 6 => {
                 let some = labels.iter().filter(|_| ctx.rng.one_in(16));
-                let changes = some.map(|label| Change::Added(Digest::of(label))).collect();
+                let changes = some.map(|label| DigestChange::Added(Digest::of_label(label))).collect();
                 Some(Heard::Changed { peer, changes })
             }
             // Many promised blocks never come, and many promises are never withdrawn: no request may wait for
@@ -180,7 +180,7 @@ impl Mesh {
             7 => {
                 let one_in = ctx.rng.within(1, 4);
                 let some = labels.iter().filter(|_| ctx.rng.one_in(one_in));
-                Some(Heard::Promises { peer, promises: some.map(Digest::of).collect() })
+                Some(Heard::Promises { peer, promises: some.map(Digest::of_label).collect() })
             }
             _ if dead || labels.is_empty() => None,
             _ => {
@@ -205,11 +205,11 @@ impl Mesh {
     }
 
     /// Checks announced changes: none repeats the state known to the peers.
-    fn publish(&mut self, changes: &[Change]) {
+    fn publish(&mut self, changes: &[DigestChange]) {
         for change in changes {
             let news = match change {
-                Change::Added(digest) => self.told.insert(*digest),
-                Change::Removed(digest) => self.told.remove(digest),
+                DigestChange::Added(digest) => self.told.insert(*digest),
+                DigestChange::Removed(digest) => self.told.remove(digest),
             };
             assert!(news, "announced twice: {change:?}");
         }
@@ -308,7 +308,7 @@ impl Life {
                 write(&coming.label, form, coming.into, self.pool.region());
             }
             self.ledger.end(&[place(coming.into)]);
-            JobEnd::Peer(Done { ticket: coming.ticket, index: coming.index, result: coming.result })
+            JobEnd::Peer(FetchDone { ticket: coming.ticket, index: coming.index, result: coming.result })
         };
         ended.into_iter().map(end).collect()
     }

@@ -30,17 +30,17 @@ impl End {
         let blocks = pool();
         let bytes: Vec<u8> = (0..BYTES).map(|at| byte(at, seed)).collect();
         assert!(blocks.fill(0, &bytes));
-        let nics: Arc<[Nic]> = open(&[name.to_owned()]).unwrap().into();
+        let nics: Arc<[Nic]> = open_nics(&[name.to_owned()]).unwrap().into();
         nics[0].register(&blocks).unwrap();
         Self { nics, blocks }
     }
 
-    fn queue(&self) -> Queue {
-        Queue::new(&self.nics, 0).unwrap()
+    fn queue(&self) -> ReadQueue {
+        ReadQueue::new(&self.nics, 0).unwrap()
     }
 
     fn key(&self) -> u32 {
-        self.nics[0].key()
+        self.nics[0].remote_key()
     }
 
     fn address(&self, offset: u64) -> u64 {
@@ -74,19 +74,19 @@ fn ends() -> Option<(End, End)> {
 }
 
 /// A queue pair of `one`, reading from one of `other`.
-fn connected(one: &End, other: &End) -> (Queue, Queue) {
+fn connected(one: &End, other: &End) -> (ReadQueue, ReadQueue) {
     let (mut reads, mut lends) = (one.queue(), other.queue());
-    lends.lend(&reads.end()).unwrap();
-    reads.connect(&lends.end()).unwrap();
+    lends.lend(&reads.queue_end()).unwrap();
+    reads.connect_end(&lends.queue_end()).unwrap();
     (reads, lends)
 }
 
 /// Waits for the next completion, as the transport does.
-fn next(queue: &Queue) -> Completion {
+fn next(queue: &ReadQueue) -> Completion {
     let mut completions = Vec::new();
     loop {
         queue.arm().unwrap();
-        queue.reap(&mut completions);
+        queue.reap_completions(&mut completions);
         if let Some(completion) = completions.pop() {
             assert!(completions.is_empty(), "one was awaited");
             return completion;
@@ -98,7 +98,7 @@ fn next(queue: &Queue) -> Completion {
     }
 }
 
-fn status(queue: &Queue) -> u32 {
+fn status(queue: &ReadQueue) -> u32 {
     next(queue).status
 }
 
@@ -110,7 +110,7 @@ fn a_read_brings_the_bytes_and_no_others() {
         [(0, 0, 1), (4095, 7, 4098), (100, 1 << 20, 1 << 20)].into_iter().enumerate()
     {
         let before: Vec<u8> = one.bytes(0, BYTES).to_vec();
-        reads.read(number as u64, into, len, other.key(), other.address(from)).unwrap();
+        reads.begin_read(number as u64, into, len, other.key(), other.address(from)).unwrap();
         let completion = next(&reads);
         assert_eq!((completion.read, completion.status), (number as u64, 0));
         let (into, end) = (into as usize, into as usize + len as usize);
@@ -120,11 +120,11 @@ fn a_read_brings_the_bytes_and_no_others() {
     }
     // The maximum under way, in order.
     for number in 0..READS_MAX as u64 {
-        reads.read(number, number << 10, 1 << 10, other.key(), other.address(number << 11)).unwrap();
+        reads.begin_read(number, number << 10, 1 << 10, other.key(), other.address(number << 11)).unwrap();
     }
     let mut completions = Vec::new();
     while completions.len() < READS_MAX {
-        reads.reap(&mut completions);
+        reads.reap_completions(&mut completions);
         std::thread::yield_now();
     }
     let ended = completions.iter().map(|completion| (completion.read, completion.status));
@@ -136,13 +136,13 @@ fn a_wrong_key_reads_nothing_and_ends_the_queue_pair() {
     let Some((one, other)) = ends() else { return };
     let (mut reads, _lends) = connected(&one, &other);
     let before = one.bytes(0, 4096).to_vec();
-    reads.read(1, 0, 4096, other.key() ^ 0x5500, other.address(0)).unwrap();
+    reads.begin_read(1, 0, 4096, other.key() ^ 0x5500, other.address(0)).unwrap();
     assert_eq!(status(&reads), wc::IBV_WC_REM_ACCESS_ERR);
-    reads.read(2, 0, 4096, other.key(), other.address(0)).unwrap();
+    reads.begin_read(2, 0, 4096, other.key(), other.address(0)).unwrap();
     assert_eq!(status(&reads), wc::IBV_WC_WR_FLUSH_ERR);
     // Beyond the pool's end.
     let (mut reads, _lends) = connected(&one, &other);
-    reads.read(3, 0, 4096, other.key(), other.address(0) + BYTES as u64 - 4095).unwrap();
+    reads.begin_read(3, 0, 4096, other.key(), other.address(0) + BYTES as u64 - 4095).unwrap();
     assert_eq!(status(&reads), wc::IBV_WC_REM_ACCESS_ERR);
     assert!(one.bytes(0, 4096) == before);
 }
@@ -157,10 +157,10 @@ fn what_is_registered_no_more_cannot_be_read() {
     // SAFETY: `blocks` outlives the region; nobody else uses its bytes.
     let region = unsafe { lends.nic().domain.reg_mr(base, BYTES, access) }.unwrap();
     let key = region.rkey();
-    reads.read(1, 0, 4096, key, base as u64).unwrap();
+    reads.begin_read(1, 0, 4096, key, base as u64).unwrap();
     assert_eq!(status(&reads), 0);
     drop(region);
-    reads.read(2, 0, 4096, key, base as u64).unwrap();
+    reads.begin_read(2, 0, 4096, key, base as u64).unwrap();
     assert_eq!(status(&reads), wc::IBV_WC_REM_ACCESS_ERR);
 }
 
@@ -168,16 +168,16 @@ fn what_is_registered_no_more_cannot_be_read() {
 fn a_late_read_fails_once_the_owner_has_dropped_its_queue_pair() {
     let Some((one, other)) = ends() else { return };
     let (mut reads, lends) = connected(&one, &other);
-    reads.read(1, 0, 4096, other.key(), other.address(0)).unwrap();
+    reads.begin_read(1, 0, 4096, other.key(), other.address(0)).unwrap();
     assert_eq!(status(&reads), 0);
     // The lease ends. From now on the slot holds another content, which another peer may read.
     drop(lends);
     assert!(other.blocks.fill(0, &[0xa5; 4096]));
     let (mut others, _lends) = connected(&one, &other);
-    reads.read(2, 8192, 4096, other.key(), other.address(0)).unwrap();
+    reads.begin_read(2, 8192, 4096, other.key(), other.address(0)).unwrap();
     assert_eq!(status(&reads), wc::IBV_WC_RETRY_EXC_ERR);
     assert!(one.bytes(8192, 4096).iter().zip(8192..).all(|(found, at)| *found == byte(at, 1)));
-    others.read(3, 8192, 4096, other.key(), other.address(0)).unwrap();
+    others.begin_read(3, 8192, 4096, other.key(), other.address(0)).unwrap();
     assert_eq!(status(&others), 0);
     assert!(one.bytes(8192, 4096) == [0xa5; 4096]);
 }
@@ -188,7 +188,7 @@ fn a_queue_pair_that_is_dropped_writes_nothing_any_more() {
     for round in 0..20 {
         let (mut reads, _lends) = connected(&one, &other);
         for number in 0..4 {
-            reads.read(number, 0, 1 << 20, other.key(), other.address(number << 10)).unwrap();
+            reads.begin_read(number, 0, 1 << 20, other.key(), other.address(number << 10)).unwrap();
         }
         std::thread::sleep(Duration::from_millis(round));
         drop(reads);
@@ -215,8 +215,8 @@ fn writes_arrive_and_say_so() {
     let mut receive = passive.pair().start_post_recv();
     receive.construct_wr(77);
     receive.post().unwrap();
-    passive.lend(&active.end()).unwrap();
-    active.connect(&passive.end()).unwrap();
+    passive.lend(&active.queue_end()).unwrap();
+    active.connect_end(&passive.queue_end()).unwrap();
 
     let local = one.nics[0].pool.get().unwrap().region.lkey();
     let piece = |offset, length| ibv_sge { addr: one.address(offset), length, lkey: local };

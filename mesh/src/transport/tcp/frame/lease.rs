@@ -1,6 +1,6 @@
 //! Frames of a stream with blocks by RDMA: the ends of its queue pair, and leases of slots to read.
 
-use super::{ASK_BLOCKS_MAX, Frame, LENT, Malformed, QUEUE, Reader, Status, status_of};
+use super::{ASK_BLOCKS_MAX, BlockStatus, Frame, FrameReader, LENT, MalformedFrame, QUEUE, status_of};
 use crate::transport::Refusal;
 
 /// Maximum NICs of a node: two for each GPU of a large host.
@@ -14,7 +14,7 @@ const UNKNOWN: u16 = u16::MAX;
 
 /// This side's end of a queue pair, and the numbers to be equal on both sides.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub struct Queue {
+pub struct QueueOffer {
     /// Queue pairs of each NIC to a peer.
     pub pairs: u16,
     /// Number of the stream.
@@ -48,7 +48,7 @@ pub struct QueueEnd {
 
 /// Identifies an Ask.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub struct Turn {
+pub struct AskId {
     /// The asking side's number of the fetch.
     pub ticket: u64,
     /// Number of the first block in the fetch.
@@ -58,33 +58,33 @@ pub struct Turn {
 /// The answer to an Ask: the places of its blocks, until the lease ends.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Lent {
-    pub turn: Turn,
+    pub turn: AskId,
     /// Milliseconds from now in which the blocks may be read.
     pub lease_ms: u32,
     /// The blocks, in the order asked.
-    pub places: Vec<Place>,
+    pub places: Vec<LentPlace>,
 }
 
 /// The place of a block, or the reason why it cannot be read.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub struct Place {
+pub struct LentPlace {
     /// Its address in the owner's memory.
     pub address: u64,
     pub checksum: u64,
     pub bytes: u32,
-    /// [`Status::Whole`] if the block can be read.
-    pub status: Status,
+    /// [`BlockStatus::Whole`] if the block can be read.
+    pub status: BlockStatus,
 }
 
-// === impl Queue ===
+// === impl QueueOffer ===
 
-impl Queue {
+impl QueueOffer {
     /// The refusal for a peer with other numbers: these numbers of NICs and queue pairs.
     pub fn mismatch(&self) -> Refusal {
         Refusal::Queues { nics: self.nics.len() as u8, pairs: self.pairs as u8 }
     }
 
-    pub(super) fn encode(&self, out: &mut Vec<u8>) -> u16 {
+    pub(super) fn append_body(&self, out: &mut Vec<u8>) -> u16 {
         let end = &self.end;
         for half in [self.pairs, self.number, self.nics.len() as u16, self.nic] {
             out.extend_from_slice(&half.to_le_bytes());
@@ -102,10 +102,10 @@ impl Queue {
     }
 }
 
-// === impl Turn ===
+// === impl AskId ===
 
-impl Turn {
-    pub(super) fn encode(self, word: u32, kind: u16, out: &mut Vec<u8>) -> u16 {
+impl AskId {
+    pub(super) fn append_body(self, word: u32, kind: u16, out: &mut Vec<u8>) -> u16 {
         out.extend_from_slice(&self.ticket.to_le_bytes());
         out.extend_from_slice(&self.first.to_le_bytes());
         out.extend_from_slice(&word.to_le_bytes());
@@ -116,8 +116,8 @@ impl Turn {
 // === impl Lent ===
 
 impl Lent {
-    pub(super) fn encode(&self, out: &mut Vec<u8>) -> u16 {
-        self.turn.encode(self.places.len() as u32, LENT, out);
+    pub(super) fn append_body(&self, out: &mut Vec<u8>) -> u16 {
+        self.turn.append_body(self.places.len() as u32, LENT, out);
         out.extend_from_slice(&self.lease_ms.to_le_bytes());
         out.extend_from_slice(&0u32.to_le_bytes());
         for place in &self.places {
@@ -130,63 +130,64 @@ impl Lent {
     }
 }
 
-// === impl Reader ===
+// === impl FrameReader ===
 
-impl Reader<'_> {
-    pub(super) fn queue(&mut self) -> Result<Queue, Malformed> {
+impl FrameReader<'_> {
+    pub(super) fn queue(&mut self) -> Result<QueueOffer, MalformedFrame> {
         let (pairs, number, count, nic) = (self.u16()?, self.u16()?, self.u16()?, self.u16()?);
-        let (queue_pair, packet, lid, [mtu, reads]) = (self.u32()?, self.u32()?, self.u16()?, self.take()?);
-        let (key, gid) = (self.u32()?, self.take()?);
+        let (queue_pair, packet, lid, [mtu, reads]) =
+            (self.u32()?, self.u32()?, self.u16()?, self.take_bytes()?);
+        let (key, gid) = (self.u32()?, self.take_bytes()?);
         let end = QueueEnd { number: queue_pair, packet, lid, mtu, reads, gid };
         let wide = (queue_pair | packet) >> 24 != 0;
         if wide || !(1..=5).contains(&mtu) || reads == 0 {
-            return Err(Malformed::Bytes("an invalid queue pair"));
+            return Err(MalformedFrame::Bytes("an invalid queue pair"));
         }
         if !(1..=NICS_MAX).contains(&count.into()) || nic >= count || !(1..=255).contains(&pairs) {
-            return Err(Malformed::Bytes("invalid NICs"));
+            return Err(MalformedFrame::Bytes("invalid NICs"));
         }
         let node = |node| (node != UNKNOWN).then_some(node);
         let nics = (0..count).map(|_| self.u16().map(node)).collect::<Result<_, _>>()?;
-        Ok(Queue { pairs, number, nics, nic, end, key })
+        Ok(QueueOffer { pairs, number, nics, nic, end, key })
     }
 
-    fn turn(&mut self) -> Result<(Turn, u32), Malformed> {
-        Ok((Turn { ticket: self.u64()?, first: self.u32()? }, self.u32()?))
+    fn read_ask_id(&mut self) -> Result<(AskId, u32), MalformedFrame> {
+        Ok((AskId { ticket: self.u64()?, first: self.u32()? }, self.u32()?))
     }
 
-    pub(super) fn lent(&mut self) -> Result<Lent, Malformed> {
-        let ((turn, count), lease_ms, zero) = (self.turn()?, self.u32()?, self.u32()?);
+    pub(super) fn lent(&mut self) -> Result<Lent, MalformedFrame> {
+        let ((turn, count), lease_ms, zero) = (self.read_ask_id()?, self.u32()?, self.u32()?);
         if zero != 0 || !(1..=LEASE_MS_MAX).contains(&lease_ms) {
-            return Err(Malformed::Bytes("a lease of an invalid length"));
+            return Err(MalformedFrame::Bytes("a lease of an invalid length"));
         }
         if !(1..=ASK_BLOCKS_MAX as u32).contains(&count) {
-            return Err(Malformed::Bytes("a Lent of zero or too many blocks"));
+            return Err(MalformedFrame::Bytes("a Lent of zero or too many blocks"));
         }
-        let places = (0..count).map(|_| self.place()).collect::<Result<_, _>>()?;
+        let places = (0..count).map(|_| self.read_place()).collect::<Result<_, _>>()?;
         Ok(Lent { turn, lease_ms, places })
     }
 
-    fn place(&mut self) -> Result<Place, Malformed> {
+    fn read_place(&mut self) -> Result<LentPlace, MalformedFrame> {
         let (address, checksum) = (self.u64()?, self.u64()?);
         let (bytes, status) = (self.u32()?, status_of(self.u32()?)?);
         let outside = address.checked_add(bytes.into()).is_none();
-        if outside || (status == Status::Whole) != (bytes > 0) {
-            return Err(Malformed::Bytes("a place that contradicts itself"));
+        if outside || (status == BlockStatus::Whole) != (bytes > 0) {
+            return Err(MalformedFrame::Bytes("a place that contradicts itself"));
         }
-        Ok(Place { address, checksum, bytes, status })
+        Ok(LentPlace { address, checksum, bytes, status })
     }
 
-    pub(super) fn read(&mut self) -> Result<Turn, Malformed> {
-        match self.turn()? {
+    pub(super) fn read_read_frame(&mut self) -> Result<AskId, MalformedFrame> {
+        match self.read_ask_id()? {
             (turn, 0) => Ok(turn),
-            _ => Err(Malformed::Bytes("an invalid Read")),
+            _ => Err(MalformedFrame::Bytes("an invalid Read")),
         }
     }
 
-    pub(super) fn stood(&mut self) -> Result<Frame, Malformed> {
-        match self.turn()? {
+    pub(super) fn stood(&mut self) -> Result<Frame, MalformedFrame> {
+        match self.read_ask_id()? {
             (turn, stood @ 0..=1) => Ok(Frame::Stood(turn, stood == 1)),
-            _ => Err(Malformed::Bytes("an invalid Stood")),
+            _ => Err(MalformedFrame::Bytes("an invalid Stood")),
         }
     }
 }

@@ -1,4 +1,4 @@
-use super::lease::{Place, QueueEnd};
+use super::lease::{LentPlace, QueueEnd};
 use super::*;
 
 fn node(name: &str) -> NodeId {
@@ -20,18 +20,20 @@ fn label(number: u8) -> Label {
 
 fn frames() -> Vec<Frame> {
     let long = "n".repeat(NODE_BYTES_MAX);
-    let hello = Hello { node: node("one"), boot: boot(7), wanted_node: node(&long), wanted_boot: None };
-    let block = Block { ticket: 5, index: 2, status: Status::Absent, bytes: 0, checksum: 0 };
+    let hello = HelloFrame { node: node("one"), boot: boot(7), wanted_node: node(&long), wanted_boot: None };
+    let block = Block { ticket: 5, index: 2, status: BlockStatus::Absent, bytes: 0, checksum: 0 };
     let mut frames = vec![
-        Frame::Hello(Hello { wanted_boot: Some(boot(9)), ..hello.clone() }),
+        Frame::Hello(HelloFrame { wanted_boot: Some(boot(9)), ..hello.clone() }),
         Frame::Hello(hello),
         Frame::Welcome(boot(u64::MAX)),
-        Frame::Ask(Ask { ticket: 1, first: 9, labels: vec![label(1)] }),
-        Frame::Ask(Ask { ticket: u64::MAX, first: 0, labels: vec![label(2); ASK_BLOCKS_MAX] }),
+        Frame::Ask(AskFrame { ticket: 1, first: 9, labels: vec![label(1)] }),
+        Frame::Ask(AskFrame { ticket: u64::MAX, first: 0, labels: vec![label(2); ASK_BLOCKS_MAX] }),
         Frame::Block(block),
-        Frame::Block(Block { status: Status::Whole, bytes: 2 << 20, checksum: 77, ..block }),
+        Frame::Block(Block { status: BlockStatus::Whole, bytes: 2 << 20, checksum: 77, ..block }),
     ];
-    frames.extend([Status::Draining, Status::Busy].map(|status| Frame::Block(Block { status, ..block })));
+    frames.extend(
+        [BlockStatus::Draining, BlockStatus::Busy].map(|status| Frame::Block(Block { status, ..block })),
+    );
     frames.extend(REASONS.map(Frame::Refused));
     frames.push(Frame::Refused(Refusal::Queues { nics: 8, pairs: 2 }));
     frames.extend(leased());
@@ -41,14 +43,15 @@ fn frames() -> Vec<Frame> {
 fn leased() -> Vec<Frame> {
     let gid = std::array::from_fn(|byte| byte as u8);
     let end = QueueEnd { number: 9, packet: 0xff_ffff, lid: 7, mtu: 5, reads: 16, gid };
-    let queue = Queue { pairs: 2, number: 3, nics: vec![Some(1), None], nic: 1, end, key: u32::MAX };
-    let turn = Turn { ticket: 8, first: 4 };
-    let place = Place { address: u64::MAX - (2 << 20), checksum: 3, bytes: 2 << 20, status: Status::Whole };
-    let absent = Place { address: 0, checksum: 0, bytes: 0, status: Status::Absent };
+    let queue = QueueOffer { pairs: 2, number: 3, nics: vec![Some(1), None], nic: 1, end, key: u32::MAX };
+    let turn = AskId { ticket: 8, first: 4 };
+    let place =
+        LentPlace { address: u64::MAX - (2 << 20), checksum: 3, bytes: 2 << 20, status: BlockStatus::Whole };
+    let absent = LentPlace { address: 0, checksum: 0, bytes: 0, status: BlockStatus::Absent };
     let lent = |places| Frame::Lent(Lent { turn, lease_ms: 5000, places });
     let nics = vec![Some(0); lease::NICS_MAX];
     vec![
-        Frame::Queue(Queue { nics, ..queue.clone() }),
+        Frame::Queue(QueueOffer { nics, ..queue.clone() }),
         Frame::Queue(queue),
         lent(vec![place, absent]),
         lent(vec![place; ASK_BLOCKS_MAX]),
@@ -61,13 +64,13 @@ fn leased() -> Vec<Frame> {
 
 fn encoded(frame: &Frame) -> Vec<u8> {
     let mut bytes = Vec::new();
-    frame.encode(&mut bytes);
+    frame.append_to(&mut bytes);
     bytes
 }
 
-fn decoded(bytes: &[u8]) -> Result<Frame, Malformed> {
-    let (head, body) = bytes.split_first_chunk().ok_or(Malformed::Bytes("less than a head"))?;
-    Head::parse(head)?.decode(body)
+fn decoded(bytes: &[u8]) -> Result<Frame, MalformedFrame> {
+    let (head, body) = bytes.split_first_chunk().ok_or(MalformedFrame::Bytes("less than a head"))?;
+    Head::parse(head)?.decode_body(body)
 }
 
 #[test]
@@ -97,11 +100,11 @@ fn another_version_is_named_and_its_refusals_are_understood() {
         let mut bytes = encoded(frame);
         bytes[4..6].copy_from_slice(&version.to_le_bytes());
         let (head, body) = bytes.split_at_mut(HEAD_BYTES);
-        let check = check(head.first_chunk().unwrap(), body);
+        let check = compute_check(head.first_chunk().unwrap(), body);
         head[CHECKED_BYTES..].copy_from_slice(&check.to_le_bytes());
         bytes
     };
-    assert_eq!(decoded(&with_version(&Frame::Welcome(boot(1)), 2)), Err(Malformed::Version(2)));
+    assert_eq!(decoded(&with_version(&Frame::Welcome(boot(1)), 2)), Err(MalformedFrame::Version(2)));
     let refused = Frame::Refused(Refusal::Version(2));
     assert_eq!(decoded(&with_version(&refused, 2)), Ok(refused));
 }

@@ -18,7 +18,7 @@ impl Scene {
         let op = self.query(keys.start, keys.clone());
         let mut liars_asked = 0;
         while let Some(fetch) = self.fetches.pop_front() {
-            let result = if fetch.peer == B { Ok(1) } else { Err(Fault::Absent) };
+            let result = if fetch.peer == B { Ok(1) } else { Err(FetchFault::Absent) };
             liars_asked += u64::from(result.is_err());
             self.end_all(&fetch, result);
         }

@@ -47,7 +47,7 @@ impl Scene {
 
     /// Ends the other blocks of the fetch: those before the arrived one well, and those behind it with
     /// `result`.
-    fn end_rest(&mut self, fetch: &Fetch, result: Result<u64, Fault>) {
+    fn end_rest(&mut self, fetch: &Fetch, result: Result<u64, FetchFault>) {
         self.end(fetch, 0..3, Ok(1));
         self.end(fetch, 4..KEYS as usize, result);
     }
@@ -145,7 +145,7 @@ fn a_block_that_fails_refuses_its_load_alone() {
     let (mut scene, fetch, op) = answered();
     let parts = [0..8, 8..KEYS].map(|part| scene.load(1, op, part));
     scene.ask(SchedulerRequest::Release { log: 1 });
-    scene.end(&fetch, 8..9, Err(Fault::Absent));
+    scene.end(&fetch, 8..9, Err(FetchFault::Absent));
     assert_eq!(scene.loads(), (vec![], vec![(parts[1], Status::Absent)]));
     scene.end(&fetch, 9..KEYS as usize, Ok(1));
     scene.end(&fetch, 0..3, Ok(1));
@@ -158,7 +158,7 @@ fn a_block_that_fails_refuses_its_load_alone() {
 #[test]
 fn what_has_failed_before_its_load_is_refused_at_once() {
     let (mut scene, fetch, op) = answered();
-    scene.end(&fetch, 0..1, Err(Fault::Absent));
+    scene.end(&fetch, 0..1, Err(FetchFault::Absent));
     let bad = scene.load(1, op, 0..4);
     assert_eq!(scene.loads().1, [(bad, Status::Absent)]);
     let good = scene.load(1, op, 4..8);
@@ -174,7 +174,7 @@ fn a_parked_load_is_a_wish_and_another_peer_is_asked() {
     scene.join(B, 0..KEYS);
     let part = scene.load(1, op, 0..KEYS);
     scene.ask(SchedulerRequest::Close { log: 1, way: 0 });
-    scene.end(&fetch, 0..3, Err(Fault::Corrupt));
+    scene.end(&fetch, 0..3, Err(FetchFault::Corrupt));
     let again = scene.fetch();
     assert_eq!((again.peer, keys_of(&again)), (B, vec![label(0), label(1), label(2)]));
     scene.end(&fetch, 4..KEYS as usize, Ok(1));
@@ -195,7 +195,7 @@ fn a_parked_load_is_refused_when_its_blocks_are_late() {
     assert_eq!(scene.held_bytes(), BLOCK_BYTES, "of the answer");
     let late = scene.load(1, op, 4..8);
     assert_eq!(scene.loads().1, [(late, Status::Absent)]);
-    scene.end_rest(&fetch, Err(Fault::Stopped));
+    scene.end_rest(&fetch, Err(FetchFault::Stopped));
     scene.tick(8001);
     assert!(scene.is_quiet(), "the answer was not used for the time of a lease");
 }
@@ -212,7 +212,7 @@ fn whoever_goes_leaves_nothing_held() {
         let (mut scene, fetch, op) = answered();
         scene.load(1, op, 0..8);
         leave(&mut scene);
-        scene.end_rest(&fetch, Err(Fault::Stopped));
+        scene.end_rest(&fetch, Err(FetchFault::Stopped));
         if scene.engine.core.base.engines.has_scheduler(SCHEDULER) {
             scene.ask(SchedulerRequest::Close { log: 1, way: 0 });
         }

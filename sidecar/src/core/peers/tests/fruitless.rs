@@ -4,7 +4,7 @@ use super::*;
 
 const PEERS: u32 = 16;
 const KEYS: Range<u32> = 0..4;
-const LATE: Result<u64, Fault> = Err(Fault::Timeout(Stage::Whole));
+const LATE: Result<u64, FetchFault> = Err(FetchFault::Timeout(FetchStage::Whole));
 
 /// Sixteen peers with the same blocks. Every breaker lets each of them pass: none fails twice.
 fn scene() -> Scene {
@@ -21,7 +21,7 @@ impl Scene {
     }
 
     /// A request waits for its whole time; then its fetches end with `result`.
-    fn wait_with(&mut self, log: u32, result: Result<u64, Fault>) {
+    fn wait_with(&mut self, log: u32, result: Result<u64, FetchFault>) {
         let fetches = self.ask_peers(log);
         assert!(!fetches.is_empty(), "the request waits");
         self.engine.now_ms += 2000;
@@ -100,7 +100,7 @@ fn who_refuses_at_once_costs_no_wait() {
     let mut scene = scene();
     for log in 1..=4 {
         let fetches = scene.ask_peers(log);
-        fetches.iter().for_each(|fetch| scene.end_all(fetch, Err(Fault::Refused(Refusal::NotMember))));
+        fetches.iter().for_each(|fetch| scene.end_all(fetch, Err(FetchFault::Refused(Refusal::NotMember))));
         scene.fetches.clear();
     }
     assert_eq!((scene.stats().fruitless_fetches, scene.stats().paused), (0, false));

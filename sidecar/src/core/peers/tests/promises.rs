@@ -254,7 +254,7 @@ fn a_promise_of_a_peer_ends_with_its_word_with_the_peer_or_with_its_breaker() {
                     scene.query(log, 500..501);
                     let fetch = scene.fetch();
                     scene.tick(50);
-                    scene.end_all(&fetch, Err(Fault::Short));
+                    scene.end_all(&fetch, Err(FetchFault::Short));
                 }
             }
         }
@@ -290,7 +290,7 @@ fn blocks_that_a_peer_has_are_asked_for_again_though_their_promise_has_ended() {
     scene.tick(20);
     let fetch = scene.fetch();
     scene.hear_promises(&[]);
-    scene.end_all(&fetch, Err(Fault::Absent));
+    scene.end_all(&fetch, Err(FetchFault::Absent));
     assert_eq!(scene.answer(op), Some((Status::Pending, 0)));
     scene.pass(100);
     let fetch = scene.fetch();
@@ -366,7 +366,10 @@ fn of_several_promisers_nobody_is_believed_for_what_one_of_them_gave() {
     scene.hear_promises(&[3]);
     scene.hear(Heard::Promises { peer: B, promises: vec![digest(3)] });
     let op = scene.await_keys(5, 0..4);
-    scene.hear(Heard::Changed { peer: B, changes: (0..4).map(|key| Change::Added(digest(key))).collect() });
+    scene.hear(Heard::Changed {
+        peer: B,
+        changes: (0..4).map(|key| DigestChange::Added(digest(key))).collect(),
+    });
     scene.tick(20);
     let fetch = scene.fetch();
     scene.end_all(&fetch, Ok(1));

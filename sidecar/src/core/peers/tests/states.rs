@@ -28,7 +28,7 @@ fn the_last_key_is_fetched_alone() {
 fn a_peer_that_does_not_have_it_costs_the_states_in_memory_nothing() {
     let (mut scene, op) = asking();
     let fetch = scene.fetch();
-    scene.end_all(&fetch, Err(Fault::Absent));
+    scene.end_all(&fetch, Err(FetchFault::Absent));
     assert_eq!(scene.answers(), [(op, Status::Ok, 2)]);
     scene.assert_quiet_once_closed();
 }

@@ -152,7 +152,7 @@ fn a_peer_that_has_not_what_it_told_of_is_not_asked_again_and_again() {
         scene.tick(10);
         for fetch in std::mem::take(&mut scene.fetches) {
             asked += 1;
-            scene.end_all(&fetch, Err(Fault::Absent));
+            scene.end_all(&fetch, Err(FetchFault::Absent));
         }
     }
     assert_eq!(scene.answers().last(), Some(&(op, Status::Ok, 0)));

@@ -40,10 +40,10 @@ fn play(scene: &mut Scene, op: u64, every_ms: u64) -> (u64, u32) {
             let blocks = 0..fetch.blocks.len() as u32;
             wanted.extend(blocks.map(|index| (fetch.ticket, index, until + fetch.deadline)));
         }
-        let end = |ticket, index, result| JobEnd::Peer(Done { ticket, index, result });
+        let end = |ticket, index, result| JobEnd::Peer(FetchDone { ticket, index, result });
         let mut ends = Vec::new();
         while let Some((ticket, index, _)) = wanted.pop_front_if(|(_, _, by)| *by <= until) {
-            ends.push(end(ticket, index, Err(Fault::Timeout(Stage::Whole))));
+            ends.push(end(ticket, index, Err(FetchFault::Timeout(FetchStage::Whole))));
         }
         if now_ms % every_ms == 0
             && now_ms > 0

@@ -12,12 +12,12 @@ use tokio::task::JoinHandle;
 
 #[cfg(feature = "etcd")]
 use super::etcd;
-use super::shared::{Seen, Shared};
-use super::{Answer, Config, Members, follow, names, namespaces, serve};
-use crate::Error;
-use crate::digest::{Change, Digest};
+use super::shared::{ControlShared, Seen};
+use super::{ControlConfig, Members, NamespacesAnswer, follow, names, namespaces, serve};
+use crate::MeshError;
+use crate::digest::{Digest, DigestChange};
 use crate::pace::GATHER;
-use crate::sync::{lock, now};
+use crate::sync::{lock_mutex, read_clock};
 
 use crate::transport::PeerNumber;
 
@@ -28,26 +28,26 @@ const TICK: Duration = Duration::from_millis(250);
 const NAMES_MAX: usize = 32;
 
 /// Commands of the caller. Their queue has no limit because its thread never waits.
-pub(super) enum Command {
-    Publish(Vec<Change>),
+pub(super) enum ControlCommand {
+    Publish(Vec<DigestChange>),
     Promise(Vec<Digest>),
     Resync(PeerNumber),
     /// Asks members for their namespaces.
-    Namespaces(oneshot::Sender<Vec<Answer>>),
+    Namespaces(oneshot::Sender<Vec<NamespacesAnswer>>),
     /// A request here waits for a block from a peer.
     Wait,
     Drain,
 }
 
 /// Does everything that can fail. Returns the body of the thread.
-pub(super) fn prepare(
-    config: Config,
+pub(super) fn prepare_loop(
+    config: ControlConfig,
     listener: std::net::TcpListener,
     seen: Seen,
-    orders: UnboundedReceiver<Command>,
-) -> Result<impl FnOnce() + Send + 'static, Error> {
+    orders: UnboundedReceiver<ControlCommand>,
+) -> Result<impl FnOnce() + Send + 'static, MeshError> {
     let credentials = config.security.credentials()?;
-    let unable = |source| Error::Os { doing: "start a runtime", source };
+    let unable = |source| MeshError::Os { doing: "start a runtime", source };
     let mut runtime = tokio::runtime::Builder::new_current_thread();
     let runtime = runtime.enable_all().max_blocking_threads(NAMES_MAX).build().map_err(unable)?;
     let listener = {
@@ -55,37 +55,41 @@ pub(super) fn prepare(
         TcpListener::from_std(listener).map_err(unable)?
     };
     // The shared state starts tasks, and each shares it.
-    let shared = Shared::new(config, credentials, seen, |shared, endpoint, address, anew| {
-        tokio::spawn(follow::follow(shared, endpoint, address, anew)).abort_handle()
+    let shared = ControlShared::new(config, credentials, seen, |shared, endpoint, address, anew| {
+        tokio::spawn(follow::follow_endpoint(shared, endpoint, address, anew)).abort_handle()
     });
     Ok(move || {
-        runtime.block_on(run(shared, listener, orders));
+        runtime.block_on(run_loop(shared, listener, orders));
         // The resolution of a name has a thread of its own; the runtime does not wait for it.
         runtime.shutdown_background();
     })
 }
 
 /// Runs until the caller drains.
-async fn run(shared: Arc<Shared>, listener: TcpListener, mut orders: UnboundedReceiver<Command>) {
-    tokio::spawn(serve::listen(Arc::clone(&shared), listener));
-    tokio::spawn(follow::retry(Arc::clone(&shared)));
+async fn run_loop(
+    shared: Arc<ControlShared>,
+    listener: TcpListener,
+    mut orders: UnboundedReceiver<ControlCommand>,
+) {
+    tokio::spawn(serve::accept_followers(Arc::clone(&shared), listener));
+    tokio::spawn(follow::retry_dials(Arc::clone(&shared)));
     let leaving = Arc::new(Notify::new());
     let registrar: Option<JoinHandle<()>> = match &shared.config.members {
         Members::Static(peers) => {
             let peers: BTreeSet<&String> = peers.iter().collect();
             for peer in peers {
-                tokio::spawn(names::follow(Arc::clone(&shared), peer.clone()));
+                tokio::spawn(names::follow_name(Arc::clone(&shared), peer.clone()));
             }
             None
         }
         #[cfg(feature = "etcd")]
         Members::Etcd(etcd) => {
             let leaving = Arc::clone(&leaving);
-            Some(tokio::spawn(etcd::register(Arc::clone(&shared), etcd.clone(), leaving)))
+            Some(tokio::spawn(etcd::register_node(Arc::clone(&shared), etcd.clone(), leaving)))
         }
     };
     let mut clock = tokio::time::interval(TICK);
-    let gathered = || tokio::time::Instant::from_std(now() + GATHER);
+    let gathered = || tokio::time::Instant::from_std(read_clock() + GATHER);
     let mut seal = None;
     loop {
         let due = async {
@@ -96,24 +100,24 @@ async fn run(shared: Arc<Shared>, listener: TcpListener, mut orders: UnboundedRe
         };
         tokio::select! {
             order = orders.recv() => match order {
-                Some(Command::Publish(changes)) => {
-                    lock(&shared.feed).apply(&changes);
+                Some(ControlCommand::Publish(changes)) => {
+                    lock_mutex(&shared.feed).apply(&changes);
                     seal.get_or_insert_with(gathered);
                 }
-                Some(Command::Promise(promises)) => {
-                    lock(&shared.feed).promise(promises);
+                Some(ControlCommand::Promise(promises)) => {
+                    lock_mutex(&shared.feed).set_promises(promises);
                     seal.get_or_insert_with(gathered);
                 }
-                Some(Command::Resync(number)) => shared.resync(number),
-                Some(Command::Namespaces(reply)) => {
+                Some(ControlCommand::Resync(number)) => shared.resync(number),
+                Some(ControlCommand::Namespaces(reply)) => {
                     tokio::spawn(namespaces::ask_all(Arc::clone(&shared), reply));
                 }
-                Some(Command::Wait) => shared.say_that_one_waits(),
-                Some(Command::Drain) | None => break,
+                Some(ControlCommand::Wait) => shared.say_that_one_waits(),
+                Some(ControlCommand::Drain) | None => break,
             },
             () = due => {
                 seal = None;
-                lock(&shared.feed).seal();
+                lock_mutex(&shared.feed).seal();
                 shared.published.send_replace(());
             }
             _ = clock.tick() => shared.tick(),

@@ -38,13 +38,13 @@ def hashed(made: Any, tokens: list[int], **more: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One seed; the hasher of an engine core is put back behind the test."""
+    """Sets one seed, and puts the engine core's hasher back after the test."""
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     monkeypatch.setattr(core, "get_request_block_hasher", core.get_request_block_hasher)
 
 
 def second(parent: bytes, tokens: list[int]) -> bytes:
-    """The digest as PROTOCOL.md has it."""
+    """The digest as defined in PROTOCOL.md."""
     words = b"".join(token.to_bytes(4, "little") for token in tokens)
     return hashlib.sha256(b"PKD1" + len(tokens).to_bytes(4, "little") + parent + words).digest()[:16]
 

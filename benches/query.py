@@ -306,7 +306,7 @@ def pair(binary: Path | None) -> dict[str, float]:
 def main() -> None:
     """Fills, checks, measures."""
     binary = rig.binary(__doc__)
-    # Before there are threads and a large heap to fork.
+    # Measured before there are threads and a large heap to fork.
     round_trip = seqpacket_us()
     with rig.sidecar(DRAM) as sidecar:
         engine = rig.Engine(sidecar.socket, BLOCKS, BLOCK_BYTES)

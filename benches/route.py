@@ -96,7 +96,7 @@ def first_token(url: str, prompt: list[int]) -> float:
 
 
 def main() -> None:
-    """By turns of an engine, and of the router before two."""
+    """Measures by turns an engine, and the router before two."""
     parser = harness.parser(__doc__)
     parser.add_argument("--binary", help="the sidecar's executable")
     options = parser.parse_args()

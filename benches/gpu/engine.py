@@ -46,12 +46,12 @@ class Answer:
 
     @property
     def ttft_ms(self) -> float:
-        """From adding the request to its first token."""
+        """Milliseconds from adding the request to its first token."""
         return (self.first - self.added) * 1e3
 
     @property
     def waited_ms(self) -> float:
-        """From adding the request to its first place in a step."""
+        """Milliseconds from adding the request to its first place in a step."""
         return (self.scheduled - self.added) * 1e3
 
     @property

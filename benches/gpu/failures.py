@@ -152,7 +152,7 @@ def _report_failures() -> Callable[[], None]:
 
 
 def compare(raw: dict[str, Any], _reference: dict[str, Any]) -> dict[str, Any]:
-    """Whether the engine lives, and how its requests ended, over all rounds."""
+    """The end of the engine, if it ended, and the ends of its requests, over all rounds."""
     rounds = raw["rounds"]
     total = {key: sum(each[key] for each in rounds) for key in ("right", "wrong", "unanswered", "hung")}
     ended = next((f"{each['fault']}: {each['ended']}" for each in rounds if each["ended"]), None)

@@ -23,14 +23,14 @@ class IdleConnector(KVConnectorBase_V1, SupportsHMA):
         """Does nothing."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """Nothing is kept."""
+        """No hits."""
         return 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Does nothing."""
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """Nothing to tell the worker."""
+        """No work for the worker."""
         return KVConnectorMetadata()
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:

@@ -217,7 +217,7 @@ def huge_pages(gib: int) -> Iterator[Path]:
             HUGE_PAGES.write_text(str(int(before) + wanted))
             if int(HUGE_PAGES.read_text()) < int(before) + wanted:
                 raise OSError(f"{HUGE_PAGES}: {HUGE_PAGES.read_text().strip()} pages instead of {int(before) + wanted}")
-            # Without a size such a mount does not tell how much room it has.
+            # A mount without a size does not state its room.
             command = ["mount", "-t", "hugetlbfs", "-o", f"size={wanted * HUGE_PAGE_BYTES}", "none", folder]
             mounted = subprocess.run(command, capture_output=True, text=True, check=False)
             if mounted.returncode != 0:

@@ -81,7 +81,7 @@ def reloads(engine: Engine, prompt: list[int], tokens: int, count: int) -> list[
 
 
 def exact(engine: Engine, sizes: dict[str, int], options: argparse.Namespace) -> dict[str, bool]:
-    """Whether reloaded KV is bit-equal to the device's KV, and whether wrong KV would change answers."""
+    """Checks that reloaded KV is bit-equal to the device's KV, and that wrong KV changes answers."""
     prompt = engine.prompt(sizes["prompt_tokens"], EXACT_SEED)
 
     def ask() -> Answer:

@@ -89,7 +89,7 @@ def _rounded(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _adapted(weight: torch.Tensor, part: float) -> torch.Tensor:
-    """With a matrix of low rank added."""
+    """The weights with a matrix of low rank added."""
     down = torch.randn(ADAPTER_RANK, weight.shape[1], device=weight.device)
     up = torch.randn(weight.shape[0], ADAPTER_RANK, device=weight.device)
     return weight + (part / math.sqrt(ADAPTER_RANK)) * weight.float().square().mean().sqrt() * (up @ down)

@@ -1,6 +1,6 @@
 """Two engines, a sidecar and a router: each is killed and frozen while clients ask the router.
 
-Nobody has computed any of the prompts, so every answer is a hand-over. At the end an engine without a connector gives the right
+No engine has KV of any prompt before, so every answer is a hand-over. At the end an engine without a connector gives the right
 answers. Before the first fault a negative control shows that the test notices wrong KV.
 """
 
@@ -214,7 +214,7 @@ class Campaign:
     def __init__(self, directory: Path, model: Path, seed: int) -> None:
         self._directory, self._model, self._seed = directory, model, seed
         self._chance = random.Random(seed)
-        # Seeds of prompts: each is used once, so nobody has computed any prompt.
+        # Seeds of prompts: each is used once, so no prompt has KV before.
         self._seeds = itertools.count(1_000_000 * seed)
         self._urls = {name: f"http://127.0.0.1:{free_port()}" for name in ("p", "d", "router")}
         self._pool = sidecar.new_pool()

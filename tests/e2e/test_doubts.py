@@ -1,4 +1,4 @@
-"""Wrong blocks of an engine with a transient fault: the next engine finds them, bars nobody, and hits again by itself."""
+"""Wrong blocks of an engine with a transient fault: the next engine finds them, no engine is barred, and hits come back."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def ask(running: engine.Engine) -> tuple[dict[str, Any], int]:
 @pytest.mark.supports("eagle")
 @pytest.mark.parametrize("method", LOCAL)
 def test_a_drafter_s_kv_outlives_the_engine(method: str, tmp_path: Path) -> None:
-    """In float32, so steps of several sizes choose the same tokens."""
+    """The engines use float32, so steps of several sizes choose the same tokens."""
     speculative = drafter.write(tmp_path / "drafter", method)
     shape = model.write(tmp_path / "model", drafter.TARGET)
     with sidecar.serving(tmp_path) as keeper:

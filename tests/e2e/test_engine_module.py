@@ -114,7 +114,7 @@ def test_what_one_engine_promises_another_one_awaits_for_longer(tmp_path: Path) 
 
 
 def test_what_one_engine_saves_another_one_loads(tmp_path: Path) -> None:
-    """Blocks of two shards are loaded by another engine; a second model on the same sidecar has its own under the same
+    """Another engine loads blocks of two shards; a second model on the same sidecar has its own under the same
     tokens."""
     with sidecar.serving(tmp_path) as keeper:
         other = namespace(dtype="another")

@@ -41,7 +41,7 @@ REQUEST_WATCHDOG_S = 60
 PROXY_SEED = 1
 # The longest wait that can be set: another process may take so long to start its prompt.
 MISS_WAIT_MS = 2000
-# B's wait for a prompt that nobody has promised. A takes longer for its requests before.
+# B's wait for a prompt without a promise. A takes longer for its requests before.
 PROMISE_WAIT_MS = 50
 BEFORE = 20
 # After so many waits without effect, requests wait no more.

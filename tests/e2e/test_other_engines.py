@@ -71,7 +71,7 @@ def test_transformers_decodes_what_vllm_prefilled(prefilled: Prefilled) -> None:
 
 @pytest.mark.supports("decoders")
 def test_vllm_decodes_what_transformers_prefilled(prefilled: Prefilled, tmp_path: Path) -> None:
-    """On another sidecar, without blocks of vLLM."""
+    """vLLM asks another sidecar, which has no blocks of vLLM."""
     with sidecar.serving(tmp_path) as keeper:
         alone = decoded(
             "transformers_decode",

@@ -56,7 +56,7 @@ def _received(fault: proxy.Fault) -> tuple[bytes, int]:
 
 @pytest.mark.parametrize("fault", [proxy.delay, proxy.loss, proxy.slow], ids=lambda fault: fault.__name__)
 def test_late_bytes_arrive(fault: proxy.Fault) -> None:
-    """All of them, in order, and not at once."""
+    """The bytes arrive whole, in order, and not at once."""
     received, disturbances = _received(fault)
     assert received == SENT
     assert disturbances > 0

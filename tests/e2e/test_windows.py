@@ -74,7 +74,7 @@ def test_windows_in_larger_blocks(options: engine.Options, tmp_path: Path) -> No
 
 @pytest.mark.supports("adapters", "windows")
 def test_each_adapter_has_kv_of_its_own(options: engine.Options, tmp_path: Path) -> None:
-    """In all groups alike: a restarted engine finds the prompt of each adapter, and the one without any."""
+    """A restarted engine finds the prompt of each adapter in all groups, and the one without any."""
     shape, prompt = model.TINY_WINDOWS, windows.PROMPTS[-1]
     written = [adapter.write(tmp_path / f"adapter-{seed}", seed, shape) for seed in (1, 2)]
     adapters = [{}, *({"lora": adapter.asked(path, number)} for number, path in enumerate(written, 1))]

@@ -43,7 +43,7 @@ def test_llama_cpp_decodes_what_vllm_prefilled(prefilled: Prefilled) -> None:
 
 @pytest.mark.supports("decoders")
 def test_vllm_decodes_what_llama_cpp_prefilled(prefilled: Prefilled, tmp_path: Path) -> None:
-    """On another sidecar, without blocks of vLLM."""
+    """vLLM asks another sidecar, which has no blocks of vLLM."""
     weights = prefilled.options.model
     with sidecar.serving(tmp_path) as keeper:
         alone = decoded("llama_cpp_decode", keeper.socket, prefilled.keeper, weights, prefilled.right, spoils=[], saves=True)

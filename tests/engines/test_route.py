@@ -267,7 +267,8 @@ def test_a_chat_is_that_of_one_server(servers: Servers, stream: bool) -> None:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("path", APIS)
 def test_an_answer_of_every_api_is_that_of_one_server(servers: Servers, path: str, stream: bool) -> None:
-    """In each order. Usage states the cached tokens of the prefill engine: the decode engine has the whole prompt from it."""
+    """Each order gives the answer of one server. Usage states the cached tokens of the prefill engine: the decode engine has
+    the whole prompt from it."""
     for at, (order, url) in enumerate(servers.order_urls.items()):
         seed = 97_000 + 100 * list(APIS).index(path) + 10 * stream + at
         text = "".join(chr(97 + token % 26) for token in prompts.prompt(1000, seed))
@@ -332,7 +333,7 @@ def test_a_client_that_hangs_up_ends_both_engines_requests(servers: Servers, aft
     client.request("POST", "/v1/completions", answer, {"Content-Type": "application/json"})
     wait_for(lambda: servers.busy() > 0, "a request at an engine")
     time.sleep(after_s)
-    # For a moment, neither has it.
+    # For a moment, neither engine has the request.
     wait_for(lambda: servers.busy() > 0, "a request at an engine still")
     client.close()
     started = time.monotonic()

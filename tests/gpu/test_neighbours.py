@@ -355,7 +355,7 @@ class Play:
         self._parts.added_ms.append(max(gaps) - statistics.median(self._gaps))
         found = {"gap_p99_ms": p99(gaps), "gap_max_ms": max(gaps), "p99_moved_ms": moved, "warm_ms": warm_ms}
         if fault == "gate" and self._scale.device >= 0 and not ended:
-            # The flood's rank stays parked as long as its process lives, and no longer.
+            # The flood's rank stays parked, without service, until its process ends.
             self._parked(1)
             flood.kill()
             self._parked(0)

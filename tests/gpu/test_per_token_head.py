@@ -76,7 +76,7 @@ def ask_whole_hit(running: engine.Engine, tokens: list[int]) -> dict[str, Any]:
 
 @pytest.mark.supports("per-token-head")
 class TestPerTokenHead:
-    """In this order: the control's answer may save blocks behind its wrong tokens."""
+    """The tests of one case, in this order: the control's answer may save blocks behind its wrong tokens."""
 
     def test_the_first_request_and_later_ones(self, kept: Kept) -> None:
         """Tokens and logprobs as by the first engine's local hits, bit for bit."""

@@ -71,7 +71,7 @@ def asleep(request: pytest.FixtureRequest, gpu_model: Path, tmp_path_factory: py
 
 @pytest.mark.supports("sleep")
 class TestSleep:
-    """In this order."""
+    """The tests of one mode, in this order."""
 
     def test_the_engine_copies(self, asleep: Asleep) -> None:
         """The sidecar cannot reach the memory."""
@@ -79,7 +79,7 @@ class TestSleep:
         assert "the engine copies its blocks itself" in log and "STAYS OUT" not in log
 
     def test_what_is_kept_hits_after_a_sleep(self, asleep: Asleep) -> None:
-        """After each of two sleeps."""
+        """The prompt hits after each of two sleeps."""
         for _ in range(2):
             asleep.engine.sleep(1)
             asleep.engine.wake_up()

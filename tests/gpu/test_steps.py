@@ -118,7 +118,7 @@ def wrong_blocks(keeper: sidecar.Sidecar, golden: dict[bytes, bytes]) -> tuple[i
 class Right:
     """Answers of an engine without Pillion."""
 
-    # By `repr` of the prompt: computed as a whole, and upon the engine's own cache.
+    # By `repr` of the prompt: the answers computed as a whole, and upon the engine's own cache.
     cold: dict[str, Answer] = dataclasses.field(default_factory=dict)
     hit: dict[str, Answer] = dataclasses.field(default_factory=dict)
 

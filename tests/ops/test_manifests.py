@@ -64,7 +64,7 @@ def misspellings(document: Document) -> list[Document]:
 
 @pytest.mark.parametrize(("path", "version"), BUILT_IN)
 def test_every_field_exists(path: Path, version: str) -> None:
-    """In three releases of Kubernetes; in an operator's kind, its descriptions of pods."""
+    """Three releases of Kubernetes know each field; in an operator's kind, those of its descriptions of pods."""
     for document in of(path):
         for found in [document] if document["apiVersion"] in BUILT_IN_GROUPS else list(pods_of(document)):
             built_in(version)(found)
@@ -83,7 +83,7 @@ def test_a_misspelt_field_fails_in_every_mapping(path: Path) -> None:
 
 @pytest.mark.parametrize("path", MONITORING, ids=lambda path: path.stem)
 def test_monitoring_is_what_the_operator_takes(path: Path) -> None:
-    """By the operator's own schema; a misspelt field fails in every mapping."""
+    """The operator's own schema accepts the files; a misspelt field fails in every mapping."""
     for document in of(path):
         operators(document)
         for changed in misspellings(document):

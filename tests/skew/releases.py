@@ -91,7 +91,7 @@ def save(release: Release, keeper: sidecar.Sidecar, stated: Stated = USUAL) -> N
 
 
 def assert_kept(release: Release, keeper: sidecar.Sidecar, expected: int, stated: Stated = USUAL) -> None:
-    """So many of the blocks are hits of a new engine, with the saved bytes."""
+    """A new engine hits so many of the blocks, with the saved bytes."""
     with connected(release, keeper, stated) as engine:
         log = engine.open(stated.hashes)
         hits: list[int] = []

@@ -86,7 +86,7 @@ def test_at_a_sidecar_of_the_release_before_an_engine_loads_and_saves_nothing(
 
 
 def test_a_pool_file_of_the_other_release_is_adopted(pair: Pair, tmp_path: Path, pool: Path) -> None:
-    """By the next release, and again by the first."""
+    """The next release adopts the blocks, and the first one adopts them again."""
     with serving(tmp_path / "first", pair.first, pool) as keeper:
         save(pair.first, keeper)
     for name, release in (("then", pair.then), ("back", pair.first)):
@@ -96,7 +96,7 @@ def test_a_pool_file_of_the_other_release_is_adopted(pair: Pair, tmp_path: Path,
 
 
 def test_an_ssd_log_of_the_other_release_is_adopted(pair: Pair, tmp_path: Path) -> None:
-    """By the next release, and again by the first; each sidecar has a pool of its own."""
+    """The next release adopts the blocks, and the first one adopts them again; each sidecar has a pool of its own."""
     disk = tmp_path / "disk"
     with over_disk(tmp_path / "first", pair.first, disk) as keeper:
         save(pair.first, keeper)

@@ -72,7 +72,7 @@ class Process:
         return self._process.pid
 
     def ended(self) -> bool:
-        """Whether the process is gone."""
+        """True if the process has ended."""
         return self._process.poll() is not None
 
     def signal(self, number: signal.Signals) -> None:

@@ -26,7 +26,7 @@ def _asked(body: dict[str, Any]) -> tuple[bool, bool]:
 
 
 def test_each_form_is_understood() -> None:
-    """In the page's order: the request to P, to D with P's answer, and to D where both are asked at once."""
+    """The page has three requests in this order: to P, to D with P's answer, and to D where both are asked at once."""
     forms = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", PAGE.read_text(), re.DOTALL)]
     assert [_asked(form) for form in forms] == [(True, False), (False, True), (False, True)]
     answered: Any = SimpleNamespace(status=SimpleNamespace(name="FINISHED_LENGTH_CAPPED"))

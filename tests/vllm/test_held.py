@@ -40,7 +40,7 @@ class Policy(played.Policy):
         return [], released, False
 
     def release_held(self) -> list[int]:
-        """All of them."""
+        """Releases all held blocks."""
         released, self.kept = self.kept, []
         return released
 
@@ -89,7 +89,7 @@ class Prefill:
 
 @pytest.fixture
 def prefill(monkeypatch: pytest.MonkeyPatch) -> Prefill:
-    """With a prefix cache."""
+    """An engine with a prefix cache."""
     return Prefill(monkeypatch)
 
 

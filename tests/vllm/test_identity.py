@@ -52,7 +52,7 @@ class Configuration(dict[str, Any]):
     """A configuration of a model's own code."""
 
     def to_dict(self) -> dict[str, Any]:
-        """All of its values."""
+        """The configuration's values."""
         return dict(self)
 
 
@@ -63,7 +63,7 @@ def fact(**values: Any) -> str:
 
 @pytest.mark.parametrize("key", COUNTS)
 def test_a_key_that_counts_makes_another_fact(key: str) -> None:
-    """At the top, and in the configuration of a part."""
+    """It counts at the top, and in the configuration of a part."""
     assert fact(**{key: COUNTS[key]}) != fact()
     parts = [{"text_config": model.config(model.TINY) | changed} for changed in ({}, {key: COUNTS[key]})]
     assert fact(**parts[0]) != fact(**parts[1])
@@ -71,7 +71,7 @@ def test_a_key_that_counts_makes_another_fact(key: str) -> None:
 
 @pytest.mark.parametrize("key", sorted(identity.IGNORED_KEYS))
 def test_an_ignored_key_makes_none(key: str) -> None:
-    """At the top, and in the configuration of a part; in a quantisation it counts."""
+    """It is ignored at the top, and in the configuration of a part; in a quantisation it counts."""
     for value in (None, 1, "two", [3.0]):
         assert fact(**{key: value}) == fact()
         assert fact(text_config={key: value}) == fact(text_config={})

@@ -104,7 +104,7 @@ def test_prompts_of_one_hash_have_keys_of_their_own() -> None:
 
 @pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor"])
 def test_a_sha256_hash_is_the_key(algorithm: str) -> None:
-    """Nothing is made beside it."""
+    """The hasher makes no second digest."""
     tokens = list(range(10 * BLOCK_TOKENS))
     request = hashed(engine_hasher(algorithm, BLOCK_TOKENS), tokens)
     assert not hasattr(request, hasher.KEYS)

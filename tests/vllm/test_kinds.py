@@ -31,7 +31,7 @@ HITS = sum(hit_tokens(len(prompt)) for prompt in PROMPTS)
 @EACH
 @pytest.mark.supports("windows", "all-windows", "latents")
 def test_a_kept_prefix_is_found_and_every_byte_is_right(stage: Stage, kind: dict[str, Any]) -> None:
-    """With both ways to load; damaged bytes in the pool are noticed."""
+    """Both ways to load find it; damaged bytes in the pool are noticed."""
     right = right_answers(PROMPTS, 40)
     with sidecar.serving(stage.directory) as keeper:
         damage: Act = {"do": "damage_pool", "with": {"path": str(keeper.pool)}}

@@ -136,7 +136,7 @@ def test_weights_that_move_are_the_same_and_those_before_are_not_kept() -> None:
 
 
 def test_weights_are_read_once_in_a_moment() -> None:
-    """Without a moment, they are read each time."""
+    """Calls without a moment read them each time."""
     one = model(1)
     sampler = Sampler(Models([one]))
     first = sampler.take(1)
@@ -172,7 +172,7 @@ LARGE_TENSORS: dict[str, Callable[[], torch.Tensor]] = {
 
 @pytest.mark.parametrize("kind", LARGE_TENSORS)
 def test_a_change_of_every_element_by_one_ulp_is_seen(kind: str) -> None:
-    """In each kind of tensor; without it the sample is the same."""
+    """It is seen in each kind of tensor; without a change the sample is the same."""
     tensor = LARGE_TENSORS[kind]()
     one = holding(tensor)
     before = taken(one)
@@ -339,7 +339,7 @@ def test_weights_that_a_kernel_took_over_are_read_back(linear: Callable[..., tor
 
 
 def test_both_kinds_of_layers_are_seen_in_bfloat16(linear: Callable[..., torch.nn.Module]) -> None:
-    """With weights inside this CPU's kernel and outside it."""
+    """The samples see weights inside this CPU's kernel and outside it."""
     weight = torch.randn(64, 32, dtype=torch.bfloat16)
     before = taken(linear(weight))
     assert taken(linear(weight)) == before

@@ -28,7 +28,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Played:
 
 
 def test_of_which_drafters_vllm_drops_a_block() -> None:
-    """By vLLM's own flag, and in older releases for each drafter with hidden states."""
+    """vLLM's own flag decides, and in older releases every drafter with hidden states counts."""
 
     def drops(**speculative: Any) -> bool:
         config: Any = SimpleNamespace(speculative_config=SimpleNamespace(**speculative))
@@ -46,7 +46,7 @@ def test_of_which_drafters_vllm_drops_a_block() -> None:
     ("status", "tokens"), [("FINISHED_STOPPED", [8, 2]), ("FINISHED_LENGTH_CAPPED", []), ("FINISHED_ABORTED", [])]
 )
 def test_how_an_answer_ended(status: str, tokens: list[int]) -> None:
-    """By vLLM's reason, and by the last two tokens if the model ended its answer."""
+    """The policy gets vLLM's reason, and the last two tokens if the model ended its answer."""
     request: Any = SimpleNamespace(status=RequestStatus[status], output_token_ids=[4, 8, 2])
     assert vllm_compat.answer_end(request) == (int(RequestStatus[status]), tokens)
 
@@ -128,7 +128,7 @@ def test_a_replaced_adapter_is_noticed_by_its_files(engine: Played, tmp_path: An
 
 @pytest.mark.parametrize("step", [False, True], ids=["before the next step", "with a step"])
 def test_after_a_difference_no_block_of_before_is_found_or_kept(engine: Played, step: bool) -> None:
-    """Also blocks of the hit in vLLM's own cache: the next request arrives before the next step."""
+    """Blocks of the hit in vLLM's own cache are dropped, too: the next request arrives before the next step."""
     role, policy = engine
     pool = BlockPool(16, True, BLOCK_TOKENS)
     [block] = pool.get_new_blocks(1)

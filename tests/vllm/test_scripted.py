@@ -179,7 +179,8 @@ def test_failed_load_is_recomputed_and_never_kept(stage: Stage) -> None:
 
 
 def test_loads_that_fail_in_two_steps_running(stage: Stage) -> None:
-    """With a step in flight, the second load has failed before the first failure is told: it is not covered by it."""
+    """With a step in flight, the second load has failed before the first failure is reported, so the report does not cover
+    it."""
     prompts = [prompt_of(65, 55), prompt_of(700, 56)]
     right = right_answers(prompts, 4)
     with sidecar.serving(stage.directory) as keeper:

@@ -38,7 +38,7 @@ FIRST, SECOND = prompt_of(200, 131), prompt_of(230, 132)
 # A pool with room for one of the prompts: blocks of one group belong to another group afterwards.
 FEW_BLOCKS: dict[str, Any] = {"blocks": 28, "max_model_len": 288}
 SHORT = {"pillion.query_timeout_us": 2000}
-# The most engines that tell one router after another the same blocks.
+# The most engines that send events of the same blocks to one router after another.
 TELLERS_MAX = 3
 
 

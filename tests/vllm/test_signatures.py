@@ -145,7 +145,7 @@ def test_wrapped_methods_are_called_as_known(version: str) -> None:
 
 @pytest.mark.parametrize("version", WATCHED)
 def test_the_wrapped_hasher_is_made_as_vllm_makes_it(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By position or by name."""
+    """vLLM passes its arguments by position or by name."""
     core = importlib.import_module("vllm.v1.engine.core")
     monkeypatch.setattr(core, "get_request_block_hasher", core.get_request_block_hasher)
     vllm_compat.wrap_next_block_hasher(lambda vllms, *block: vllms)

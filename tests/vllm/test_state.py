@@ -53,7 +53,7 @@ class Played:
 
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Without metrics of earlier tests, as in a new vLLM."""
+    """A played engine without metrics of earlier tests, as in a new vLLM."""
     unregister_vllm_metrics()
     yield Played(monkeypatch)
     unregister_vllm_metrics()

@@ -1,7 +1,9 @@
-//! The namespaces that this sidecar has seen: what their engines state, and who serves them now.
+//! The namespaces seen by this sidecar: the facts stated by their engines, and the engines that serve them
+//! now.
 //!
-//! A worker is compared with them when it connects, and enters where its namespace is known then; else with its whole engine,
-//! once that is bound. The data thread writes, at connects, bindings, hang-ups and ticks; the control thread reads copies.
+//! A worker is compared with them when it connects. It enters at once if its namespace is known then,
+//! otherwise with its whole engine, once that is bound. The data thread writes at connects, bindings,
+//! hang-ups and ticks; the control thread reads copies.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -17,19 +19,19 @@ use crate::compare::Difference;
 use crate::core::{Barred, Proof, SessionId, Standing, whole};
 use crate::pages::quotas::{Level, Levels};
 
-/// The catalog as its two threads share it.
+/// The catalog as shared by the data thread and the control thread.
 #[derive(Clone, Debug, Default)]
 pub struct Shared(Arc<Mutex<Catalog>>);
 
-/// What is known of namespaces.
+/// Known namespaces, the sessions that serve them, and the standing of their engines.
 #[derive(Debug, Default)]
 pub struct Catalog {
     known: BTreeMap<NamespaceDigest, Known>,
-    /// Worker sessions that are connected: what they serve.
+    /// The namespace of each connected worker session.
     members: BTreeMap<SessionId, NamespaceDigest>,
-    /// Engines connected now that a namespace is closed to.
+    /// Connected engines barred from a namespace.
     barred: Vec<Barred>,
-    /// Those that are served.
+    /// Engines that are served.
     standings: Vec<Standing>,
     facts_bytes: usize,
     connects: u64,
@@ -38,60 +40,61 @@ pub struct Catalog {
 #[derive(Debug)]
 struct Known {
     facts: Arc<Facts>,
-    /// Digest of the facts without the one that the sidecar adds.
+    /// Digest of the facts without `weights_live`, which the sidecar adds.
     stated: NamespaceDigest,
     block_bytes: u64,
     shards: u32,
     /// The engine of each connected worker.
     engines: BTreeMap<SessionId, String>,
-    /// The last connect, counted in connects.
+    /// Number of the last connect, counted over all namespaces.
     seen: u64,
 }
 
-/// What an engine's blocks are.
+/// The facts of an engine's namespace and the size of its blocks.
 #[derive(Clone, Debug)]
 pub struct Blocks {
-    /// All facts of its namespace.
+    /// All facts of the namespace.
     pub facts: Arc<Facts>,
-    /// Bytes of a block, all shards.
+    /// Bytes of a block, over all shards.
     pub block_bytes: u64,
-    /// Distinct parts of it.
+    /// Shards of a block.
     pub shards: u32,
 }
 
 /// A namespace as the control socket shows it.
 #[derive(Debug, Serialize)]
 pub struct Entry {
-    /// What its engines state.
+    /// Facts stated by its engines.
     pub facts: Arc<Facts>,
     pub engines: usize,
-    /// Bytes of a block, all shards.
+    /// Bytes of a block, over all shards.
     pub block_bytes: u64,
-    /// Distinct parts of it.
+    /// Shards of a block.
     #[serde(skip)]
     pub shards: u32,
-    /// Its engines that are served, and why what they save is kept: null where it is not.
+    /// Its served engines, each with the reason why its saves are kept; null if its saves are not kept.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub proofs: BTreeMap<String, Option<Proof>>,
-    /// Engines of them that it is closed to: what they compute is not what is kept.
+    /// Its connected engines that are barred: their KV differs from the kept KV.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub barred: Vec<Closed>,
-    /// What its blocks may take.
+    /// Its quota, and the bytes in use.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub quota: Option<Level>,
 }
 
-/// An engine that a namespace is closed to. The rest is what its own check found; it is absent where others' did.
+/// An engine barred from a namespace. The other fields come from this engine's own check; they are absent if
+/// it was barred by the checks of others.
 #[derive(Debug, Serialize)]
 pub struct Closed {
     pub engine: String,
-    /// How far its KV is from what is kept.
+    /// Difference between its KV and the kept KV.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub difference: Option<f64>,
-    /// How far it may be.
+    /// Largest difference allowed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub limit: Option<f64>,
-    /// The layer that differs most.
+    /// Number of the layer with the largest difference.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub layer: Option<u32>,
 }
@@ -99,7 +102,7 @@ pub struct Closed {
 // === impl Shared ===
 
 impl Shared {
-    /// The catalog, for a moment: neither thread does anything slow with it.
+    /// Locks the catalog. Each thread holds the lock only for short work in memory.
     pub fn lock(&self) -> MutexGuard<'_, Catalog> {
         // Nothing under this lock can panic half-way.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
@@ -109,8 +112,10 @@ impl Shared {
 // === impl Catalog ===
 
 impl Catalog {
-    /// Compares a worker that wants to connect with what is known; `blocks` are its own, where they are known. Answers what its
-    /// user should be told; an error refuses it.
+    /// Compares a connecting worker with the known namespaces; `blocks` are the worker's blocks, if they are
+    /// known already. Returns a hint for the engine's user, if there is one. An error refuses the worker:
+    /// other engines with the same facts have blocks of another size, or the worker expects another
+    /// namespace.
     pub fn examine(
         &self,
         engine: &str,
@@ -137,14 +142,15 @@ impl Catalog {
         }
     }
 
-    /// What the user of an engine should be told that enters the namespace of these facts.
+    /// A hint for the user of an engine that enters the namespace of these facts: the nearest other
+    /// namespace, if no session of the engine serves this one.
     pub fn note(&self, engine: &str, facts: &Facts) -> Option<String> {
         let digest = namespace::digest(facts);
         let is_first = self.known.get(&digest).is_none_or(|known| !known.serves(engine));
         is_first.then(|| self.near_miss(engine, digest, facts)).flatten()
     }
 
-    /// Why an engine of other facts cannot be what its user says.
+    /// Explains why an engine of these facts is not in the namespace expected by its configuration.
     fn explain_other(&self, expected: &str, facts: &Facts) -> String {
         let known = self.known.iter().find(|(digest, _)| digest.to_string() == *expected);
         let why = match known {
@@ -158,9 +164,10 @@ impl Catalog {
         )
     }
 
-    /// The namespace of the same model, or of one with the same configuration, that differs least from this one, explained.
-    /// An engine that starts again in a known namespace is compared with connected engines alone: what its user has changed
-    /// meanwhile is over. A cache group is not compared with the engine's other ones, whose blocks are meant to be others.
+    /// Names the nearest other namespace of the same model, weights or configuration, and explains the
+    /// difference. An engine that returns to a known namespace is compared only with namespaces of connected
+    /// engines, because a mistake made meanwhile was corrected. Namespaces of the engine's own other cache
+    /// groups are left out: they differ by design.
     fn near_miss(&self, engine: &str, digest: NamespaceDigest, facts: &Facts) -> Option<String> {
         let is_new = !self.known.contains_key(&digest);
         let same =
@@ -180,8 +187,8 @@ impl Catalog {
         ))
     }
 
-    /// Takes in sessions of an engine's workers, which leave what they served before. Answers whether they are the first of
-    /// their engine in the namespace.
+    /// Adds worker sessions of an engine to their namespace, and removes them from their previous one.
+    /// Returns true if they are the engine's first sessions in the namespace.
     pub fn enter(&mut self, sessions: &[SessionId], engine: &str, blocks: &Blocks) -> bool {
         let Blocks { facts, block_bytes, shards } = blocks;
         let digest = namespace::digest(facts);
@@ -209,7 +216,7 @@ impl Catalog {
         is_first
     }
 
-    /// A session ended; a scheduler's is none of ours.
+    /// Removes a session that ended. Sessions of schedulers are not in the catalog.
     pub fn leave(&mut self, session: SessionId) {
         let Some(digest) = self.members.remove(&session) else { return };
         let known = self.known.get_mut(&digest).expect("served namespaces are not forgotten");
@@ -217,7 +224,7 @@ impl Catalog {
         self.forget();
     }
 
-    /// Engines that a namespace is closed to, and those that are served, as of now.
+    /// Replaces the lists of barred and served engines.
     pub fn show_engines(&mut self, barred: Vec<Barred>, standings: Vec<Standing>) {
         (self.barred, self.standings) = (barred, standings);
     }
@@ -240,7 +247,7 @@ impl Catalog {
         self.known.iter().map(entry).collect()
     }
 
-    /// What the engines of each namespace state.
+    /// The facts and block sizes of each namespace.
     pub fn stated(&self) -> Vec<(NamespaceDigest, Stated)> {
         let stated = |known: &Known| Stated {
             facts: Arc::clone(&known.facts),
@@ -250,8 +257,9 @@ impl Catalog {
         self.known.iter().map(|(digest, known)| (*digest, stated(known))).collect()
     }
 
-    /// Drops the namespaces that were not served for longest, while all take too much room: a connect compares each with its own,
-    /// in some milliseconds. Those of connected engines, bounded by their records, stay.
+    /// Drops the namespaces without engines, the least recently served first, while all facts take more than
+    /// `FACTS_BYTES_MAX`: a connect compares its facts with all of them, which takes some milliseconds.
+    /// Namespaces of connected engines stay; the number of sessions bounds them.
     fn forget(&mut self) {
         while self.facts_bytes > FACTS_BYTES_MAX {
             let idle = self.known.iter().filter(|(_, known)| known.engines.is_empty());
@@ -265,7 +273,7 @@ impl Catalog {
 // === impl Entry ===
 
 impl Entry {
-    /// That of a namespace that peers alone know.
+    /// The entry of a namespace that only peers have.
     pub fn of_peers(stated: &Stated, quota: Option<Level>) -> Self {
         let Stated { facts, block_bytes, shards } = stated;
         let (facts, block_bytes, shards) = (Arc::clone(facts), *block_bytes, *shards);
@@ -307,7 +315,8 @@ impl Known {
 // === impl Blocks ===
 
 impl Blocks {
-    /// Those of a worker that says hello, unless other ranks' weights have a part in its namespace.
+    /// The blocks of a worker from its handshake; `None` if its namespace also depends on the weights of
+    /// other ranks.
     pub fn of(world_size: u32, worker: &WorkerHello) -> Option<Self> {
         let live = worker.live_weights.map(|live| live.0);
         let known = world_size == 1 || live.is_none();
@@ -319,12 +328,13 @@ impl Blocks {
     }
 }
 
-/// Bytes of a worker's block, all shards.
+/// Bytes of a worker's block, over all shards.
 pub fn block_bytes(worker: &WorkerHello) -> u64 {
     worker.block_bytes().expect("checked by the handshake") * u64::from(worker.shards)
 }
 
-/// What two namespaces have in common that differ in nothing but the weights that run.
+/// Digest of the facts without the live weights: two namespaces share it if they differ only in these
+/// weights.
 fn stated(facts: &Facts) -> NamespaceDigest {
     let mut facts = facts.clone();
     facts.remove(WEIGHTS_LIVE);

@@ -1,16 +1,18 @@
-//! Two blocks of one key compared as numbers: what one engine computed and what another one left under the same key.
+//! Compares two blocks of one key as numbers: the block computed by one engine, and the kept block of another
+//! engine.
 //!
-//! Neither batch size nor the order of sums is the same twice, so right KV differs by rounding. Each layer adds its own, so the
-//! difference grows as the square root of the layers before it: measured alike in models of 4, 32 and 80 layers. Wrong weights, a
-//! wrong rotary embedding or a wrong layout differ by more. How much of either was seen stands beside the limits
-//! ([`Number::limit`]). Pure: bytes are read through the caller's eyes.
+//! Batch sizes and the order of sums vary, so correct KV differs by rounding. Each layer adds its own
+//! rounding, and the difference grows as the square root of the number of layers before it; models of 4, 32
+//! and 80 layers agree. Wrong weights, a wrong rotary embedding or a wrong layout differ by more. The
+//! measured differences of both kinds stand beside the limits ([`Number::limit`]). This module has no I/O:
+//! callers pass functions that read the bytes.
 
 use shm_protocol::namespace::Facts;
 use shm_protocol::page_form;
 use tiers::pool::{BlockSum, PART_BYTES};
 
 shm_protocol::named! {
-    /// What the bytes of a layer are.
+    /// The number format of a layer's bytes.
     #[derive(Ord, PartialOrd)]
     pub enum Number {
         Float32 = "float32",
@@ -21,33 +23,35 @@ shm_protocol::named! {
         Float8E4m3 = "float8_e4m3",
         /// The upper half of binary16.
         Float8E5m2 = "float8_e5m2",
-        /// Nothing that can be read as one number each: what differs is the share of bytes that are not equal.
+        /// Not one number for each element. The difference is the share of unequal bytes.
         Byte = "byte",
     }
 }
 
-/// The layers of one rank's part of a block, in their order, each with its bytes and what they are.
+/// The layers of one rank's shard of a block in their order, each with its bytes and number format.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Layers(Vec<(u64, Number)>);
 
-/// How far two blocks differ in the layer that differs most, each measured by its limit.
+/// The difference of two blocks in their worst layer, relative to the limit of each layer.
 #[derive(Copy, Clone, Debug, PartialEq)]
 pub struct Difference {
-    /// The layer, counted from 0 among those that keep KV.
+    /// Number of the layer, from 0, among the layers with KV.
     pub layer: u32,
-    /// What its bytes are.
+    /// The layer's number format.
     pub number: Number,
-    /// Root of the mean square of the differences, relative to that of the kept numbers; of bytes the share that differs.
-    /// Infinite where only one of two numbers is finite.
+    /// Root mean square of the differences, divided by that of the kept numbers; for `Byte` the share of
+    /// unequal bytes. Infinite if two unequal numbers are not both finite.
     pub amount: f64,
 }
 
 // === impl Number ===
 
 impl Number {
-    /// Of a layer with one before it; see [`Difference::limit`]. The table says what `benches/run gpu/limits` saw on an H200 and vLLM's
-    /// CPU build, both runners, eager and compiled, prompts computed whole, in chunks, in batches and token by token, 4 to 80 layers,
-    /// by the same measure: right KV at most, of so many checks; wrong KV at least.
+    /// The largest difference of correct KV in the first layers; [`Difference::limit`] extends it to deeper
+    /// layers. The table has results of `benches/run gpu/limits` on an H200 and vLLM's CPU build: both
+    /// runners, eager and compiled, prompts computed whole, in chunks, in batches and token by token, 4 to 80
+    /// layers, by the same measure. Column `right` has the largest difference of correct KV in all checks,
+    /// the columns after it the smallest difference of wrong KV.
     ///
     /// | numbers | checks | right | wrong: weights rounded to fp8 | noise of 10 % | half the rotary base | other weights |
     /// |---|---|---|---|---|---|---|
@@ -57,8 +61,9 @@ impl Number {
     /// | fp8 (e4m3) | 2,417 | 4.8e-2 | | | | |
     /// | bytes, of int8 and fp8 per token and head | 2,448 | 0.45 | 0.76 | 0.92 | 0.96 | 0.98 |
     ///
-    /// May be missed, in bfloat16: a rotary base 1 % less, and noise or an adapter of 1 % of the weights, 0.8e-2 to 1.0e-2. What is
-    /// empty, and e5m2, was not measured; e5m2 has half as many fractions as e4m3.
+    /// Bfloat16 may miss a rotary base that is 1 % less, and noise or an adapter of 1 % of the weights, with
+    /// differences of 0.8e-2 to 1.0e-2. Empty cells and e5m2 were not measured; e5m2 has half as many
+    /// fractions as e4m3.
     pub fn limit(self) -> f64 {
         match self {
             Self::Float32 => 1e-4,
@@ -78,10 +83,11 @@ impl Number {
         }
     }
 
-    /// What a page of this torch dtype holds in an engine of these facts.
+    /// The format of a page of this torch dtype, in an engine of these facts.
     fn of(dtype: &str, facts: &Facts) -> Self {
         let fact = |name: &str| facts.get(name).map_or("", String::as_str);
-        // vLLM keeps fp8 as uint8. Of the quantisations only one scale for a whole tensor leaves numbers to compare.
+        // vLLM stores fp8 as uint8. A page can be compared as numbers only if it has no scales or one scale
+        // for the whole tensor.
         let scaled = matches!(
             fact("kv_quant"),
             "" | "none" | "0" | "1" | "KVQuantMode.NONE" | "KVQuantMode.FP8_PER_TENSOR"
@@ -110,7 +116,7 @@ impl Number {
         }
     }
 
-    /// Whether every number is finite. Bytes are no numbers, and pass.
+    /// True if every number is finite. Always true for `Byte`.
     fn are_finite(self, bytes: &[u8]) -> bool {
         // The exponent of infinity and NaN has all bits set; e4m3 has no infinity, and one NaN.
         let byte = |mask: u8| bytes.iter().fold(true, |finite, byte| finite & (byte & mask != mask));
@@ -131,7 +137,7 @@ impl Number {
         }
     }
 
-    /// How far one layer's bytes differ from those kept, of the same length.
+    /// The difference of a layer's computed bytes from its kept bytes, of the same length.
     fn difference(self, kept: &[u8], computed: &[u8]) -> f64 {
         if kept == computed {
             return 0.0;
@@ -156,12 +162,12 @@ impl Number {
     }
 }
 
-/// A difference or a limit, as far as that many can say.
+/// A difference or a limit in millionths, capped at `u32::MAX`.
 pub fn millionths(amount: f64) -> u32 {
     (amount * 1e6).round() as u32
 }
 
-/// Zero, subnormal and normal numbers are those of binary32 with another bias of the exponent.
+/// Zero, subnormal and normal numbers are binary32 numbers with another exponent bias.
 fn binary16(bits: u16) -> f32 {
     const BIAS: f32 = f32::from_bits((127 + 112) << 23);
     let magnitude = u32::from(bits & 0x7fff) << 13;
@@ -184,7 +190,8 @@ fn e4m3(bits: u8) -> f32 {
 // === impl Layers ===
 
 impl Layers {
-    /// As an engine's facts state them; where they say nothing that fits `shard_bytes`, one layer of mere bytes.
+    /// The layers stated by an engine's facts; one layer of plain bytes if the facts state no layers of
+    /// `shard_bytes` bytes in all.
     pub fn of(facts: &Facts, shard_bytes: u64) -> Self {
         let stated = facts.get("page_form").and_then(|text| page_form::layers(text)).unwrap_or_default();
         let whole = stated.iter().try_fold(0u64, |bytes, layer| bytes.checked_add(layer.bytes));
@@ -194,13 +201,13 @@ impl Layers {
         Self(stated.iter().map(|layer| (layer.bytes, Number::of(layer.dtype.text(), facts))).collect())
     }
 
-    /// Whether any layer is known as numbers.
+    /// True if any layer has a number format other than bytes.
     pub fn has_numbers(&self) -> bool {
         self.0.iter().any(|(_, number)| *number != Number::Byte)
     }
 
-    /// Whether all numbers of a block of so many shards are finite. `read` reads from so many bytes behind the block's start. The bytes
-    /// are summed in the same pass; without a sum layers of mere bytes are not read.
+    /// True if all numbers of a block of `shards` shards are finite. `read` fills its buffer from an offset
+    /// in the block. The bytes are also added to `sum`; without it, layers of plain bytes are not read.
     pub fn are_finite(
         &self,
         shards: u32,
@@ -228,7 +235,8 @@ impl Layers {
         true
     }
 
-    /// Compares two blocks of so many shards. `kept` and `computed` read from so many bytes behind a block's start.
+    /// Compares two blocks of `shards` shards. `kept` and `computed` fill a buffer from an offset in their
+    /// block.
     pub fn compare(
         &self,
         shards: u32,
@@ -255,7 +263,7 @@ impl Layers {
 // === impl Difference ===
 
 impl Difference {
-    /// How far they may differ: numbers by more, the more layers lie before.
+    /// The largest allowed difference: for numbers it grows with the square root of the layer's number.
     pub fn limit(&self) -> f64 {
         match self.number {
             Number::Byte => Number::Byte.limit(),
@@ -263,17 +271,17 @@ impl Difference {
         }
     }
 
-    /// As a part of what it may be: above 1, these cannot be the same model's numbers.
+    /// The difference divided by its limit. Above 1 the two blocks are of different models.
     pub fn part(&self) -> f64 {
         self.amount / self.limit()
     }
 
-    /// Whether these cannot be the same model's numbers.
+    /// True if the blocks cannot be of the same model.
     pub fn is_too_large(&self) -> bool {
         self.amount.is_nan() || self.part() > 1.0
     }
 
-    /// The one that is further beyond, or nearer to, its limit.
+    /// The difference with the larger part of its limit.
     #[must_use]
     pub fn max(self, other: Self) -> Self {
         if other.part() > self.part() { other } else { self }

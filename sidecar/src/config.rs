@@ -1,4 +1,5 @@
-//! What the user asked for: command line over environment over file over defaults. The only module that reads the environment.
+//! The configuration: command line before environment before file before defaults. Only this module reads the
+//! environment.
 
 #[macro_use]
 mod layers;
@@ -27,19 +28,19 @@ pub use self::values::{IpPort, Level, LogFormat, Size, Time, UseGpu};
 
 /// The default address of the admin pages.
 pub const HTTP_DEFAULT: IpPort = IpPort(SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 9440));
-/// An engine plans loads on leases with half of their life left, and a load that is planned must come: one that is refused after all
-/// may end a worker on a GPU. A thread of a sidecar was seen to wait 3 s for a core, so half is 5 s at least. Above, a lost
-/// engine's blocks stay for too long.
+/// An engine plans loads on leases with half of their life left. A planned load must be accepted: a refused
+/// one may end a worker on a GPU. A sidecar's thread was seen to wait 3 s for a core, so half a lease is 5 s
+/// at least. Longer leases keep the blocks of a lost engine for too long.
 const LEASE_TTL_MS: std::ops::RangeInclusive<u64> = 10_000..=600_000;
 const HANDOVER_TTL_MS: std::ops::RangeInclusive<u64> = 1_000..=600_000;
-/// Two threads copy at the memory bandwidth that a socket has left beside a busy engine.
+/// Two threads copy as fast as the memory bandwidth left beside a busy engine on a socket allows.
 pub const COPY_THREADS_DEFAULT: usize = 2;
-/// More threads than memory channels of the largest machines gain nothing.
+/// More threads than the largest machines have memory channels gain nothing.
 const COPY_THREADS: std::ops::RangeInclusive<usize> = 1..=32;
-/// Bytes of the longest configuration file that is read; ours have a dozen lines.
+/// Largest configuration file, in bytes; usual ones have a dozen lines.
 const FILE_BYTES_MAX: u64 = 64 * 1024;
 
-/// A text of the file is read as the flag's is.
+/// Values of the file have the syntax of the flags.
 macro_rules! texts_of_the_file {
     ($($value:ty),*) => {$(
         impl TryFrom<String> for $value {
@@ -52,7 +53,7 @@ macro_rules! texts_of_the_file {
 }
 texts_of_the_file!(Disk, IpPort, Level, LogFormat, Quota, Size, SsdAdmission, SsdIo, Time, UseGpu);
 
-/// A named enum is read from a name; the error lists all names.
+/// Parses the name of a named enum; the error lists all names.
 macro_rules! choices {
     ($($name:ty: $wrong:literal),* $(,)?) => {$(
         impl std::str::FromStr for $name {
@@ -78,7 +79,7 @@ choices! {
 options! {
     /// Options of `pillion serve`, each as a flag and as a key of the file.
     pub struct Options;
-    /// The same with their defaults.
+    /// The options with their defaults.
     pub struct SettledOptions;
 
     /// UNIX socket for engines [default: /run/pillion/pillion.sock; for a user with XDG_RUNTIME_DIR,
@@ -166,16 +167,16 @@ options! {
     /// left; that half must outlast a wait of the sidecar for a CPU core (3 s were measured). Raise it if loads fail
     /// because their lease has expired.
     #[arg(long, value_name = "TIME")]
-    // A lease outlives the scheduling of a request in a busy engine; blocks under one cannot be evicted.
+    // A lease outlives the scheduling of a request in a busy engine; leased blocks cannot be evicted.
     lease_ttl: Option<Time> = Time::from_millis(30_000),
     /// How long a prompt computed for another engine is kept for the load by that engine
     ///
     /// 1s to 600s, in whole seconds (s) or milliseconds (ms). Raise it if the decode engine loads later. Such prompts
     /// take at most half of the memory; beyond it the oldest is kept like any other block.
     #[arg(long, value_name = "TIME")]
-    // An engine with full memory takes a request on after the end of others.
+    // An engine with full memory starts a request only after the end of others.
     handover_ttl: Option<Time> = Time::from_millis(30_000),
-    /// What is shared with other pods.
+    /// Options of the mesh.
     #[command(flatten)]
     #[serde(default)]
     mesh: MeshOptions,
@@ -201,7 +202,7 @@ options! {
     log_format: Option<LogFormat> = LogFormat::Text,
 }
 
-/// A configuration that is complete and within its limits.
+/// A complete configuration within its limits.
 #[derive(Clone, Debug)]
 pub struct Config {
     pub socket: PathBuf,
@@ -215,7 +216,7 @@ pub struct Config {
     settled: SettledOptions,
 }
 
-/// A configuration that cannot be served; the text names the remedy.
+/// An invalid configuration; the text names the remedy.
 #[derive(Debug, Error)]
 pub enum ConfigError {
     /// The file cannot be read.
@@ -225,13 +226,13 @@ pub enum ConfigError {
     #[error("configuration file {path}: {text}")]
     Malformed {
         path: PathBuf,
-        /// Line, and the names or values that are valid.
+        /// The line, and the valid names or values.
         text: String,
     },
-    /// Nothing says how much memory to use.
+    /// The size of the memory is missing.
     #[error("--dram is missing, the memory for KV blocks: pass --dram SIZE, such as --dram 30GiB")]
     DramMissing,
-    /// A view of nothing.
+    /// A view needs a pool file.
     #[error("--pool-view is given without --pool-path: pass both, two paths of one file, or neither")]
     ViewAlone,
     /// A value is out of range.
@@ -239,7 +240,7 @@ pub enum ConfigError {
     Range {
         option: &'static str,
         value: String,
-        /// What it may be.
+        /// The valid range.
         rule: &'static str,
     },
     /// Options of the mesh that are missing or contradict each other.
@@ -255,12 +256,12 @@ pub enum ConfigError {
     )]
     MemoryLimit {
         dram: Size,
-        /// Memory of the sidecar beside the pool: its own, the mesh's directory and the disks' index.
+        /// Memory beside the pool: the sidecar's own, the mesh's directory and the disks' index.
         beside: Size,
-        /// The pool and that, in whole MiB.
+        /// Pool and memory beside it, in whole MiB.
         needed_mib: u64,
         limit_mib: u64,
-        /// The file that sets it.
+        /// The file with the limit.
         place: String,
     },
 }
@@ -330,7 +331,7 @@ impl std::ops::Deref for Config {
 }
 
 impl Config {
-    /// A warning for a sidecar with a GPU whose container grants it little memory beside the pool.
+    /// A warning for a sidecar with a GPU and little memory beside the pool in its container's limit.
     pub fn too_little_for_a_gpu(&self) -> Option<String> {
         memory::too_little_for_a_gpu(self)
     }

@@ -1,8 +1,9 @@
-//! What an operator asks of a running sidecar: HTTP with JSON over a UNIX socket that is the sidecar's user's alone, and over TCP
-//! for who has the token. docs/configuration.md lists the requests; [`crate::ctl`] makes them.
+//! The operator's requests to a running sidecar: HTTP with JSON over a UNIX socket for the sidecar's user
+//! alone, and over TCP for clients with the token. docs/configuration.md lists the requests; [`crate::ctl`]
+//! makes them.
 //!
-//! A thread of its own serves both. What only the data thread knows it asks through the [`Inbox`], which has a limit, and what
-//! peers know through the mesh; both are waited for for a limited time.
+//! One thread serves both. It gets the data thread's answers through the bounded [`Inbox`], and the peers'
+//! answers through the mesh, and waits for each for a limited time.
 
 pub mod inbox;
 mod namespaces;
@@ -46,45 +47,45 @@ use crate::pages::quotas::Levels;
 
 /// Connections served at once at each address; the rest wait in the kernel's backlog.
 const CONNECTIONS_MAX: usize = 16;
-/// A request line and headers come in one packet; who takes longer is not served.
+/// Limit for the request line and headers, which usually come in one packet.
 const HEADER_TIME_MAX: Duration = Duration::from_secs(5);
 const HEADER_BYTES_MAX: usize = 16 << 10;
-/// The body comes right behind them.
+/// Limit for the body, which follows the headers.
 const BODY_TIME_MAX: Duration = Duration::from_secs(5);
-/// A look-up of as many keys as there may be, twice.
+/// Twice the size of a look-up of the most keys.
 const BODY_BYTES_MAX: usize = 512 << 10;
-/// A connection is kept no longer than this: more than the longest answer takes.
+/// Limit of a connection: more than the longest answer takes.
 const CONNECTION_TIME_MAX: Duration = Duration::from_secs(120);
 
-/// What requests are answered from.
+/// The sources of all answers.
 #[derive(Debug)]
 pub struct Parts {
     pub inbox: Arc<Inbox>,
     pub catalog: catalog::Shared,
-    /// Where peers are asked; `None` without a mesh.
+    /// The mesh, for requests to peers; `None` without a mesh.
     pub mesh: Option<Asker>,
     pub quotas: Levels,
     pub foretold: Foretold,
     pub log: LogLevel,
 }
 
-/// What all connections share.
+/// State shared by all connections.
 #[derive(Debug)]
 struct Handler {
     parts: Parts,
-    /// Becomes readable once the sidecar is asked to end.
+    /// Becomes readable once a client has requested the sidecar's end.
     end: Arc<OwnedFd>,
     refusals: RefusedRequests,
 }
 
-/// Bound, and not served yet.
+/// Bound sockets without a server yet.
 #[derive(Debug)]
 pub struct Sockets {
     unix: Listener,
     tcp: Option<(TcpListener, Token)>,
 }
 
-/// Served until the process ends; the UNIX socket is removed on drop.
+/// Running servers, until the process ends; the UNIX socket is removed on drop.
 #[derive(Debug)]
 pub struct Served {
     _unix: Listener,
@@ -92,23 +93,23 @@ pub struct Served {
     end: Arc<OwnedFd>,
 }
 
-/// Marks the answer behind which the sidecar ends.
+/// Marks an answer: the sidecar ends once it is sent.
 #[derive(Copy, Clone, Debug)]
 struct Last;
 
-/// Who has connected, and what lets it in.
+/// A client, and its permission.
 #[derive(Clone, Debug)]
 enum Caller {
-    /// Why this user may not, if so.
+    /// The reason of the refusal, if the client's user may not use the socket.
     Unix(Result<(), String>),
-    /// The token that it must pass.
+    /// The client must pass this token.
     Tcp(Token),
 }
 
 // === impl Sockets ===
 
 impl Sockets {
-    /// Binds both; nobody is answered before [`Sockets::serve`].
+    /// Binds both sockets. Connections are answered only after [`Sockets::serve`].
     pub fn bind(control: &config::Control) -> Result<Self, StartError> {
         let unix = Listener::bind(&control.socket, Use::Control, None)?;
         let bind = |ControlTcp { listen, token }: &ControlTcp| {
@@ -119,7 +120,7 @@ impl Sockets {
         Ok(Self { unix, tcp: control.tcp.as_ref().map(bind).transpose()? })
     }
 
-    /// Serves them on a thread of their own, and counts in `registry` who is refused.
+    /// Serves both sockets on a new thread, and counts refused requests in `registry`.
     pub fn serve(self, parts: Parts, registry: &Registry) -> Result<Served, StartError> {
         let refusals = RefusedRequests::new(registry)?;
         let end = Arc::new(wait::eventfd().map_err(std::io::Error::from)?);
@@ -154,18 +155,18 @@ impl Sockets {
 // === impl Served ===
 
 impl Served {
-    /// Readable once somebody has asked for the sidecar's end.
+    /// A descriptor, readable once a client has requested the sidecar's end.
     pub fn end(&self) -> BorrowedFd<'_> {
         self.end.as_fd()
     }
 
-    /// The address beside the socket, if there is one.
+    /// The TCP address, if there is one.
     pub fn tcp(&self) -> Option<SocketAddr> {
         self.tcp
     }
 }
 
-/// Serves those whom `accept` gives, at most [`CONNECTIONS_MAX`] at once.
+/// Serves the connections of `accept`, at most [`CONNECTIONS_MAX`] at once.
 async fn serve_all<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
     accept: impl AsyncFn() -> std::io::Result<(S, Caller)>,
     handler: Arc<Handler>,
@@ -177,13 +178,13 @@ async fn serve_all<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
             Ok((stream, caller)) => {
                 tokio::spawn(connection(stream, caller, Arc::clone(&handler), seat));
             }
-            // Out of descriptors: the next attempt must not spin.
+            // The process has no descriptors left: a pause keeps the loop from spinning.
             Err(_) => tokio::time::sleep(Duration::from_millis(100)).await,
         }
     }
 }
 
-/// One connection, until either side has enough of it.
+/// Serves one connection until either side closes it or its time is over.
 async fn connection(
     stream: impl AsyncRead + AsyncWrite + Unpin,
     caller: Caller,
@@ -202,14 +203,14 @@ async fn connection(
         .max_buf_size(HEADER_BYTES_MAX)
         .serve_connection(TokioIo::new(stream), service);
     match tokio::time::timeout(CONNECTION_TIME_MAX, served).await {
-        // A client that goes away early is its own business.
+        // A client may close its connection early.
         Ok(Ok(())) => {}
         Ok(Err(error)) if error.is_timeout() => handler.refusals.count(Cause::Slow),
         Ok(Err(error)) if error.is_parse() => handler.refusals.count(Cause::Malformed),
         Ok(Err(_)) => {}
         Err(_) => handler.refusals.count(Cause::Slow),
     }
-    // Whoever asked for the end has the answer by now, or is gone.
+    // The client that requested the end has its answer by now, or has closed the connection.
     if last.into_inner() {
         wait::signal(&handler.end);
     }
@@ -219,7 +220,7 @@ async fn connection(
 // === impl Caller ===
 
 impl Caller {
-    /// Whether it may ask at all.
+    /// Refuses a client of another user or with a wrong token.
     fn check(&self, request: &Request<Incoming>) -> Result<(), Refused> {
         match self {
             Self::Unix(permitted) => permitted.clone().map_err(|text| Refused::new(Cause::User, text)),
@@ -274,7 +275,7 @@ impl Handler {
     }
 }
 
-/// An answer as JSON that people can read.
+/// An answer as indented JSON.
 fn page(status: StatusCode, answer: &impl Serialize) -> Response<String> {
     let text = serde_json::to_string_pretty(answer).expect("texts, numbers and lists") + "\n";
     let response = Response::builder().status(status).header(CONTENT_TYPE, "application/json");

@@ -1,8 +1,8 @@
-//! Copies of blocks between engine memory and the pool: by threads for host memory, by a GPU's copy engines for its own,
-//! by the engine itself where its memory cannot be reached.
+//! Copies of blocks between engine memory and the pool: threads copy host memory, the GPU's copy engines GPU
+//! memory, and the engine itself memory out of the sidecar's reach.
 //!
-//! The data thread posts a batch and never waits; its end comes back through [`Copiers::finished`] and an eventfd. The threads
-//! compare blocks of the pool, too.
+//! The data thread posts a batch and never waits; the end of the batch comes back through
+//! [`Copiers::finished`] and an eventfd. The threads also compare blocks of the pool.
 
 mod gpu;
 mod host;
@@ -41,15 +41,15 @@ enum Memory {
 /// A batch of copies of one rank.
 #[derive(Debug)]
 pub struct Batch {
-    /// Its name in the core.
+    /// Its id in the core.
     pub copy: CopyId,
-    /// Whose it is: its scheduler's session. Threads take engines in turn.
+    /// The session of its engine's scheduler. Threads serve engines in turn.
     pub engine: SessionId,
     pub direction: Direction,
     pub pieces: Vec<Piece>,
-    /// Loads: the operation, which a closed gate stops.
+    /// For loads: the operation, stopped by a closed gate.
     pub load_op: u64,
-    /// A step of the engine waits for it.
+    /// True if a step of the engine waits for it.
     pub awaited: bool,
 }
 
@@ -57,23 +57,24 @@ pub struct Batch {
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Finished {
     pub copy: CopyId,
-    /// Whether every block is whole.
+    /// True if every block is whole.
     pub ok: bool,
 }
 
 /// The end of an inspection of a save's blocks.
 type Inspected = ((SessionId, u64), Findings);
 
-/// What became of a session's rank.
+/// An event of a session's rank on a GPU.
 #[derive(Debug)]
 pub enum RankNews {
     /// Its memory was opened, or could not be: the error names the remedy.
     Opened(Result<Rank, String>),
-    /// A copy of it waits for good; nothing more is copied, and what is in flight may end or not. With its engine's name.
+    /// A copy of it is stuck behind a closed gate. Nothing more is copied, and copies in flight may never
+    /// end. With its engine's name.
     Parked(String),
 }
 
-/// All that copies, and what waits for it.
+/// All copiers, and the channels of their results.
 #[derive(Debug)]
 pub struct Copiers {
     host: HostCopiers,
@@ -88,7 +89,7 @@ pub struct Copiers {
     running: usize,
 }
 
-/// Where ends of batches go.
+/// The senders of all results.
 #[derive(Clone, Debug)]
 struct Ends {
     finished: mpsc::Sender<Finished>,
@@ -100,7 +101,7 @@ struct Ends {
 // === impl Rank ===
 
 impl Rank {
-    /// Nothing more is copied; what runs ends within milliseconds.
+    /// Stops further copies; running ones end within milliseconds.
     pub fn stop(&self) {
         match &self.0 {
             Memory::Host(rank) => rank.stop(),
@@ -109,7 +110,8 @@ impl Rank {
         }
     }
 
-    /// STAGED: a block lies in the staging segment, or could not be copied there. The error is the peer's fault.
+    /// Handles STAGED: a block lies in the staging segment, or could not be copied there. An error means the
+    /// engine broke the protocol.
     pub fn staged(&self, tag: u64, slot: u32, ok: bool) -> Result<(), String> {
         match &self.0 {
             Memory::Host(_) | Memory::Gpu(_) => Err("a rank without a staging segment sent STAGED".into()),
@@ -121,32 +123,32 @@ impl Rank {
 // === impl Ends ===
 
 impl Ends {
-    /// Whether anyone still asks.
+    /// Reports the end of a batch. Returns false once the receiver is gone.
     fn report(&self, finished: Finished) -> bool {
         let asked = self.finished.send(finished).is_ok();
         self.wake();
         asked
     }
 
-    /// The same of an inspection.
+    /// Reports the end of an inspection. Returns false once the receiver is gone.
     fn tell(&self, inspected: Inspected) -> bool {
         let asked = self.inspected.send(inspected).is_ok();
         self.wake();
         asked
     }
 
-    /// A rank's memory is open, or cannot be opened.
+    /// Reports the opened memory of a rank, or the reason of the failure.
     fn opened(&self, session: SessionId, rank: Result<Rank, String>) {
         self.tell_of(session, RankNews::Opened(rank));
     }
 
-    /// A copy of a rank waits for good.
+    /// Reports a stuck rank.
     fn parked(&self, session: SessionId, engine: String) {
         self.tell_of(session, RankNews::Parked(engine));
     }
 
     fn tell_of(&self, session: SessionId, news: RankNews) {
-        // Nobody asks at the sidecar's end.
+        // The receiver is gone when the sidecar ends.
         let _ = self.ranks.send((session, news));
         self.wake();
     }
@@ -159,7 +161,8 @@ impl Ends {
 // === impl Copiers ===
 
 impl Copiers {
-    /// Starts `threads` threads that copy between host memory and `pool`. GPUs reach what of it is `pinned`.
+    /// Starts `threads` threads for copies between host memory and `pool`. GPUs reach the `pinned` part of
+    /// the pool.
     pub fn start(
         threads: usize,
         pool: &Arc<Pool>,
@@ -176,12 +179,12 @@ impl Copiers {
         Ok(Self { host, pool, pinned, links, contexts, ends, finished, inspected, ranks, running: 0 })
     }
 
-    /// A rank in host memory, whose fence words lie in `words`.
+    /// A rank in host memory, with its fence words in `words`.
     pub fn host_rank(memory: HostMemory, words: SessionMemory, socket: Arc<OwnedFd>) -> Rank {
         Rank(Memory::Host(Arc::new(HostRank::new(memory, words, socket))))
     }
 
-    /// Begins to open a rank on a GPU; [`Copiers::rank_news`] says how that went. The error names the remedy.
+    /// Starts opening a rank on a GPU; [`Copiers::rank_news`] has the result. The error names the remedy.
     pub fn open_gpu_rank(
         &self,
         (session, engine): (SessionId, &str),
@@ -212,24 +215,24 @@ impl Copiers {
         })
     }
 
-    /// The next news of a rank on a GPU.
+    /// The next event of a rank on a GPU.
     pub fn rank_news(&self) -> Option<(SessionId, RankNews)> {
         self.ranks.try_recv().ok()
     }
 
-    /// Ranks on GPUs whose copies wait for good.
+    /// Number of stuck ranks on GPUs.
     pub fn parked(&self) -> usize {
         self.contexts.parked()
     }
 
-    /// Where a rank is parked, which the driver would wait for: ends the process.
+    /// Kills the process if a rank is stuck: a normal exit would wait in the driver for its copies.
     pub fn end(&self) {
         if self.parked() > 0 {
             gpu::die("copies wait behind a gate that their engine closed");
         }
     }
 
-    /// A rank that copies loads itself, and its blocks into the segment `staging`.
+    /// A rank that performs its own loads, and copies its saves into the segment `staging`.
     pub fn staged_rank(
         &self,
         staging: HostMemory,
@@ -242,7 +245,7 @@ impl Copiers {
         Ok(Rank(Memory::Staged(Arc::new(rank))))
     }
 
-    /// Takes a batch of a rank; if there is no room, answers its end, failed, at once.
+    /// Takes a batch of a rank. If it is refused, or is empty, returns its end at once.
     pub fn post(&mut self, rank: &Rank, batch: Batch) -> Option<Finished> {
         let copy = batch.copy;
         if batch.pieces.is_empty() {
@@ -257,29 +260,29 @@ impl Copiers {
         (!taken).then_some(Finished { copy, ok: false })
     }
 
-    /// The next batch that ended, if one did.
+    /// The next ended batch.
     pub fn finished(&mut self) -> Option<Finished> {
         let finished = self.finished.try_recv().ok()?;
         self.running -= 1;
         Some(finished)
     }
 
-    /// Takes blocks to be compared or searched.
+    /// Queues blocks for a comparison or a search.
     pub fn inspect_blocks(&self, inspection: Inspection) {
         self.host.inspect_blocks(inspection);
     }
 
-    /// The next inspection that ended, if one did.
+    /// The next ended inspection.
     pub fn inspected(&self) -> Option<Inspected> {
         self.inspected.try_recv().ok()
     }
 
-    /// Batches that have not been reported as ended.
+    /// Batches not yet reported as ended.
     pub fn running(&self) -> usize {
         self.running
     }
 
-    /// Becomes readable at every end of a batch or an inspection; watched by edge, never read.
+    /// A descriptor, readable at every end of a batch or an inspection; edge-triggered, never read.
     pub fn wake(&self) -> BorrowedFd<'_> {
         self.ends.wake.as_fd()
     }

@@ -1,4 +1,4 @@
-//! Why a sidecar does not start, or does not end as it should.
+//! Reasons why a sidecar does not start or does not end cleanly.
 
 use std::net::SocketAddr;
 
@@ -17,7 +17,7 @@ pub enum StartError {
     Admin { address: SocketAddr, source: std::io::Error },
     #[error("cannot listen for pillion ctl at {address} ({source}): pass another --control-listen IP:PORT")]
     Control { address: SocketAddr, source: std::io::Error },
-    /// A file that the limit of this process forbids.
+    /// A file is larger than the process's limit of file sizes.
     #[error(
         "{file} takes a file of {needed} bytes, and this process may make files of {limit} bytes at most (RLIMIT_FSIZE): raise \
          that limit, with ulimit -f unlimited in the shell that starts it or LimitFSIZE=infinity in its systemd unit"
@@ -34,7 +34,7 @@ pub enum StartError {
     Os(#[from] std::io::Error),
 }
 
-/// The sidecar was asked to end, and what was in flight is lost with it.
+/// The sidecar was asked to end, and its work in flight is lost.
 #[derive(Debug, Error)]
 pub enum DrainError {
     #[error("the data thread ended with a panic, shown above: report it with the log")]

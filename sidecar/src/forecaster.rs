@@ -1,7 +1,6 @@
-//! The thread that foretells what pools of other sizes would find: it is told of every request that is over, and plays it in
-//! miniature.
+//! A thread forecasts the hits of pools of other sizes: it replays every ended request in scaled-down pools.
 //!
-//! The data thread never waits for it: a request for which there is no room is left out.
+//! The data thread never waits for it: a request is skipped if the queue is full.
 
 use std::sync::mpsc::{self, Receiver, SyncSender};
 use std::thread;
@@ -15,30 +14,30 @@ use crate::core::Ended;
 use crate::error::StartError;
 use crate::pages::metrics::figures::{counter, counters, raise};
 
-/// Requests that wait to be played.
+/// Largest number of queued requests.
 const WAITING_MAX: usize = 256;
-/// The lowest priority that there is.
+/// The lowest priority.
 const NICE: i32 = 19;
 
-/// The data thread's end.
+/// The data thread's handle of the forecaster.
 #[derive(Debug)]
 pub struct Forecaster {
     requests: SyncSender<Ended>,
     foretold: Foretold,
 }
 
-/// What was foretold so far: every copy shows the same.
+/// The counters of the forecast; all clones share them.
 #[derive(Clone, Debug)]
 pub struct Foretold {
     asked: IntCounter,
-    /// In the order of [`ROOMS`].
+    /// A counter for each size, in the order of [`ROOMS`].
     found: Vec<IntCounter>,
 }
 
 // === impl Forecaster ===
 
 impl Forecaster {
-    /// Starts the thread, which ends with this value.
+    /// Starts the thread; it ends when this value is dropped.
     pub fn start(registry: &Registry, config: &dram::Config) -> Result<Self, StartError> {
         let foretold = Foretold::new(registry)?;
         let (config, shown) = (*config, foretold.clone());
@@ -53,9 +52,9 @@ impl Forecaster {
         self.foretold.clone()
     }
 
-    /// A request is over.
+    /// Queues an ended request for the replay.
     pub fn tell(&self, ended: Ended) {
-        // Full, or the thread has failed: nothing rests on what it foretells.
+        // The queue is full or the thread has failed. A skipped request changes only the forecast.
         let _ = self.requests.try_send(ended);
     }
 }
@@ -72,7 +71,7 @@ fn play(requests: &Receiver<Ended>, config: &dram::Config, foretold: &Foretold) 
             let slots = config.pool_bytes / config.segment_bytes * u64::from(by_segment);
             (block_bytes, Forecast::new(slots, SLOTS_MAX))
         });
-        // A miniature has slots of one size.
+        // All slots of a scaled-down pool have one size.
         if *bytes == block_bytes {
             forecast.request(namespace, &keys, asked, ending);
             foretold.show(forecast);
@@ -93,7 +92,7 @@ impl Foretold {
         Ok(Self { asked, found })
     }
 
-    /// Blocks that were asked for, and of these what each of [`ROOMS`] would have found.
+    /// Requested blocks, and the hits in a pool of each size of [`ROOMS`].
     pub fn blocks(&self) -> (u64, impl Iterator<Item = (&'static str, u64)>) {
         let found = ROOMS.into_iter().zip(&self.found).map(|(room, found)| (room, found.get()));
         (self.asked.get(), found)

@@ -1,4 +1,5 @@
-//! Log lines, and where they go: to standard error, down to a level that may change while the sidecar runs, or to standard output.
+//! The log's lines: to standard error, at a level that may change while the sidecar runs, or to standard
+//! output.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -12,7 +13,7 @@ use tracing_subscriber::{Layer, Registry, fmt, reload};
 
 use crate::config::{Level, LogFormat};
 
-/// The least severe messages that are logged, as all who may change it share it. Without [`start`] there is none to change.
+/// The log's level; all clones share it. It is empty until [`start`] is called, and cannot be changed then.
 #[derive(Clone, Debug, Default)]
 pub struct LogLevel(Option<Arc<Mutex<State>>>);
 
@@ -22,14 +23,14 @@ struct State {
     filter: reload::Handle<LevelFilter, Registry>,
 }
 
-/// Logs from now on; once in the life of a process.
+/// Starts the log on standard error. A process calls it once.
 pub fn start(level: Level, format: LogFormat) -> LogLevel {
     let (filter, handle) = reload::Layer::new(filter_of(level));
     tracing_subscriber::registry().with(filter).with(lines(format, std::io::stderr)).init();
     LogLevel(Some(Arc::new(Mutex::new(State { level, filter: handle }))))
 }
 
-/// Runs `work`, and writes its messages to standard output at any level of the log.
+/// Runs `work` and writes its messages of level info and above to standard output, at any level of the log.
 pub fn to_stdout(format: LogFormat, work: impl FnOnce()) {
     let subscriber =
         tracing_subscriber::registry().with(LevelFilter::INFO).with(lines(format, std::io::stdout));
@@ -60,13 +61,13 @@ fn filter_of(level: Level) -> LevelFilter {
 // === impl LogLevel ===
 
 impl LogLevel {
-    /// The level as it is now; `None` where somebody else logs.
+    /// The current level; `None` if [`start`] was not called, as the process has another log.
     pub fn get(&self) -> Option<Level> {
         let state = self.0.as_ref()?.lock().unwrap_or_else(PoisonError::into_inner);
         Some(state.level)
     }
 
-    /// Changes the level; the one before, or `None` where somebody else logs.
+    /// Changes the level and returns the previous one; `None` if the level cannot be changed.
     pub fn set(&self, level: Level) -> Option<Level> {
         let mut state = self.0.as_ref()?.lock().unwrap_or_else(PoisonError::into_inner);
         state.filter.reload(filter_of(level)).ok()?;

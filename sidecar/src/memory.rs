@@ -1,4 +1,4 @@
-//! The pool's memory: reserved, locked for GPUs, and near them.
+//! The pool's memory: reserved, locked for GPUs, and placed near them.
 
 pub mod numa;
 pub mod pinning;

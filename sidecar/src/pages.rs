@@ -1,4 +1,4 @@
-//! Pages and figures for people and monitoring, and the connections of HTTP servers.
+//! Pages and metrics for people and monitoring, and the connections of HTTP servers.
 
 pub mod admin;
 pub mod connections;

@@ -1,4 +1,4 @@
-//! Disks, peers and checksums, as the data thread sees them.
+//! The data thread's interface to disks, peers and checksums.
 
 pub mod checksums;
 pub mod disks;

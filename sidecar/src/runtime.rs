@@ -1,7 +1,7 @@
-//! The data thread: reads every session's ring, asks the core, carries its actions out, and sleeps when there is
-//! nothing to do.
+//! The data thread: reads the rings of all sessions, passes events to the core, carries out its actions, and
+//! sleeps without work.
 //!
-//! The module [`turn`] has the order of its turns.
+//! The module [`turn`] has the order of a turn.
 
 mod actions;
 mod asks;
@@ -46,32 +46,32 @@ use self::asks::Task;
 use self::doorway::Entrant;
 use self::turn::Turn;
 
-/// How often the core is told that time passed, and the most that a heartbeat ages while sessions exist.
+/// Interval of ticks of the core, and the largest age of a heartbeat while sessions exist.
 const TICK: Duration = Duration::from_millis(100);
 
-/// What every peer is told.
+/// The sidecar's part of each welcome.
 #[derive(Debug)]
 pub struct Terms {
     /// Random id of this life.
     pub epoch: u64,
     /// Life of an unused lease.
     pub lease_ttl_ms: u64,
-    /// The pool, opened for reading only.
+    /// The pool, opened read-only.
     pub pool_fd: OwnedFd,
-    /// This process: readable once it and all its files are gone.
+    /// This process: readable once it has ended and all its files are closed.
     pub pidfd: OwnedFd,
 }
 
-/// All that the data thread owns.
+/// The state of the data thread.
 #[derive(Debug)]
 pub struct Runtime {
     core: Core,
     pool: Arc<Pool>,
-    /// What of the pool is in service; `None` once all is.
+    /// Brings the pool into service; `None` once all of it is.
     opener: Option<Opener>,
-    /// Of a pool file.
+    /// Only with a pool file.
     checksums: Option<Checksums>,
-    /// Blocks of earlier lives are verified, or may be still.
+    /// True while blocks of earlier lives may still wait for verification.
     adopting: bool,
     progress: Arc<Progress>,
     terms: Terms,
@@ -86,26 +86,26 @@ pub struct Runtime {
     heartbeat: Heartbeat,
     inbox: Arc<Inbox>,
     asks: Asks,
-    /// What was asked for and is not done.
+    /// The unfinished part of a request.
     task: Option<Task>,
     clock: Clock,
     now: Duration,
     sessions: BTreeMap<SessionId, Session>,
-    /// Peers whose GPU's memory is being opened.
+    /// Clients with GPU memory still being opened.
     opening: BTreeMap<SessionId, Entrant>,
-    /// Engines with a rank that is parked.
+    /// Engines with a stuck rank.
     parked: BTreeSet<String>,
     next_session: SessionId,
-    /// Actions of the core that have not been carried out.
+    /// Actions of the core not yet carried out.
     out: Vec<Action>,
-    /// Sessions to close once the actions at hand are done.
+    /// Sessions to close after the current actions.
     closing: Vec<(SessionId, CloseReason, String)>,
-    /// The pool file was cut.
+    /// The pool file was truncated.
     lost: bool,
-    /// Copies that ended without ever reaching a thread.
+    /// Copies refused by their threads.
     refused: Vec<Finished>,
     events: Vec<Source>,
-    /// Whether the core was given anything since the last `Drained`.
+    /// True if the core got an event since the last `Drained`.
     touched: bool,
     next_tick: Duration,
     last_beat_ms: u64,
@@ -118,7 +118,7 @@ pub struct Runtime {
 // === impl Runtime ===
 
 impl Runtime {
-    /// A data thread's state; [`Runtime::run`] makes it live.
+    /// The state of a data thread; [`Runtime::run`] starts it.
     #[expect(clippy::too_many_arguments, reason = "called once, by the server that builds the parts")]
     pub fn new(
         core: Core,
@@ -174,20 +174,21 @@ impl Runtime {
         }
     }
 
-    /// The same with disks and in a mesh, as the core has parts for them, and with checksums of a pool file's blocks.
+    /// Adds disks and a mesh, if the core has tiers for them, and the checksums of a pool file.
     pub fn with(mut self, disks: Option<Disks>, peers: Option<Peers>, checksums: Option<Checksums>) -> Self {
         (self.disks, self.peers, self.checksums) = (disks, peers, checksums);
         self.show_tiers();
         self
     }
 
-    /// The same that tells of every request that is over.
+    /// Adds the forecaster, which gets every ended request.
     pub fn with_forecaster(mut self, forecaster: Forecaster) -> Self {
         self.forecaster = Some(forecaster);
         self
     }
 
-    /// Serves until asked to end, and then until the copies in flight have ended or their grace has; drops `turns` then.
+    /// Serves until asked to end, then until the copies in flight have ended or their grace is over. Drops
+    /// `turns` then.
     pub fn run(mut self, turns: Sender<Infallible>) {
         rest::sharpen_timers();
         let mut turn = Turn::default();
@@ -205,7 +206,8 @@ impl Runtime {
     }
 
     fn publish(&self) {
-        // Before the blocks that were saved: who has seen those sees whether they have their checksums.
+        // Before the saved blocks: a reader that sees a saved block also sees the number of missing
+        // checksums.
         if let Some(checksums) = &self.checksums {
             self.metrics.publish_unsummed(checksums.unsummed());
         }
@@ -247,7 +249,7 @@ impl Runtime {
         !busy || self.now >= end_by
     }
 
-    /// One look at everything in shared memory.
+    /// Makes one turn: reads all sources and carries out the results.
     fn turn(&mut self, turn: &mut Turn) {
         self.now = self.clock.now();
         self.heartbeat.beat();
@@ -265,7 +267,8 @@ impl Runtime {
         }
     }
 
-    /// Tells each engine that asks for it what it could find, as far as its ring has room; whether this goes on.
+    /// Announces findable blocks to each subscribed engine while its ring has room. Returns true if more are
+    /// left.
     fn announce(&mut self) -> bool {
         let Self { core, sessions, closing, .. } = self;
         let mut goes_on = false;
@@ -283,7 +286,8 @@ impl Runtime {
         goes_on
     }
 
-    /// Shows every engine that the sidecar lives; a word that changes costs the engine's cores a cache miss.
+    /// Writes the heartbeat to all sessions, once a millisecond at most: a changed word costs the engine's
+    /// cores a cache miss.
     fn beat(&mut self) {
         let now_ms = millis(self.now);
         if now_ms != self.last_beat_ms {
@@ -292,9 +296,9 @@ impl Runtime {
         }
     }
 
-    /// Nothing is found in a pool that has lost bytes, and nothing kept, as at the sidecar's end, and peers see the node leave; what is
-    /// under way fails. The sidecar lives on, and is the next life's to mend: GPUs and NICs may have the lost pages locked until this
-    /// one ends.
+    /// Checks whether the pool has lost bytes. After a loss no block is found or kept, the node leaves the
+    /// mesh, and transfers in flight fail, as at the sidecar's end. The process stays until it is restarted:
+    /// GPUs and NICs may have the lost pages locked until it ends.
     fn look_at_pool(&mut self) {
         if self.lost || self.pool.is_whole() {
             return;
@@ -312,7 +316,7 @@ impl Runtime {
         self.peers.iter().for_each(Peers::drain);
     }
 
-    /// Gives the core one event and carries out what follows.
+    /// Passes one event to the core and carries out its actions.
     fn handle(&mut self, event: Event) {
         self.touched |= turn::touches(&event);
         self.core.respond(self.now, event, &mut self.out);
@@ -327,7 +331,7 @@ impl Runtime {
         self.close_sessions();
     }
 
-    /// Counts how long it took, what is over and carried out.
+    /// Measures the finished operations.
     fn time(&mut self) {
         let mut over = self.core.drain_over().peekable();
         if over.peek().is_some() {
@@ -336,7 +340,7 @@ impl Runtime {
         }
     }
 
-    /// Ends sessions; what the core wants done about it may end further ones.
+    /// Closes sessions. The core's reaction may close further ones.
     fn close_sessions(&mut self) {
         while let Some((id, reason, text)) = self.closing.pop() {
             let Some(session) = self.sessions.remove(&id) else { continue };
@@ -351,7 +355,7 @@ impl Runtime {
             self.metrics.session_closed(reason);
             match reason {
                 CloseReason::HangUp => tracing::info!(session = id, "session ended"),
-                // Its thread has said why.
+                // The rank's thread has logged the reason.
                 CloseReason::Parked => {}
                 CloseReason::Malformed | CloseReason::Rejected => {
                     tracing::warn!(session = id, reason = text, "session closed");

@@ -1,6 +1,6 @@
-"""Blocks of another pod go on to the engine while later ones are still on the wire (docs/decisions/0017-loads-begin-while-later-blocks-are-still-arriving.md).
+"""Blocks of another pod go on to the engine while later ones are still on the wire.
 
-The wire stands still behind the first parts of them, so that what happens then cannot be missed.
+See docs/decisions/0017-loads-begin-while-later-blocks-are-still-arriving.md. The wire stands still behind the first parts of them, so that what happens then cannot be missed.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-//! The catalog, as workers come and go.
+//! Tests of the catalog while workers connect and leave.
 
 use shm_protocol::handshake::{BlockRegion, Digest};
 
 use super::*;
 
-/// Memory of such blocks.
+/// One region for each block of so many bytes.
 fn regions(bytes: u64) -> Vec<BlockRegion> {
     vec![BlockRegion { fd: 0, offset: 0, stride: bytes, bytes }]
 }
@@ -40,7 +40,7 @@ fn a_near_miss_is_told_to_the_first_rank_of_an_engine_and_to_engines_of_the_same
     assert!(note.contains("which is served here"), "{note}");
     assert!(enter(&mut catalog, 2, "b", &seeded));
     let second = WorkerHello { rank: 1, ..seeded };
-    assert_eq!(examine(&catalog, "b", &second), Ok(None), "said to the first rank");
+    assert_eq!(examine(&catalog, "b", &second), Ok(None), "only the first rank gets the hint");
     assert!(!enter(&mut catalog, 3, "b", &second));
     let stranger = worker(&[("model", "other"), ("weights", "v")]);
     assert_eq!(examine(&catalog, "c", &stranger), Ok(None));
@@ -70,7 +70,11 @@ fn the_closest_namespace_is_named_and_a_mistake_that_is_over_is_not() {
     assert!(note.contains(&namespace::digest(&near.facts).to_string()) && note.contains("'cc'"), "{note}");
     enter(&mut catalog, 3, "c", &ours);
     (1..=3).for_each(|session| catalog.leave(session));
-    assert_eq!(examine(&catalog, "c", &ours), Ok(None), "known, and nobody serves the others");
+    assert_eq!(
+        examine(&catalog, "c", &ours),
+        Ok(None),
+        "the namespace is known, and the others have no engines"
+    );
     let fresh = worker(&[("none_hash", "dd")]);
     let note = examine(&catalog, "d", &fresh).unwrap().unwrap();
     assert!(note.contains("which was served here"), "{note}");
@@ -104,7 +108,7 @@ fn blocks_of_another_size_or_of_other_shards_are_refused_with_both_numbers() {
     assert!(reason.contains("pillion.salt"), "{reason}");
     let parted = BlockRegion { fd: 0, offset: 0, stride: 4096, bytes: 2048 };
     let parted = WorkerHello { regions: vec![parted; 2], ..worker(&[]) };
-    assert_eq!(examine(&catalog, "b", &parted), Ok(None), "as many bytes");
+    assert_eq!(examine(&catalog, "b", &parted), Ok(None), "the block has as many bytes");
 }
 
 #[test]
@@ -126,7 +130,7 @@ fn entries_count_engines_and_old_namespaces_make_room() {
         catalog.leave(10 + number);
     }
     let entries = catalog.entries(&Levels::default());
-    assert_eq!(entries.len(), 4, "the served one, and those of the others that have room");
+    assert_eq!(entries.len(), 4, "the namespace with an engine, and three idle ones");
     assert!(entries.iter().any(|entry| entry.1.engines == 1));
     assert!(catalog.facts_bytes <= FACTS_BYTES_MAX);
 }
@@ -147,7 +151,7 @@ fn an_engine_whose_weights_are_known_together_enters_once_it_is_bound() {
     assert!(catalog.enter(&[1, 2], "a", &bound([8; 16])), "its weights changed");
     let engines: Vec<usize> =
         catalog.entries(&Levels::default()).iter().map(|entry| entry.1.engines).collect();
-    assert_eq!(engines.iter().sum::<usize>(), 1, "it left the one that it served before");
+    assert_eq!(engines.iter().sum::<usize>(), 1, "it left its previous namespace");
     let reason = examine(&catalog, "c", &WorkerHello { regions: regions(1024), ..ours }).unwrap_err();
-    assert!(reason.contains("8192 bytes in 2 shards"), "by the facts that it states: {reason}");
+    assert!(reason.contains("8192 bytes in 2 shards"), "compared by its stated facts: {reason}");
 }

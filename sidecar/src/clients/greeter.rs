@@ -1,4 +1,4 @@
-//! Peers that have connected and not said hello yet. None of them can hold up the data thread or each other.
+//! Connected clients before their hello. None of them can delay the data thread or another client.
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
@@ -12,28 +12,28 @@ use crate::clients::listener::{self, Listener};
 use crate::clients::refusals::{Cause, RefusedConnections};
 use crate::system::poller::{Poller, Source};
 
-/// Peers that may be on their way at once: the listener's backlog.
+/// Connections without a hello at one time: the listener's backlog.
 const GREETINGS_MAX: usize = 64;
-/// A peer says hello right after it connected; who takes longer is dropped.
+/// A connection without a hello is dropped after this time; an engine sends its hello right after connecting.
 const HELLO_TIME_MAX: Duration = Duration::from_secs(2);
-/// How long no connection is taken after one could not be.
+/// Pause in accepting after a connection could not be accepted or watched.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// A peer that said hello.
+/// A client after its hello.
 #[derive(Debug)]
 pub struct Caller {
     pub socket: OwnedFd,
-    /// Its process, where that can be watched.
+    /// Its process, if the kernel can name it.
     pub process: Option<OwnedFd>,
-    /// The protocol's version that both sides speak.
+    /// The protocol version common to both sides.
     pub version: u32,
-    /// What it said, checked.
+    /// Its checked hello.
     pub hello: Hello,
-    /// The descriptors it sent.
+    /// The descriptors sent with the hello.
     pub descriptors: Vec<OwnedFd>,
 }
 
-/// The listener and the peers on their way.
+/// The listener, and the connections without a hello.
 #[derive(Debug)]
 pub struct Greeter {
     listener: Option<Listener>,
@@ -48,21 +48,21 @@ struct Greeting {
     socket: OwnedFd,
     process: Option<OwnedFd>,
     deadline: Duration,
-    /// What a stranger is told. Only once its hello was read: to close a socket with unread records is to reset it, and
-    /// the text would be lost.
+    /// Refusal of a client of another user. It is sent only once the hello was read: closing a socket with
+    /// unread records resets it, and the text would be lost.
     stranger: Option<String>,
 }
 
 // === impl Greeter ===
 
 impl Greeter {
-    /// A greeter of the peers that come to `listener`.
+    /// Watches `listener` for connections.
     pub fn new(listener: Listener, poller: &Poller, refusals: RefusedConnections) -> Result<Self, Errno> {
         poller.add(Source::Listener, listener.socket())?;
         Ok(Self { listener: Some(listener), refusals, waiting: BTreeMap::new(), next: 1, paused_until: None })
     }
 
-    /// Takes every waiting connection that there is room for.
+    /// Accepts waiting connections while there is room for more.
     pub fn accept(&mut self, now: Duration, poller: &Poller) {
         let Some(listener) = &self.listener else { return };
         while self.waiting.len() < GREETINGS_MAX {
@@ -76,7 +76,7 @@ impl Greeter {
                     break;
                 }
             };
-            // Who has ended needs nothing.
+            // The process has ended already; its connection is dropped.
             let Ok(process) = listener::process_of(&socket) else { continue };
             let stranger = listener.permits(&socket).err();
             if let Err(error) = poller.add(Source::Greeting(self.next), &socket) {
@@ -93,12 +93,13 @@ impl Greeter {
             self.waiting.insert(self.next, Greeting { socket, process, deadline, stranger });
             self.next += 1;
         }
-        // The listener stays readable: looking away for a while keeps this thread from spinning.
+        // The listener stays readable: without a pause this thread would spin.
         poller.remove(listener.socket());
         self.paused_until = Some(now + PAUSE);
     }
 
-    /// Reads the hello of a peer that became readable.
+    /// Reads the hello of a readable connection. Returns `None` if no whole hello came or the client was
+    /// refused.
     pub fn read(&mut self, id: u64, poller: &Poller) -> Option<Caller> {
         let received = transport::receive(&self.waiting.get(&id)?.socket);
         if received.as_ref().is_err_and(|errno| [Errno::AGAIN, Errno::INTR].contains(errno)) {
@@ -129,7 +130,7 @@ impl Greeter {
         }
     }
 
-    /// Drops the peers that said nothing in time, and listens again after a pause.
+    /// Drops connections without a hello in time, and listens again after a pause.
     pub fn expire(&mut self, now: Duration, poller: &Poller) {
         while let Some(first) = self.waiting.first_entry().filter(|first| first.get().deadline <= now) {
             let Greeting { socket, .. } = first.remove();
@@ -152,7 +153,7 @@ impl Greeter {
         }
     }
 
-    /// When [`Greeter::expire`] has something to do.
+    /// Time at which [`Greeter::expire`] must be called next.
     pub fn next_deadline(&self) -> Option<Duration> {
         let first = self.waiting.values().next().map(|greeting| greeting.deadline);
         first.into_iter().chain(self.paused_until).min()
@@ -163,12 +164,12 @@ impl Greeter {
         self.refusals.refuse(socket, cause, text);
     }
 
-    /// Who turns away, also those that have said hello.
+    /// The refusals, also for clients after their hello.
     pub fn refusals(&self) -> &RefusedConnections {
         &self.refusals
     }
 
-    /// Takes no one any more and removes the socket.
+    /// Drops all connections, stops listening and removes the socket.
     pub fn close(&mut self) {
         self.listener = None;
         self.paused_until = None;

@@ -1,4 +1,4 @@
-//! The sidecar's sockets: where they lie and who may use them.
+//! The sidecar's UNIX sockets: their paths and their permissions.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
@@ -15,39 +15,39 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use shm_protocol::transport;
 use thiserror::Error;
 
-/// A living sidecar accepts at once; a frozen one still has room in its backlog.
+/// A live sidecar accepts at once; a frozen one still has room in its backlog.
 const PROBE_TIME_MAX: Duration = Duration::from_secs(1);
 
 /// The socket cannot be served; the text names the remedy.
 #[derive(Debug, Error)]
 pub enum ListenError {
-    /// A sidecar lives there.
+    /// A live sidecar serves the path.
     #[error("another sidecar serves {0}: stop it, or pass another {option} PATH", option = .1.option())]
     InUse(PathBuf, Use),
-    /// Something else lies there.
+    /// The path holds something other than a socket of this kind.
     #[error("{0} exists and is not a pillion socket: remove it, or pass another {option} PATH", option = .1.option())]
     Foreign(PathBuf, Use),
     #[error("group {0} does not exist: pass a --socket-group that /etc/group lists, or its number")]
     Group(String),
-    /// The folder is another user's.
+    /// The folder belongs to another user.
     #[error("cannot {doing} {path}: {source}; pass another {option} PATH, in a folder that belongs to this user", option = wanted.option())]
     Os { doing: &'static str, path: PathBuf, wanted: Use, source: std::io::Error },
-    /// The group is none of this user's.
+    /// This user is not in the group.
     #[error(
         "cannot give {path} to its group: {source}; pass a --socket-group that this user is in, in Kubernetes runAsGroup"
     )]
     Give { path: PathBuf, source: std::io::Error },
-    /// The path is too long, or its folder another user's.
+    /// The path is too long, or its folder belongs to another user.
     #[error("cannot listen on {path}: {source}; pass another {option} PATH", option = wanted.option())]
     Listen { path: PathBuf, wanted: Use, source: std::io::Error },
 }
 
-/// Who is to connect to a socket.
+/// The clients of a socket.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum Use {
-    /// Processes of engines, by records.
+    /// Engine processes, with records.
     Engines,
-    /// Operators, who speak HTTP.
+    /// Operators, with HTTP.
     Control,
 }
 
@@ -62,7 +62,7 @@ pub struct Listener {
 // === impl Listener ===
 
 impl Listener {
-    /// Binds `path`, in place of a dead sidecar's socket if need be.
+    /// Binds `path`, and replaces the socket of a dead sidecar there.
     pub fn bind(path: &Path, wanted: Use, group: Option<&str>) -> Result<Self, ListenError> {
         let group = group.map(find_group).transpose()?;
         let folder = match path.parent() {
@@ -70,7 +70,7 @@ impl Listener {
             _ => Path::new("."),
         };
         std::fs::create_dir_all(folder).map_err(os("create", folder, wanted))?;
-        // Two sidecars that start at once take turns, so that neither removes the other's fresh socket.
+        // Two sidecars starting at once take turns, and neither removes the other's new socket.
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let lock = rustix::fs::open(folder, flags, Mode::empty()).map_err(os("open", folder, wanted))?;
         rustix::fs::flock(&lock, FlockOperation::LockExclusive).map_err(os("lock", folder, wanted))?;
@@ -91,8 +91,7 @@ impl Listener {
         &self.socket
     }
 
-    /// Whether the process at the other end may use the sidecar: same user, root, or of the group. Otherwise the text
-    /// that it is told.
+    /// Allows a client of the same user, of root or of the group. The error is the text for the client.
     pub fn permits(&self, peer: &OwnedFd) -> Result<(), String> {
         let (uid, gid) = user_of(peer)?;
         if owns(uid) || self.group.as_ref().is_some_and(|group| member(group, uid, gid)) {
@@ -105,7 +104,7 @@ impl Listener {
         ))
     }
 
-    /// The same without a group.
+    /// Allows a client of the same user or of root only.
     pub fn permits_alone(peer: impl AsFd) -> Result<(), String> {
         let ours = Uid::effective();
         match user_of(&peer)? {
@@ -137,7 +136,8 @@ impl Use {
         }
     }
 
-    /// Who the kernel lets connect; who of them may stay is decided by [`Listener::permits`] or [`Listener::permits_alone`].
+    /// The mode of the socket's file. [`Listener::permits`] or [`Listener::permits_alone`] decides on each
+    /// connection then.
     fn mode(self) -> u32 {
         match self {
             Self::Engines => 0o660,
@@ -159,13 +159,14 @@ fn user_of(peer: &impl AsFd) -> Result<(Uid, Gid), String> {
     Ok((Uid::from_raw(peer.uid()), Gid::from_raw(peer.gid())))
 }
 
-/// Whether a user may do whatever this process's may.
+/// True for root and for this process's user.
 fn owns(uid: Uid) -> bool {
     uid.is_root() || uid == Uid::effective()
 }
 
-/// The process that connected. It is watched beside its socket, which a child of it may hold for longer. `None` where it cannot be
-/// named: it is in another PID namespace, and the kernel older than Linux 6.5. SRCH where it has ended.
+/// The client's process, watched besides its socket, because a child process may hold the socket longer.
+/// `None` if it cannot be named: it is in another PID namespace, and the kernel is older than Linux 6.5. SRCH
+/// if it has ended.
 pub fn process_of(peer: &OwnedFd) -> Result<Option<OwnedFd>, Errno> {
     match getsockopt(peer, PeerPidfd) {
         Ok(process) => return Ok(Some(process)),
@@ -181,12 +182,12 @@ pub fn process_of(peer: &OwnedFd) -> Result<Option<OwnedFd>, Errno> {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        // Gone already means someone cleaned up; nothing else can be done at the end.
+        // The file may be gone already; no error is useful at the end.
         let _ = std::fs::remove_file(&self.path);
     }
 }
 
-/// Whether a user belongs to `group`: by its process's group, its own group, or the group's list.
+/// True if a user belongs to `group`: by its process's group, its own group, or the group's list.
 fn member(group: &Group, uid: Uid, gid: Gid) -> bool {
     if gid == group.gid {
         return true;
@@ -206,7 +207,7 @@ fn find_group(name: &str) -> Result<Group, ListenError> {
     Ok(known.unwrap_or(Group { name: name.to_owned(), passwd: Default::default(), gid, mem: Vec::new() }))
 }
 
-/// Removes the socket of a sidecar that is gone; anything else there is an error.
+/// Removes the socket of a dead sidecar; fails at any other file and at a live socket.
 fn remove_stale(path: &Path, wanted: Use) -> Result<(), ListenError> {
     let found = match std::fs::symlink_metadata(path) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
@@ -233,7 +234,7 @@ fn os<E: Into<std::io::Error>>(
     move |source| ListenError::Os { doing, path: path.to_owned(), wanted, source: source.into() }
 }
 
-/// Raises the limit of open descriptors to what the process may have: a rank brings up to 64.
+/// Raises the limit of open descriptors to the process's hard limit: a rank sends up to 64.
 pub fn raise_descriptor_limit() {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let limit = getrlimit(Resource::Nofile);
@@ -265,7 +266,7 @@ mod tests {
             drop(first);
             assert!(!path.exists(), "removed on drop");
             drop(wanted.listen(&path).unwrap());
-            assert!(path.exists(), "what a killed sidecar leaves behind");
+            assert!(path.exists(), "a killed sidecar leaves its socket behind");
             drop(bind(wanted).unwrap());
             std::fs::write(&path, "precious").unwrap();
             assert!(matches!(bind(wanted), Err(ListenError::Foreign(..))));

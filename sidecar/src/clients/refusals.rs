@@ -1,4 +1,4 @@
-//! Connections that are turned away: each is told why, and counted.
+//! Refused connections: each gets the reason, and is counted.
 
 use std::os::fd::OwnedFd;
 
@@ -10,19 +10,20 @@ use shm_protocol::transport;
 use crate::pages::metrics::figures::counters_of;
 
 shm_protocol::named! {
-    /// Why a connection is refused; the label of `pillion_connections_refused_total`.
+    /// Reason of a refused connection; the label of `pillion_connections_refused_total`.
     pub enum Cause {
-        /// It is another user's.
+        /// The client belongs to another user.
         User = "user",
-        /// It said no hello in time.
+        /// No hello arrived in time.
         Silent = "silent",
-        /// What it said is no hello, or breaks a limit.
+        /// The hello is invalid or breaks a limit.
         Malformed = "malformed",
         /// No protocol version is common to both sides.
         Version = "version",
-        /// As many engine processes are connected as there may be.
+        /// The number of connected engine processes is at its limit.
         Full = "full",
-        /// Its blocks are none of the namespace that it claims.
+        /// Its facts make another namespace than the expected one, or its blocks have another size than
+        /// others of the namespace.
         Namespace = "namespace",
         /// It contradicts the other processes of its engine.
         Contradiction = "contradiction",
@@ -33,7 +34,7 @@ shm_protocol::named! {
     }
 }
 
-/// Tells who is turned away, and counts them.
+/// Sends refusals to clients, and counts them.
 #[derive(Clone, Debug)]
 pub struct RefusedConnections(IntCounterVec);
 
@@ -51,7 +52,7 @@ impl From<&HandshakeError> for Cause {
 // === impl RefusedConnections ===
 
 impl RefusedConnections {
-    /// The counters, every one there from the start.
+    /// Registers the counters, each with a zero.
     pub fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
         let help = "Connections of engine processes refused, by reason; each has a log line that names what to change. user: a \
              user without permission; silent: no hello in time; malformed: an invalid hello; version: no common \
@@ -62,16 +63,16 @@ impl RefusedConnections {
         Ok(Self(counters_of(registry, "connections_refused_total", help, "reason", &causes)?))
     }
 
-    /// Counts one that cannot be told.
+    /// Counts a refusal that cannot be sent.
     pub fn count(&self, cause: Cause) {
         self.0.with_label_values(&[cause.name()]).inc();
     }
 
-    /// Tells a process why it is not served.
+    /// Counts a refusal and sends its text to the process.
     pub fn refuse(&self, socket: &OwnedFd, cause: Cause, text: String) {
         self.count(cause);
         let reply = handshake::encode(&Reply::Refused { version: PROTOCOL_VERSION, reason: text });
-        // Who does not take the reply is gone, and is told by its closed socket.
+        // A client that does not take the reply sees its closed socket instead.
         let _ = transport::send(socket, &reply, &[]);
     }
 }

@@ -1,4 +1,4 @@
-//! One connected engine process: its memory, and every value it writes checked before anything follows from it.
+//! The session of one connected engine process. It checks every value written by the engine before use.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -20,32 +20,34 @@ use thiserror::Error;
 use crate::copiers::Rank;
 use crate::core::Request;
 
-/// A peer wrote what no engine of this version writes; its session ends.
+/// A client wrote a value against the protocol; its session ends.
 #[derive(Debug, Error)]
 #[error("{0}")]
 pub struct Violation(String);
 
-/// A session as the data thread holds it.
+/// A session on the data thread.
 #[derive(Debug)]
 pub struct Session {
     memory: SessionMemory,
     submissions: Consumer<RegionRing>,
-    /// A scheduler's. A rank's ring is its copier's, which hands it requests there.
+    /// Ring of a scheduler's session. A rank's completion ring belongs to its copier, for requests to the
+    /// rank.
     completions: Producer<RegionRing>,
-    /// A scheduler's: a rank's session has other things there.
+    /// Ring of a scheduler's session; a rank's session uses this memory otherwise.
     announcements: Producer<RegionRing>,
     /// Messages seen and not read yet.
     unread: u32,
-    /// Block ids that unread messages of this turn may still name.
+    /// Block ids left for the unread messages of this turn.
     block_ids_left: usize,
     rank: Option<Rank>,
     fences: (u64, u64),
-    /// Words or completions were stored since the engine was last woken.
+    /// True if words or completions were stored since the last wake of the engine.
     dirty: bool,
-    /// Its hang-up is the engine's death. A rank's copies share it: an engine that sees the hang-up knows that nothing
-    /// writes into its blocks any more.
+    /// The engine treats its hang-up as the death of the sidecar, and the sidecar as the death of the engine.
+    /// A rank's copies share the socket, so once the engine sees the hang-up, nothing writes into its blocks
+    /// any more.
     pub socket: Arc<OwnedFd>,
-    /// The engine's process: its death, too, whoever holds its socket.
+    /// The engine's process. Its end is the engine's death even if another process holds the socket.
     pub process: Option<OwnedFd>,
     /// Wakes the data thread.
     pub doorbell: OwnedFd,
@@ -62,7 +64,7 @@ impl From<RequestError> for Violation {
 // === impl Session ===
 
 impl Session {
-    /// A session in fresh memory; `rank` for a worker.
+    /// A session in fresh memory; a worker's session has a `rank`.
     pub fn new(memory: SessionMemory, socket: Arc<OwnedFd>, doorbell: OwnedFd, rank: Option<Rank>) -> Self {
         Self {
             submissions: Consumer::new(memory.ring(Ring::Submission)),
@@ -84,24 +86,25 @@ impl Session {
         self.rank.as_ref()
     }
 
-    /// Looks at the submission ring's tail: what [`Session::read`] will read up to.
+    /// Reads the tail of the submission ring, up to which [`Session::read`] reads. Returns the number of
+    /// unread messages.
     pub fn look(&mut self) -> Result<u32, Violation> {
         self.unread = self.submissions.ready().map_err(|error| Violation(error.to_string()))?;
         self.block_ids_left = BLOCK_IDS;
         Ok(self.unread)
     }
 
-    /// Messages that [`Session::look`] saw and [`Session::read`] has not returned yet.
+    /// Messages seen by [`Session::look`] and not yet returned by [`Session::read`].
     pub fn unread(&self) -> u32 {
         self.unread
     }
 
-    /// Whether there is anything to read, or the peer's tail is a wrong one.
+    /// True if the ring has messages, or its tail is invalid.
     pub fn has_news(&mut self) -> bool {
         self.submissions.ready() != Ok(0)
     }
 
-    /// The next message that [`Session::look`] saw.
+    /// The next message seen by [`Session::look`].
     pub fn read(&mut self) -> Result<Option<Request>, Violation> {
         if self.unread == 0 {
             return Ok(None);
@@ -115,7 +118,8 @@ impl Session {
         Ok(Some(request))
     }
 
-    /// Gives what was read back to the engine; after the actions that followed from it, which may write into its chunks.
+    /// Frees the slots of the read messages for the engine. Called after their actions, which may write into
+    /// the engine's chunks.
     pub fn release(&self) {
         self.submissions.release();
     }
@@ -143,7 +147,8 @@ impl Session {
     }
 
     fn read_blocks(&mut self, position: u32, count: u32) -> Result<Vec<u32>, Violation> {
-        // Unacknowledged messages of an honest engine share the circle, so together they name no more than it holds.
+        // Unacknowledged messages of a correct engine share the ring of block ids, so together they name at
+        // most its size.
         let left = self.block_ids_left.checked_sub(count as usize);
         self.block_ids_left = left.ok_or_else(|| {
             Violation(format!(
@@ -166,14 +171,14 @@ impl Session {
         moved.then_some(fences)
     }
 
-    /// Saves below this operation are void.
+    /// The engine voided its saves below this operation.
     pub fn void_below(&self) -> u64 {
-        // SYNC POINT(void): acquire; read after the ring was drained, so that what the engine stored before it launched
-        // an overwriting step is seen.
+        // SYNC POINT(void): acquire; read after the ring was drained, so it includes every store before the
+        // launch of an overwriting step.
         self.memory.region().word64(header::VOID_SAVES_BELOW).load(Ordering::Acquire)
     }
 
-    /// Writes the slots that a query found beside its keys; before the outcome.
+    /// Writes a query's found slots beside its keys. Called before its outcome is stored.
     pub fn write_refs(&mut self, chunks: &[u32], from: u32, refs: &[SlotRef], sources: &[Source]) {
         let sources = sources.iter().copied().chain(std::iter::repeat(Source::Memory));
         let mut found = refs.iter().copied().zip(sources);
@@ -186,13 +191,13 @@ impl Session {
         }
     }
 
-    /// Writes the outcome of an operation.
+    /// Stores the outcome of an operation.
     pub fn store_outcome(&mut self, op: u64, outcome: Outcome) {
         self.memory.store_outcome(op, outcome);
         self.dirty = true;
     }
 
-    /// Pushes the end of a save.
+    /// Queues the end of a save; fails if the ring is full.
     pub fn push_saved(&mut self, saved: &Saved) -> Result<(), Violation> {
         if !self.completions.has_room(0).map_err(|error| Violation(error.to_string()))? {
             return Err(Violation(
@@ -204,7 +209,7 @@ impl Session {
         Ok(())
     }
 
-    /// Makes pushed completions visible and wakes the engine if it waits.
+    /// Publishes queued completions and wakes a waiting engine.
     pub fn flush(&mut self) {
         if self.dirty {
             self.dirty = false;
@@ -213,48 +218,49 @@ impl Session {
         }
     }
 
-    /// How often a scheduler has asked to be told of all blocks, if it has.
+    /// Number of times a scheduler has requested announcements of all blocks; `None` if never.
     pub fn asked_to_announce(&self) -> Option<u64> {
-        // Relaxed: the word stands for nothing but itself.
+        // Relaxed: no other memory depends on this word.
         let asked = || self.memory.region().word64(header::ANNOUNCE).load(Ordering::Relaxed);
         self.rank.is_none().then(asked).filter(|asked| *asked > 0)
     }
 
-    /// How fast a scheduler's engine computes prompts, if it says so.
+    /// The prefill rate of a scheduler's engine, if the engine stated it.
     pub fn prefill(&self) -> Option<PrefillRate> {
-        // Relaxed: the word stands for nothing but itself.
+        // Relaxed: no other memory depends on this word.
         let word = || self.memory.region().word64(header::PREFILL).load(Ordering::Relaxed);
         self.rank.is_none().then(word).and_then(PrefillRate::from_word)
     }
 
-    /// Announcements that a scheduler's ring has room for.
+    /// Free slots of a scheduler's announcement ring.
     pub fn room_to_announce(&mut self) -> Result<usize, Violation> {
         self.announcements.free().map(|room| room as usize).map_err(|error| Violation(error.to_string()))
     }
 
-    /// Tells a scheduler of blocks, no more than there is room for; whether there were any. It looks by itself.
+    /// Announces blocks to a scheduler, at most [`Session::room_to_announce`] of them. Returns true if there
+    /// were any. The scheduler is not woken: it polls this ring.
     pub fn announce(&mut self, announcements: impl Iterator<Item = Announcement>) -> bool {
         announcements.for_each(|announcement| self.announcements.push(&announcement.encode()));
         self.announcements.publish()
     }
 
-    /// Shows what the engine is bound to.
+    /// Writes the namespace and the weights of the engine's binding.
     pub fn show_bound(&self, bound: Bound) {
         self.memory.store_bound(bound);
     }
 
-    /// Shows that the sidecar lives.
+    /// Writes the sidecar's heartbeat.
     pub fn beat(&self, now_ms: u64) {
         self.memory.region().word64(header::SIDECAR_HEARTBEAT).store(now_ms, Ordering::Relaxed);
     }
 
-    /// Says whether the data thread must be woken through the doorbell.
+    /// Tells the engine whether the doorbell is needed to wake the data thread.
     pub fn set_asleep(&self, asleep: bool) {
         wait::set_asleep(self.memory.region(), asleep);
     }
 }
 
-/// A rank's message, of which its copier is told what is the copier's.
+/// Decodes a rank's message, and hands an answer about staged blocks to the rank's copier.
 fn read_worker(rank: &Rank, slot: &Slot) -> Result<WorkerRequest, Violation> {
     let request = WorkerRequest::decode(slot)?;
     if let WorkerRequest::Staged { tag, slot, ok } = request {

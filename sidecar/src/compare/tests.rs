@@ -12,19 +12,19 @@ fn stated(page_form: &str, kv_dtype: &str, kv_quant: &str, bytes: u64) -> Layers
     Layers::of(&facts, bytes)
 }
 
-/// Two blocks of these layers, compared.
+/// Compares two blocks of these layers.
 fn compared(layers: &Layers, shards: u32, kept: &[u8], computed: &[u8]) -> Difference {
     let read = |from: &[u8], at: u64, out: &mut [u8]| out.copy_from_slice(&from[at as usize..][..out.len()]);
     layers.compare(shards, |at, out| read(kept, at, out), |at, out| read(computed, at, out))
 }
 
-/// Numbers that look like KV: of both signs, over some orders of magnitude.
+/// Numbers like KV: of both signs, over several orders of magnitude.
 fn values(count: usize, seed: u64) -> Vec<f64> {
     let mut random = Random(seed);
     (0..count).map(|_| (0..12).map(|_| random.unit()).sum::<f64>() - 6.0).collect()
 }
 
-/// The nearest of the numbers that a byte string of this kind can hold.
+/// The bytes of the number nearest to `value` in this format.
 fn encode(number: Number, value: f64) -> Vec<u8> {
     match number {
         Number::Float32 => (value as f32).to_le_bytes().to_vec(),
@@ -164,7 +164,11 @@ fn what_is_no_number_must_be_equal_bit_for_bit() {
     for (one, other) in [(nan(1), nan(2)), (f32::INFINITY, 1.0), (1.0, f32::NEG_INFINITY), (0.0, nan(0))] {
         assert_eq!(difference(&[1.0, one], &[1.0, other]), f64::INFINITY);
     }
-    assert_eq!(difference(&[0.0; 4], &[0.0, 0.0, 1e-30, 0.0]), f64::INFINITY, "nothing is not something");
+    assert_eq!(
+        difference(&[0.0; 4], &[0.0, 0.0, 1e-30, 0.0]),
+        f64::INFINITY,
+        "a zero block differs from any other"
+    );
     assert_eq!(difference(&[0.0; 2], &[-0.0; 2]), 0.0);
 }
 
@@ -190,12 +194,12 @@ fn the_worst_layer_of_all_shards_counts() {
     assert!(!found.is_too_large() && with(32, &[6; 8]).is_too_large());
     let deep = |layer, amount| Difference { layer, number: Number::Bfloat16, amount };
     assert!(deep(0, 0.02).is_too_large() && !deep(79, 0.03).is_too_large() && deep(79, 0.12).is_too_large());
-    assert_eq!(deep(79, 0.03).max(deep(1, 0.012)), deep(1, 0.012), "the nearer to its limit, the worse");
+    assert_eq!(deep(79, 0.03).max(deep(1, 0.012)), deep(1, 0.012), "the larger part of its limit is worse");
     let no_number = Difference { amount: f64::NAN, ..found };
     assert!(no_number.is_too_large());
 }
 
-/// Numbers as bytes: finite ones, and others.
+/// A number format, bytes of finite numbers, and bytes of others.
 type Case<'a> = (Number, &'a [&'a [u8]], &'a [&'a [u8]]);
 
 #[test]
@@ -239,7 +243,8 @@ fn every_layer_of_every_shard_is_searched() {
         let found = layers.are_finite(2, None, read);
         assert_eq!(layers.are_finite(2, Some(&mut sum), read), found);
         assert!(!found || sum.finish() == shm_protocol::pool::checksum(&block));
-        // Behind 8 and 28 lie the bytes. The lower half of a float32 says nothing.
+        // Bytes 8 to 11 and 28 to 31 are plain bytes. The lower half of a float32 cannot make it infinite or
+        // NaN.
         let (place, half) = (at % 20, (at % 20 + 4) % 4 / 2);
         let expected = (8..12).contains(&place) || place >= 12 && half == 0;
         assert_eq!(found, expected, "{at}");

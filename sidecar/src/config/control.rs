@@ -1,4 +1,4 @@
-//! Where a running sidecar is controlled: a UNIX socket, and an address for who has a token.
+//! The control addresses of a running sidecar: a UNIX socket, and a TCP address for clients with a token.
 
 use std::fs::File;
 use std::io::Read;
@@ -10,37 +10,37 @@ use sha2::{Digest, Sha256};
 
 use super::ConfigError;
 
-/// Characters of the shortest token: as many random ones as nobody guesses.
+/// Characters of the shortest token: as many random ones cannot be guessed.
 const TOKEN_BYTES_MIN: usize = 16;
 const TOKEN_BYTES_MAX: u64 = 4096;
-/// What users that are neither the file's nor of its group may do with it.
+/// The mode bits of users other than the file's owner and group.
 const OTHERS: u32 = 0o007;
 
-/// Where the sidecar listens for what it is to do.
+/// The control addresses.
 #[derive(Clone, Debug)]
 pub struct Control {
     pub socket: PathBuf,
     pub tcp: Option<ControlTcp>,
 }
 
-/// An address, and what who comes there must know.
+/// A TCP address and its token.
 #[derive(Clone, Debug)]
 pub struct ControlTcp {
     pub listen: SocketAddr,
     pub token: Token,
 }
 
-/// A secret, of which only the digest is kept.
+/// A secret, kept only as its digest.
 #[derive(Clone)]
 pub struct Token([u8; 32]);
 
-/// The control socket of a sidecar whose engines connect to `socket`, unless told otherwise: `pillion.control.sock` beside
+/// The default control socket of a sidecar with the engines' socket `socket`: `pillion.control.sock` beside
 /// `pillion.sock`.
 pub fn default_control_socket(socket: &Path) -> PathBuf {
     socket.with_extension("control.sock")
 }
 
-/// An address without a token, or a token without an address, is refused.
+/// Completes the control addresses. An address without a token, or a token without an address, is an error.
 pub(super) fn complete(
     socket: PathBuf,
     listen: Option<SocketAddr>,
@@ -62,7 +62,7 @@ pub(super) fn complete(
     Ok(Control { socket, tcp })
 }
 
-/// The token in a file, without the white space around it. A file that everybody may read or write is refused.
+/// The token in a file, without surrounding white space. A file open to all users is an error.
 pub fn read_token(path: &Path) -> Result<String, ConfigError> {
     let shown = path.display();
     let refused = |text: String| ConfigError::Control(format!("the token file {shown} {text}"));
@@ -79,7 +79,7 @@ pub fn read_token(path: &Path) -> Result<String, ConfigError> {
     (&mut file).take(TOKEN_BYTES_MAX + 1).read_to_string(&mut text).map_err(unreadable)?;
     let token = text.trim();
     let fits = token.len() >= TOKEN_BYTES_MIN && text.len() as u64 <= TOKEN_BYTES_MAX;
-    // It becomes part of a header.
+    // The token becomes part of a header.
     if !fits || !token.bytes().all(|byte| byte.is_ascii_graphic()) {
         let text = format!(
             "does not hold a token: write {TOKEN_BYTES_MIN} to {TOKEN_BYTES_MAX} random characters into it, such as \
@@ -101,7 +101,8 @@ impl Token {
         Self(Sha256::digest(token).into())
     }
 
-    /// Whether this is the token. How long that takes says nothing of it: digests are compared, whole.
+    /// True if `said` is the token. The time of the comparison does not depend on the token: whole digests
+    /// are compared.
     pub fn is(&self, said: &str) -> bool {
         let said = Self::of(said);
         self.0.iter().zip(said.0).fold(0, |different, (one, other)| different | (one ^ other)) == 0

@@ -1,4 +1,4 @@
-//! Where blocks may lie on disks.
+//! Disks for blocks: `--ssd` and its options.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -12,44 +12,44 @@ use super::{ConfigError, Size};
 /// Disks at once: more than a host has drive bays for NVMe.
 const DISKS_MAX: usize = 32;
 
-/// What a disk is followed by where a file may be made.
+/// Suffix of a disk with permission to create its file.
 const CREATE: &str = ":create";
 
-/// A place on a disk and the bytes that may be used there, written `PATH:SIZE` or `PATH:SIZE:create`.
+/// A path on a disk and the bytes to use there, written `PATH:SIZE` or `PATH:SIZE:create`.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq)]
 #[serde(try_from = "String")]
 pub struct Disk {
     /// A folder, a file or a block device.
     pub path: PathBuf,
     pub size: Size,
-    /// Whether a file is made where nothing is, also on the root disk.
+    /// True if a missing file is created, also on the root disk.
     pub create: bool,
 }
 
 shm_protocol::named! {
-    /// Which saved blocks are written to disks.
+    /// Saved blocks to write to disks.
     #[derive(Deserialize)]
     #[serde(try_from = "String")]
     pub enum SsdAdmission {
         All = "all",
-        /// Those that were asked for again, or that came back after their eviction.
+        /// Blocks requested again, or back after their eviction.
         SecondHit = "second-hit",
     }
 }
 
 shm_protocol::named! {
-    /// How bytes are moved between disks and memory.
+    /// The kind of I/O between disks and memory.
     #[derive(Deserialize)]
     #[serde(try_from = "String")]
     pub enum SsdIo {
-        /// By io_uring where the kernel allows it, else by threads.
+        /// io_uring if the kernel allows it, otherwise threads.
         Auto = "auto",
         IoUring = "io_uring",
         Threads = "threads",
     }
 }
 
-/// Refuses a place that is named twice, and more of them than any host has.
+/// Refuses a path given twice, and more disks than [`DISKS_MAX`].
 pub(super) fn check(disks: &[Disk]) -> Result<(), ConfigError> {
     let wrong = |value: String, rule| Err(ConfigError::Range { option: "ssd", value, rule });
     if disks.len() > DISKS_MAX {
@@ -91,7 +91,7 @@ impl fmt::Display for Disk {
 // === impl SsdIo ===
 
 impl SsdIo {
-    /// The only backend that will do.
+    /// The required backend; `None` allows both.
     pub fn wanted(self) -> Option<Backend> {
         match self {
             Self::Auto => None,

@@ -1,10 +1,10 @@
-//! Variables of the environment that look like options and are none.
+//! Variables of the environment that look like options but are not.
 
 use std::collections::BTreeSet;
 
-/// The names of all options begin so, and those of some variables that Kubernetes sets for services.
+/// Prefix of all options, and of some variables of Kubernetes for services.
 const PREFIX: &str = "PILLION_";
-/// Variables that this repository's scripts and tests read, without the prefix: they are no options, and not mistyped.
+/// Variables of this repository's scripts and tests, without the prefix: not options, and not mistyped.
 const OF_SCRIPTS: [&str; 10] = [
     "BINARY",
     "GLIBC",
@@ -19,7 +19,7 @@ const OF_SCRIPTS: [&str; 10] = [
 ];
 const OF_TESTS: &str = "TEST_";
 
-/// The names in this process's environment that are most likely mistyped options, given those of all options.
+/// Names in this process's environment that are probably mistyped options; `options` has all valid names.
 pub fn mistyped(options: &BTreeSet<String>) -> Vec<String> {
     let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
     names.filter(|name| is_mistyped(name, options)).collect()
@@ -32,7 +32,8 @@ fn is_mistyped(name: &str, options: &BTreeSet<String>) -> bool {
     })
 }
 
-/// Kubernetes states the address of a service `pillion-a` as PILLION_A_SERVICE_HOST, PILLION_A_PORT_9440_TCP and the like.
+/// True for a variable of Kubernetes: for a service `pillion-a` it sets PILLION_A_SERVICE_HOST,
+/// PILLION_A_PORT_9440_TCP and similar ones.
 fn is_of_a_service(name: &str) -> bool {
     name.ends_with("_SERVICE_HOST")
         || name.contains("_SERVICE_PORT")

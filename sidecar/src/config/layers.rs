@@ -1,8 +1,9 @@
-//! Options stated once: flag, variable, key of the file, default and help come from one entry.
+//! Each option is stated once: its flag, variable, key of the file, default and help come from one entry.
 
 use clap::Arg;
 
-/// Options, each a flag, a variable and a key of a file; beside them the same options settled, where a default stands for an absent value.
+/// Defines options, each a flag, a variable and a key of a file, and a second struct with their defaults in
+/// place of absent values.
 macro_rules! options {
     (
         $(#[$of_given:meta])* pub struct $given:ident;
@@ -25,14 +26,14 @@ macro_rules! options {
         }
 
         impl $given {
-            /// These options, and those of `other` where these say nothing.
+            /// These options, completed by `other`.
             pub fn or(self, other: Self) -> Self {
                 #[allow(unused_imports, reason = "an Option has such a method itself")]
                 use $crate::config::layers::Or;
                 Self { $($field: self.$field.or(other.$field),)* }
             }
 
-            /// These options, and their defaults.
+            /// These options with their defaults.
             $vis fn settle(self) -> $settled {
                 $settled { $($field: settled_value!(self.$field $(, $default)?),)* }
             }
@@ -77,7 +78,7 @@ macro_rules! default_text {
     };
 }
 
-/// A list in two layers.
+/// Lists in two layers: an empty list is replaced by the other.
 pub(super) trait Or {
     fn or(self, other: Self) -> Self;
 }
@@ -88,8 +89,8 @@ impl<T> Or for Vec<T> {
     }
 }
 
-/// The argument with its variable, named after its flag, and with its default behind the first paragraph of its help. A switch
-/// without a value is on, and has no such text.
+/// Adds to an argument its variable, named after its flag, and its default after the first paragraph of its
+/// help. A switch without a value means true, and its help shows no default.
 pub(super) fn describe_option(arg: Arg, default: Option<String>) -> Arg {
     let flag = arg.get_long().expect("every option has a flag");
     let variable = format!("PILLION_{}", flag.to_uppercase().replace('-', "_"));

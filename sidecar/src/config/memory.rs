@@ -1,36 +1,36 @@
-//! The memory that this process may use: the limits of its control groups.
+//! Checks the pool's size against the memory limits of this process's control groups.
 
 use std::path::{Path, PathBuf};
 
 use super::{Config, ConfigError, Size};
 
-/// Memory that the sidecar needs beside the pool, the mesh's directory and the disks' index: index, session memory, stacks.
+/// Memory beside the pool, the mesh's directory and the disks' index: the DRAM index, session memory, stacks.
 const PROCESS_BYTES: u64 = 64 << 20;
-/// Bytes of memory that the index takes for a block on a disk, measured.
+/// Bytes of index memory for a block on a disk, measured.
 const INDEX_BYTES: u64 = 100;
-/// Bytes of a block of a common model: the sidecar knows no model at its start.
+/// Bytes of a common model's block: the sidecar knows no model at its start.
 const BLOCK_BYTES: u64 = 2 << 20;
-/// Memory beside the pool with a GPU: its driver, and room for more blocks than are counted above.
+/// Memory beside the pool with a GPU: its driver, and room for more blocks than counted above.
 const BESIDE_WITH_GPU_BYTES: u64 = 2 << 30;
 /// Bytes of the pool before its first segment.
 const HEADER_BYTES: u64 = shm_protocol::pool::SEGMENT_ALIGN;
 const MIB: u64 = 1 << 20;
 const CGROUPS: &str = "/sys/fs/cgroup";
 
-/// A kind of memory that control groups limit.
+/// A kind of memory limited by control groups.
 struct Kind {
-    /// The controller, where each has a tree of its own.
+    /// The controller's name, in version 1.
     controller: &'static str,
-    /// The file with the limit, there and in the common tree.
+    /// The file with the limit, in version 1 and in version 2.
     files: [&'static str; 2],
 }
 
 const MEMORY: Kind = Kind { controller: "memory", files: ["memory.limit_in_bytes", "memory.max"] };
-/// Not part of the other, as a rule: in Kubernetes set by the resource hugepages-2Mi.
+/// Usually not part of the memory limit: in Kubernetes the resource hugepages-2Mi sets it.
 const HUGE_PAGES: Kind =
     Kind { controller: "hugetlb", files: ["hugetlb.2MB.limit_in_bytes", "hugetlb.2MB.max"] };
 
-/// Refuses a pool that the kernel would kill this process for.
+/// Refuses a pool beyond the limit: the kernel would kill this process.
 pub(super) fn check(config: &Config) -> Result<(), ConfigError> {
     let Ok(groups) = std::fs::read_to_string("/proc/self/cgroup") else { return Ok(()) };
     let (kind, beside) = if config.hugepages { (HUGE_PAGES, HEADER_BYTES) } else { (MEMORY, beside(config)) };
@@ -38,14 +38,14 @@ pub(super) fn check(config: &Config) -> Result<(), ConfigError> {
     within(limit, place, config.dram, beside)
 }
 
-/// Memory beside the pool, as far as the options tell: the blocks on a disk are taken to be those of common models.
+/// Memory beside the pool, estimated from the options with blocks of a common model's size on the disks.
 fn beside(config: &Config) -> u64 {
     let directory = config.mesh.as_ref().map_or(0, |mesh| mesh.directory_bytes as u64);
     let disks: u64 = config.ssd.iter().map(|disk| disk.size.as_bytes()).sum();
     PROCESS_BYTES + directory + disks / BLOCK_BYTES * INDEX_BYTES
 }
 
-/// A warning for a sidecar with a GPU, where this process's control groups grant less beside the pool than its driver may take.
+/// A warning for a sidecar with a GPU, if the limit leaves less beside the pool than its driver may take.
 pub(super) fn too_little_for_a_gpu(config: &Config) -> Option<String> {
     let groups = std::fs::read_to_string("/proc/self/cgroup").ok()?;
     let (limit, place) = limit(&groups, &MEMORY)?;
@@ -67,7 +67,7 @@ fn short_of(limit: u64, place: &str, pool: u64) -> Option<String> {
     })
 }
 
-/// Refuses a pool that does not fit a limit with what the sidecar takes beside it.
+/// Fails if the pool and the memory beside it exceed a limit.
 fn within(limit: u64, place: String, dram: Size, beside: u64) -> Result<(), ConfigError> {
     let needed = dram.as_bytes().saturating_add(beside);
     if needed <= limit {
@@ -77,12 +77,12 @@ fn within(limit: u64, place: String, dram: Size, beside: u64) -> Result<(), Conf
     Err(ConfigError::MemoryLimit { dram, beside: Size::new(beside), needed_mib, limit_mib, place })
 }
 
-/// The tightest limit of this process's control groups, and the file that sets it.
+/// The lowest limit of this process's control groups, and its file.
 fn limit(groups: &str, kind: &Kind) -> Option<(u64, String)> {
     files(groups, kind).into_iter().filter_map(|file| Some((read(&file)?, file.display().to_string()))).min()
 }
 
-/// Files that may state a limit, by the text of `/proc/self/cgroup`; in a container some of them do not exist.
+/// Files of possible limits, from the text of `/proc/self/cgroup`; in a container some of them do not exist.
 fn files(text: &str, kind: &Kind) -> Vec<PathBuf> {
     let Kind { controller, files: [apart, common] } = kind;
     let mut files = Vec::new();
@@ -102,7 +102,7 @@ fn files(text: &str, kind: &Kind) -> Vec<PathBuf> {
     files
 }
 
-/// The limit in a file; none if it is absent or says "max".
+/// The limit in a file; `None` if the file is absent or says "max".
 fn read(file: &Path) -> Option<u64> {
     std::fs::read_to_string(file).ok()?.trim().parse().ok()
 }

@@ -1,4 +1,4 @@
-//! Which other sidecars blocks are shared with, and how they are reached and trusted.
+//! The options of the mesh: other sidecars, their addresses and their certificates.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -12,13 +12,13 @@ use mesh::transport::{rdma, tcp};
 
 use super::{ConfigError, IpPort, Size, check_range};
 
-/// Bytes of what all peers keep together: less is of no use, and more no mesh has.
+/// Bytes of the directory of all peers' blocks: a smaller one is useless, and no mesh needs a larger one.
 const DIRECTORY_BYTES: std::ops::RangeInclusive<u64> = 1 << 20..=64 << 30;
 
 options! {
     /// Options of the mesh, each as a flag and as a key of the file's table `mesh`.
     pub struct MeshOptions;
-    /// The same with their defaults.
+    /// The options with their defaults.
     struct SettledMesh;
 
     /// Share blocks with the sidecars of other pods, which follow this sidecar's inventory at this address, such as
@@ -115,28 +115,28 @@ options! {
     qps_per_peer: Option<usize> = rdma::QPS_PER_PEER_DEFAULT,
 }
 
-/// A mesh that this node is to be in.
+/// The mesh of this node.
 #[derive(Clone, Debug)]
 pub struct Mesh {
-    /// Where peers follow what is kept here.
+    /// The address for peers that follow this node's inventory.
     pub listen: SocketAddr,
     pub node: NodeId,
     pub name: String,
-    /// How the others are found.
+    /// The way to find the other members.
     pub members: Members,
-    /// Who may connect, and who may read along.
+    /// Authentication and encryption.
     pub security: Security,
-    /// Memory for what all peers keep together.
+    /// Memory for the directory of all peers' blocks.
     pub directory_bytes: usize,
-    /// What carries blocks to and from every peer, but for those reached by RDMA.
+    /// Transport of blocks, except for peers reached by RDMA.
     pub tcp: Tcp,
-    /// What carries them to and from peers that have NICs too.
+    /// Transport of blocks between nodes with NICs.
     pub rdma: Option<Nics>,
 }
 
 #[derive(Clone, Debug)]
 pub struct Tcp {
-    /// Where peers connect to.
+    /// The address for peers' connections.
     pub listen: SocketAddr,
     /// Connections to each peer.
     pub streams: usize,
@@ -144,11 +144,11 @@ pub struct Tcp {
 
 #[derive(Clone, Debug)]
 pub struct Nics {
-    /// Where peers connect to, over TCP, to arrange it.
+    /// The TCP address for peers' RDMA handshakes.
     pub listen: SocketAddr,
     /// Names of the NICs.
     pub names: Vec<String>,
-    /// Queue pairs of each to each peer.
+    /// Queue pairs of each NIC to each peer.
     pub qps_per_peer: usize,
 }
 
@@ -159,7 +159,7 @@ fn wrong<T>(text: impl Into<String>) -> Result<T, ConfigError> {
 // === impl MeshOptions ===
 
 impl MeshOptions {
-    /// The mesh, if there is to be one.
+    /// The mesh, if its options are given.
     pub(super) fn complete(self) -> Result<Option<Mesh>, ConfigError> {
         let Some(IpPort(listen)) = self.listen else {
             return match self.first_given() {
@@ -195,7 +195,7 @@ impl MeshOptions {
         Ok(Some(Mesh { listen, node, name: settled.name, members, security, directory_bytes, tcp, rdma }))
     }
 
-    /// An option that means nothing alone.
+    /// A given option without effect outside a mesh.
     fn first_given(&self) -> Option<&'static str> {
         let given = [
             (!self.peer.is_empty(), "--peer"),
@@ -215,7 +215,7 @@ impl MeshOptions {
         given.into_iter().find_map(|(given, name)| given.then_some(name)).or_else(|| self.first_of_etcd())
     }
 
-    /// An option that means nothing without `--etcd`.
+    /// A given option without effect outside `--etcd`.
     fn first_of_etcd(&self) -> Option<&'static str> {
         let given = [
             (self.etcd_ca.is_some(), "--etcd-ca"),
@@ -227,7 +227,7 @@ impl MeshOptions {
         given.into_iter().find_map(|(given, name)| given.then_some(name))
     }
 
-    /// The NICs, if any are named, beside TCP at this address.
+    /// The NICs, if any are named; RDMA takes the port after `tcp`.
     fn rdma(&self, tcp: SocketAddr, qps_per_peer: usize) -> Result<Option<Nics>, ConfigError> {
         if self.nics.is_empty() {
             return match self.qps_per_peer {
@@ -311,7 +311,7 @@ impl MeshOptions {
     }
 }
 
-/// The address with the next port; any free port has no next one.
+/// The address with the next port; port 0, any free port, stays 0.
 pub fn next_port(address: SocketAddr) -> Result<SocketAddr, ConfigError> {
     match address.port().checked_add(u16::from(address.port() != 0)) {
         Some(port) => Ok(SocketAddr::new(address.ip(), port)),
@@ -322,7 +322,7 @@ pub fn next_port(address: SocketAddr) -> Result<SocketAddr, ConfigError> {
     }
 }
 
-/// The host's name: in a pod, the pod's.
+/// The host's name; in a pod the name of the pod.
 fn host_name() -> Result<String, ConfigError> {
     let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
     if name.is_empty() { wrong("the host has no name: pass --node-id NAME") } else { Ok(name) }

@@ -1,4 +1,4 @@
-//! `--quota NAMESPACE=SIZE`: how much of the pool the blocks of some namespaces may take.
+//! `--quota NAMESPACE=SIZE`: limits of the pool's bytes for the blocks of some namespaces.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,33 +8,33 @@ use shm_protocol::key::NamespaceDigest;
 
 use super::{ConfigError, Size};
 
-/// Quotas of one sidecar: each is two metrics, and is compared with every namespace that is met first.
+/// Quotas of one sidecar: each has two metrics, and is compared with every new namespace.
 const QUOTAS_MAX: usize = 256;
-/// Hex digits of a namespace, and how many of them name it at least: two of a thousand namespaces begin with the same eight
-/// once in ten thousand fleets.
+/// Hex digits of a namespace, and the least number of them in a quota: among a thousand namespaces two share
+/// their first eight digits once in ten thousand fleets.
 const DIGITS: usize = 32;
 const DIGITS_MIN: usize = 8;
 const OTHERS: &str = "others";
 
-/// A limit that some namespaces share.
+/// A limit shared by some namespaces.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq)]
 #[serde(try_from = "String")]
 pub struct Quota {
     pub whose: Whose,
-    /// Bytes that their blocks may take together.
+    /// Bytes for all their blocks together.
     pub size: Size,
 }
 
-/// The namespaces that a quota limits.
+/// The namespaces of a quota.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum Whose {
-    /// Those that begin with these hex digits; one, unless they are few.
+    /// The namespaces with these first hex digits, usually one.
     Named(String),
-    /// All that no other quota names.
+    /// All namespaces without a quota of their own.
     Others,
 }
 
-/// Refuses quotas of which a namespace could have two.
+/// Refuses overlapping quotas: a namespace can have only one.
 pub(super) fn check(quotas: &[Quota]) -> Result<(), ConfigError> {
     let range = |value: String, rule| Err(ConfigError::Range { option: "quota", value, rule });
     if quotas.len() > QUOTAS_MAX {
@@ -49,7 +49,7 @@ pub(super) fn check(quotas: &[Quota]) -> Result<(), ConfigError> {
     Ok(())
 }
 
-/// Which of `quotas` the blocks of a namespace count to.
+/// The index of a namespace's quota in `quotas`.
 pub fn of(quotas: &[Quota], namespace: NamespaceDigest) -> Option<usize> {
     let digits = namespace.to_string();
     let named = |quota: &Quota| matches!(&quota.whose, Whose::Named(prefix) if digits.starts_with(prefix));

@@ -1,4 +1,4 @@
-//! Values with units, as people write them.
+//! Values with units.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -6,15 +6,15 @@ use std::str::FromStr;
 
 use serde::Deserialize;
 
-/// The smallest number of bytes that is read without a unit.
+/// The smallest number of bytes accepted without a unit.
 const BARE_MIN: u64 = 1 << 20;
 
-/// A number of bytes: `30GiB` and `30GB`, or as Kubernetes writes it, `30Gi`, `30G` and `32212254720`.
+/// A number of bytes: `30GiB` and `30GB`, or in Kubernetes notation `30Gi`, `30G` and `32212254720`.
 #[derive(Copy, Clone, Debug, Deserialize, Eq, Ord, PartialEq, PartialOrd)]
 #[serde(try_from = "String")]
 pub struct Size(u64);
 
-/// An address to listen at, or to ask.
+/// The address of a server.
 #[derive(Copy, Clone, Debug, Deserialize, Eq, PartialEq)]
 #[serde(try_from = "String")]
 pub struct IpPort(pub SocketAddr);
@@ -25,21 +25,21 @@ pub struct IpPort(pub SocketAddr);
 pub struct Time(u64);
 
 shm_protocol::named! {
-    /// Least severe messages that are logged.
+    /// The least severe messages to log.
     #[derive(Deserialize)]
     #[serde(try_from = "String")]
     pub enum Level {
-        /// What stops the sidecar or an engine's use of it.
+        /// Failures of the sidecar, or of its use by an engine.
         Error = "error",
         Warn = "warn",
-        /// Sessions that come and go.
+        /// Begins and ends of sessions, and the like.
         Info = "info",
         Debug = "debug",
     }
 }
 
 shm_protocol::named! {
-    /// How log lines are written.
+    /// The format of log lines.
     #[derive(Deserialize)]
     #[serde(try_from = "String")]
     pub enum LogFormat {
@@ -50,13 +50,13 @@ shm_protocol::named! {
 }
 
 shm_protocol::named! {
-    /// Whether GPUs are served.
+    /// The use of GPUs.
     #[derive(Deserialize)]
     #[serde(try_from = "String")]
     pub enum UseGpu {
-        /// Every GPU that is visible here; without one, as `Off`.
+        /// Every visible GPU; without one like `Off`.
         Auto = "auto",
-        /// None; libcuda is not even looked for.
+        /// No GPU; libcuda is not loaded.
         Off = "off",
     }
 }
@@ -64,7 +64,7 @@ shm_protocol::named! {
 // === impl Size ===
 
 impl Size {
-    /// A size of so many bytes.
+    /// A size of `bytes` bytes.
     pub const fn new(bytes: u64) -> Self {
         Self(bytes)
     }
@@ -79,7 +79,7 @@ impl FromStr for Size {
     fn from_str(text: &str) -> Result<Self, String> {
         let wrong =
             || format!("\"{text}\" is not a size: write a number and a unit, such as 512MiB, 30GiB or 30Gi");
-        // Kubernetes' m is a thousandth.
+        // Kubernetes's unit m is a thousandth.
         let parsed = text.parse().ok().filter(|_| !text.ends_with('m'));
         let size: bytesize::ByteSize = parsed.ok_or_else(wrong)?;
         let bytes = size.as_u64();
@@ -119,7 +119,7 @@ impl fmt::Display for IpPort {
 // === impl Time ===
 
 impl Time {
-    /// A span of so many milliseconds.
+    /// A span of `millis` milliseconds.
     pub const fn from_millis(millis: u64) -> Self {
         Self(millis)
     }
@@ -144,7 +144,7 @@ impl FromStr for Time {
     }
 }
 
-/// Milliseconds; `{:#}` has whole seconds as such.
+/// Milliseconds; `{:#}` shows whole seconds in seconds.
 impl fmt::Display for Time {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 % 1000 {

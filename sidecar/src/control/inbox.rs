@@ -1,6 +1,7 @@
-//! What the data thread is asked from outside: to end, and what [`crate::control`] wants of it.
+//! Requests to the data thread from outside: to end, and those of [`crate::control`].
 //!
-//! The thread takes one ask between two of its turns, and of a long one a part. Whoever asks waits on a channel of its own.
+//! The data thread takes one request between two turns; a long request is cut into several. Each client waits
+//! on its own channel.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -17,47 +18,48 @@ use tokio::sync::oneshot;
 
 use crate::core::Kept;
 
-/// Asks that wait; beyond it the sidecar is busy. Each is small, and taken within milliseconds.
+/// Queued requests; beyond this number the sidecar is busy. Each is small and taken within milliseconds.
 const ASKS_MAX: usize = 32;
-/// Keys of one look-up: at 1023 peers, each of whose filters is asked for each, some milliseconds.
+/// Keys of one look-up. With 1023 peers it takes some milliseconds, as each key is looked up in each peer's
+/// filter.
 pub const KEYS_MAX: usize = 64;
 
-/// The channel by which an answer travels.
+/// The channel of an answer.
 pub type Reply<T> = oneshot::Sender<T>;
 
-/// What the data thread is asked for.
+/// A request to the data thread.
 #[derive(Debug)]
 pub enum Ask {
-    /// How many blocks are kept where.
+    /// Counts of blocks in each place.
     Survey(Reply<Surveyed>),
-    /// Where these blocks are, [`KEYS_MAX`] at most.
+    /// The places of these blocks, at most [`KEYS_MAX`].
     Locate(NamespaceDigest, Vec<BlockHash>, Reply<Vec<Found>>),
     /// The rates of engines and of sources.
     Rates(Reply<KnownRates>),
-    /// All blocks of a namespace go.
+    /// Eviction of all blocks of a namespace.
     Evict(NamespaceDigest, Reply<Evicted>),
 }
 
-/// What is kept here, and what peers are known to keep.
+/// Blocks kept here, and the known blocks of peers.
 #[derive(Debug)]
 pub struct Surveyed {
     pub namespaces: BTreeMap<NamespaceDigest, Kept>,
-    /// Whether there are disks.
+    /// True if the sidecar has disks.
     pub disks: bool,
-    /// Each member's name and blocks; `None` without a mesh.
+    /// Each member's name and number of blocks; `None` without a mesh.
     pub peers: Option<Vec<(String, usize)>>,
 }
 
 /// Known rates.
 #[derive(Debug, Default)]
 pub struct KnownRates {
-    /// By engine: its rate, and the bytes of a token.
+    /// Each engine with its rate and the bytes of a token.
     pub engines: Vec<(String, PrefillRate, f64)>,
     /// Disks and peers, each with bytes a second.
     pub sources: Vec<(String, u64)>,
 }
 
-/// Where one block is; peers by their names.
+/// The places of one block; peers by name.
 #[derive(Debug)]
 pub struct Found {
     pub memory: bool,
@@ -65,30 +67,30 @@ pub struct Found {
     pub peers: Vec<String>,
 }
 
-/// What came of an eviction.
+/// The result of an eviction.
 #[derive(Copy, Clone, Debug)]
 pub enum Evicted {
     Removed(Kept),
-    /// Nothing of this namespace was ever kept here.
+    /// The sidecar never kept a block of this namespace.
     Unknown,
-    /// Blocks of earlier lives are still to come.
+    /// Blocks of earlier lives are still being recovered.
     Recovering,
 }
 
-/// Where asks go in; shared by all who ask.
+/// The sending side of requests; shared by all clients.
 #[derive(Debug)]
 pub struct Inbox {
-    /// Milliseconds that copies in flight may take from now on; zero while nobody asked to end.
+    /// Milliseconds left for copies in flight after a request to end; zero without such a request.
     grace_ms: AtomicU64,
     asks: SyncSender<Ask>,
     wake: OwnedFd,
 }
 
-/// The data thread's end of it.
+/// The data thread's receiving side.
 #[derive(Debug)]
 pub struct Asks(Receiver<Ask>);
 
-/// An inbox, and where what goes in comes out.
+/// Creates an inbox and its receiving side.
 pub fn inbox() -> Result<(Arc<Inbox>, Asks), Errno> {
     let (asks, taken) = sync_channel(ASKS_MAX);
     let inbox = Inbox { grace_ms: AtomicU64::new(0), asks, wake: wait::eventfd()? };
@@ -98,7 +100,7 @@ pub fn inbox() -> Result<(Arc<Inbox>, Asks), Errno> {
 // === impl Inbox ===
 
 impl Inbox {
-    /// The grace, once someone asked to end.
+    /// Time for copies in flight, once a client requested the end.
     pub fn grace(&self) -> Option<Duration> {
         let grace = self.grace_ms.load(Ordering::Relaxed);
         (grace != 0).then(|| Duration::from_millis(grace))
@@ -109,8 +111,8 @@ impl Inbox {
         wait::signal(&self.wake);
     }
 
-    /// Asks the data thread, and does not wait; false where too many asks wait already, or it has ended.
-    #[must_use = "who is not asked does not answer"]
+    /// Queues a request without waiting. Returns false if the queue is full or the data thread has ended.
+    #[must_use = "a request refused here gets no answer"]
     pub fn ask(&self, ask: Ask) -> bool {
         let taken = self.asks.try_send(ask).is_ok();
         wait::signal(&self.wake);

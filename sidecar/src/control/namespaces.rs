@@ -1,4 +1,4 @@
-//! Namespaces, as this sidecar and its peers know them.
+//! `GET /namespaces`: the namespaces known to this sidecar and to its peers.
 
 use std::collections::BTreeMap;
 
@@ -16,22 +16,22 @@ use crate::control::inbox::{Ask, Surveyed};
 use crate::core::Kept;
 use crate::pages::quotas::Levels;
 
-/// A namespace, as far as anything is known of it.
+/// All known data of a namespace.
 #[derive(Serialize)]
 struct Shown {
     namespace: String,
-    /// None where no engine of it has connected in the life of any sidecar that was heard.
+    /// `None` if no engine of the namespace ever connected to this sidecar or to a peer with an answer.
     #[serde(flatten)]
     entry: Option<Entry>,
     memory_blocks: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
     disk_blocks: Option<u64>,
-    /// Peers that know it.
+    /// Peers with this namespace.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     peers: Vec<AtPeer>,
 }
 
-/// Blocks of a namespace that a peer says it keeps.
+/// A peer's stated blocks of a namespace.
 #[derive(Serialize)]
 struct AtPeer {
     peer: String,
@@ -39,14 +39,14 @@ struct AtPeer {
     disk_blocks: u64,
 }
 
-/// Why what a peer knows of namespaces is not here, or not all of it.
+/// A peer whose namespaces are missing in whole or in part, with the reason.
 #[derive(Serialize)]
 struct NotTold {
     peer: String,
     why: String,
 }
 
-/// Namespaces by digest, while what is known of them comes together.
+/// Namespaces by digest while the answers are merged.
 struct Merged {
     disks: bool,
     shown: BTreeMap<NamespaceDigest, Shown>,
@@ -56,11 +56,11 @@ struct Merged {
 
 impl Handler {
     pub(super) async fn namespaces(&self) -> Result<Value, Refused> {
-        // Peers count their blocks while this sidecar does.
+        // Peers count their blocks while this sidecar counts its own.
         let asked = self.parts.mesh.as_ref().map(Asker::ask);
         let Surveyed { namespaces: kept, disks, peers } = self.ask(ANSWER_TIME_MAX, Ask::Survey).await?;
         let answers = match asked {
-            // A sidecar that ends has left the mesh.
+            // An ending sidecar has left the mesh.
             Some(asked) => asked.await.unwrap_or_default(),
             None => Vec::new(),
         };
@@ -95,7 +95,7 @@ impl Merged {
         })
     }
 
-    /// Takes in what a peer knows; what of it is missing.
+    /// Merges a peer's answer. Returns the reason if a part of it is missing.
     fn hear(&mut self, answer: Answer, quotas: &Levels) -> Option<NotTold> {
         let Answer { peer, namespaces, missing } = answer;
         let peer = peer.to_string();
@@ -110,7 +110,7 @@ impl Merged {
         (!whys.is_empty()).then(|| NotTold { peer, why: whys.join("; ") })
     }
 
-    /// Whether this can be the namespace that others know.
+    /// Adds a peer's namespace. Returns false if its block size contradicts the known one.
     fn take(&mut self, peer: &str, namespace: &Namespace, quotas: &Levels) -> bool {
         let Namespace { digest, stated, memory_blocks, disk_blocks } = namespace;
         let shown = self.at(*digest);

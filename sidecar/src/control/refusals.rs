@@ -1,4 +1,4 @@
-//! Requests that are not answered as asked: each is told why, and counted.
+//! Refused control requests: each gets the reason, and is counted.
 
 use hyper::StatusCode;
 use prometheus::{IntCounterVec, Registry};
@@ -6,39 +6,39 @@ use prometheus::{IntCounterVec, Registry};
 use crate::pages::metrics::figures::counters_of;
 
 shm_protocol::named! {
-    /// Why a request is refused; the label of `pillion_control_refused_total`.
+    /// Reason of a refused request; the label of `pillion_control_refused_total`.
     pub(super) enum Cause {
-        /// It is another user's.
+        /// The client belongs to another user.
         User = "user",
         /// The token is missing or wrong.
         Token = "token",
-        /// There is no such request.
+        /// The path names no request.
         Path = "path",
         Method = "method",
         Malformed = "malformed",
-        /// It is longer than any request.
+        /// The body is longer than any request, or has too many keys.
         TooLarge = "too_large",
-        /// It did not come in time.
+        /// The request did not arrive in time.
         Slow = "slow",
-        /// No block of this namespace was ever here.
+        /// The sidecar never kept a block of this namespace.
         Namespace = "namespace",
-        /// Blocks of earlier lives are still to come.
+        /// Blocks of earlier lives are still being recovered.
         Starting = "starting",
-        /// As many requests wait for the data thread as may.
+        /// The data thread's queue is full.
         Busy = "busy",
-        /// The data thread has not answered in time.
+        /// The data thread did not answer in time.
         Unanswered = "unanswered",
     }
 }
 
-/// A refusal, with the text that says what to change.
+/// A refusal; its text says what to change.
 #[derive(Debug)]
 pub(super) struct Refused {
     pub(super) cause: Cause,
     pub(super) text: String,
 }
 
-/// Counts requests that are refused.
+/// Counts refused requests.
 #[derive(Debug)]
 pub(super) struct RefusedRequests(IntCounterVec);
 
@@ -71,7 +71,7 @@ impl Refused {
 // === impl RefusedRequests ===
 
 impl RefusedRequests {
-    /// The counters, every one there from the start.
+    /// Registers the counters, each with a zero.
     pub(super) fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
         let help = "Control requests refused, by reason; each answer says what to change. user, token: the client may \
              not control this sidecar; path, method, malformed, too_large: an invalid request; slow: it did not arrive \

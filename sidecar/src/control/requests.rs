@@ -1,4 +1,4 @@
-//! The requests, and what each is answered.
+//! The control requests and their answers.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -18,9 +18,9 @@ use crate::config::Level;
 use crate::control::inbox::{Ask, Evicted, Found, KEYS_MAX, KnownRates, Reply};
 use crate::core::Kept;
 
-/// A data thread that turns takes an ask within milliseconds; a count of all blocks takes a tenth of a second for ten million.
+/// The data thread takes a request within milliseconds; counting ten million blocks takes 0.1 s.
 pub const ANSWER_TIME_MAX: Duration = Duration::from_secs(10);
-/// An eviction takes a second for some million blocks. It goes on behind that.
+/// Evicting some million blocks takes a second. An eviction goes on after this limit.
 pub const EVICTION_TIME_MAX: Duration = Duration::from_secs(60);
 /// Keys of one request: a prompt of 65,536 tokens in blocks of 16.
 const LOOKUP_KEYS_MAX: usize = 4096;
@@ -35,7 +35,7 @@ struct Evict {
 #[derive(Deserialize)]
 struct Lookup {
     namespace: String,
-    /// Block hashes in hex, as `pillion keys` prints them.
+    /// Block hashes in hex, as printed by `pillion keys`.
     keys: Vec<String>,
 }
 
@@ -90,7 +90,7 @@ impl Handler {
         Ok(page(StatusCode::OK, &answer))
     }
 
-    /// Asks the data thread, and waits for its answer.
+    /// Sends a request to the data thread, and waits for its answer.
     pub(super) async fn ask<T>(
         &self,
         limit: Duration,
@@ -171,7 +171,7 @@ impl Handler {
     }
 }
 
-/// The answer behind which the connection ends, and then the sidecar.
+/// Marks the last answer: the connection closes after it, then the sidecar ends.
 fn last(mut answer: Response<String>) -> Response<String> {
     answer.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
     answer.extensions_mut().insert(Last);
@@ -211,12 +211,12 @@ fn hash_of(text: &str) -> Result<BlockHash, Refused> {
     })
 }
 
-/// As much of a text as an answer repeats.
+/// The first 80 characters of a text, for an error.
 fn begin(text: &str) -> String {
     text.chars().take(80).collect()
 }
 
-/// What hex digits, two for each byte, say.
+/// The bytes of hex digits, two digits a byte; `None` for other characters or an odd number of digits.
 fn bytes_of(hex: &str) -> Option<Vec<u8>> {
     let digit = |digit: u8| char::from(digit).to_digit(16).map(|digit| digit as u8);
     let (pairs, rest) = hex.as_bytes().as_chunks::<2>();

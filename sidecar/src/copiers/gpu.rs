@@ -1,14 +1,15 @@
-//! A rank on a GPU: a thread that enqueues its copies and sees them end.
+//! A rank on a GPU: a thread enqueues its copies and waits for their ends.
 //!
-//! A load is delivered in batches, `[wait go][wait gate][write STARTED][copies][write load word][write ENDED]`, and `go` is
-//! stored by the CPU when all of it is enqueued: a batch that begins also ends, whatever happens to this process. The
-//! gate is looked at by the GPU itself, so that a sidecar that was frozen cannot write into blocks that the engine has
-//! taken back. A batch behind a closed gate is there to stay until the engine's process has ended: its rank is parked, and
-//! others go on, since every engine process has a context of its own ([`contexts`]).
+//! A load is enqueued in batches:
+//! `[wait go][wait gate][write STARTED][copies][write load word][write ENDED]`.
+//! The CPU stores `go` once all of it is enqueued: a started batch also ends, even if this process dies. The
+//! GPU itself checks the gate, so a frozen sidecar cannot write into blocks taken back by the engine. A batch
+//! behind a closed gate stays until the engine's process has ended: its rank is stuck. Other ranks go on,
+//! since every engine process has its own context ([`contexts`]).
 //!
-//! Ranks of one GPU share its link ([`link`]), for loads: nobody waits for a save.
+//! Ranks of one GPU share its link ([`link`]) for loads; no engine waits for a save.
 //!
-//! The thread owns all that the GPU touches, and lets go of it when nothing is in flight.
+//! The thread owns all memory used by the GPU, and frees it once nothing is in flight.
 
 pub(super) mod contexts;
 mod lane;
@@ -43,14 +44,15 @@ use crate::core::{self, SessionId};
 use crate::memory::pinning::{Pinned, SLICE_BYTES};
 use crate::system::clock::Clock;
 
-/// Time between two looks at a batch in flight.
+/// Interval of polls of a batch in flight.
 const POLL: Duration = Duration::from_micros(20);
-/// How long a batch may be in flight behind a closed gate, or after its session, before its rank is parked. A batch takes
-/// milliseconds.
+/// A rank is stuck if a batch is in flight this long behind a closed gate or after its session's end. A batch
+/// takes milliseconds.
 const STUCK: Duration = Duration::from_secs(1);
-/// Time between two questions to the driver whether a copy met an error, and to the kernel whether the engine lives.
+/// Interval of checks for errors of the driver and for the engine's end.
 const HEALTH: Duration = Duration::from_millis(100);
-/// Words of this thread's own page: loads may go, loads that ended, saves that ended.
+/// Words of this thread's own page: number of the last batch of loads allowed to start, of the last ended
+/// one, and of the last ended batch of saves.
 mod own {
     pub(super) const GO: usize = 0;
     pub(super) const LOADED: usize = 64;
@@ -58,14 +60,14 @@ mod own {
     pub(super) const BYTES: usize = 4096;
 }
 
-/// The data thread's end of a rank's thread.
+/// The data thread's handle of a rank's thread.
 #[derive(Debug)]
 pub(super) struct GpuRank {
     work: Sender<Batch>,
     stopped: Arc<AtomicBool>,
 }
 
-/// A rank whose memory is to be opened.
+/// A rank with memory to open.
 #[derive(Debug)]
 pub(super) struct Asked {
     pub(super) session: SessionId,
@@ -82,20 +84,20 @@ pub(super) struct Asked {
     pub(super) process: Option<OwnedFd>,
 }
 
-/// All that the thread owns. Streams first: they are dropped first, before what they use.
+/// The state of the thread. Streams come first, so they are dropped before the memory they use.
 #[derive(Debug)]
 struct Thread {
     load: CopyStream,
     save: CopyStream,
     loads: Lane,
     saves: Lane,
-    /// Batches of loads that were seen to have ended.
+    /// Number of the last batch of loads known to have ended.
     loaded: u64,
     words: Words,
     cuts: Vec<u64>,
     stopped: Arc<AtomicBool>,
     clock: Clock,
-    /// What was last seen to be stuck, and since when.
+    /// The stuck batch at the last check, and the time of its first check.
     stuck: Option<(Stuck, Duration)>,
     parked: bool,
     looked: Duration,
@@ -103,7 +105,7 @@ struct Thread {
     asked: Asked,
 }
 
-/// A batch that ends only if somebody else does something, by its number.
+/// A batch, by its number, whose end depends on the engine.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 enum Stuck {
     Load(u64),
@@ -121,8 +123,8 @@ struct Words {
 // === impl GpuRank ===
 
 impl GpuRank {
-    /// Starts a rank's thread, which opens its memory and tells of it by [`Ends::opened`]: a driver's call may take long. The
-    /// error names the remedy.
+    /// Starts a rank's thread. It opens the rank's memory, a driver call of unknown length, and reports the
+    /// result by [`Ends::opened`]. The error names the remedy.
     pub(super) fn start(asked: Asked) -> Result<(), String> {
         let name = format!("pillion-gpu-{}", asked.worker.rank);
         let (session, ends) = (asked.session, asked.ends.clone());
@@ -146,12 +148,12 @@ impl GpuRank {
         })
     }
 
-    /// Takes a batch; `false` if the thread is gone.
+    /// Takes a batch. Returns `false` if the thread has ended.
     pub(super) fn post(&self, batch: Batch) -> bool {
         self.work.send(batch).is_ok()
     }
 
-    /// Nothing more is enqueued; what is in flight ends.
+    /// Stops further batches; those in flight end.
     pub(super) fn stop(&self) {
         self.stopped.store(true, Ordering::Relaxed);
     }
@@ -175,8 +177,8 @@ fn unopened(error: &CudaError) -> String {
     )
 }
 
-/// A broken context breaks all contexts of its process, and a stream that is stuck for good holds up the process' end: both
-/// need a new one.
+/// Kills this process. A broken context breaks all contexts of its process, and a stuck stream blocks a
+/// normal exit: both need a new process.
 pub(super) fn die(reason: &str) -> ! {
     tracing::error!(reason, "the sidecar ends and must be restarted: its GPU context is broken");
     // The driver's own clean-up would wait for the stuck stream.
@@ -200,7 +202,7 @@ impl Words {
         })
     }
 
-    /// SYNC POINT(device batch): acquire; what the batch moved is there.
+    /// SYNC POINT(device batch): acquire; the bytes of the batch are visible.
     fn ended(&self, word: usize) -> u64 {
         self.own.region().word64(word).load(Ordering::Acquire)
     }
@@ -264,7 +266,7 @@ impl Thread {
         self.loads.busy() || self.saves.busy()
     }
 
-    /// Takes what was posted, waiting for it if there is nothing else to do; whether more may come.
+    /// Takes posted batches, and waits for one if the thread is idle. Returns false once no more can come.
     fn take(&mut self, batches: &Receiver<Batch>, open: bool) -> bool {
         if open && !self.busy() {
             match batches.recv() {
@@ -294,7 +296,8 @@ impl Thread {
         let transfer = Transfer::new((copy, load_op), blocks, bytes, !held, self.clock.now());
         match locked {
             true => lane.accept(transfer),
-            // A copy from memory that is not locked would wait within the call, behind a word stored after it.
+            // A copy from memory that is not locked would block inside the call, behind a word stored only
+            // after it.
             false => lane.give_up(&transfer),
         }
     }
@@ -303,7 +306,7 @@ impl Thread {
         *self.cuts.last().expect("checked by the handshake")
     }
 
-    /// Enqueues what may be, reports what ended; whether anything was done.
+    /// Enqueues batches and reports ended copies. Returns true if there was any work.
     fn turn(&mut self) -> Result<bool, CudaError> {
         if self.stopped.load(Ordering::Relaxed) {
             self.loads.give_up_all();
@@ -388,7 +391,7 @@ impl Thread {
         start..self.cuts[cuts.end - 1]
     }
 
-    /// Something is in flight and has not ended: is that still right?
+    /// Checks on batches in flight: errors of the driver, the engine's end, and a stuck batch.
     fn look_after(&mut self) {
         let now = self.clock.now();
         if now >= self.looked + HEALTH {
@@ -396,7 +399,7 @@ impl Thread {
             let health = self.load.stream().is_idle().and_then(|_| self.save.stream().is_idle());
             health.unwrap_or_else(|error| die(&error.to_string()));
             if self.engine_ended() {
-                // Nobody reads its blocks any more.
+                // The engine has ended, and nothing reads its blocks any more.
                 let memory = self.asked.memory.region();
                 self.loads.flying().for_each(|flight| gate::open_for_nobody(memory, flight.op));
             }
@@ -409,7 +412,8 @@ impl Thread {
         }
     }
 
-    /// This rank's batch cannot be got rid of, nor its slots and memory given back before it has passed:
+    /// Reports this rank as stuck. Its batch cannot be cancelled, and its slots and memory cannot be freed
+    /// before the batch has ended:
     /// docs/decisions/0022-each-load-has-its-own-gate-and-a-stuck-rank-is-parked.md.
     fn park(&mut self) {
         self.parked = true;
@@ -425,15 +429,15 @@ impl Thread {
         ends.parked(*session, engine.clone());
     }
 
-    /// Whether the engine's process is known to have ended.
+    /// True if the engine's process is known to have ended.
     fn engine_ended(&self) -> bool {
         let Some(process) = &self.asked.process else { return false };
         let mut ready = [PollFd::new(process, PollFlags::IN)];
         rustix::event::poll(&mut ready, Some(&Timespec::default())).is_ok_and(|ready| ready == 1)
     }
 
-    /// The batch that ends next, if its engine has taken it back or its session is gone. Each has a time of its own, whatever the other
-    /// direction does.
+    /// The batch at the front, if its engine closed the gate or its session has ended. Each batch has its own
+    /// time limit, in either direction.
     fn stuck(&self) -> Option<Stuck> {
         let (load, save) = (self.loads.front(), self.saves.front());
         if self.stopped.load(Ordering::Relaxed) {

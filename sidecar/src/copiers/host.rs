@@ -1,7 +1,7 @@
-//! Ranks in host memory: threads that copy a few blocks at a time.
+//! Ranks in host memory: threads copy a few blocks at a time.
 //!
-//! Loads go before saves: an engine waits for the former only. Comparisons of blocks, which are few, go between: until one
-//! ends, an engine that computes other KV is served.
+//! Loads go before saves, because an engine waits for loads alone. The few comparisons of blocks go between
+//! them: until one ends, an engine with different KV is still served.
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
@@ -19,15 +19,15 @@ use super::{Batch, Ends, Finished};
 use crate::core::{Direction, Inspection, Piece, SessionId};
 use crate::system::wake::EndSignal;
 
-/// Blocks that one thread takes at a time: enough that taking costs nothing, few enough that a batch spreads over all
-/// threads and a closed gate is soon seen.
+/// Blocks taken by a thread at once: enough to make the lock cheap, few enough to spread a batch over all
+/// threads and to see a closed gate soon.
 const TASK_BLOCKS: usize = 16;
-/// Blocks of an engine's saves that may wait: 16 steps of 4,096 blocks. Beyond it a save fails, which costs a hit and nothing else.
+/// Queued blocks of an engine's saves: 16 steps of 4,096 blocks. Further saves fail, which only costs hits.
 const SAVE_BLOCKS_WAITING_MAX: usize = 65_536;
-/// Blocks of its loads that may wait: 2^20, all that a session's key arena can name. Beyond it a load fails.
+/// Queued blocks of an engine's loads: 2^20, as many as a session's key arena can name. Further loads fail.
 const LOAD_BLOCKS_WAITING_MAX: usize = 1 << 20;
-/// Loads go before saves, but one time in so many before those of an engine that has no load waiting: another's loads without end
-/// would keep it from saving.
+/// Every fourth task is a save of an engine without queued loads, if there is one: otherwise endless loads of
+/// another engine would keep it from saving.
 const SAVES_TURN: u32 = 4;
 
 /// The memory of a worker session, alive until its last copy ended.
@@ -40,7 +40,7 @@ pub(super) struct HostRank {
     _socket: Arc<OwnedFd>,
 }
 
-/// The threads and what waits for them.
+/// The threads and their queues.
 #[derive(Debug)]
 pub(super) struct HostCopiers(Arc<Shared>);
 
@@ -55,20 +55,20 @@ struct Shared {
 struct Waiting {
     loads: Lane,
     saves: Lane,
-    /// Comparisons, which the core bounds for each engine, then a search for each copied save.
+    /// Comparisons, bounded by the core for each engine, then a search for each copied save.
     inspections: VecDeque<Inspection>,
-    /// How often something was taken.
+    /// Number of tasks taken.
     taken: u32,
 }
 
-/// What a thread does next.
+/// A thread's next work.
 #[derive(Debug)]
 enum Work {
     Copy(Task),
     Inspect(Inspection),
 }
 
-/// Tasks of every engine that has some, whoever is next first.
+/// The queues of engines with tasks, the next engine first.
 #[derive(Debug, Default)]
 struct Lane(VecDeque<Queue>);
 
@@ -98,24 +98,24 @@ struct Progress {
 // === impl HostRank ===
 
 impl HostRank {
-    /// A rank whose fence words lie in `words`.
+    /// A rank with its fence words in `words`.
     pub(super) fn new(memory: HostMemory, words: SessionMemory, socket: Arc<OwnedFd>) -> Self {
         Self { memory, words, stopped: AtomicBool::new(false), _socket: socket }
     }
 
-    /// No further block is copied; what runs ends within one block.
+    /// Stops further blocks; running copies end within one block.
     pub(super) fn stop(&self) {
         self.stopped.store(true, Ordering::Relaxed);
     }
 
-    /// Copies a block of load `op` unless the engine has said that loads up to there must not start any more: `None`.
+    /// Copies a block of load `op`. Returns `None` if the engine closed the gate for loads up to `op`.
     fn load(&self, pool: &Pool, op: u64, piece: Piece) -> Option<Result<(), CopyError>> {
         let words = self.words.region();
         let copied = gate::write_unless_closed(words, op, || {
             self.memory.load_block(pool.region(), piece.offset, piece.block)
         });
         if copied.is_some() {
-            // The engine looks only whether it moves.
+            // The engine only checks that the word changes.
             words.word64(header::FENCE_ENDED).fetch_add(1, Ordering::Relaxed);
         }
         copied
@@ -142,7 +142,7 @@ impl HostRank {
 // === impl HostCopiers ===
 
 impl HostCopiers {
-    /// Starts `threads` threads that copy from and to `pool`.
+    /// Starts `threads` threads for copies from and to `pool`.
     pub(super) fn start(
         threads: usize,
         pool: &Arc<Pool>,
@@ -162,7 +162,7 @@ impl HostCopiers {
         Ok(Self(shared))
     }
 
-    /// Takes a batch of at least one block; `false` if there is no room.
+    /// Queues a batch of at least one block. Returns `false` if there is no room.
     pub(super) fn post(&self, batch: Batch, rank: Arc<HostRank>) -> bool {
         let count = batch.pieces.len();
         let load = batch.direction == Direction::Load;
@@ -188,7 +188,7 @@ impl HostCopiers {
         true
     }
 
-    /// Takes blocks to be compared or searched.
+    /// Queues blocks for a comparison or a search.
     pub(super) fn inspect_blocks(&self, inspection: Inspection) {
         let mut waiting = self.0.waiting.lock().unwrap_or_else(PoisonError::into_inner);
         inspection.enqueue(&mut waiting.inspections);
@@ -205,7 +205,8 @@ impl Shared {
             let task = match self.next() {
                 Work::Copy(task) => task,
                 Work::Inspect(inspection) => {
-                    // As before a copy. The data thread asks at the end whether the pool is whole.
+                    // Notices a loss of the pool, as before a copy. The data thread checks the pool again
+                    // afterwards.
                     self.pool.is_whole();
                     let findings = inspection.carry_out(|offset, out| self.pool.read(offset, out));
                     if !ends.tell((inspection.save, findings)) {
@@ -215,7 +216,8 @@ impl Shared {
                 }
             };
             let Progress { batch, rank, open, ok } = &*task.progress;
-            // A loss is remembered. Without this look a page that was cut off would be back, empty, once it was copied.
+            // Notices a loss of the pool, and remembers it. After the copy a page that was cut off would
+            // exist again, empty.
             self.pool.is_whole();
             for piece in &batch.pieces[task.from..task.to] {
                 if !rank.copy(&self.pool, batch, *piece) {
@@ -224,7 +226,7 @@ impl Shared {
                 }
             }
             ok.fetch_and(self.pool.is_whole(), Ordering::Relaxed);
-            // SYNC POINT(batch): the last to arrive sees every other thread's `ok`, and its bytes.
+            // SYNC POINT(batch): the last thread to arrive sees the `ok` and the bytes of all others.
             if open.fetch_sub(1, Ordering::AcqRel) != 1 {
                 continue;
             }
@@ -267,7 +269,7 @@ impl Lane {
         self.0.iter().any(|queue| queue.engine == engine && !queue.tasks.is_empty())
     }
 
-    /// The tasks of an engine, which come last where it had none.
+    /// The queue of an engine; a new one is last.
     fn queue(&mut self, engine: SessionId) -> &mut Queue {
         let at = self.0.iter().position(|queue| queue.engine == engine).unwrap_or_else(|| {
             self.0.push_back(Queue { engine, tasks: VecDeque::new(), blocks: 0 });
@@ -276,7 +278,7 @@ impl Lane {
         &mut self.0[at]
     }
 
-    /// The next task of an engine that is meant; its others follow once every engine has had one.
+    /// The next task of an engine accepted by `is_meant`. The engine goes last then.
     fn take(&mut self, is_meant: impl Fn(SessionId) -> bool) -> Option<Task> {
         self.0.retain(|queue| !queue.tasks.is_empty());
         let at = self.0.iter().position(|queue| is_meant(queue.engine))?;
@@ -295,7 +297,7 @@ mod tests {
 
     use super::*;
 
-    /// Tasks of an engine that wait: its letter once for each, capital for loads.
+    /// Queued tasks: a letter names the engine of each, a capital letter for loads.
     fn waiting(tasks: &str) -> Waiting {
         let (_fd, words) = SessionMemory::create(PROTOCOL_VERSION, 1, 1).expect("a memfd");
         let memory = HostMemory::new(Vec::new(), &[], 0, Access::ReadOnly).expect("no blocks");
@@ -316,7 +318,7 @@ mod tests {
         waiting
     }
 
-    /// The order in which tasks are taken.
+    /// The order of the tasks taken.
     fn taken(tasks: &str) -> String {
         let mut waiting = waiting(tasks);
         let letters = std::iter::from_fn(|| match waiting.next()? {

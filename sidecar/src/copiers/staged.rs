@@ -1,9 +1,9 @@
-//! A rank whose memory this process cannot reach: it copies its blocks into a staging segment of its own when asked, and
-//! a thread of this process moves them on into the pool.
+//! A rank with memory out of this process's reach. On request it copies its blocks into its own staging
+//! segment, and a thread of this process moves them into the pool.
 //!
-//! A slot of the segment is asked for, answered, emptied, and free again. Nobody waits for a rank: one that answers no more
-//! holds its own slots and nothing else. Before it writes a slot the rank stores the request's tag in the slot's word; a
-//! word that differs after the bytes were read means that they may be another request's, such as one of a later session.
+//! Each slot of the segment is requested, answered, emptied, and free again. A silent rank holds only its own
+//! slots. Before it writes a slot the rank stores the request's tag in the slot's word. If the word differs
+//! after the bytes were read, the bytes may belong to another request, such as one of a later session.
 
 mod desk;
 
@@ -29,10 +29,10 @@ use super::{Batch, Ends};
 use crate::core::Direction;
 use crate::system::clock::Clock;
 
-/// Time between two looks for a rank that answers no more.
+/// Interval of checks for a silent rank.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// The data thread's end of a rank.
+/// The data thread's handle of a rank.
 #[derive(Debug)]
 pub(super) struct StagedRank(Arc<Shared>);
 
@@ -94,7 +94,7 @@ impl StagedRank {
         Ok(Self(shared))
     }
 
-    /// Takes a batch; `false` if there is no room, the rank answers no more, or it is not this process' to copy.
+    /// Takes a batch. Returns `false` for loads, without room, and if the rank is silent.
     pub(super) fn post(&self, batch: Batch) -> bool {
         batch.direction == Direction::Save && {
             let taken = self.0.desk().post(batch.copy, &batch.pieces);
@@ -109,7 +109,7 @@ impl StagedRank {
         answered
     }
 
-    /// Nothing more is asked for; what is being moved ends.
+    /// Stops further requests; blocks being moved still end.
     pub(super) fn stop(&self) {
         self.0.desk().stop();
         self.0.work.notify_all();
@@ -122,7 +122,7 @@ impl Drop for StagedRank {
     }
 }
 
-/// Tags count up from a random number, so that those of two sessions of one segment differ.
+/// Tags count up from a random number, so the tags of two sessions with one segment differ.
 fn first_tag() -> Result<u64, String> {
     let mut bytes = [0; 8];
     let got = getrandom(&mut bytes, GetRandomFlags::empty());
@@ -155,7 +155,7 @@ impl Shared {
         }
     }
 
-    /// What is to be done now, waiting for it; `None`: nothing will be.
+    /// Waits for the next work. Returns `None` once there will be no more.
     fn next(&self) -> Option<Turn> {
         let mut desk = self.desk();
         loop {
@@ -173,9 +173,10 @@ impl Shared {
         }
     }
 
-    /// Hands requests to the rank; `false` if its ring is not as an honest rank leaves it.
+    /// Sends requests to the rank. Returns `false` if its ring is full or malformed.
     fn ask(&self, requests: &mut Producer<RegionRing>, asked: &[Stage]) -> bool {
-        // A slot is asked for once its last answer was read, so an honest rank's ring has room for all of them.
+        // A slot is requested only after its last answer was read, so the ring of a correct rank has room for
+        // all of them.
         if !requests.free().is_ok_and(|free| free as usize >= asked.len()) {
             tracing::warn!("a rank's completion ring is full or malformed: its session ends");
             return false;
@@ -186,13 +187,13 @@ impl Shared {
         true
     }
 
-    /// Moves a slot's bytes into the pool; whether they are whole and those that were asked for.
+    /// Moves a slot's bytes into the pool. Returns true if they are whole and belong to the request.
     fn empty(&self, slot: &Filled) -> bool {
         let copied = self.staging.save_block(slot.slot, self.pool.region(), slot.offset);
         if let Err(error) = &copied {
             tracing::warn!(slot = slot.slot, %error, "a staged block could not be copied");
         }
-        // SYNC POINT(tag): the word after the bytes, which the rank stores before them.
+        // SYNC POINT(tag): the word is read after the bytes; the rank stores it before them.
         fence(Ordering::Acquire);
         let mut word = [0; 8];
         let read = rustix::io::pread(&self.tags, &mut word, staging_word(slot.slot) as u64);

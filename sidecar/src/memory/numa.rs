@@ -1,20 +1,21 @@
-//! Which CPUs are near a GPU: memory that their threads touch first lies there too, where the machine has several nodes.
+//! CPUs near a GPU. A thread bound to them places the memory it touches first on the GPU's NUMA node.
 
 use std::path::Path;
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
-/// Where the kernel describes PCI devices.
+/// The kernel's folder of PCI devices.
 const PCI_DEVICES: &str = "/sys/bus/pci/devices";
 
-/// CPUs of one NUMA node, as the kernel lists those near a device.
+/// The CPUs of one NUMA node, as listed by the kernel for a device.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Near(Vec<usize>);
 
 // === impl Near ===
 
 impl Near {
-    /// CPUs near the device at a PCI address such as `0000:1b:00.0`; `None` where the kernel does not say.
+    /// The CPUs near the device at a PCI address such as `0000:1b:00.0`; `None` if the kernel does not list
+    /// them.
     pub fn device(address: &str) -> Option<Self> {
         Self::read(&Path::new(PCI_DEVICES).join(address).join("local_cpulist"))
     }
@@ -23,7 +24,7 @@ impl Near {
         Self::parse(std::fs::read_to_string(list).ok()?.trim())
     }
 
-    /// The kernel's form: `0-3,8,10-11`.
+    /// Parses the kernel's form `0-3,8,10-11`.
     fn parse(list: &str) -> Option<Self> {
         let mut cpus = Vec::new();
         for part in list.split(',') {
@@ -35,13 +36,14 @@ impl Near {
         Some(Self(cpus))
     }
 
-    /// Keeps the calling thread on these CPUs, as far as its container lets it. A thread that may use none of them stays.
+    /// Binds the calling thread to these CPUs, as far as its container allows. A thread allowed none of them
+    /// is not bound.
     pub fn bind_thread(&self) {
         let Ok(allowed) = sched_getaffinity(None) else { return };
         let mut near = CpuSet::new();
         self.0.iter().filter(|cpu| allowed.is_set(**cpu)).for_each(|cpu| near.set(*cpu));
         if near.count() > 0 {
-            // Where this is refused, memory merely lies further away.
+            // If the kernel refuses, memory only lies further away.
             let _ = sched_setaffinity(None, &near);
         }
     }
@@ -76,7 +78,7 @@ mod tests {
         assert_eq!(
             bound(Near(vec![CpuSet::MAX_CPU - 1])),
             allowed.count(),
-            "none of them: it stays where it is"
+            "the thread may use none of them and is not bound"
         );
     }
 }

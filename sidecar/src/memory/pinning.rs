@@ -1,11 +1,11 @@
-//! What GPUs need of this process: a context on each, and the pool's pages locked, so that a copy engine reaches them.
+//! Prepares GPUs: makes a context on each, and locks the pool's pages in memory for their copy engines.
 //!
-//! All of it happens on a thread of its own, from the pool's start upwards, while engines are already served: blocks on
-//! GPUs are kept in what is locked so far. Pages are touched first, by several threads, since locking untouched ones
-//! takes ten times as long, and from CPUs near the GPU, so that they lie on its NUMA node; the GPUs of several nodes share
-//! the pool slice by slice. Without a GPU the thread ends at once and no page is touched.
+//! A thread does this from the pool's start upwards while engines are already served: blocks on GPUs are kept
+//! in the locked part alone. Several threads first touch the pages, because locking untouched ones takes ten
+//! times as long. They run on CPUs near the GPU, so the pages lie on its NUMA node; GPUs of several nodes
+//! share the pool slice by slice. Without a GPU the thread ends at once and touches no page.
 //!
-//! Pages stay locked, and contexts stay, until the process ends: giving them back would only hold up its end.
+//! Pages stay locked and contexts stay until the process ends: releasing them would only delay its end.
 
 use std::num::NonZero;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -19,16 +19,16 @@ use crate::config::{Size, UseGpu};
 use crate::memory::numa::Near;
 use crate::pages::metrics::PinningMetrics;
 
-/// Bytes locked by one call, which holds up this process's other copies: measured at 2.2 ms (p99). A single copy must not
-/// reach across the end of a slice: the driver knows each by itself.
+/// Bytes locked by one call. A call delays this process's other copies by 2.2 ms (p99, measured). A copy must
+/// not cross the end of a slice, because the driver registers each slice separately.
 pub const SLICE_BYTES: usize = 64 << 20;
-/// Zeroing fresh pages takes some 0.3 s a GiB on one thread; eight reach the memory's bandwidth. Half of the cores are
-/// left to the engines that start meanwhile.
+/// Zeroing fresh pages takes about 0.3 s for each GiB on one thread; eight threads reach the memory's
+/// bandwidth. Half of the cores are left to engines starting at this time.
 const TOUCH_THREADS_MAX: usize = 8;
-/// The smallest page of the machines we serve; larger ones are touched more than once.
+/// The smallest page size of supported machines; larger pages are touched more than once.
 const PAGE_BYTES: usize = 4096;
 
-/// How far the pool is locked, and the GPUs it is locked for.
+/// The locked bytes of the pool, and the usable GPUs.
 #[derive(Debug)]
 pub struct Pinned {
     bytes: AtomicU64,
@@ -36,17 +36,17 @@ pub struct Pinned {
     known: Condvar,
 }
 
-/// The GPUs that engines may be served on, or why there are none.
+/// The usable GPUs, or the reason why there are none.
 type Gpus = Result<Vec<Arc<Gpu>>, String>;
 
-/// Lets nobody wait for a thread that ended by a panic.
+/// Settles the GPUs on drop: after a panic no caller waits for them any longer.
 struct Settled<'a>(&'a Pinned);
 
 // === impl Pinned ===
 
 impl Pinned {
-    /// Starts the thread, unless GPUs are switched off. `too_little` is logged where there is a GPU. `reserved` waits until the pool's memory is there up to an offset;
-    /// false if it will not be.
+    /// Starts the thread, unless GPUs are switched off. `too_little` is logged if there is a GPU. `reserved`
+    /// waits until the pool's memory is reserved up to an offset, and returns false if it never will be.
     pub fn start(
         gpu: UseGpu,
         too_little: Option<String>,
@@ -74,14 +74,15 @@ impl Pinned {
         Self { bytes: AtomicU64::new(0), gpus: Mutex::new(None), known: Condvar::new() }
     }
 
-    /// The GPUs, their contexts made; waits for that, which takes seconds on some machines. The error names the remedy.
+    /// The GPUs with their contexts. Waits until the contexts are made, which takes seconds on some machines.
+    /// The error names the remedy.
     pub fn gpus(&self) -> Result<Vec<Arc<Gpu>>, String> {
         let gpus = self.gpus.lock().unwrap_or_else(PoisonError::into_inner);
         let known = self.known.wait_while(gpus, |gpus| gpus.is_none());
         known.unwrap_or_else(PoisonError::into_inner).clone().expect("waited for")
     }
 
-    /// The CPUs near each GPU, those of one node once; waits as [`Pinned::gpus`].
+    /// The CPUs near the GPUs, each node once. Waits like [`Pinned::gpus`].
     pub fn near(&self) -> Vec<Near> {
         let mut nodes = Vec::new();
         for near in self.gpus().iter().flatten().filter_map(|gpu| Near::device(gpu.address())) {
@@ -92,9 +93,9 @@ impl Pinned {
         nodes
     }
 
-    /// Bytes that are locked, from the pool's start.
+    /// Bytes locked from the pool's start.
     pub fn bytes(&self) -> u64 {
-        // SYNC POINT(pinned): acquire; the driver knows every page below.
+        // SYNC POINT(pinned): acquire; the driver has registered every page below.
         self.bytes.load(Ordering::Acquire)
     }
 
@@ -114,7 +115,8 @@ impl Pinned {
         }
         self.settle(gpus.clone());
         let Ok(gpus) = gpus else { return };
-        // One GPU's call locks for all of them. What is locked is never unlocked: see the module's first lines.
+        // One GPU's call locks the pages for all GPUs. They are never unlocked: see the module's
+        // documentation.
         let lock = |start, len| Registered::new(&gpus[0], pool, start, len).map(std::mem::forget);
         let locked = self.lock_all(pool, reserved, &self.near(), metrics, lock);
         std::mem::forget(gpus);
@@ -128,7 +130,7 @@ impl Pinned {
         }
     }
 
-    /// Touches and locks slice after slice until one fails, or its memory cannot be had.
+    /// Touches and locks slice after slice until one fails or its memory cannot be reserved.
     fn lock_all<E>(
         &self,
         pool: &Region,
@@ -166,7 +168,7 @@ impl Drop for Settled<'_> {
     }
 }
 
-/// The GPUs that this process may use; at least one.
+/// The GPUs usable by this process, at least one; otherwise the reason.
 fn usable() -> Gpus {
     let remedy = "check its compute mode (nvidia-smi -c DEFAULT ends exclusive mode) and its free memory";
     let seen =
@@ -189,7 +191,7 @@ fn size(bytes: u64) -> Size {
     Size::new(bytes)
 }
 
-/// Touches the pages from `start` to `end`, shared out over threads on CPUs that are near.
+/// Touches the pages from `start` to `end`, with several threads on the CPUs in `near`.
 fn touch_all(pool: &Region, start: usize, end: usize, threads: usize, near: Option<&Near>) {
     let part = (end - start).div_ceil(threads).next_multiple_of(PAGE_BYTES);
     thread::scope(|scope| {
@@ -201,18 +203,19 @@ fn touch_all(pool: &Region, start: usize, end: usize, threads: usize, near: Opti
                 touch(pool, from, to);
             };
             if thread.spawn_scoped(scope, bound).is_err() {
-                // No thread is to be had now: this one does it.
+                // No new thread is available, so this thread touches the part.
                 touch(pool, from, to);
             }
         }
     });
 }
 
-/// Makes every page from `start` to `end` exist, and changes no byte: the pool may hold blocks already.
+/// Makes every page from `start` to `end` exist without changing a byte: the pool may hold blocks already.
 fn touch(pool: &Region, start: usize, end: usize) {
     for word in (start..end).step_by(PAGE_BYTES).map(|at| pool.word64(at)) {
         let value = word.load(Ordering::Relaxed);
-        // A compiler may make less than a write of `fetch_or(0)`. Where this fails, someone else wrote the word.
+        // A compiler may drop `fetch_or(0)`. A failed exchange means another thread wrote the word, so the
+        // page exists.
         let _ = word.compare_exchange(value, value, Ordering::Relaxed, Ordering::Relaxed);
     }
 }
@@ -254,7 +257,7 @@ mod tests {
             &[],
             &metrics,
             |start, len| {
-                assert_eq!(pinned.bytes(), start as u64, "nothing is called locked before it is");
+                assert_eq!(pinned.bytes(), start as u64, "`bytes` grows only after the lock");
                 assert!(fstat(&fd).unwrap().st_blocks as usize * 512 >= start + len);
                 slices.push((start, len));
                 Ok(())
@@ -308,6 +311,6 @@ mod tests {
         drop(Settled(&pinned));
         assert!(waiting.join().unwrap().unwrap_err().contains("panic"));
         pinned.settle(Ok(Vec::new()));
-        assert!(pinned.gpus().is_err(), "the first word counts");
+        assert!(pinned.gpus().is_err(), "the first result stays");
     }
 }

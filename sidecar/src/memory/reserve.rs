@@ -1,5 +1,6 @@
-//! Reserves the memory of a large pool file behind the sidecar's start: what is reserved is served meanwhile. The kernel takes
-//! it from the node of the CPU that asks, so that is one near a GPU; those of several nodes share the pool piece by piece.
+//! Reserves the memory of a large pool file after the sidecar's start; the reserved part is served meanwhile.
+//! The kernel takes memory from the node of the calling CPU, so the calls run on CPUs near a GPU; GPUs of
+//! several nodes share the pool piece by piece.
 
 use std::sync::{Arc, Weak};
 use std::thread;
@@ -11,12 +12,12 @@ use tiers::pool::Pool;
 use crate::memory::pinning::Pinned;
 use crate::pages::progress::Progress;
 
-/// How often whoever waits for memory looks.
+/// Interval of polls for reserved memory.
 const POLL: Duration = Duration::from_millis(10);
-/// How often the log tells how far it is.
+/// Interval of log lines with the progress.
 const REPORT: Duration = Duration::from_secs(5);
 
-/// Starts the threads that reserve what is missing and report it. They end with the pool.
+/// Starts the threads for reserving the missing memory and for reporting. They end when the pool is dropped.
 pub fn start(pool: &Arc<Pool>, pinned: &Arc<Pinned>, progress: &Arc<Progress>) -> std::io::Result<()> {
     let given_up = pool.given_up().is_some();
     if let Some(reason) = pool.given_up() {
@@ -26,7 +27,7 @@ pub fn start(pool: &Arc<Pool>, pinned: &Arc<Pinned>, progress: &Arc<Progress>) -
     let (weak, pinned) = (Weak::clone(&pool), Arc::clone(pinned));
     thread::Builder::new().name("pillion-reserve".into()).spawn(move || {
         if given_up {
-            // An engine of the earlier life may be copying from it.
+            // An engine of the earlier life may still copy from the pool.
             thread::sleep(Duration::from_millis(HOLD_MS));
         }
         reserve(&weak, &pinned);
@@ -43,7 +44,8 @@ fn reserve(pool: &Weak<Pool>, pinned: &Pinned) {
     let mut nodes = near.iter().cycle();
     while let Some(pool) = pool.upgrade().filter(|pool| pool.reserving()) {
         let near = nodes.next();
-        // On a thread of its own: one that is bound to a node's CPUs never gets to another's.
+        // A new thread for each piece: a thread bound to the CPUs of one node could not be bound to those of
+        // another.
         let reserved = thread::scope(|scope| {
             let bound = || {
                 near.inspect(|near| near.bind_thread());
@@ -52,7 +54,7 @@ fn reserve(pool: &Weak<Pool>, pinned: &Pinned) {
             let bound = thread::Builder::new().name("pillion-reserve".into()).spawn_scoped(scope, bound);
             match bound {
                 Ok(bound) => bound.join().expect("reserving does not panic"),
-                // No thread is to be had now: this one does it.
+                // No new thread is available, so this thread reserves the piece.
                 Err(_) => pool.reserve_some(),
             }
         });
@@ -74,7 +76,7 @@ fn report(pool: &Weak<Pool>, progress: &Progress) {
     }
 }
 
-/// Waits until the pool's memory is there up to `end`; false if it will not be.
+/// Waits until the pool's memory is reserved up to `end`. Returns false if it never will be.
 pub fn wait(pool: &Weak<Pool>, end: u64) -> bool {
     loop {
         match pool.upgrade() {

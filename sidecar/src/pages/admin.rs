@@ -1,4 +1,5 @@
-//! `/healthz`, `/readyz`, `/metrics` and, for people, `/`, on a thread of their own that reads atomics: they answer when the data path is stuck.
+//! `/healthz`, `/readyz`, `/metrics` and the page `/` for people. Their thread only reads atomics, so they
+//! answer even if the data thread is stuck.
 
 use std::convert::Infallible;
 use std::net::{SocketAddr, TcpListener};
@@ -21,32 +22,33 @@ use crate::pages::overview::{self, Overview, Samples};
 use crate::pages::progress::Progress;
 use crate::system::clock;
 
-/// Connections served at once: a scraper, two probes, a person. One more takes the place of the oldest that has sent no request.
+/// Connections served at once: a scraper, two probes, a person. A further one replaces the oldest without a
+/// request.
 const CONNECTIONS_MAX: usize = 64;
-/// A request line and headers come in one packet; who takes longer is not served.
+/// Limit for the request line and headers, which usually come in one packet.
 const HEADER_TIME_MAX: Duration = Duration::from_secs(5);
-/// A connection is kept no longer than this, whatever it does: a probe must not wait long for its turn.
+/// Limit of a connection: a probe must not wait long for its turn.
 const CONNECTION_TIME_MAX: Duration = Duration::from_secs(10);
 
-/// Whether the sidecar takes new work: set once by the server, read by `/readyz`.
+/// True while the sidecar accepts work: set by the server, read by `/readyz`.
 pub type Ready = Arc<AtomicBool>;
 
-/// What the pages show.
+/// The sources of the pages.
 #[derive(Clone, Debug)]
 pub struct Pages {
     pub registry: Registry,
     pub ready: Ready,
-    /// Where to ask for what these pages do not show.
+    /// The control socket, named in the answer to `/namespaces`.
     pub control_socket: PathBuf,
-    /// What is still to come of the start, behind `/readyz`.
+    /// Progress of a slow start, shown by `/readyz`.
     pub progress: Arc<Progress>,
-    /// Of `/healthz` and `/readyz`.
+    /// For `/healthz` and `/readyz`.
     pub heartbeat: Heartbeat,
-    /// The same, in `/metrics`.
+    /// The time of the last turn, for `/metrics`.
     pub last_turn: Gauge,
 }
 
-/// Binds `address` and serves it until the process ends. Answers the bound address.
+/// Binds `address` and serves it until the process ends. Returns the bound address.
 pub fn start(address: SocketAddr, pages: Pages) -> std::io::Result<SocketAddr> {
     let listener = TcpListener::bind(address)?;
     listener.set_nonblocking(true)?;
@@ -58,7 +60,7 @@ pub fn start(address: SocketAddr, pages: Pages) -> std::io::Result<SocketAddr> {
     Ok(bound)
 }
 
-/// The metric of when the data thread last began a turn.
+/// Registers the metric of the data thread's last turn.
 pub fn last_turn(registry: &Registry) -> Result<Gauge, prometheus::Error> {
     let help =
         "Time at which the data thread last began a turn, in seconds since 1970; 0 before the first turn.";
@@ -73,7 +75,7 @@ async fn serve(listener: TcpListener, pages: Pages) {
     let connections = Connections::new(CONNECTIONS_MAX);
     loop {
         let Ok((stream, _)) = listener.accept().await else {
-            // Out of descriptors: the next attempt must not spin.
+            // The process has no descriptors left: a pause keeps the loop from spinning.
             tokio::time::sleep(Duration::from_millis(100)).await;
             continue;
         };
@@ -90,7 +92,7 @@ async fn serve(listener: TcpListener, pages: Pages) {
                 .keep_alive(false)
                 .header_read_timeout(HEADER_TIME_MAX)
                 .serve_connection(TokioIo::new(stream), service);
-            // A client that goes away early is its own business.
+            // A client may close its connection early.
             let served = connections::first(connection, closing);
             let _ = tokio::time::timeout(CONNECTION_TIME_MAX, served).await;
         });
@@ -134,7 +136,7 @@ impl Pages {
         TextEncoder::new().encode_to_string(&self.registry.gather())
     }
 
-    /// For people, with nothing to load: a page may show nothing that it does not have itself.
+    /// The page for people. It loads nothing else: its policy forbids all sources.
     fn overview(&self) -> Response<String> {
         let samples = Samples::read(&self.samples().unwrap_or_default());
         let ready = match self.ready.load(Ordering::Relaxed) {
@@ -148,13 +150,13 @@ impl Pages {
         response.body(overview::page(&overview, ready.trim_end())).expect("constant headers")
     }
 
-    /// Seconds since 1970; 0 before the first turn.
+    /// Updates the metric: seconds since 1970; 0 before the first turn.
     fn show_last_turn(&self) {
         let turn = self.heartbeat.age().map(|age| clock::since_1970().saturating_sub(age));
         self.last_turn.set(turn.unwrap_or_default().as_secs_f64());
     }
 
-    /// What is still to come of the start is served behind it.
+    /// The text of `/readyz` once engines are served, with the progress of an unfinished start.
     fn readiness(&self) -> String {
         self.progress.text().map_or_else(|| "ready\n".into(), |progress| format!("ready\n{progress}\n"))
     }

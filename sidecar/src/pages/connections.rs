@@ -1,4 +1,4 @@
-//! The connections of an HTTP server: a bounded number, of which the oldest without a request makes room for a new one.
+//! The connections of an HTTP server: a bounded number; a new one replaces the oldest without a request.
 
 use std::collections::BTreeMap;
 use std::future::poll_fn;
@@ -18,17 +18,17 @@ pub struct Connections {
 #[derive(Debug, Default)]
 struct State {
     open: usize,
-    /// Those without a request under way, the oldest first.
+    /// Connections without a current request, the oldest first.
     idle: BTreeMap<u64, Arc<Notify>>,
     next: u64,
 }
 
-/// A connection that may be served, until it is dropped.
+/// An admitted connection, until it is dropped.
 #[derive(Debug)]
 pub struct Admitted {
     all: Arc<Connections>,
     closing: Arc<Notify>,
-    /// Its number among those without a request.
+    /// Its number among the connections without a request.
     idle: Mutex<Option<u64>>,
 }
 
@@ -43,7 +43,8 @@ impl Connections {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Admits a connection. Where all places are taken, the oldest one without a request is told to end; `None` where each has one.
+    /// Admits a connection. At the limit it tells the oldest one without a request to close; `None` if all
+    /// have requests.
     pub fn admit(self: &Arc<Self>) -> Option<Admitted> {
         let mut state = self.state();
         if state.open >= self.most {
@@ -71,23 +72,23 @@ impl State {
 // === impl Admitted ===
 
 impl Admitted {
-    /// Ends once the connection is to make room for another one.
+    /// Completes once the connection must close.
     pub fn closing(&self) -> impl Future<Output = ()> + 'static {
         let closing = Arc::clone(&self.closing);
         async move { closing.notified().await }
     }
 
-    /// Says that a request has come.
+    /// Marks the connection as serving a request.
     pub fn set_busy(&self) {
         let mut state = self.all.state();
         let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
-        // One that was told to end is not counted any more, whatever came.
+        // A connection told to close is no longer counted, even if a request came.
         if idle.is_some_and(|number| state.idle.remove(&number).is_some()) {
             *idle = None;
         }
     }
 
-    /// Says that the request's answer is over.
+    /// Marks the connection as idle after an answer.
     pub fn set_idle(&self) {
         let mut state = self.all.state();
         let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
@@ -101,7 +102,7 @@ impl Drop for Admitted {
     fn drop(&mut self) {
         self.set_busy();
         let mut state = self.all.state();
-        // It made room already where it is still said to be without a request.
+        // A connection told to close is still marked idle here, and was subtracted already.
         if self.idle.lock().unwrap_or_else(PoisonError::into_inner).is_none() {
             state.open -= 1;
         }

@@ -1,4 +1,4 @@
-//! Whether the data thread turns: it says so at every turn, and the admin pages look how long ago that was.
+//! Health of the data thread: it stores the time of every turn, and the admin pages check its age.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -6,25 +6,25 @@ use std::time::Duration;
 
 use crate::system::clock::{Clock, millis};
 
-/// An idle data thread turns this often.
+/// Interval of turns of an idle data thread.
 pub const IDLE: Duration = Duration::from_millis(500);
-/// Without a turn for so long no engine is served: `/readyz` fails. A turn takes 10 ms at most.
+/// Without a turn for this long no engine is served and `/readyz` fails. A turn takes 10 ms at most.
 const READY: Duration = Duration::from_secs(2);
-/// Without a turn for so long the thread does not come back: `/healthz` fails.
+/// Without a turn for this long the thread counts as permanently stuck and `/healthz` fails.
 const HEALTHY: Duration = Duration::from_secs(10);
 
-/// The last turn's time, shared by those who make turns and those who look.
+/// The time of the last turn; all clones share it.
 #[derive(Clone, Debug)]
 pub struct Heartbeat {
     clock: Clock,
-    /// Milliseconds of `clock`; 0: there was none yet.
+    /// Milliseconds of `clock`; 0 before the first turn.
     last: Arc<AtomicU64>,
 }
 
 // === impl Heartbeat ===
 
 impl Heartbeat {
-    /// Of a data thread that has not begun.
+    /// A heartbeat before the first turn.
     pub fn new() -> Self {
         Self { clock: Clock::start(), last: Arc::default() }
     }
@@ -33,18 +33,18 @@ impl Heartbeat {
         self.last.store(millis(self.clock.now()).max(1), Ordering::Relaxed);
     }
 
-    /// How long ago the last turn began; `None`: there was none yet.
+    /// Time since the last turn began; `None` before the first turn.
     pub fn age(&self) -> Option<Duration> {
         let last = self.last.load(Ordering::Relaxed);
         (last > 0).then(|| self.clock.now().saturating_sub(Duration::from_millis(last)))
     }
 
-    /// Why no engine is served now, if so.
+    /// The reason, if no engine is served now.
     pub fn unready(&self) -> Option<String> {
         self.stuck_for(READY)
     }
 
-    /// Why the sidecar has to be started anew, if so.
+    /// The reason, if the sidecar must be restarted.
     pub fn unhealthy(&self) -> Option<String> {
         self.stuck_for(HEALTHY)
     }

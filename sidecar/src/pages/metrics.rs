@@ -1,4 +1,4 @@
-//! What the sidecar counts, for Prometheus. The data thread writes atomics; the admin thread reads them.
+//! The sidecar's metrics for Prometheus. The data thread writes atomics; the admin thread reads them.
 
 mod durations;
 pub mod figures;
@@ -27,15 +27,15 @@ use crate::core::{Holder, PeersStats, SsdStats, Stats, TierStats, Timed};
 use crate::pages::quotas::Levels;
 
 shm_protocol::named! {
-    /// Why a session ended; the label of `pillion_sessions_closed_total`.
+    /// Reason of a session's end; the label of `pillion_sessions_closed_total`.
     pub enum CloseReason {
         /// The engine process ended or closed its socket.
         HangUp = "hang_up",
-        /// It wrote what no engine of this version writes.
+        /// The engine wrote a value against the protocol.
         Malformed = "malformed",
         /// Its messages are well formed and contradict each other or the engine's other sessions.
         Rejected = "rejected",
-        /// Copies into its memory lie behind a gate that its engine closed.
+        /// Copies into its memory wait behind a gate closed by its engine.
         Parked = "parked",
     }
 }
@@ -60,12 +60,12 @@ pub struct Metrics {
     peers: Option<PeersMetrics>,
 }
 
-/// What the thread that locks the pool for GPUs counts by itself.
+/// The metrics of the thread that locks the pool for GPUs.
 #[derive(Clone, Debug)]
 pub struct PinningMetrics {
     /// Bytes locked so far.
     pub bytes: IntGauge,
-    /// Slices that could not be locked; the first ends the attempt.
+    /// Slices that could not be locked; the first failure ends the attempt.
     pub failures: IntCounter,
 }
 
@@ -220,14 +220,14 @@ const GAUGES: &[Figure<Stats>] = &[
     ),
 ];
 
-/// Why blocks that engines asked to save were not; the label of `pillion_saves_dropped_total`.
+/// Reasons why blocks were not saved; the label of `pillion_saves_dropped_total`.
 const SAVES_DROPPED: &[(&str, Reading<Stats>)] = &[
     ("no_room", |s| s.saves_without_room),
     ("too_large", |s| s.saves_too_large),
     ("unproven", |s| s.saves_unproven),
     ("doubted", |s| s.saves_doubted),
     ("not_finite", |s| s.saves_not_finite),
-    // All are counted at the end of their save, those of the other reasons already before.
+    // The total grows at the end of a save, the other reasons before.
     ("not_copied", |s| {
         let known = s.saves_without_room
             + s.saves_too_large
@@ -238,10 +238,10 @@ const SAVES_DROPPED: &[(&str, Reading<Stats>)] = &[
     }),
 ];
 
-/// Why blocks are not kept for another engine any more; the label of `pillion_handover_released_total`.
+/// Reasons why blocks are no longer kept for another engine; the label of `pillion_handover_released_total`.
 const RELEASED: &[(&str, Reading<Stats>)] =
     &[("loaded", |s| s.handover_loaded), ("expired", |s| s.handover_expired), ("full", |s| s.handover_full)];
-/// Why blocks for another engine were not kept at all; the label of `pillion_handover_lost_total`.
+/// Reasons why blocks for another engine were never kept; the label of `pillion_handover_lost_total`.
 const LOST: &[(&str, Reading<Stats>)] =
     &[("reuse", |s| s.handover_lost_to_reuse), ("dropped", |s| s.handover_dropped)];
 
@@ -258,7 +258,7 @@ const LOST_HELP: &str = "Blocks for another engine that were not kept, by reason
 // === impl Metrics ===
 
 impl Metrics {
-    /// Metrics in `registry`, every one present from the start.
+    /// Registers all metrics in `registry`.
     pub fn new(registry: &Registry, pool_bytes: u64) -> Result<Self, prometheus::Error> {
         process::register(registry)?;
         let figures = Figures::new(registry, COUNTERS, GAUGES)?
@@ -326,12 +326,12 @@ impl Metrics {
         })
     }
 
-    /// The same, with quotas.
+    /// Adds quotas.
     pub fn with_quotas(self, quotas: Levels) -> Self {
         Self { quotas, ..self }
     }
 
-    /// The same with the SSD tier of these disks, and those that could not be used.
+    /// Adds the SSD tier, with the disks in use and the unusable disks.
     pub fn with_ssd(
         self,
         registry: &Registry,
@@ -341,56 +341,56 @@ impl Metrics {
         Ok(Self { ssd: Some(SsdMetrics::new(registry, at_work, left_out)?), ..self })
     }
 
-    /// The same in a mesh.
+    /// Adds the mesh.
     pub fn with_peers(self, registry: &Registry) -> Result<Self, prometheus::Error> {
         Ok(Self { peers: Some(PeersMetrics::new(registry)?), ..self })
     }
 
-    /// The part of the thread that locks the pool.
+    /// The metrics of the thread that locks the pool.
     pub fn pinning(&self) -> PinningMetrics {
         self.pinning.clone()
     }
 
-    /// Makes the core's figures visible. Called by the data thread alone, so read-then-add is exact.
+    /// Publishes the core's metrics. Called by the data thread alone, so read-then-add is exact.
     pub fn publish(&self, stats: &Stats) {
         self.figures.publish(stats);
         self.wait_seconds.inc_by((stats.wait_ms as f64 / 1e3 - self.wait_seconds.get()).max(0.0));
     }
 
-    /// Counts how long something took.
+    /// Counts the duration of an operation.
     pub fn took(&self, what: Timed, time: Duration) {
         self.durations.observe(what, time);
     }
 
-    /// Makes visible how near to their limits right checks came.
+    /// Publishes the largest differences of passed checks, relative to their limits.
     pub fn publish_differences(&self, largest: impl Iterator<Item = (Number, f64)>) {
         largest.for_each(|(number, part)| self.differences.with_label_values(&[number.name()]).set(part));
     }
 
-    /// Makes visible how full each quota is.
+    /// Publishes the bytes used of each quota.
     pub fn publish_quotas(&self, used: impl Iterator<Item = u64>) {
         self.quotas.publish(used);
     }
 
-    /// Makes visible what each engine holds.
+    /// Publishes the holdings of each engine.
     pub fn publish_holders<'a>(&mut self, holders: impl Iterator<Item = Holder<'a>>) {
         self.holders.publish(holders);
     }
 
-    /// Makes the figures of every tier visible.
+    /// Publishes the metrics of every tier.
     pub fn publish_tiers(&self, stats: &[TierStats]) {
         stats.iter().for_each(|tier| self.tiers.show_set(tier.source.name(), tier));
     }
 
-    /// Makes the figures of the SSD tier visible.
+    /// Publishes the metrics of the SSD tier.
     pub fn publish_ssd(&self, stats: &SsdStats) {
         if let Some(metrics) = &self.ssd {
             metrics.publish(stats);
         }
     }
 
-    /// Makes the figures of the mesh visible: of the core, the addresses of --peer at which none is a member, and its names
-    /// that did not resolve; `name` says what a member is called.
+    /// Publishes the metrics of the mesh: `stats` from the core; `listed`, the numbers of addresses of --peer
+    /// without a member and of unresolved names; `name` returns a member's name.
     pub fn publish_peers<'a>(
         &mut self,
         stats: &PeersStats,
@@ -402,14 +402,14 @@ impl Metrics {
         }
     }
 
-    /// Makes visible the time between two batches of changes to a peer.
+    /// Publishes the interval of batches of changes to a peer.
     pub fn publish_pace(&self, pace: Duration) {
         if let Some(metrics) = &self.peers {
             metrics.publish_pace(pace);
         }
     }
 
-    /// Makes visible how often peers and this node would not have each other.
+    /// Publishes the counts of refusals of peers and by peers.
     pub fn publish_refusals(&self, refusals: &RefusalCounts) {
         if let Some(metrics) = &self.peers {
             metrics.publish_refusals(refusals);
@@ -421,17 +421,17 @@ impl Metrics {
         self.closed.with_label_values(&[reason.name()]).inc();
     }
 
-    /// The pool file was cut.
+    /// Publishes the loss of the pool file.
     pub fn pool_lost(&self) {
         self.pool_lost.set(1);
     }
 
-    /// So many blocks have no checksum yet.
+    /// Publishes the number of blocks without a checksum.
     pub fn publish_unsummed(&self, blocks: u64) {
         show(&self.pool_unsummed, blocks);
     }
 
-    /// So many ranks are parked.
+    /// Publishes the number of stuck ranks.
     pub fn publish_parked(&self, ranks: usize) {
         show(&self.parked, ranks as u64);
     }

@@ -1,4 +1,5 @@
-//! What a sidecar does, in a few tables, from the text of its `/metrics`: for the page `/` and for `pillion top`. No I/O.
+//! An overview of a sidecar in a few tables, from the text of its `/metrics`: for the page `/` and for
+//! `pillion top`. No I/O.
 
 mod html;
 mod samples;
@@ -9,7 +10,7 @@ pub use self::html::page;
 pub use self::samples::Samples;
 use self::samples::{bytes, count, per_second, share, time};
 
-/// Transfers: the histogram, the label that chooses one of its series, and what they are called.
+/// Transfers: the histogram, the label and value of one series, and its title.
 const TIMED: [(&str, (&str, &str), &str); 5] = [
     ("pillion_query_duration_seconds", ("part", "whole"), "queries"),
     ("pillion_load_duration_seconds", ("part", "whole"), "loads"),
@@ -17,7 +18,7 @@ const TIMED: [(&str, (&str, &str), &str); 5] = [
     ("pillion_block_read_duration_seconds", ("source", "disk"), "reads from disks"),
     ("pillion_block_read_duration_seconds", ("source", "peer"), "reads from peers"),
 ];
-/// What is to be looked at as soon as it is not 0; their own help says what to do.
+/// Metrics shown as alarms when above 0; their help texts say what to do.
 const ALARMS: [&str; 10] = [
     "pillion_pool_lost",
     "pillion_parked_ranks",
@@ -31,7 +32,7 @@ const ALARMS: [&str; 10] = [
     "pillion_connections_refused_total",
 ];
 
-/// A table: its title, its columns, and its rows of as many cells. One without rows is left out.
+/// A table: its title, its columns, and its rows. A table without rows is left out.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Section {
     pub title: &'static str,
@@ -39,7 +40,7 @@ pub struct Section {
     pub rows: Vec<Vec<String>>,
 }
 
-/// The tables of one moment, and what is wrong.
+/// The tables and the alarms of one moment.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Overview {
     pub heading: String,
@@ -47,7 +48,7 @@ pub struct Overview {
     pub alarms: Vec<String>,
 }
 
-/// Two moments: now, and one before it. Without the earlier one rates are averages since the start.
+/// Two moments: now and an earlier one. Without the earlier one, rates are averages since the start.
 struct Span<'a> {
     now: &'a Samples,
     before: Option<&'a Samples>,
@@ -57,7 +58,7 @@ struct Span<'a> {
 // === impl Overview ===
 
 impl Overview {
-    /// That of `now`, `since_1970`; with `before`, the samples of so long ago, rates are of that time.
+    /// The overview of `now`, at `since_1970`. Rates cover the time since `before`, samples of so long ago.
     pub fn new(now: &Samples, before: Option<(&Samples, Duration)>, since_1970: Duration) -> Self {
         let up = (since_1970.as_secs_f64() - now.sum("process_start_time_seconds")).max(1.0);
         let seconds = before.map_or(up, |(_, ago)| ago.as_secs_f64());
@@ -96,10 +97,10 @@ fn alarms(now: &Samples) -> Vec<String> {
 // === impl Span ===
 
 impl Span<'_> {
-    /// How much a counter grew in a second.
+    /// The growth of a counter in a second.
     fn rate(&self, name: &str, chosen: Option<(&str, &str)>) -> f64 {
         let of = |samples: &Samples| samples.total(name, chosen);
-        // One that restarted counts from 0 again.
+        // A restarted counter begins at 0 again.
         (of(self.now) - self.before.map_or(0.0, of)).max(0.0) / self.seconds
     }
 
@@ -155,7 +156,7 @@ impl Span<'_> {
         Section { title: "Hits", columns: &["queries", "blocks asked", "blocks found", "share"], rows }
     }
 
-    /// What pools of other sizes would have found.
+    /// Forecast hits of pools of other sizes.
     fn worth(&self) -> Section {
         let asked = self.now.sum("pillion_forecast_blocks_total");
         let hits = "pillion_forecast_hit_blocks_total";
@@ -200,7 +201,7 @@ impl Span<'_> {
         }
     }
 
-    /// Prompts that one engine computes and another answers.
+    /// Prompts computed by one engine for another engine.
     fn handovers(&self) -> Section {
         let of = |name: &str| self.now.sum(&format!("pillion_handover_{name}"));
         let row = vec![

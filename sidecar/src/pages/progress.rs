@@ -1,4 +1,5 @@
-//! How far the start of a large pool, and of what lies on disks, has come, while engines are served already: for `/readyz` and the log.
+//! Progress of the start of a large pool and of the recovery of disks, for `/readyz` and the log; engines are
+//! already served.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -23,25 +24,25 @@ struct Disks {
 // === impl Progress ===
 
 impl Progress {
-    /// Of a pool of `segments`.
+    /// The progress of a pool of `segments` segments.
     pub fn new(segments: u64) -> Self {
         let zero = || AtomicU64::new(0);
         let finished = AtomicBool::new(false);
         Self { segments, opened: zero(), blocks: zero(), finished, disks: Disks::default() }
     }
 
-    /// So many segments are in service now, with so many blocks of earlier lives.
+    /// Sets the number of segments in service, and of blocks of earlier lives in them.
     pub fn opened(&self, segments: u64, blocks: u64) {
         self.opened.store(segments, Ordering::Relaxed);
         self.blocks.store(blocks, Ordering::Relaxed);
     }
 
-    /// Nothing more is to come.
+    /// Marks the pool as completely in service.
     pub fn finish(&self) {
         self.finished.store(true, Ordering::Relaxed);
     }
 
-    /// Of so many segments on disks so many were read, with so many blocks of earlier lives.
+    /// Sets the number of segments on disks, of read segments, and of blocks of earlier lives in them.
     pub fn recovered(&self, segments: u64, read: u64, blocks: u64, recovering: bool) {
         self.disks.segments.store(segments, Ordering::Relaxed);
         self.disks.read.store(read, Ordering::Relaxed);
@@ -49,7 +50,7 @@ impl Progress {
         self.disks.recovering.store(recovering, Ordering::Relaxed);
     }
 
-    /// A line or two while something is still to come.
+    /// One or two lines while the start is unfinished.
     pub fn text(&self) -> Option<String> {
         let word = |word: &AtomicU64| word.load(Ordering::Relaxed);
         let pool = (!self.finished.load(Ordering::Relaxed)).then(|| {

@@ -1,4 +1,5 @@
-//! Quotas as metrics and the control socket show them. The data thread writes atomics; others read them.
+//! Quotas, as shown by the metrics and the control socket. The data thread writes atomics; other threads read
+//! them.
 
 use std::sync::Arc;
 
@@ -9,28 +10,28 @@ use shm_protocol::key::NamespaceDigest;
 use crate::config::quotas::{self, Quota};
 use crate::pages::metrics::figures::{gauges, show};
 
-/// How full every quota is, as its two threads share it.
+/// The bytes used of every quota; all clones share them.
 #[derive(Clone, Debug, Default)]
 pub struct Levels {
     quotas: Arc<[Quota]>,
     used: Arc<[IntGauge]>,
 }
 
-/// A quota as the control socket shows it.
+/// A quota, as shown by the control socket.
 #[derive(Debug, Serialize)]
 pub struct Level {
-    /// As the command line names it: others may count to it, too.
+    /// Its name on the command line; other namespaces may share it.
     pub name: String,
-    /// Bytes that its blocks may take.
+    /// Its limit in bytes.
     pub bytes: u64,
-    /// Bytes that they take.
+    /// Bytes in use.
     pub used_bytes: i64,
 }
 
 // === impl Levels ===
 
 impl Levels {
-    /// Gauges in `registry`, two for each quota; none where there is no quota.
+    /// Registers two gauges for each quota in `registry`.
     pub fn new(registry: &Registry, quotas: &[Quota]) -> Result<Self, prometheus::Error> {
         if quotas.is_empty() {
             return Ok(Self::default());
@@ -46,7 +47,7 @@ impl Levels {
         Ok(Self { used: used.collect(), quotas: quotas.into() })
     }
 
-    /// Makes the core's figures visible, one for each quota in order.
+    /// Publishes the bytes used of each quota, in order.
     pub fn publish(&self, used: impl Iterator<Item = u64>) {
         self.used.iter().zip(used).for_each(|(gauge, used)| show(gauge, used));
     }

@@ -1,8 +1,9 @@
-//! Threads that read a pool file's blocks for their checksums, so that the next sidecar can tell whether somebody changed them
+//! Threads that compute checksums of a pool file's blocks, so the next sidecar can find blocks changed
 //! between the two lives.
 //!
-//! One computes those of blocks that were committed, behind everything else: it has the lowest priority. Blocks that cannot wait are
-//! found in the pool once it has nothing else to do. Another one verifies blocks of earlier lives, which queries wait for.
+//! One thread computes checksums of committed blocks at the lowest priority. If its queue is full, a block is
+//! skipped and found later by a search of the pool. Another thread verifies blocks of earlier lives; queries
+//! wait for it.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -16,50 +17,51 @@ use shm_protocol::pool::SlotRef;
 use shm_protocol::wait;
 use tiers::pool::Pool;
 
-/// Blocks that wait for their checksums, in 1.5 MiB; those beyond it are found in the pool later. As many as may wait to be written to
-/// disks.
+/// Blocks queued for their checksums, 1.5 MiB; a search of the pool finds the rest later. The queue is as
+/// long as that for writes to disks.
 const UNSUMMED_MAX: usize = 65_536;
-/// How often blocks that were committed are looked for: waking the thread for each would cost the data thread a system call.
+/// Interval of polls for committed blocks: waking the thread for each would cost the data thread a system
+/// call.
 const SUM_POLL: Duration = Duration::from_millis(20);
 /// Blocks between two wake-ups of the data thread.
 const WAKE_BLOCKS: usize = 8;
-/// The lowest priority that there is.
+/// The lowest priority.
 const NICE: i32 = 19;
 
-/// A thread's report of one block.
+/// A thread's report.
 #[derive(Copy, Clone, Debug)]
 pub enum Summed {
     /// A block of an earlier life was compared with its checksum.
     Verified {
         key: BlockKey,
         slot: SlotRef,
-        /// Whether its bytes are what its checksum says.
+        /// True if its bytes match its checksum.
         whole: bool,
     },
-    /// The checksum of a block that waited; `None` of one that is not in its slot any more, or has one.
+    /// The checksum of a queued block; `None` if the block has left its slot or already has a checksum.
     Sum { slot: SlotRef, checksum: Option<u64> },
-    /// The checksum of a block that was found in the pool.
+    /// The checksum of a block found by a search of the pool.
     Found { slot: SlotRef, checksum: Option<u64> },
-    /// Of the blocks that could not wait the first so many have been looked for.
+    /// The pool was searched for the first so many skipped blocks.
     Swept(u64),
 }
 
-/// The threads, at work.
+/// The running threads.
 #[derive(Debug)]
 pub struct Checksums {
     sums: SyncSender<SlotRef>,
     verifications: Sender<(BlockKey, SlotRef)>,
     summed: Receiver<Summed>,
     wake: Arc<OwnedFd>,
-    /// Blocks that wait for their checksums.
+    /// Queued blocks without a report.
     waiting: u64,
-    /// Blocks that could not wait, so far.
+    /// Blocks skipped so far.
     missed: Arc<AtomicU64>,
-    /// How many of these have been looked for.
+    /// Skipped blocks covered by finished searches.
     swept: u64,
 }
 
-/// A thread's way back.
+/// A thread's channel to the data thread.
 #[derive(Clone, Debug)]
 struct Reports {
     sender: Sender<Summed>,
@@ -69,7 +71,7 @@ struct Reports {
 // === impl Checksums ===
 
 impl Checksums {
-    /// Starts the threads; each holds a `guard` as long as it runs, which is as long as this value is there.
+    /// Starts the threads, each with a `guard`. They end after this value is dropped.
     pub fn start<G: Send + 'static>(pool: &Arc<Pool>, guard: impl Fn() -> G) -> std::io::Result<Self> {
         Self::start_with(pool, guard, UNSUMMED_MAX)
     }
@@ -98,22 +100,22 @@ impl Checksums {
         Ok(Self { sums, verifications, summed, wake, waiting: 0, missed, swept: 0 })
     }
 
-    /// A block was committed.
+    /// Queues a committed block for its checksum, or counts it as skipped.
     pub fn sum(&mut self, slot: SlotRef) {
         match self.sums.try_send(slot) {
             Ok(()) => self.waiting += 1,
-            // SYNC POINT(missed): the thread that sees the number finds the block in its slot.
+            // SYNC POINT(missed): a thread that reads this count finds the block in its slot.
             Err(_) => _ = self.missed.fetch_add(1, Ordering::Release),
         }
     }
 
-    /// Compares a block with its checksum, behind those that were given before.
+    /// Queues the verification of a block.
     pub fn verify(&self, key: BlockKey, slot: SlotRef) {
-        // The thread ends with this value, or with the sidecar.
+        // The thread ends with this value or with the sidecar.
         let _ = self.verifications.send((key, slot));
     }
 
-    /// What was computed next.
+    /// The next report.
     pub fn take(&mut self) -> Option<Summed> {
         let summed = self.summed.try_recv().ok()?;
         match summed {
@@ -124,12 +126,12 @@ impl Checksums {
         Some(summed)
     }
 
-    /// Blocks whose checksums are to come; those that could not wait are counted until the pool has been searched for all of them.
+    /// Blocks without checksums. A skipped block is counted until the pool has been searched for it.
     pub fn unsummed(&self) -> u64 {
         self.waiting + self.missed.load(Ordering::Relaxed) - self.swept
     }
 
-    /// Becomes readable when something was computed; watched by edge, never read.
+    /// A descriptor, readable at each report; edge-triggered, never read.
     pub fn wake(&self) -> BorrowedFd<'_> {
         self.wake.as_fd()
     }
@@ -138,11 +140,12 @@ impl Checksums {
 // === impl Reports ===
 
 impl Reports {
-    /// Computes and tells, until nothing more is `next`. The data thread is woken for some blocks at a time, and for the last.
+    /// Sends reports until `next` has none. Wakes the data thread once for [`WAKE_BLOCKS`] reports, and at
+    /// the end.
     fn tell_all(&self, mut next: impl FnMut() -> Option<Summed>) {
         let mut told = 0;
         while let Some(summed) = next() {
-            // Nobody asks any more: the sidecar ends.
+            // The receiver is gone when the sidecar ends.
             let _ = self.sender.send(summed);
             told += 1;
             if told % WAKE_BLOCKS == 0 {
@@ -178,7 +181,7 @@ fn sum(slots: &Receiver<SlotRef>, missed: &AtomicU64, pool: &Pool, reports: &Rep
         if ended {
             return;
         }
-        // SYNC POINT(missed): those that are counted here are in their slots.
+        // SYNC POINT(missed): all blocks counted here are in their slots.
         let counted = missed.load(Ordering::Acquire);
         if counted == swept {
             thread::sleep(SUM_POLL);
@@ -192,7 +195,7 @@ fn sum(slots: &Receiver<SlotRef>, missed: &AtomicU64, pool: &Pool, reports: &Rep
     }
 }
 
-/// The checksum of a block that has none yet: one that waited may have been found in the pool meanwhile.
+/// The checksum of a block without one: a search may have reached a queued block first.
 fn missing_sum(pool: &Pool, slot: SlotRef) -> Option<u64> {
     pool.checksum(slot).is_none().then(|| pool.sum(slot)).flatten()
 }
@@ -237,7 +240,8 @@ mod tests {
         (Arc::new(pool), slots)
     }
 
-    /// Carries out the data thread's part until nothing is to come; how many of each report came.
+    /// Plays the data thread until no checksum is missing. Returns the numbers of queued blocks, found blocks
+    /// and searches.
     fn take_all(checksums: &mut Checksums, pool: &Pool) -> [usize; 3] {
         let (mut waited, mut found, mut sweeps) = (0, 0, 0);
         while checksums.unsummed() > 0 {
@@ -261,7 +265,7 @@ mod tests {
     #[test]
     fn a_block_that_cannot_wait_gets_its_checksum_all_the_same() {
         let (pool, slots) = full_pool();
-        // A channel without room takes nothing of a thread that only looks into it.
+        // A channel without capacity accepts nothing, as the thread only polls it.
         let mut checksums = Checksums::start_with(&pool, || (), 0).unwrap();
         slots.iter().for_each(|slot| checksums.sum(*slot));
         let [waited, found, sweeps] = take_all(&mut checksums, &pool);

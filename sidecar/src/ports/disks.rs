@@ -1,5 +1,5 @@
-//! The SSD tier's devices as the data thread sees them: jobs go down, what they have to say comes back through a channel and
-//! an eventfd.
+//! The data thread's interface to the devices of the SSD tier: jobs go to them, and results come back through
+//! a channel and an eventfd.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
@@ -16,45 +16,47 @@ use crate::error::StartError;
 use crate::system::clock::Clock;
 use crate::system::wake::EndSignal;
 
-/// Bytes that may be on their way to one device: what the fastest drive writes in some 40 ms.
+/// Bytes in flight to one device: about 40 ms of writing of the fastest drive.
 const WRITE_BYTES_MAX: u64 = 256 << 20;
-/// Of a small pool, blocks on their way to all devices hold at most 1 part of so many.
+/// All writes in flight hold at most 1/8 of a small pool.
 const WRITE_PART: u64 = 8;
-/// A cloud disk's worst second is near 1 s; what takes ten times as long is broken.
+/// A cloud disk's slowest requests take nearly 1 s. A disk that takes ten times as long is broken.
 const LATE_MS: u64 = 10_000;
 
-/// Parts of what earlier lives left that wait for the data thread at most: 2 MiB. A large disk has millions of blocks.
+/// Queued reports of recovered blocks, 2 MiB. A large disk has millions of blocks.
 const FOUND_MAX: usize = 16;
-/// Ends of jobs that come before the next such part, which takes the data thread as long as many of them.
+/// Ended jobs handled before each such report, which takes the data thread as long as many of them.
 const ENDS_MAX: u32 = 32;
 
-/// How long a disk may take to open before the log names it: longer than the kernel takes to end what a dead process had in flight.
+/// Time to open a disk before the log names it: longer than the kernel needs to end the transfers of a dead
+/// process.
 const OPEN_SLOW: Duration = Duration::from_secs(15);
-/// How long it may take at all: one that hangs is no reason to serve nobody.
+/// Time to open a disk before the sidecar starts without it.
 const OPEN_MAX: Duration = Duration::from_secs(60);
 
-/// The devices, at work.
+/// The running devices.
 #[derive(Debug)]
 pub struct Disks {
-    /// Gone before the devices, whose threads end only once they do not wait for it.
+    /// Dropped before the devices: their threads may wait for room in it, and end only once it is gone.
     ups: Ups,
     devices: Vec<Device>,
-    /// As they were given.
+    /// The disks as configured.
     disks: Vec<Disk>,
     wake: Arc<OwnedFd>,
-    /// Jobs that were not handed over yet.
+    /// Jobs not yet handed to a device.
     jobs: Vec<Job>,
-    /// Those that the log was last told to be left alone.
+    /// For each disk, true if the log last said that the disk is not used.
     down: Vec<bool>,
 }
 
-/// News of the devices, in two channels. No worker of a device waits for room in that of ended jobs; the threads that read what earlier
-/// lives left on a disk wait for room in theirs, so that the data thread is never behind by more than [`FOUND_MAX`] parts.
+/// Results of the devices in two channels. The channel of ended jobs is unbounded, so a device never waits.
+/// The threads that read recovered blocks wait for room in a bounded one, so the data thread has at most
+/// [`FOUND_MAX`] reports to handle.
 #[derive(Debug)]
 struct Ups {
     ends: mpsc::Receiver<Up>,
     found: mpsc::Receiver<Up>,
-    /// Ends that were taken since the last part of what earlier lives left.
+    /// Ended jobs taken since the last report of recovered blocks.
     ends_taken: u32,
 }
 
@@ -62,12 +64,13 @@ struct Ups {
 #[derive(Debug, Default)]
 pub struct Found {
     pub opened: Vec<(Disk, Opened)>,
-    /// Those that cannot be used.
+    /// Unusable disks.
     pub left_out: Vec<Disk>,
 }
 
-/// Opens and locks the disks. One that cannot be used is left out, and the log says why, unless `required`. One that another
-/// process holds, or that hangs, ends the start of a sidecar with a pool file, too: transfers between the two may still be under way.
+/// Opens and locks the disks. An unusable disk is left out and logged; with `required` it is an error. With a
+/// pool file, a disk that hangs or is locked by another process is an error too: transfers between disk and
+/// pool may still be in flight.
 pub fn open(disks: &[Disk], required: bool, has_pool_file: bool) -> Result<Found, tiers::Error> {
     let fatal = |error: &tiers::Error| {
         let may_transfer =
@@ -76,7 +79,7 @@ pub fn open(disks: &[Disk], required: bool, has_pool_file: bool) -> Result<Found
     };
     let mut found = Found::default();
     if required {
-        // All of them before anything is written to the first.
+        // All disks are checked before the first write.
         disks.iter().try_for_each(|disk| locate(disk).map(drop))?;
     }
     let opening: Vec<_> = disks.iter().map(begin_to_open).collect();
@@ -97,18 +100,18 @@ pub fn open(disks: &[Disk], required: bool, has_pool_file: bool) -> Result<Found
     Ok(found)
 }
 
-/// Opens a disk on a thread of its own, which is left to the kernel where that hangs.
+/// Opens a disk on a new thread. If the call hangs, the thread is left behind.
 fn begin_to_open(disk: &Disk) -> mpsc::Receiver<Result<Opened, tiers::Error>> {
     let (sender, opened) = mpsc::sync_channel(1);
     let (disk, name) = (disk.clone(), "ssd-open".to_owned());
     let open = move || drop(sender.send(Opened::open(&disk.path, disk.size.as_bytes(), missing(&disk))));
-    // Without a thread the channel has no sender, which counts as a disk that does not open.
+    // Without a thread the channel has no sender, and the disk counts as not opened.
     let _ = thread::Builder::new().name(name).spawn(open);
     opened
 }
 
-/// What came of a disk that is being opened since the clock's start; an error where it hangs. Of the times the first is that after
-/// which the log says so.
+/// The result of opening a disk since the clock's start; an error if it hangs. After the first of the two
+/// times the log names the disk.
 fn end_of(
     opening: &mpsc::Receiver<Result<Opened, tiers::Error>>,
     disk: &Disk,
@@ -123,7 +126,7 @@ fn end_of(
     })
 }
 
-/// Where a disk's log lies; nothing is written.
+/// The path of a disk's log. Nothing is written.
 pub fn locate(disk: &Disk) -> Result<PathBuf, tiers::Error> {
     ssd::locate(&disk.path, disk.size.as_bytes(), missing(disk))
 }
@@ -132,19 +135,19 @@ fn missing(disk: &Disk) -> Missing {
     if disk.create { Missing::Create } else { Missing::Refuse }
 }
 
-/// What a log over these devices is made with.
+/// The configuration of a log over these devices.
 pub fn log_config(opened: &[(Disk, Opened)], pool_bytes: u64) -> ssd::Config {
     let devices: Vec<Geometry> = opened.iter().map(|(_, opened)| opened.geometry()).collect();
     let part = pool_bytes / WRITE_PART / devices.len().max(1) as u64;
     ssd::Config { devices, write_bytes_max: part.min(WRITE_BYTES_MAX), late_ms: LATE_MS }
 }
 
-/// A channel of what devices say, and the end that they call.
+/// A channel for results of devices, and the function that sends them.
 fn channel() -> (impl Fn(Up) + Clone + Send + Sync, Ups) {
     let (ended, ends) = mpsc::channel();
     let (recovered, found) = mpsc::sync_channel(FOUND_MAX);
     let say = move |up| {
-        // Nobody asks any more: the sidecar ends.
+        // The receiver is gone when the sidecar ends.
         let _ = if matches!(up, Up::Recovered(_)) { recovered.send(up) } else { ended.send(up) };
     };
     (say, Ups { ends, found, ends_taken: 0 })
@@ -153,7 +156,8 @@ fn channel() -> (impl Fn(Up) + Clone + Send + Sync, Ups) {
 // === impl Ups ===
 
 impl Ups {
-    /// The next piece of news. A part of what earlier lives left costs a turn of the data thread, so [`ENDS_MAX`] ended jobs come first.
+    /// The next result. A report of recovered blocks takes a turn of the data thread, so [`ENDS_MAX`] ended
+    /// jobs come first.
     fn take(&mut self) -> Option<Up> {
         if self.ends_taken < ENDS_MAX
             && let Ok(end) = self.ends.try_recv()
@@ -169,7 +173,7 @@ impl Ups {
 // === impl Disks ===
 
 impl Disks {
-    /// Starts the devices' threads. They read what earlier lives left, and serve meanwhile.
+    /// Starts the threads of the devices. They read the blocks of earlier lives while they serve jobs.
     pub fn start(
         opened: Vec<(Disk, Opened)>,
         pool: &Pool,
@@ -178,7 +182,8 @@ impl Disks {
     ) -> Result<Self, StartError> {
         let wake = Arc::new(wait::eventfd().map_err(std::io::Error::from)?);
         let (mut devices, mut disks) = (Vec::new(), Vec::new());
-        // Behind the devices: where one of them does not start, threads of the others do not wait for this any more.
+        // Declared after the devices and so dropped first: if one device fails to start, threads of the
+        // others do not wait for room.
         let (say, ups) = channel();
         for (number, (disk, opened)) in opened.into_iter().enumerate() {
             if let Some(given_up) = opened.given_up() {
@@ -187,7 +192,7 @@ impl Disks {
             disks.push(disk);
             let (say, wake, guard) = (say.clone(), Arc::clone(&wake), ended.on_exit());
             let up = move |up| {
-                // Lives as long as the device's threads do: their end is the sidecar's.
+                // Held by the device's threads: the sidecar ends when they do.
                 let _ = &guard;
                 say(up);
                 wait::signal(&wake);
@@ -205,17 +210,17 @@ impl Disks {
         Ok(Self { ups, devices, disks, wake, jobs: Vec::new(), down })
     }
 
-    /// The disks, in the order of their numbers, with what moves their bytes.
+    /// The disks in the order of their numbers, each with its kind of I/O.
     pub fn at_work(&self) -> impl Iterator<Item = (&Disk, Backend)> {
         self.disks.iter().zip(self.devices.iter().map(Device::backend))
     }
 
-    /// Takes a job; [`Disks::flush`] hands it over.
+    /// Queues a job for [`Disks::flush`].
     pub fn push(&mut self, job: Job) {
         self.jobs.push(job);
     }
 
-    /// Hands over what was pushed, in its order.
+    /// Hands the queued jobs to their devices, in order.
     pub fn flush(&mut self) {
         if self.jobs.is_empty() {
             return;
@@ -226,7 +231,7 @@ impl Disks {
         self.jobs.clear();
     }
 
-    /// Says in the log of which devices it is new that they are left alone, or are not.
+    /// Logs each disk that is newly out of use or newly back in use.
     pub fn tell_down(&mut self, stats: &[ssd::DeviceStats]) {
         for ((disk, told), device) in self.disks.iter().zip(&mut self.down).zip(stats) {
             match (std::mem::replace(told, device.down), device.down) {
@@ -247,12 +252,12 @@ impl Disks {
         &self.disks[device]
     }
 
-    /// What a device says next.
+    /// The next result of a device.
     pub fn take(&mut self) -> Option<Up> {
         self.ups.take()
     }
 
-    /// Becomes readable whenever a device says something; watched by edge, never read.
+    /// A descriptor, readable at each result; edge-triggered, never read.
     pub fn wake(&self) -> BorrowedFd<'_> {
         self.wake.as_fd()
     }
@@ -273,7 +278,7 @@ mod tests {
         assert!(error.contains("--ssd /mnt/disk/log did not open"), "{error}");
         sender.send(Err(tiers::Error::Locked("/mnt".into()))).unwrap();
         let other = end_of(&opening, &disk, Clock::start(), (Duration::ZERO, WATCHDOG)).unwrap_err();
-        assert!(matches!(other, tiers::Error::Locked(_)), "what came of it in the end: {other}");
+        assert!(matches!(other, tiers::Error::Locked(_)), "the late result counts: {other}");
     }
 
     #[test]
@@ -292,7 +297,7 @@ mod tests {
         });
         (0..1000).for_each(|number| say(Up::Note(number.to_string())));
         thread::sleep(Duration::from_millis(100));
-        assert!(!waits.is_finished(), "more than may wait are told of");
+        assert!(!waits.is_finished(), "the channel of recovered blocks is full");
         for part in 0..2 {
             let ends = part * ENDS_MAX..(part + 1) * ENDS_MAX;
             ends.for_each(|number| assert_eq!(ups.take(), Some(Up::Note(number.to_string()))));

@@ -1,5 +1,5 @@
-//! The mesh as the data thread sees it: what the core wants done goes down to what carries blocks and to what keeps track
-//! of members; what both have to say comes back through a channel of each and one eventfd.
+//! The data thread's interface to the mesh. It passes jobs to the transports and changes to the membership
+//! thread; their events come back through two channels and one eventfd.
 
 mod carriers;
 mod listing;
@@ -26,22 +26,22 @@ use crate::core::{Heard, JobEnd};
 use crate::error::StartError;
 use crate::system::wake::{EndSignal, Expected};
 
-/// Changes of a peer that are handed out at once: 0.2 to 0.5 ms of a filter's work.
+/// Changes of one peer handed out at once: 0.2 to 0.5 ms of work on its filter.
 const CHANGES: usize = 1024;
-/// While requests wait for blocks of peers, these are told so this often; they heed it for 2 s.
+/// Interval of reminders to peers while requests wait for their blocks; a peer heeds one for 2 s.
 const WAIT_EVERY: Duration = Duration::from_secs(1);
-/// Costs as much as the data thread takes in of the mesh in a turn.
+/// Largest cost of mesh events in a turn of the data thread.
 const TURN: usize = 512;
-/// Ends of blocks that are handed out at once.
+/// Ended blocks handed out at once.
 const DONES: usize = 256;
 
-/// What the data thread must know.
+/// An event of the mesh for the data thread.
 #[derive(Debug)]
 pub enum Told {
     Heard(Heard),
-    /// Ends of blocks of fetches.
+    /// Ends of fetched blocks.
     Ends(Vec<JobEnd>),
-    /// For the header of a granted slot.
+    /// The checksum for the header of a granted slot.
     Checksum {
         slot: SlotRef,
         /// XXH3-64 of its block.
@@ -49,46 +49,46 @@ pub enum Told {
     },
 }
 
-/// The mesh, at work.
+/// The running mesh.
 pub struct Peers {
     control: Control,
     carriers: Carriers,
     refusals: Arc<RefusalCounts>,
-    /// What is said by what carries blocks.
+    /// Events of the transports.
     ups: mpsc::Receiver<transport::Up>,
-    /// Taken from `ups`, and its turn has not come.
+    /// An event taken from `ups` and not handed out yet.
     next: Option<transport::Up>,
-    /// What that has cost since there was last a look at `news`.
+    /// Cost of the transports' events since `news` was last read.
     ahead: usize,
-    /// What is said of members.
+    /// Events of the membership thread.
     news: mpsc::Receiver<News>,
-    /// Changes of a peer that were not handed out yet, in order.
+    /// Changes of a peer not handed out yet, in order.
     rest: Option<(PeerNumber, std::vec::IntoIter<Change>, Room)>,
     wake: Arc<OwnedFd>,
-    /// Members, by what the user calls them.
+    /// The names of members.
     names: BTreeMap<PeerNumber, String>,
-    /// Members that were last heard of as unreachable.
+    /// Members last reported as unreachable.
     down: BTreeSet<PeerNumber>,
-    /// What peers are to be told.
+    /// Changes for the peers.
     changes: Vec<Change>,
-    /// What they are to be told is promised, if that is something else.
+    /// The next list of promises for the peers, if it changed.
     promises: Option<Vec<Digest>>,
-    /// Before that they are not told again that a request waits.
+    /// Time before which the peers get no further reminder of a waiting request.
     next_wait: Duration,
-    /// Whether the thread that keeps track of members was told to end.
+    /// Set once the membership thread was told to end.
     left: Expected,
 }
 
 // === impl Told ===
 
 impl Told {
-    /// What taking it in costs, in blocks.
+    /// The cost of handling it, in blocks.
     pub fn cost(&self) -> usize {
         match self {
             Self::Ends(ends) => ends.len(),
             Self::Heard(Heard::Asked { blocks, .. }) => blocks.len(),
             Self::Heard(Heard::Changed { changes, .. }) => changes.len() / 2,
-            // However short: every request that waits may be looked at.
+            // Even a short list is dear: every waiting request may be checked.
             Self::Heard(Heard::Promises { .. }) => TURN,
             Self::Heard(_) | Self::Checksum { .. } => 1,
         }
@@ -98,7 +98,7 @@ impl Told {
 // === impl Peers ===
 
 impl Peers {
-    /// Starts what carries blocks, and then what tells the peers where.
+    /// Starts the transports, and then the membership thread, which announces their addresses.
     pub fn start(
         mesh: &Mesh,
         epoch: u64,
@@ -110,7 +110,7 @@ impl Peers {
         let ((carrying, ups), (following, news)) = (mpsc::channel(), mpsc::channel());
         let life = |epoch| BootId(NonZeroU64::new(epoch).unwrap_or(NonZeroU64::MIN));
         let boot = life(epoch);
-        // Each lives as long as threads of its part do: their end is the sidecar's, but for one that was told to end.
+        // Held by the threads of each part. The sidecar ends when they do, unless they were told to end.
         let up = || {
             let (say, ending) = (say(&carrying, &wake), ended.on_exit());
             move |said| {
@@ -159,32 +159,32 @@ impl Peers {
         })
     }
 
-    /// Becomes readable whenever something is said; watched by edge, never read.
+    /// A descriptor, readable at each event; edge-triggered, never read.
     pub fn wake(&self) -> BorrowedFd<'_> {
         self.wake.as_fd()
     }
 
-    /// Addresses of peers at which none is a member.
+    /// Number of addresses of peers without a member.
     pub fn endpoints_empty(&self) -> usize {
         self.control.endpoints_empty()
     }
 
-    /// Names of --peer that did not resolve when they were last looked up.
+    /// Number of names of --peer that did not resolve at the last look-up.
     pub fn names_unresolved(&self) -> usize {
         self.control.names_unresolved()
     }
 
-    /// Where peers are asked for their namespaces.
+    /// The handle for requests to peers for their namespaces.
     pub fn asker(&self) -> Asker {
         self.control.asker()
     }
 
-    /// How often peers were turned away, and this node, by reason.
+    /// Counts of refusals of peers and by peers, by reason.
     pub fn refusals(&self) -> &RefusalCounts {
         &self.refusals
     }
 
-    /// What a member is called.
+    /// The name of a member.
     pub fn name(&self, peer: PeerNumber) -> Option<&str> {
         self.names.get(&peer).map(String::as_str)
     }
@@ -197,32 +197,32 @@ impl Peers {
         self.carriers.cancel(ticket);
     }
 
-    /// Lets a peer read slots.
+    /// Grants slots to a peer for reading.
     pub fn grant(&self, ask: u64, slots: impl Iterator<Item = Option<Grant>>) {
         self.carriers.grant(Granted { ask, slots: slots.collect() });
     }
 
-    /// A filter is too small for what its peer has.
+    /// Requests all keys of a peer again, because its filter is too small for them.
     pub fn resync(&self, peer: PeerNumber) {
         self.control.resync(peer);
     }
 
-    /// Takes what peers are to be told; [`Peers::flush`] tells them.
+    /// Queues changes for [`Peers::flush`].
     pub fn publish(&mut self, changes: Vec<Change>) {
         self.changes.extend(changes);
     }
 
-    /// Takes what peers are to be told is promised, in place of what was.
+    /// Replaces the promises sent by [`Peers::flush`].
     pub fn promise(&mut self, promises: Vec<Digest>) {
         self.promises = Some(promises);
     }
 
-    /// The time between two batches of changes to a peer.
+    /// Interval of batches of changes to a peer.
     pub fn pace(&self) -> Duration {
         self.control.pace()
     }
 
-    /// A request waits for a block that a peer may be about to have: they are to tell this node sooner.
+    /// Asks peers to announce blocks sooner, because a request waits for one.
     pub fn wait(&mut self, now: Duration) {
         if now >= self.next_wait {
             self.next_wait = now + WAIT_EVERY;
@@ -230,7 +230,7 @@ impl Peers {
         }
     }
 
-    /// Tells the peers what was taken for them.
+    /// Sends the queued changes and promises to the peers.
     pub fn flush(&mut self) {
         if !self.changes.is_empty() {
             self.control.publish(std::mem::take(&mut self.changes));
@@ -238,14 +238,14 @@ impl Peers {
         self.promises.take().into_iter().for_each(|promises| self.control.promise(promises));
     }
 
-    /// Is no member any more; what is under way ends by itself.
+    /// Leaves the mesh; transfers in flight end by themselves.
     pub fn drain(&self) {
         self.left.set();
         self.control.drain();
         self.carriers.drain();
     }
 
-    /// What is said next: blocks do not wait behind what changes at peers, nor that for ever behind blocks.
+    /// The next event. Transports and membership take turns, so neither waits without limit for the other.
     pub fn hear(&mut self) -> Option<Told> {
         if self.ahead < TURN / 2
             && let Some(told) = self.hear_carried()
@@ -293,7 +293,7 @@ impl Peers {
                 return None;
             }
             transport::Up::PeerDown { peer, fault } => {
-                // Once, until it answers again.
+                // A peer is logged once, until it can be reached again.
                 if let Some(peer) = self.names.get(&peer).filter(|_| self.down.insert(peer)) {
                     tracing::warn!(peer, "blocks cannot be fetched from a peer: {fault}");
                 }
@@ -306,7 +306,7 @@ impl Peers {
         })
     }
 
-    /// An end of a block, and those that came right behind it.
+    /// Collects the end of a block and the ends queued behind it, up to [`DONES`].
     fn more(&mut self, done: Done) -> Vec<JobEnd> {
         let mut ends = vec![JobEnd::Peer(done)];
         while ends.len() < DONES
@@ -359,11 +359,11 @@ impl Peers {
     }
 }
 
-/// What says something to the data thread, and wakes it.
+/// Makes a function that sends an event to the data thread and wakes it.
 fn say<T: Send + 'static>(to: &mpsc::Sender<T>, wake: &Arc<OwnedFd>) -> impl Fn(T) + Send + Sync + 'static {
     let (to, wake) = (to.clone(), Arc::clone(wake));
     move |said| {
-        // Nobody asks any more: the sidecar ends.
+        // The receiver is gone when the sidecar ends.
         let _ = to.send(said);
         wait::signal(&wake);
     }

@@ -1,4 +1,4 @@
-//! Carrying out what the core decided, in its order.
+//! Carries out the core's actions, in their order.
 
 use tiers::pool::Pool;
 
@@ -14,7 +14,7 @@ use crate::ports::peers::Peers;
 // === impl Runtime: actions ===
 
 impl Runtime {
-    /// Carries out every action at hand and wakes the engines that got words.
+    /// Carries out all queued actions and wakes the engines with new words.
     pub(super) fn apply(&mut self) {
         let mut out = std::mem::take(&mut self.out);
         for action in out.drain(..) {
@@ -23,7 +23,7 @@ impl Runtime {
         if let Some(disks) = &mut self.disks {
             disks.flush();
         }
-        // Nothing above asks the core, so nothing was added meanwhile; the vector keeps its capacity.
+        // No action calls the core, so none was added; the vector keeps its capacity.
         self.out = out;
     }
 
@@ -91,7 +91,7 @@ impl Runtime {
         self.peers.as_mut().expect("the core has their part")
     }
 
-    /// Does something to a session that may have ended meanwhile, then wakes its engine.
+    /// Changes a session, unless it has ended, and wakes its engine.
     fn on(&mut self, id: SessionId, act: impl FnOnce(&mut Session) -> Result<(), Violation>) {
         let Some(session) = self.sessions.get_mut(&id) else { return };
         if let Err(violation) = act(session) {
@@ -101,7 +101,7 @@ impl Runtime {
     }
 }
 
-/// Writes pool headers; false where there is no such place.
+/// Writes pool headers. Returns false if the place does not exist.
 fn write_header(pool: &Pool, action: &Action) -> bool {
     match action {
         Action::AssignSegment { segment, block_bytes } => pool.write_segment_header(*segment, *block_bytes),
@@ -112,7 +112,7 @@ fn write_header(pool: &Pool, action: &Action) -> bool {
             true
         }
         Action::FreeSlot { slot } => {
-            // A slot whose segment was given to another block size is not there any more.
+            // The slot may be gone: its segment may have another block size now.
             pool.free(*slot);
             true
         }

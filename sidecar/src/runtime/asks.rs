@@ -1,11 +1,11 @@
-//! What the data thread is asked for from outside: one ask between two turns, and of a long one a part.
+//! Requests to the data thread from outside: one between two turns; a long one is cut into parts.
 
 use super::Runtime;
 use crate::control::inbox::{Ask, Evicted, Found, KnownRates, Reply, Surveyed};
 use crate::core::{Eviction, Location, Survey};
 use crate::ports::peers::Peers;
 
-/// An ask that takes several turns.
+/// A request that takes several turns.
 #[derive(Debug)]
 pub(super) enum Task {
     Survey(Survey, Reply<Surveyed>),
@@ -15,7 +15,8 @@ pub(super) enum Task {
 // === impl Runtime: asks ===
 
 impl Runtime {
-    /// Goes on with what was asked; whether there was anything. Nobody is left to hear an answer where its channel is closed.
+    /// Continues the current request, or takes the next. Returns false if there was none. A closed channel
+    /// means that the client is gone.
     pub(super) fn answer_asks(&mut self) -> bool {
         match self.task.take() {
             Some(task) => self.go_on_with(task),
@@ -48,7 +49,7 @@ impl Runtime {
         }
     }
 
-    /// A count is given up with who asked for it, an eviction is not.
+    /// Continues a task. A count ends early once its client is gone; an eviction goes on.
     fn go_on_with(&mut self, task: Task) {
         match task {
             Task::Survey(_, reply) if reply.is_closed() => {}

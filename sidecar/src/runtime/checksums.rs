@@ -1,4 +1,5 @@
-//! What came of checksums: blocks of earlier lives are found, those of this life can be adopted.
+//! Handles checksums: blocks of earlier lives become findable after their verification, and blocks of this
+//! life can be adopted later.
 
 use tiers::pool::Found;
 
@@ -9,18 +10,18 @@ use crate::ports::checksums::{Checksums, Summed};
 // === impl Runtime: checksums ===
 
 impl Runtime {
-    /// Notes the checksums of searched blocks before these are committed. The thread of checksums passes over them.
+    /// Writes the checksums of searched blocks before their commit. The checksum thread then skips them.
     pub(super) fn note_searched(&self, searched: &[SearchedBlock]) {
         if self.lost {
             return;
         }
         for block in searched {
-            // A slot may have been filled again.
+            // The slot may have been filled again.
             _ = block.checksum.map(|sum| self.pool.set_checksum(block.slot, sum));
         }
     }
 
-    /// Takes in one block's; whether there was any.
+    /// Handles one report of the checksum threads. Returns false if there was none.
     pub(super) fn take_checksum(&mut self) -> bool {
         let summed = self.checksums.as_mut().and_then(Checksums::take);
         let found = summed.is_some();
@@ -31,7 +32,7 @@ impl Runtime {
                 }
                 self.handle(Event::Verified { key, slot, whole });
             }
-            // A block that was evicted meanwhile needs none.
+            // A checksum of an evicted block is dropped.
             Some(Summed::Sum { slot, checksum: Some(sum) } | Summed::Found { slot, checksum: Some(sum) }) => {
                 _ = self.pool.set_checksum(slot, sum);
             }

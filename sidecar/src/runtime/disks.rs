@@ -1,4 +1,4 @@
-//! What disks have to say, and what is shown of them.
+//! Handles results of disks, and publishes their metrics.
 
 use shm_protocol::source::Source;
 use tiers::ssd::Up;
@@ -7,19 +7,19 @@ use super::Runtime;
 use crate::core::{Event, JobEnd};
 use crate::ports::disks::Disks;
 
-/// Blocks of an earlier life that cost as much as one end of a transfer, some 8 us.
+/// Blocks of an earlier life with the cost of one ended transfer, about 8 us.
 const RECOVERED_AT_ONCE: usize = 32;
 
 // === impl Runtime: disks ===
 
 impl Runtime {
-    /// Tells the core about ended jobs of a tier.
+    /// Passes ended jobs of a tier to the core.
     pub(super) fn end_jobs(&mut self, source: Source, ends: Vec<JobEnd>) {
         let tier = self.core.tier_of(source).expect("the core has their tier");
         self.handle(Event::Transferred { tier, ends });
     }
 
-    /// Takes in one thing; what that cost, 0 where there was none.
+    /// Handles one result of a disk. Returns its cost, 0 if there was none.
     pub(super) fn take_transfer(&mut self) -> usize {
         let Some(up) = self.disks.as_mut().and_then(Disks::take) else { return 0 };
         let mut cost = 1;
@@ -36,7 +36,7 @@ impl Runtime {
             Up::Note(text) => tracing::warn!("{text}"),
         }
         if !self.core.waits_for_tiers() {
-            // No tick may follow that would show it.
+            // The next tick may come much later, so the metrics are published now.
             self.show_disks();
         }
         cost
@@ -49,7 +49,8 @@ impl Runtime {
         tracing::info!(%disk, blocks, after_ms, "the blocks of a disk are found again");
     }
 
-    /// Shows how the disks are doing. Looks at every transfer under way: with each tick, not with each turn.
+    /// Publishes the metrics of the disks. It reads every transfer in flight, so it runs at each tick, not in
+    /// each turn.
     pub(super) fn show_disks(&mut self) {
         let Some(stats) = self.core.ssd_stats() else { return };
         self.disks.iter_mut().for_each(|disks| disks.tell_down(&stats.log.devices));

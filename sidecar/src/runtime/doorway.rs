@@ -1,4 +1,4 @@
-//! Peers that come and go.
+//! Begins and ends the sessions of engine processes.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -29,13 +29,14 @@ use crate::core::{Action, Event, SessionId};
 use crate::pages::metrics::CloseReason;
 use crate::system::poller::Source;
 
-/// Sessions at once: a host of 16 GPUs with one engine each has 32; room for eight restarts of all at once.
+/// Sessions at once: a host of 16 GPUs with one engine each has 32; this leaves room for eight restarts of
+/// all at once.
 const SESSIONS_MAX: usize = 256;
-/// What an engine is told whose requests are to wait for other pods' blocks.
+/// Note for an engine with `pillion.miss_wait_ms`, if the sidecar is in no mesh.
 const WAITS_IN_VAIN: &str = "pillion.miss_wait_ms has no effect, because this sidecar is in no mesh and gets no blocks \
      of other pods: give it --mesh-listen, or leave the option out";
 
-/// A peer that said hello, on its way in.
+/// A client after its hello and before its session.
 #[derive(Debug)]
 pub(super) struct Entrant {
     id: SessionId,
@@ -51,7 +52,8 @@ pub(super) struct Entrant {
 // === impl Runtime: peers ===
 
 impl Runtime {
-    /// Takes in a peer that said hello, or tells it why not. One whose memory a GPU's driver has to open comes in later.
+    /// Begins the session of a client, or refuses it. A rank's GPU memory is opened first; its session begins
+    /// later.
     pub(super) fn admit(&mut self, caller: Caller) {
         let id = self.next_session;
         self.next_session += 1;
@@ -81,7 +83,7 @@ impl Runtime {
         }
     }
 
-    /// Hears what became of ranks on GPUs.
+    /// Handles opened and stuck ranks on GPUs. Returns false if there was none.
     pub(super) fn take_rank_news(&mut self) -> bool {
         let mut worked = false;
         while let Some((id, news)) = self.copiers.rank_news() {
@@ -108,7 +110,8 @@ impl Runtime {
         worked
     }
 
-    /// Whether a rank is parked and no engine is left that it costs nothing: another sidecar serves all of them again.
+    /// True if a rank is stuck and every connected engine has a stuck rank. A restart of the sidecar then
+    /// costs no engine anything, and serves all again.
     pub(super) fn serves_parked_alone(&mut self) -> bool {
         if self.copiers.parked() == 0 {
             self.parked.clear();
@@ -117,7 +120,7 @@ impl Runtime {
         self.core.holders().all(|holder| self.parked.contains(holder.engine))
     }
 
-    /// Begins the session of a peer, whose rank was opened where that is on a GPU.
+    /// Begins the session of a client; `gpu_rank` is its opened rank on a GPU.
     fn enter(&mut self, entrant: Entrant, gpu_rank: Option<Rank>) {
         let Entrant { id, socket, process, version, hello, descriptors, memory, memory_fd } = entrant;
         let (engine, role) = (hello.engine.clone(), describe(&hello.role));
@@ -144,7 +147,7 @@ impl Runtime {
             Ok(session) => session,
             Err(why) => return self.refuse(&socket, &engine, &role, why),
         };
-        // Where it cannot be watched, the socket alone tells of its end.
+        // If the process cannot be watched, only the socket's hang-up shows its end.
         session.process = process.filter(|process| self.poller.add(Source::Process(id), process).is_ok());
         if let Some(note) = &note {
             tracing::warn!(session = id, engine, "{note}");
@@ -171,7 +174,8 @@ impl Runtime {
         self.close_sessions();
     }
 
-    /// Compares a rank with the namespaces that are known, and what a scheduler wants with what there is. An error refuses it.
+    /// Compares a worker with the known namespaces, and a scheduler's options with the sidecar. Returns a
+    /// note for the user; an error refuses the client.
     fn examine(&self, hello: &Hello, blocks: Option<&Blocks>) -> Result<Option<String>, String> {
         match &hello.role {
             Role::Worker(worker) => self.catalog.lock().examine(&hello.engine, worker, blocks),
@@ -182,15 +186,15 @@ impl Runtime {
         }
     }
 
-    /// Workers of an engine serve a namespace from now on.
+    /// Adds an engine's workers to a namespace of the catalog.
     fn enroll(&self, sessions: &[SessionId], engine: &str, blocks: &Blocks) {
         if self.catalog.lock().enter(sessions, engine, blocks) {
-            // Nothing else in this line: it is compared with the engine's own.
+            // The line has only the facts: users compare it with the engine's line.
             tracing::info!("{}", namespace::line(&blocks.facts));
         }
     }
 
-    /// Shows an engine's processes what they are bound to: the sessions of its ranks, then its scheduler's.
+    /// Writes the binding into the sessions of an engine: its ranks, then its scheduler.
     pub(super) fn show_bound(&mut self, engine: &str, blocks: &Blocks, words: Vec<(SessionId, Bound)>) {
         let (_, ranks) = words.split_last().expect("a scheduler's at least");
         let ranks: Vec<SessionId> = ranks.iter().map(|(id, _)| *id).collect();
@@ -215,7 +219,8 @@ impl Runtime {
         }
     }
 
-    /// Whether a segment of the pool holds a block of a worker's engine: of a larger one every save would be dropped.
+    /// Fails if a block of the worker's engine is larger than a segment of the pool: all its saves would be
+    /// dropped.
     fn has_segment_for(&self, hello: &Hello) -> Result<(), String> {
         let Role::Worker(worker) = &hello.role else { return Ok(()) };
         let (block_bytes, segment_bytes) = (catalog::block_bytes(worker), self.pool.segment_bytes());
@@ -231,7 +236,7 @@ impl Runtime {
         ))
     }
 
-    /// The rank of a worker whose memory is no GPU's, or is one's that the sidecar does not reach.
+    /// The rank of a worker in host memory, or on a GPU out of the sidecar's reach.
     fn other_rank(
         &self,
         worker: &WorkerHello,
@@ -308,13 +313,14 @@ impl Runtime {
         self.greeter.refusals().refuse(socket, cause, text);
     }
 
-    /// A session's process has ended. A child of it may hold the socket, and whatever else it had open.
+    /// Closes the session of an ended process. A child process may still hold its socket and other
+    /// descriptors.
     pub(super) fn end_with_process(&mut self, id: SessionId) {
         self.closing.push((id, CloseReason::HangUp, String::new()));
         self.close_sessions();
     }
 
-    /// A session's socket became readable: it has hung up, or sends what nobody asked for.
+    /// Reads a readable socket: the client has hung up, or sent a record against the protocol.
     pub(super) fn read_socket(&mut self, id: SessionId) {
         let Some(session) = self.sessions.get(&id) else { return };
         let (reason, text) = match transport::receive(&session.socket) {
@@ -327,7 +333,7 @@ impl Runtime {
     }
 }
 
-/// What is said of an engine that does not tell which steps it accepted.
+/// A note for an engine that does not report accepted steps.
 fn accepts_nothing(version: u32, hello: &Hello) -> Option<String> {
     let Hello { engine, release, .. } = hello;
     (version < ACCEPT_SINCE).then(|| {
@@ -350,7 +356,8 @@ fn describe(role: &Role) -> String {
     }
 }
 
-/// `blocks` blocks of a rank's memory, if its descriptors are memory: a copy from anything else could block a copying thread.
+/// Maps `blocks` blocks of a rank's memory. Fails if a descriptor is not shared memory: a copy from any other
+/// file could block a copying thread.
 fn host_memory(worker: &WorkerHello, blocks: u32, descriptors: Vec<OwnedFd>) -> Result<HostMemory, String> {
     for (index, descriptor) in descriptors.iter().enumerate() {
         let stat = rustix::fs::fstat(descriptor).map_err(|error| format!("descriptor {index}: {error}"))?;

@@ -1,4 +1,4 @@
-//! The files that a sidecar makes, against the limit of its process (RLIMIT_FSIZE).
+//! Checks the sizes of the sidecar's files against the limit of its process (RLIMIT_FSIZE).
 
 use std::os::unix::fs::FileTypeExt;
 
@@ -8,7 +8,7 @@ use shm_protocol::{layout, pool};
 use crate::config::{Config, Disk};
 use crate::error::StartError;
 
-/// Refuses a file that would be longer than this process may make one. Its sparse memory, too, is a file to the kernel.
+/// Fails if a file would be larger than the limit. The kernel counts memfds as files too.
 pub(super) fn check_file_sizes(config: &Config) -> Result<(), StartError> {
     getrlimit(Resource::Fsize).current.map_or(Ok(()), |limit| check_limit(config, limit))
 }

@@ -1,17 +1,17 @@
-//! The pool comes into service behind the first engines, some of it in each turn.
+//! Brings the pool into service while engines are already served, one part in each turn.
 
 use std::time::Duration;
 
 use super::Runtime;
 use crate::core::Event;
 
-/// How often memory that was not reserved yet is looked for.
+/// Interval of polls for newly reserved memory.
 pub(super) const OPENING_POLL: Duration = Duration::from_millis(5);
 
 // === impl Runtime: opening ===
 
 impl Runtime {
-    /// Brings one part into service; whether there was any.
+    /// Brings one part into service. Returns false if there was none.
     pub(super) fn open_part(&mut self) -> bool {
         let Some(opener) = &mut self.opener else { return false };
         if let Some(opened) = opener.next(&self.pool) {

@@ -1,4 +1,4 @@
-//! What the mesh has to say, and what is shown of it.
+//! Handles events of the mesh, and publishes its metrics.
 
 use mesh::transport::Grant;
 use shm_protocol::pool::SlotRef;
@@ -11,7 +11,7 @@ use crate::ports::peers::{Peers, Told};
 // === impl Runtime: peers ===
 
 impl Runtime {
-    /// Takes in one thing; what that costs, in blocks.
+    /// Handles one event. Returns its cost in blocks, 0 if there was none.
     pub(super) fn hear_peer(&mut self) -> usize {
         let Some(told) = self.peers.as_mut().and_then(Peers::hear) else { return 0 };
         let cost = told.cost().max(1);
@@ -26,14 +26,14 @@ impl Runtime {
         cost
     }
 
-    /// Lets a peer read slots, with the checksums that are known of them.
+    /// Grants slots to a peer for reading, with their known checksums.
     pub(super) fn grant(&self, ask: u64, slots: &[Option<SlotRef>]) {
         let grant = |slot: &SlotRef| Grant { slot: *slot, checksum: self.pool.checksum(*slot) };
         let grants = slots.iter().map(|slot| slot.as_ref().map(grant));
         self.peers.as_ref().expect("the core has their part").grant(ask, grants);
     }
 
-    /// Shows how the mesh is doing.
+    /// Publishes the metrics of the mesh.
     pub(super) fn show_peers(&mut self) {
         let (Some(stats), Some(peers)) = (self.core.peers_stats(), &self.peers) else { return };
         self.metrics.publish_refusals(peers.refusals());

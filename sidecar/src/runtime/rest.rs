@@ -1,4 +1,4 @@
-//! What the data thread does between two turns: spin briefly, then sleep without missing anything.
+//! The data thread between two turns: it spins briefly, then sleeps without missing an event.
 
 use std::num::NonZeroU64;
 use std::time::Duration;
@@ -8,28 +8,31 @@ use super::{Runtime, TICK, turn};
 use crate::pages::heartbeat;
 use crate::system::poller::Source;
 
-/// How long to spin after the last work. A peer's next message of the same step comes within microseconds, but ringing a
-/// sleeping sidecar was measured to hold the ringing thread for 57 us on a virtual machine: a spin that is shorter ends
-/// before the peer goes on, and every message rings again (docs/decisions/0004-sidecar-and-engine-spin-before-they-sleep.md).
+/// Time to spin after the last work. An engine's next message of a step comes within microseconds, but waking
+/// a sleeping sidecar held the engine's thread for 57 us on a virtual machine (measured). A shorter spin
+/// would end before the engine continues, and every message would need a wake-up
+/// (docs/decisions/0004-sidecar-and-engine-spin-before-they-sleep.md).
 const SPIN: Duration = Duration::from_micros(200);
-/// While there is always work, sockets are looked at this often.
+/// Interval of polls of the sockets under constant work.
 const IO: Duration = Duration::from_millis(1);
-/// How often fence words are read while a copy waits for one: `(until, interval)` since the wait began. A step of a GPU
-/// engine ends within the second; a word that has not moved for longer is a slow CPU's, or a frozen engine's.
+/// Intervals of reads of the fence words while a copy waits for one: `(until, interval)` since the wait
+/// began. A step of a GPU engine ends within a second; a word that stands still for longer is of an engine on
+/// a slow CPU, or of a frozen one.
 const FENCE_POLLS: [(Duration, Duration); 3] = [
     (Duration::from_millis(1), Duration::from_micros(20)),
     (Duration::from_millis(100), Duration::from_micros(100)),
     (Duration::MAX, Duration::from_millis(1)),
 ];
-/// The same while a save for another engine waits: that engine's request waits for the step, too. So long at most.
+/// Shorter interval while a save for another engine waits, whose request waits too, and the time limit of
+/// this interval.
 const HANDOVER_POLL: Duration = Duration::from_micros(50);
 const HANDOVER_POLLS: Duration = Duration::from_secs(2);
-/// How often the end of the grace period and of the last copy is looked for.
+/// Interval of checks for the end of the grace period and of the last copy.
 const DRAIN_POLL: Duration = Duration::from_millis(5);
-/// The default of 50 us would make every fence poll that much later.
+/// The default slack of 50 us would delay every fence poll by as much.
 const TIMER_SLACK_NS: u64 = 1;
 
-/// Makes this thread's sleeps end in time.
+/// Lowers this thread's timer slack, so its sleeps end in time.
 pub(super) fn sharpen_timers() {
     if let Err(error) = rustix::thread::set_current_timer_slack(NonZeroU64::new(TIMER_SLACK_NS)) {
         tracing::warn!(%error, "the timer slack cannot be lowered; saves start up to 50 us late");
@@ -43,20 +46,21 @@ impl Runtime {
         if worked {
             self.last_work = self.now;
         }
-        // An event may have been the end of a copy: it is not announced twice, so no sleep before the next turn.
+        // An event may have been the end of a copy. Its wake-up does not come twice, so the next turn comes
+        // before any sleep.
         let served = self.now >= self.last_io + IO && self.serve_io(Some(Duration::ZERO));
         if served || worked || self.touched || !self.refused.is_empty() {
             return;
         }
         if self.now < self.last_work + SPIN {
-            // Not yielding: beside a busy process, a yielded core came back 4 ms later.
+            // No yield: beside a busy process, a yielded core came back after 4 ms.
             std::hint::spin_loop();
             return;
         }
         self.sleep();
     }
 
-    /// Says that it sleeps, looks once more, and only then does.
+    /// Tells the engines that this thread sleeps, checks the rings once more, and sleeps if they are empty.
     fn sleep(&mut self) {
         let nap = self.nap();
         if turn::fall_asleep(self) {
@@ -65,7 +69,7 @@ impl Runtime {
         turn::wake_up(self);
     }
 
-    /// How long it may sleep.
+    /// The longest sleep allowed now.
     fn nap(&mut self) -> Option<Duration> {
         let waits = self.sessions.keys().any(|&session| self.core.waits_on_fences(session));
         let since = match waits {
@@ -88,7 +92,7 @@ impl Runtime {
         [fences, Some(tick), look, greeting, drain, opening].into_iter().flatten().min()
     }
 
-    /// Waits for descriptors for at most `nap` and serves those that became ready; whether any did.
+    /// Waits at most `nap` for descriptors and serves the ready ones. Returns true if there were any.
     fn serve_io(&mut self, nap: Option<Duration>) -> bool {
         let mut events = std::mem::take(&mut self.events);
         self.poller.wait(nap, &mut events).expect("an epoll of this process");
@@ -105,7 +109,7 @@ impl Runtime {
                 }
                 Source::Socket(id) => self.read_socket(id),
                 Source::Process(id) => self.end_with_process(id),
-                // Being awake is all that is wanted; the next turn looks at the words.
+                // The thread is awake, and the next turn reads the rings and channels.
                 Source::Doorbell(_)
                 | Source::Copies
                 | Source::Disks

@@ -1,4 +1,4 @@
-//! The life of a sidecar: build, spawn, wait, drain.
+//! Start and end of a sidecar: builds the parts, starts the threads, waits, drains.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -47,7 +47,7 @@ use crate::ports::peers::{Known, Peers};
 use crate::system::poller::{Poller, Source};
 use crate::system::wake::EndSignal;
 
-/// A data thread that makes turns makes the last one so long after the grace at the latest.
+/// A working data thread makes its last turn at most this long after the grace.
 const LAST_TURN_MAX: Duration = Duration::from_secs(2);
 
 #[derive(Debug)]
@@ -55,7 +55,7 @@ pub struct Server {
     inbox: Arc<Inbox>,
     ended: Arc<EndSignal>,
     data: JoinHandle<()>,
-    /// Disconnected once the data thread, which owns the sender, has made its last turn.
+    /// Disconnected after the data thread's last turn: it owns the sender.
     turning: Receiver<Infallible>,
     ready: Ready,
     http: SocketAddr,
@@ -63,7 +63,7 @@ pub struct Server {
     control: control::Served,
 }
 
-/// This process, as a descriptor.
+/// A descriptor of this process.
 fn pidfd() -> Result<OwnedFd, Errno> {
     rustix::process::pidfd_open(rustix::process::getpid(), PidfdFlags::empty())
 }
@@ -77,8 +77,8 @@ fn random64() -> Result<u64, Errno> {
 // === impl Server ===
 
 impl Server {
-    /// Builds everything, then serves. The admin pages are up first, so that a slow start is visible. `log` is what an operator may
-    /// change of this process's log.
+    /// Builds all parts, then serves. The admin pages are up first, so a slow start is visible. `log` is the
+    /// level for requests of operators.
     #[expect(clippy::too_many_lines, reason = "each part once, in the order that they need each other")]
     pub fn start(config: &Config, log: LogLevel) -> Result<Self, StartError> {
         listener::raise_descriptor_limit();
@@ -108,7 +108,7 @@ impl Server {
         let ended = Arc::new(EndSignal::new().map_err(std::io::Error::from)?);
         let listener = Listener::bind(&config.socket, Use::Engines, config.socket_group.as_deref())?;
         let control = control::Sockets::bind(&config.control)?;
-        // After the listener, which refuses a second sidecar: two would lock memory for both.
+        // After the listener refused a second sidecar: otherwise both would lock memory.
         let reserved = Arc::downgrade(&pool);
         let reserved = move |end| reserve::wait(&reserved, end);
         let too_little = config.too_little_for_a_gpu();
@@ -170,27 +170,27 @@ impl Server {
         self.http
     }
 
-    /// The socket that engines connect to.
+    /// The path of the engines' socket.
     pub fn socket(&self) -> &PathBuf {
         &self.socket
     }
 
-    /// The address of the control, beside its socket.
+    /// The TCP address of the control, if there is one.
     pub fn control(&self) -> Option<SocketAddr> {
         self.control.tcp()
     }
 
-    /// Readable once an operator has asked for the end.
+    /// A descriptor, readable once an operator has requested the end.
     pub fn asked(&self) -> BorrowedFd<'_> {
         self.control.end()
     }
 
-    /// Readable once a thread ended that should not have.
+    /// A descriptor, readable once a required thread has ended.
     pub fn ended(&self) -> BorrowedFd<'_> {
         self.ended.as_fd()
     }
 
-    /// Takes nothing new, finishes the copies in flight for at most `grace`, removes the socket.
+    /// Stops accepting work, waits at most `grace` for the copies in flight, and removes the socket.
     pub fn drain(self, grace: Duration) -> Result<(), DrainError> {
         self.ready.store(false, Ordering::Relaxed);
         self.inbox.drain(grace);
@@ -201,7 +201,7 @@ impl Server {
     }
 }
 
-/// What wakes the data thread, but for its engines.
+/// A poller with all wake-ups of the data thread except those of engines.
 fn watch(
     inbox: &Inbox,
     copiers: &Copiers,
@@ -219,8 +219,8 @@ fn watch(
     Ok(poller)
 }
 
-/// The SSD tier, if there are disks for one. Whoever holds a disk's lock knows that no transfer of a dead
-/// sidecar is under way between it and the pool: so before any slot of the pool is used.
+/// The SSD tier, if there are disks. Called before any slot of the pool is used: a disk's lock shows that a
+/// dead sidecar has no transfer in flight between that disk and the pool.
 fn start_disks(
     config: &Config,
     opened: Vec<(Disk, Opened)>,
@@ -235,7 +235,7 @@ fn start_disks(
     Ok(Some((disk_tier(log, config.ssd_admission), disks)))
 }
 
-/// The tier of peers, if there is to be a mesh.
+/// The tier of peers, if a mesh is configured.
 fn start_mesh(
     config: &Config,
     epoch: u64,
@@ -249,7 +249,8 @@ fn start_mesh(
     Ok(Some((tier, Peers::start(mesh, epoch, pool, known, ended)?)))
 }
 
-/// The core, as its options and what earlier lives left require. `lacks_disks`: blocks may lie on disks that were left out.
+/// Configures the core by the options and the state of earlier lives. With `lacks_disks`, some disks with
+/// blocks may be left out.
 fn begin_core(config: &Config, core: Core, pool: &Pool, lacks_disks: bool) -> Core {
     let mut core = core.with_handover_ttl(config.handover_ttl.as_millis());
     if pool.former_epoch().is_some() {
@@ -261,7 +262,7 @@ fn begin_core(config: &Config, core: Core, pool: &Pool, lacks_disks: bool) -> Co
     core
 }
 
-/// Counts what earlier sidecars left and this one starts empty.
+/// Counts the abandoned files of earlier sidecars.
 fn count_given_up(
     registry: &Registry,
     pool: &Pool,
@@ -284,7 +285,7 @@ fn add_metrics(
     if config.mesh.is_some() { metrics.with_peers(registry) } else { Ok(metrics) }
 }
 
-/// The pool's descriptor that engines are given.
+/// The descriptor of the pool for engines.
 fn engines_fd(config: &Config, pool: &Pool) -> Result<OwnedFd, tiers::Error> {
     if let Some(view) = &config.pool_view {
         return pool.open_view(view);

@@ -1,4 +1,4 @@
-//! What the data thread's turn takes in: ends of copies, and what sessions of [`super::turn`] need to know.
+//! The sources of the data thread's turn: ends of copies, and the host of [`super::turn`].
 
 use shm_protocol::layout::QUERY_KEYS;
 
@@ -10,12 +10,12 @@ use crate::core::{Event, Findings, SessionId};
 use crate::pages::metrics::CloseReason;
 use crate::system::clock::millis;
 
-/// Keys and block ids that one session's messages may name before the next session has its turn: a long request's, or one
-/// QUERY of any size. A message costs one more than it names.
+/// Keys and block ids named by one session's messages before the next session's round: one long request, or
+/// one QUERY of any size. A message costs one more than it names.
 const ROUND_COST: usize = 8192;
-/// The same for a whole turn of an engine that is alone at work; what is left in the ring waits for the next. Some 10 ms of searching,
-/// after which new messages of every session are looked at again. Of several engines each has its part of one round instead: an
-/// engine waits 2 ms for an answer, and a turn of all the others must be over well before that.
+/// The same for a whole turn with one engine at work, about 10 ms of searching; the rest stays in the ring
+/// for the next turn, after new messages of all sessions are read. With several engines each gets its part of
+/// one round: an engine waits 2 ms for an answer, and a turn of all others must take less.
 const TURN_COST: usize = 2 * QUERY_KEYS;
 // === impl Runtime: a turn's host ===
 
@@ -91,7 +91,7 @@ impl Host for Runtime {
 // === impl Runtime: ends of copies ===
 
 impl Runtime {
-    /// Takes in one end of a copy or an inspection; whether there was any.
+    /// Handles one ended copy or inspection. Returns false if there was none.
     fn take_copied(&mut self) -> bool {
         if let Some(Finished { copy, ok }) = self.refused.pop().or_else(|| self.copiers.finished()) {
             if !ok {
@@ -103,7 +103,7 @@ impl Runtime {
         let Some((save, mut findings)) = self.copiers.inspected() else { return false };
         self.look_at_pool();
         match &mut findings {
-            // Its bytes may be none of the engine's: nobody is judged by them.
+            // The bytes may come from the lost pool, so they prove nothing about the engine.
             Findings::Compared(found) if self.lost => found.differing = 0,
             Findings::Compared(_) => {}
             Findings::Searched(searched) => self.note_searched(searched),

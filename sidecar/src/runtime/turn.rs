@@ -1,23 +1,23 @@
-//! The order of the data thread's turn, one move at a time: the runtime makes moves as fast as it can, the simulator lets others
-//! act between any two.
+//! The order of the data thread's turn, one move at a time. The runtime makes moves without a pause; the
+//! simulator lets other parts act between any two.
 //!
-//! Pure: what is taken in, and from whom, is its [`Host`]'s.
+//! This module has no I/O: its [`Host`] has the sources.
 
 use std::collections::VecDeque;
 
 use crate::clients::session::{Session, Violation};
 use crate::core::{Event, SessionId};
 
-/// A turn's stages, in their order.
+/// The stages of a turn, in their order.
 ///
-/// Ends of copies come before the rings, and [`Event::Drained`] behind them: a CANCEL that was posted before its block was
-/// overwritten is then known before a copy that ended after that is committed.
+/// Ends of copies come before the rings, and [`Event::Drained`] after them. A CANCEL posted before its block
+/// was overwritten is therefore read before the commit of a copy that ended later.
 const ORDER: [Stage; 11] = [
     Stage::Take(Source::Copies, usize::MAX),
     Stage::Take(Source::Ranks, usize::MAX),
-    // At most some milliseconds, where an index is recovered.
+    // At most some milliseconds, during the recovery of an index.
     Stage::Take(Source::Tiers, 64),
-    // At most some tenths of a millisecond, as is what follows.
+    // At most some tenths of a millisecond, as for the mesh.
     Stage::Take(Source::Checksums, 512),
     Stage::Take(Source::Mesh, 512),
     Stage::Rings,
@@ -31,77 +31,77 @@ const ORDER: [Stage; 11] = [
 
 #[derive(Copy, Clone, Debug)]
 enum Stage {
-    /// Takes in what there is, up to this cost: engines are answered in between.
+    /// Handles events of a source up to this cost, so engines are answered in between.
     Take(Source, usize),
-    /// Reads every ring up to its tail as seen at the stage's beginning, or as far as its turn's cost allows.
+    /// Reads every ring up to its tail at the beginning of the stage, or up to the cost of a turn.
     Rings,
-    /// Says of every scheduler whose ring was read so far that it was.
+    /// Reports every scheduler's ring read to its end.
     Drained,
     Fences,
-    /// Goes on with what the last turn had no time for.
+    /// Continues work left over from the last turn.
     Behind,
-    /// Says that time passed, if it did.
+    /// Passes the time to the core, if a tick is due.
     Tick,
 }
 
-/// What else than engines there is to take in.
+/// The sources of events besides the engines' rings.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum Source {
     /// Ends of copies and of comparisons.
     Copies,
-    /// What became of ranks on GPUs.
+    /// Opened and stuck ranks on GPUs.
     Ranks,
-    /// Ends of jobs of tiers, but for those that the mesh says.
+    /// Ends of jobs of tiers, except those reported by the mesh.
     Tiers,
     Checksums,
-    /// What the mesh says.
+    /// Events of the mesh.
     Mesh,
-    /// Parts of the pool that can come into service.
+    /// Parts of the pool ready for service.
     Pool,
 }
 
-/// Whose turn it is: the core, its sessions, and what stands beside them.
+/// The owner of the core, its sessions and the other sources.
 pub trait Host {
-    /// Takes one thing in; what that costs, zero where there is none.
+    /// Handles one event. Returns its cost, zero if there was none.
     fn take(&mut self, source: Source) -> usize;
     fn sessions(&mut self) -> impl Iterator<Item = (SessionId, &mut Session)>;
-    /// One of them, unless it has ended.
+    /// A session, unless it has ended.
     fn session(&mut self, id: SessionId) -> Option<&mut Session>;
-    /// Keys and block ids that a session's messages may name in this turn, and before the next session has its round. A message
-    /// costs one more than it names.
+    /// Keys and block ids named by a session's messages in this turn, and before the next session's round. A
+    /// message costs one more than it names.
     fn costs(&mut self) -> (usize, usize);
-    /// Gives the core one event.
+    /// Passes one event to the core.
     fn handle(&mut self, event: Event);
-    /// A scheduler's session to be gone on with.
+    /// The session of a scheduler with work left over.
     fn behind(&self) -> Option<SessionId>;
-    /// Whether the core was given anything that [`touches`] since the last call, or a session was closed.
+    /// True if the core got an event that [`touches`], or a session was closed, since the last call.
     fn was_touched(&mut self) -> bool;
-    /// Ends a session that broke the protocol.
+    /// Ends a session after a breach of the protocol.
     fn refuse(&mut self, session: SessionId, violation: Violation);
-    /// Says that time passed, if it did.
+    /// Passes the time to the core, if a tick is due.
     fn tick(&mut self);
 }
 
-/// Where in its turn the data thread stands.
+/// The position of the data thread in its turn.
 #[derive(Debug, Default)]
 pub struct Turn {
     stage: usize,
     begun: bool,
     worked: bool,
-    /// Cost of what this stage has taken.
+    /// Cost so far in this stage.
     taken: usize,
     rings: VecDeque<Unread>,
-    /// What this stage has still to tell the core.
+    /// Events of this stage not yet passed to the core.
     events: VecDeque<Event>,
-    /// Sessions with messages that this turn had no time for.
+    /// Sessions with unread messages after this turn's limit of cost.
     backlog: Vec<SessionId>,
 }
 
-/// A ring with messages that were seen.
+/// A ring with unread messages.
 #[derive(Copy, Clone, Debug)]
 struct Unread {
     session: SessionId,
-    /// What may still be read in this turn, and in this round.
+    /// Cost left in this turn, and in this round.
     left: usize,
     round: usize,
 }
@@ -109,7 +109,7 @@ struct Unread {
 // === impl Turn ===
 
 impl Turn {
-    /// Makes one move; false where the turn was over, so that the next move begins another.
+    /// Makes one move. Returns false at the end of a turn; the next move begins another.
     pub fn step(&mut self, host: &mut impl Host) -> bool {
         let Some(&stage) = ORDER.get(self.stage) else {
             (self.stage, self.begun) = (0, false);
@@ -142,12 +142,12 @@ impl Turn {
         true
     }
 
-    /// Whether the last turn, or this one so far, had anything to do.
+    /// True if the last turn, or this one so far, had any work.
     pub fn worked(&self) -> bool {
         self.worked
     }
 
-    /// Sessions with messages that the last turn had no time for.
+    /// Sessions with messages left unread by the last turn.
     pub fn backlog(&self) -> &[SessionId] {
         &self.backlog
     }
@@ -159,7 +159,7 @@ impl Turn {
         cost > 0 && self.taken < most
     }
 
-    /// Handles one message, of the session whose round it is.
+    /// Handles one message of the next session.
     fn read(&mut self, is_new: bool, host: &mut impl Host) -> bool {
         if is_new {
             self.look(host);
@@ -168,7 +168,7 @@ impl Turn {
         // An earlier message may have closed the session.
         let Some(session) = host.session(ring.session) else { return true };
         if ring.left == 0 || ring.round == 0 {
-            // What follows from its messages has been carried out, and may have been written into its chunks.
+            // The actions of its messages are carried out, including writes into its chunks.
             session.release();
             match ring.left {
                 0 if session.unread() > 0 => self.backlog.push(ring.session),
@@ -208,7 +208,7 @@ impl Turn {
         refused.into_iter().for_each(|(session, violation)| host.refuse(session, violation));
     }
 
-    /// Lists what a stage has to tell the core.
+    /// Lists the events of a stage.
     fn list(&mut self, stage: Stage, host: &mut impl Host) {
         match stage {
             Stage::Drained if host.was_touched() => {
@@ -229,7 +229,7 @@ impl Turn {
     }
 }
 
-/// Whether an event may have made saves ready to be committed.
+/// True if an event may have made saves ready to be committed.
 pub fn touches(event: &Event) -> bool {
     !matches!(
         event,
@@ -241,7 +241,8 @@ pub fn touches(event: &Event) -> bool {
     )
 }
 
-/// Tells every engine that the data thread sleeps, then looks once more; whether it may sleep. [`wake_up`] follows.
+/// Tells every engine that the data thread sleeps, then checks the rings once more. Returns true if it may
+/// sleep. [`wake_up`] must follow.
 pub fn fall_asleep(host: &mut impl Host) -> bool {
     host.sessions().for_each(|(_, session)| session.set_asleep(true));
     !host.sessions().any(|(_, session)| session.has_news())

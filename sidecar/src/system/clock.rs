@@ -1,4 +1,4 @@
-//! The process's clock: one origin, so that every thread means the same by a time.
+//! The process's clock. All threads share its origin, so their times are comparable.
 
 use std::time::{Duration, Instant, SystemTime};
 
@@ -23,7 +23,7 @@ impl Clock {
     }
 }
 
-/// The time of day, since 1970: for people and their tools alone.
+/// The time of day since 1970: for people and their tools alone.
 #[expect(clippy::disallowed_methods, reason = "the one place where the sidecar reads the clock")]
 pub fn since_1970() -> Duration {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default()

@@ -9,22 +9,22 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::time::Timespec;
 
-/// Events taken at once; the rest comes with the next call.
+/// Events taken at once; the next call takes the rest.
 const EVENTS: usize = 64;
 
-/// What a descriptor is to the data thread.
+/// The role of a descriptor for the data thread.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum Source {
     Listener,
-    /// Something is asked from outside.
+    /// A request from outside waits.
     Inbox,
     Copies,
-    /// A disk has something to say.
+    /// A disk has a result.
     Disks,
     Checksums,
-    /// The mesh has something to say.
+    /// The mesh has an event.
     Mesh,
-    /// A peer that has not been welcomed yet.
+    /// A client without a hello.
     Greeting(u64),
     Doorbell(u64),
     Socket(u64),
@@ -72,8 +72,8 @@ impl Source {
         }
     }
 
-    /// Eventfds are watched by edge and never read: a peer holds the same one, and could empty it, and make it block,
-    /// between our being told and our reading.
+    /// Eventfds are edge-triggered and never read: a client holds the same eventfd and could empty it between
+    /// the event and a read, which would then block.
     fn flags(self) -> EventFlags {
         match self {
             Self::Listener | Self::Greeting(_) | Self::Socket(_) => EventFlags::IN | EventFlags::RDHUP,
@@ -97,15 +97,15 @@ impl Poller {
         epoll::add(&self.epoll, fd, EventData::new_u64(source.token()), source.flags())
     }
 
-    /// Ends the watch. Needed where a peer holds the same open file: closing ours would not end it.
+    /// Ends the watch. Closing the descriptor would not end it if a client holds the same open file.
     pub fn remove(&self, fd: impl AsFd) {
-        // Absent is as good as removed.
+        // The descriptor may not be watched; the result is the same.
         let _ = epoll::delete(&self.epoll, fd);
     }
 
-    /// Sleeps until something happens or `nap` passes (`None`: for ever), then appends what happened.
+    /// Sleeps until an event or for `nap` (`None`: without limit), then appends the events.
     pub fn wait(&self, nap: Option<Duration>, out: &mut Vec<Source>) -> Result<(), Errno> {
-        // epoll's own time-outs are whole milliseconds before Linux 5.11; ppoll's are nanoseconds everywhere.
+        // epoll's own timeouts are whole milliseconds before Linux 5.11; ppoll's are nanoseconds everywhere.
         if nap != Some(Duration::ZERO) {
             let limit = nap.map(|nap| Timespec {
                 tv_sec: i64::try_from(nap.as_secs()).unwrap_or(i64::MAX),

@@ -1,4 +1,4 @@
-//! How a thread's end wakes others: by an eventfd.
+//! Eventfds to signal the end of a thread.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -7,25 +7,25 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use rustix::io::Errno;
 use shm_protocol::wait::{eventfd, signal};
 
-/// Becomes readable when a thread that must not end has ended.
+/// Becomes readable when a required thread has ended.
 #[derive(Debug)]
 pub struct EndSignal(OwnedFd);
 
-/// Gives the [`EndSignal`] on drop, also while its thread unwinds.
+/// Signals [`EndSignal`] on drop, also while its thread unwinds.
 #[derive(Debug)]
 pub struct OnExit {
     signal: Arc<EndSignal>,
     expected: Expected,
 }
 
-/// Whether a thread may end.
+/// Set before an expected end of a thread.
 #[derive(Clone, Debug, Default)]
 pub struct Expected(Arc<AtomicBool>);
 
 // === impl EndSignal ===
 
 impl EndSignal {
-    /// Nothing has ended yet.
+    /// A signal before the end of any thread.
     pub fn new() -> Result<Self, Errno> {
         Ok(Self(eventfd()?))
     }
@@ -35,7 +35,7 @@ impl EndSignal {
         self.on_exit_unless(&Expected::default())
     }
 
-    /// A guard for a thread that may end once that is expected.
+    /// A guard for a thread that may end once `expected` is set.
     pub fn on_exit_unless(self: &Arc<Self>, expected: &Expected) -> OnExit {
         OnExit { signal: Arc::clone(self), expected: expected.clone() }
     }
@@ -44,7 +44,7 @@ impl EndSignal {
 // === impl Expected ===
 
 impl Expected {
-    /// The thread is about to be told to end.
+    /// Marks the end as expected; called before the thread is stopped.
     pub fn set(&self) {
         self.0.store(true, Ordering::Relaxed);
     }

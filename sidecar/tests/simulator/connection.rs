@@ -1,4 +1,4 @@
-//! One process's end of a session, as the shim's sessions want it, and the pool as an engine maps it.
+//! An engine process's end of a session, for the shim's sessions, and the pool as mapped by an engine.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -11,27 +11,28 @@ use shm_protocol::region::Region;
 use shm_protocol::session::SessionMemory;
 use shm_protocol::wait;
 
-/// A connected session, as the engine holds it.
+/// A connected session in an engine process.
 #[derive(Debug)]
 pub(crate) struct Connection {
     pub(crate) memory: SessionMemory,
     pub(crate) epoch: u64,
     pub(crate) lease_ttl_ms: u64,
-    /// The sidecar's end is closed.
+    /// True once the sidecar's end is closed.
     pub(crate) lost: Rc<Cell<bool>>,
-    /// This end is closed.
+    /// True once this end is closed.
     pub(crate) hung_up: Rc<Cell<bool>>,
     pub(crate) bell: Rc<Cell<bool>>,
     pub(crate) pool: Rc<PoolMap>,
 }
 
-/// The sidecar's end of a socket; every copy of the session shares it, so that a hang-up says that none runs.
+/// The sidecar's end of a socket. All copies of the session share it, so it hangs up only once none of them
+/// runs.
 #[derive(Debug)]
 pub(crate) struct Socket {
     pub(crate) lost: Rc<Cell<bool>>,
 }
 
-/// One life of a sidecar's pool, mapped for reading.
+/// The pool of one life of the sidecar, mapped read-only.
 #[derive(Debug)]
 pub(crate) struct PoolMap {
     pub(crate) region: Region,
@@ -101,7 +102,7 @@ impl Drop for Socket {
 // === impl PoolMap ===
 
 impl PoolMap {
-    /// Whether the slot is whole and of this filling, by the product's check.
+    /// True if the slot is whole and of this generation, by the product's check.
     pub(crate) fn verify(&self, slot: SlotRef, block_bytes: u64) -> bool {
         let load = |offset: usize| self.region.word64(offset).load(Ordering::Acquire);
         verify(load, self.segment_bytes, self.segments, slot, block_bytes)

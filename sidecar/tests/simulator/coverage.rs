@@ -1,4 +1,4 @@
-//! What the runs have reached. A point that no run reaches is a hole in the simulator, and fails it.
+//! The points reached by the runs. A point reached by no run is a gap in the simulator, and fails it.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +11,7 @@ use tiers::ssd::{self, Work};
 
 /// Messages without a sender in the simulator.
 const NEVER_SENT: [Kind; 2] = [Kind::Staged, Kind::Golden];
-/// Every point but the messages, in printed order.
+/// Every point except the messages, in printed order.
 const POINTS: &[&str] = &[
     "event Connected",
     "event Disconnected",
@@ -178,13 +178,13 @@ const POINTS: &[&str] = &[
     "verdicts namespace began again",
 ];
 
-/// Every point; a message is a point by its name.
+/// Every point; the name of a message is a point too.
 pub(crate) fn points() -> impl Iterator<Item = &'static str> {
     let messages = Kind::ALL.into_iter().filter(|kind| !NEVER_SENT.contains(kind)).map(Kind::name);
     POINTS.iter().copied().chain(messages)
 }
 
-/// How often each point was reached.
+/// The number of times each point was reached.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Coverage(BTreeMap<&'static str, u64>);
 
@@ -210,7 +210,7 @@ impl Coverage {
         self.0.get(point).copied().unwrap_or(0)
     }
 
-    /// Points that were never reached.
+    /// Points never reached.
     pub(crate) fn missing(&self) -> Vec<&'static str> {
         points().filter(|point| self.count(point) == 0).collect()
     }

@@ -1,4 +1,4 @@
-//! What every part of the simulated world shares: time, chance, coverage, the trace, and who acts next.
+//! State shared by all parts of the simulated world: time, randomness, coverage, the trace, and wake-ups.
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeSet, VecDeque};
@@ -14,62 +14,64 @@ use crate::rng::{Rng, mix};
 
 pub(crate) type Micros = u64;
 
-/// Ranks of an engine at most, and its cache groups.
+/// Most ranks of an engine, and its cache groups.
 pub(crate) const RANKS: usize = 2;
 pub(crate) const GROUPS: usize = 2;
-/// Workers of an engine at most: one for each rank and group.
+/// Most workers of an engine: one for each rank and group.
 pub(crate) const WORKERS: usize = RANKS * GROUPS;
 pub(crate) const ENGINES: usize = 2;
-/// Threads that copy for the sidecar.
+/// Copying threads of the sidecar.
 pub(crate) const COPIERS: usize = 2;
 
-/// Product times, shortened so that a run sees many of each: a step takes about a millisecond here as there.
+/// Times of the product, shortened so a run has many of each: a step takes about a millisecond here and in
+/// the product.
 pub(crate) const TICK: Micros = 5_000;
 pub(crate) const RETRY: Micros = 20_000;
-/// How much faster than `now` the clock of a rank's session runs: its deadlines are 2 s and more.
+/// The clock of a rank's session runs this many times faster than `now`: its deadlines are 2 s and more.
 const RANK_HASTE: u32 = 100;
-/// Longer than any freeze: beyond it the product gives up a sidecar that is frozen half-way through a block.
+/// Longer than any freeze: after this time the product gives up a sidecar frozen in the middle of a block.
 pub(crate) const SETTLE: Micros = 10_000_000;
-/// As long as ranks keep the pool of an earlier life.
+/// The time for which ranks keep the pool of an earlier life.
 pub(crate) const HOLD: Micros = 50_000;
 pub(crate) const BUDGET: Micros = 2_000;
 
-/// A thread of some process.
+/// A thread of a process.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(crate) enum Actor {
     /// The sidecar's data thread.
     Data,
-    /// A thread of the sidecar that copies.
+    /// A copying thread of the sidecar.
     Copier(usize),
     Scheduler(usize),
     Worker(usize, usize),
-    /// A rank's thread that copies loads.
+    /// A rank's thread for its own copies of loads.
     Rescuer(usize, usize),
     Fate,
 }
 
-/// What kind of world a seed makes.
+/// The kind of world made by a seed.
 #[derive(Clone, Debug)]
 pub(crate) struct Knobs {
     pub(crate) lease_ttl_ms: u64,
     pub(crate) segments: u64,
-    /// The pool is a file that a restarted sidecar opens again.
+    /// The pool is a file, opened again by a restarted sidecar.
     pub(crate) pool_file: bool,
-    /// It has a disk for what memory gives up.
+    /// The sidecar has a disk for evicted blocks.
     pub(crate) disk: bool,
-    /// Number of the tier of a second disk, slow and faulty, in some worlds with a disk: before it or behind it.
+    /// Number of the tier of a second, slow and faulty disk, in some worlds with a disk: before or after the
+    /// first.
     pub(crate) slow_disk: Option<usize>,
-    /// There are pods beside this one.
+    /// Other pods exist.
     pub(crate) mesh: bool,
-    /// Keys and messages that a session may cost in one turn.
+    /// Keys and messages of a session in one turn.
     pub(crate) turn_cost: usize,
-    /// Slowness of copies: microseconds for a word at most.
+    /// Longest time to copy a word, in microseconds.
     pub(crate) copy_us: u64,
-    /// A step has no room for a request with a hit at one in so many occasions.
+    /// A step has no room for a request with a hit once in so many times.
     pub(crate) full_steps: u64,
-    /// A client comes at one in so many occasions.
+    /// A request arrives once in so many times.
     pub(crate) arrivals: u64,
-    /// Faults per run at most.
+    /// Most faults in a run.
     pub(crate) faults: u64,
     /// One in so many blocks fails to be copied; zero: none.
     pub(crate) failing_copies: u64,
@@ -77,39 +79,39 @@ pub(crate) struct Knobs {
     pub(crate) lost_wakeups: u64,
 }
 
-/// A process asks to be connected.
+/// A process's attempt to connect.
 #[derive(Debug)]
 pub(crate) struct Dial {
     pub(crate) hello: Hello,
     pub(crate) kv: Option<Rc<Kv>>,
-    /// Where the connection is left.
+    /// The place for the connection.
     pub(crate) fresh: Rc<RefCell<Option<Rc<Connection>>>>,
-    /// Cleared when the call was answered, one way or the other.
+    /// Cleared once the attempt was accepted or refused.
     pub(crate) pending: Rc<Cell<bool>>,
 }
 
 #[derive(Debug)]
 pub(crate) struct Ctx {
     pub(crate) now: Micros,
-    /// What `now` counts from for the shim, whose times are instants.
+    /// The shim's instant at time 0.
     began: Instant,
     pub(crate) rng: Rng,
     pub(crate) cover: Coverage,
-    /// Loads that the sidecar does not finish are called finished, to see that the oracle notices.
+    /// Loads unfinished by the sidecar count as finished, to test the oracle.
     pub(crate) without_rescue: bool,
     pub(crate) knobs: Knobs,
-    /// Actors to be woken, and when.
+    /// Actors to wake, each with its time.
     pub(crate) wakes: Vec<(Actor, Micros)>,
     pub(crate) dials: Vec<Dial>,
-    /// Slots of which a bit was changed between two lives of the sidecar.
+    /// Slots with a changed bit since an earlier life of the sidecar.
     pub(crate) changed: BTreeSet<u64>,
     /// The doorbells of all sessions: a ring ends the data thread's sleep.
     pub(crate) bell: Rc<Cell<bool>>,
     tainted: u64,
-    /// The last events, and how many of them are kept.
+    /// The last events, and the most to keep.
     trace: VecDeque<String>,
     events: usize,
-    /// Digest of everything that happened, for the check that a seed means one run.
+    /// Digest of all actions, for the check that a seed always gives the same run.
     pub(crate) fingerprint: u64,
 }
 
@@ -123,7 +125,7 @@ impl Ctx {
             segments: rng.within(1, 2),
             pool_file: rng.one_in(3),
             disk: rng.one_in(2),
-            // The seed alone decides: the other worlds stay as they are without it.
+            // Only the seed decides, so worlds without this disk stay as they were.
             slow_disk: (!mix(seed).is_multiple_of(3)).then_some((mix(seed) >> 32) as usize % 2),
             mesh: rng.one_in(2),
             turn_cost: rng.pick(&[4, 16, 1000]),
@@ -154,12 +156,12 @@ impl Ctx {
         }
     }
 
-    /// What a scheduler's session takes for now.
+    /// The current time of a scheduler's session.
     pub(crate) fn instant(&self) -> Instant {
         self.began + Duration::from_micros(self.now)
     }
 
-    /// What a rank's session takes for now.
+    /// The current time of a rank's session.
     pub(crate) fn rank_instant(&self) -> Instant {
         self.began + Duration::from_micros(self.now) * RANK_HASTE
     }
@@ -168,12 +170,12 @@ impl Ctx {
         self.cover.hit(point);
     }
 
-    /// Whether anybody will read what is noted.
+    /// True if events are recorded.
     pub(crate) fn traced(&self) -> bool {
         self.events > 0
     }
 
-    /// Notes what happened; the text is made only where it is wanted.
+    /// Records an event; the text is made only if events are recorded.
     pub(crate) fn note(&mut self, text: impl FnOnce() -> String) {
         if self.events > 0 {
             if self.trace.len() == self.events {
@@ -187,13 +189,13 @@ impl Ctx {
         self.trace.iter()
     }
 
-    /// A word that belongs to no key and is never made twice.
+    /// A new word of no key, different from all others.
     pub(crate) fn taint(&mut self) -> u64 {
         self.tainted += 1;
         taint(self.tainted)
     }
 
-    /// A short time, now and then a long one.
+    /// A random short time, occasionally a long one.
     pub(crate) fn pause(&mut self, usual: Micros) -> Micros {
         let longer = if self.rng.one_in(32) { 20 } else { 1 };
         1 + self.rng.below(usual * 2 * longer)

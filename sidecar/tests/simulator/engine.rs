@@ -1,5 +1,5 @@
-//! A simulated engine: vLLM's scheduler, its blocks and its ranks, as far as they touch the protocol. The policy and the sessions of
-//! both roles are the product code.
+//! A simulated engine: vLLM's scheduler, its blocks and its ranks, as far as the protocol concerns them. The
+//! policy and the sessions of both roles are the product's code.
 
 mod blocks;
 mod calls;
@@ -35,46 +35,47 @@ use crate::ledger::Form;
 use crate::origin::{Kv, WORDS};
 use crate::rng::Rng;
 
-/// Tokens per word of KV: a short check computes two blocks, and an answer fills a block in some steps.
+/// Tokens for each word of KV: a short check computes two blocks, and an answer fills a block in some steps.
 const WORD_TOKENS: u32 = 8;
 const BLOCK_TOKENS: u32 = WORDS as u32 * WORD_TOKENS;
-/// How long a request waits for what nobody has promised, and for what somebody has.
+/// Time that a request waits for an unpromised prompt, and for a promised one.
 const PROMISE_WAIT_MS: u32 = 2;
 pub(crate) const HANDOVER_WAIT_MS: u32 = 40;
 
-/// What an engine is, over all its lives.
+/// The properties of an engine over all its lives.
 #[derive(Clone, Debug)]
 pub(crate) struct Model {
     pub(crate) index: usize,
     pub(crate) name: String,
     pub(crate) form: Form,
-    /// By cache group.
+    /// Facts of each cache group.
     facts: Vec<BTreeMap<String, String>>,
     /// Its second cache group, if it has one.
     pub(crate) second: Option<Second>,
     pub(crate) world: usize,
     pub(crate) by_engine: bool,
-    /// Its weights are not those that its facts name.
+    /// Its weights differ from those stated in its facts.
     pub(crate) other_weights: bool,
-    /// Its loads may begin when the step before theirs is done.
+    /// Its loads may begin once the step before theirs has ended.
     pub(crate) early: bool,
     pub(crate) blocks: u32,
-    /// Steps that may be in flight.
+    /// Most steps in flight.
     pub(crate) depth: usize,
-    /// The engine has its own prefix cache. Its steps wait for no load: blocks computed upon a failed load would stay listed.
+    /// The engine has its own prefix cache. Its steps do not wait for loads: otherwise blocks computed after
+    /// a failed load would stay listed.
     pub(crate) caches: bool,
-    /// Facts by which the policy paces the loads.
+    /// The policy's facts for the pace of loads.
     pub(crate) machine: Machine,
     pub(crate) checks: CheckRate,
-    /// Blocks of ended requests are held until they are saved for another engine.
+    /// Blocks of ended requests are held until their save for another engine has ended.
     pub(crate) holds: bool,
-    /// A step may take back the blocks of a request scheduled in it.
+    /// A step may preempt a request scheduled in it.
     pub(crate) priorities: bool,
     /// The cache is reset in one of so many steps; zero: never.
     pub(crate) resets: u64,
     /// Words of known tokens computed in a step for one request.
     pub(crate) chunk: usize,
-    /// Nanoseconds of a token, as the engine tells the sidecar; zero: it tells nothing.
+    /// Nanoseconds of a token, as stated to the sidecar; zero: not stated.
     pub(crate) token_ns: f32,
 }
 
@@ -87,19 +88,19 @@ pub(crate) enum Second {
     States,
 }
 
-/// What one engine's processes hand each other.
+/// State shared by the processes of one engine.
 #[derive(Debug)]
 pub(crate) struct Shared {
-    /// Steps that each worker has not begun.
+    /// Steps not begun by each worker.
     pub(crate) queues: Vec<VecDeque<Rc<Step>>>,
-    /// Ends of steps that the scheduler has not taken, by worker.
+    /// Results of steps not taken by the scheduler, for each worker.
     pub(crate) results: Vec<VecDeque<Results>>,
-    /// The step whose forward each worker has reached: they compute together.
+    /// The step whose forward pass each worker has reached: they compute together.
     pub(crate) reached: Vec<u64>,
-    /// The last step whose KV each worker has written, as far as it does: a rank's fences are behind the KV of all groups.
+    /// The last step of each worker with its KV written. A rank's fences follow the KV of all groups.
     pub(crate) written: Vec<u64>,
     pub(crate) judge: Judge,
-    /// By rank.
+    /// For each rank.
     pub(crate) kvs: Vec<Rc<Kv>>,
 }
 
@@ -108,15 +109,16 @@ pub(crate) struct Engine {
     pub(crate) model: Rc<Model>,
     pub(crate) shared: Shared,
     pub(crate) scheduler: Option<Scheduler>,
-    /// Of each rank, then of each rank in the second group: a rank's groups have the same memory and sessions of their own.
+    /// The workers of each rank in the first group, then in the second. A rank's groups share its memory and
+    /// have their own sessions.
     pub(crate) workers: Vec<Option<Worker>>,
-    /// Requests that no life of this engine has finished.
+    /// Requests not finished by any life of this engine.
     pub(crate) pending: VecDeque<Spec>,
-    /// When the rest dies after a rank did.
+    /// Time at which the other processes end after the end of a rank.
     pub(crate) dies_at: Option<Micros>,
 }
 
-/// A process's way to the sidecar.
+/// A process's connection to the sidecar.
 #[derive(Debug)]
 pub(crate) struct Port {
     hello: Hello,
@@ -124,7 +126,7 @@ pub(crate) struct Port {
     pub(crate) connection: Option<Rc<Connection>>,
     fresh: Rc<RefCell<Option<Rc<Connection>>>>,
     pending: Rc<Cell<bool>>,
-    /// None: the connection was lost, and the time is not chosen yet.
+    /// `None` if the connection was lost and the time is not chosen yet.
     next_dial: Option<Micros>,
 }
 
@@ -138,7 +140,8 @@ pub(crate) enum Change {
 // === impl Model ===
 
 impl Model {
-    /// A random engine; `twin`: one that shares its blocks with this one. `second`: see the field.
+    /// A random engine. With `twin` it shares its blocks with that one. `second` becomes its second cache
+    /// group.
     pub(crate) fn random(index: usize, twin: Option<&Self>, second: Option<Second>, rng: &mut Rng) -> Self {
         let world = rng.within(1, 2) as usize;
         let shards = if rng.one_in(2) { world as u32 } else { 1 };
@@ -188,7 +191,7 @@ impl Model {
             priorities: rng.one_in(3),
             resets: rng.pick(&[0, 0, 60]),
             chunk: rng.within(2, 9) as usize,
-            // A block takes nothing, as long as a disk's, or seconds.
+            // A block takes no time, as long as a disk, or seconds.
             token_ns: rng.pick(&[0.0, 1.0, 1e5, 1e8]),
         }
     }
@@ -202,12 +205,12 @@ impl Model {
             consumer: rng.one_in(4),
             recomputes: true,
             sync_ms: None,
-            // A step takes in hundreds of blocks, or two, and a part is four, or one.
+            // A step loads hundreds of blocks or two, and a part of a load has four blocks or one.
             block_bytes: rng.pick(&[1 << 20, 200 << 20]),
         }
     }
 
-    /// The part of a block that a rank holds.
+    /// The shard of a rank.
     pub(crate) fn shard(&self, rank: usize) -> u32 {
         rank as u32 / (self.world as u32 / self.form.shards)
     }
@@ -216,12 +219,12 @@ impl Model {
         self.facts.len()
     }
 
-    /// Workers of its ranks in all groups.
+    /// The number of workers over all ranks and groups.
     pub(crate) fn members(&self) -> usize {
         self.world * self.groups()
     }
 
-    /// The first block read by a token behind so many words, in a group.
+    /// The first block read by a token after so many words, in a group.
     pub(crate) fn first_read(&self, group: usize, words: usize) -> usize {
         let reads = match self.second {
             Some(Second::Window(blocks)) if group > 0 => blocks,
@@ -231,12 +234,12 @@ impl Model {
         (words / WORDS).saturating_sub(reads)
     }
 
-    /// Whether a group keeps states.
+    /// True if a group keeps states.
     pub(crate) fn has_states(&self, group: usize) -> bool {
         group > 0 && self.second == Some(Second::States)
     }
 
-    /// The namespace of a group of an engine that holds these weights, before any salt.
+    /// The namespace of a group of an engine with these weights, without a salt.
     pub(crate) fn base(&self, group: usize, weights: u8) -> NamespaceDigest {
         let live = namespace::weights_live((0..self.world).map(|_| Some(live(weights))));
         namespace::digest(&namespace::complete(&self.facts[group], live))
@@ -306,7 +309,7 @@ impl Engine {
             self.workers[number] = Some(Worker::new(number, Rc::clone(model), port));
             ctx.wakes.push((Actor::Worker(model.index, number), ctx.now + 1));
         }
-        // Some wait for a producer: half as long as a query does, so that either may give up first.
+        // Some engines wait for a producer, half as long as a query, so that either wait may end first.
         let miss_wait_ms = model.by_engine.then_some(1);
         let (promise_wait_ms, handover_wait_ms) = (Some(PROMISE_WAIT_MS), Some(HANDOVER_WAIT_MS));
         let wait_max_ms = Some(LOAD_WAIT_MS);
@@ -321,12 +324,12 @@ impl Engine {
         self.dies_at = None;
     }
 
-    /// A rank ends; the others go on for a while.
+    /// Ends a rank; the others run on for a while.
     pub(crate) fn crash_rank(&mut self, rank: usize) {
         self.workers.iter_mut().skip(rank).step_by(self.model.world).for_each(|worker| *worker = None);
     }
 
-    /// Every process of it ends at once; its requests are asked again of the next life.
+    /// Ends all processes at once; the next life gets the unfinished requests.
     pub(crate) fn crash(&mut self) {
         if let Some(scheduler) = self.scheduler.take() {
             self.pending.extend(scheduler.unfinished());
@@ -334,7 +337,7 @@ impl Engine {
         self.workers.iter_mut().for_each(|worker| *worker = None);
     }
 
-    /// Whether a load is on its way.
+    /// True if a load is unfinished.
     pub(crate) fn loading(&self) -> bool {
         let waiting = self.scheduler.as_ref().is_some_and(Scheduler::loading);
         waiting || self.workers.iter().flatten().any(Worker::loading)
@@ -344,18 +347,18 @@ impl Engine {
         self.scheduler.is_some() && self.workers.iter().all(Option::is_some)
     }
 
-    /// Whether every request was answered and nothing of them is left.
+    /// True if every request was answered.
     pub(crate) fn done(&self) -> bool {
         self.alive() && self.pending.is_empty() && self.scheduler.as_ref().is_some_and(Scheduler::idle)
     }
 
-    /// Whether nothing waits to be told to or by the sidecar.
+    /// True if nothing is left to exchange with the sidecar.
     pub(crate) fn at_rest(&self) -> bool {
         let settled = self.scheduler.as_ref().is_some_and(Scheduler::settled);
         self.done() && settled && self.workers.iter().flatten().all(Worker::settled)
     }
 
-    /// What is left, for the message of a run that does not come to rest.
+    /// The unfinished work, for the message of a run without rest.
     pub(crate) fn unrest(&self) -> String {
         let scheduler = self.scheduler.as_ref().map(Scheduler::unrest);
         let workers: Vec<bool> = self.workers.iter().flatten().map(Worker::settled).collect();
@@ -366,18 +369,18 @@ impl Engine {
         )
     }
 
-    /// Checks that nothing is held any more on the engine's side.
+    /// Checks that the engine holds no block.
     pub(crate) fn audit(&self) {
         self.scheduler.as_ref().expect("the caller looked").audit();
     }
 }
 
-/// What a rank says of the weights that it holds.
+/// A rank's digest of its weights.
 fn live(weights: u8) -> [u8; 16] {
     [weights + 1; 16]
 }
 
-/// Keys of a request: a path through a tree of prompts, so that requests share prefixes.
+/// The keys of a request: a path through a tree of prompts, so that requests share prefixes.
 pub(crate) fn keys(path: &[u64]) -> Vec<BlockHash> {
     let mut state = 0x51ed;
     let chain = path.iter().map(|choice| {
@@ -410,7 +413,7 @@ impl Port {
         if gone { Change::Lost } else { Change::Same }
     }
 
-    /// Asks for a connection where there is none: at once, unless the last attempt was a moment ago.
+    /// Dials if there is no connection and the last attempt is long enough ago.
     pub(crate) fn dial(&mut self, ctx: &mut Ctx) {
         if self.connection.is_some() || self.pending.get() {
             return;

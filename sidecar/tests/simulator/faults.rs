@@ -1,25 +1,26 @@
-//! What goes wrong, and when: every fault is a choice of the seed.
+//! Faults of a world; the seed chooses each of them and its time.
 
 use crate::ctx::{Actor, COPIERS, Ctx, Micros};
 use crate::engine::Engine;
 use crate::world::World;
 
-/// The longest freeze: longer than the deadline of a load, a lease, and the life of an earlier pool's mapping.
+/// The longest freeze: longer than the deadline of a load, a lease, and the life of an earlier pool's
+/// mapping.
 const FREEZE_MAX: Micros = 120_000;
-/// How long a sidecar that is asked to end waits for its copies.
+/// Time that a draining sidecar waits for its copies.
 const GRACE: Micros = 10_000;
 
-/// What is still to happen.
+/// The faults still to come.
 #[derive(Debug, Default)]
 pub(crate) struct Faults {
     left: u64,
     next: Micros,
     sidecar_starts: Option<Micros>,
-    /// A sidecar that was asked to end does so at the latest then.
+    /// Latest end of a draining sidecar.
     sidecar_ends: Option<Micros>,
 }
 
-/// What may go wrong.
+/// A kind of fault.
 #[derive(Copy, Clone, Debug)]
 enum Fault {
     CrashEngine,
@@ -38,7 +39,7 @@ enum Fault {
     Violate,
 }
 
-/// What goes wrong at any time.
+/// Faults at any time.
 const FAULTS: [Fault; 16] = [
     Fault::CrashEngine,
     Fault::CrashRank,
@@ -57,7 +58,7 @@ const FAULTS: [Fault; 16] = [
     Fault::FloodWorker,
     Fault::Violate,
 ];
-/// What goes wrong while a load is on its way, where most can.
+/// Faults during a load, when most protections are needed.
 const FAULTS_LOADING: [Fault; 14] = [
     Fault::CrashRank,
     Fault::CrashSidecar,
@@ -82,7 +83,7 @@ impl Faults {
         Self { left, next: 2_000, sidecar_starts: None, sidecar_ends: None }
     }
 
-    /// Whether nothing goes wrong any more, and everybody is back.
+    /// True if no fault is active and the sidecar runs.
     pub(crate) fn over(&self) -> bool {
         self.sidecar_starts.is_none() && self.sidecar_ends.is_none()
     }
@@ -91,19 +92,19 @@ impl Faults {
         self.sidecar_starts = Some(at);
     }
 
-    /// Nothing goes wrong from now on.
+    /// Ends the faults.
     pub(crate) fn end(&mut self) {
         self.left = 0;
     }
 
-    /// Whether a sidecar that stands half-way through a header may die there.
+    /// Returns true if a sidecar stopped in the middle of a header dies there.
     pub(crate) fn may_kill(&mut self, ctx: &mut Ctx) -> bool {
         let may = self.left > 0 && ctx.rng.one_in(2);
         self.left -= u64::from(may);
         may
     }
 
-    /// What is due happens; the time until the next look.
+    /// Causes the faults that are due. Returns the time until the next look.
     pub(crate) fn act(&mut self, world: &mut World) -> Micros {
         let now = world.ctx.now;
         if self
@@ -142,7 +143,7 @@ impl Faults {
     }
 
     fn kill_sidecar(&mut self, world: &mut World) {
-        // The world notes the restart in the place of this value, which it does not hold now.
+        // The world notes the restart in its own `faults`, which this value replaces afterwards.
         if world.life.is_some() {
             world.kill_sidecar();
             self.sidecar_starts = Some(world.ctx.now + back_after(&mut world.ctx));
@@ -150,7 +151,7 @@ impl Faults {
         }
     }
 
-    /// The sidecar that a load was planned with is replaced before the ranks hear of it.
+    /// Replaces the sidecar of a planned load before the ranks learn of the plan.
     fn restart_under_a_plan(&mut self, world: &mut World) {
         let plans = |engine: &Engine| engine.scheduler.as_ref().is_some_and(|scheduler| scheduler.plans());
         if let Some(index) = world.engines.iter().position(plans) {
@@ -177,7 +178,7 @@ impl Faults {
                 engine.start(&mut world.ctx);
             }
             Fault::CrashRank => {
-                // vLLM ends the engine when a rank died; until then the others go on.
+                // vLLM ends the engine after the end of a rank; until then the other ranks run on.
                 let engine = &mut world.engines[index];
                 if engine.alive() {
                     engine.crash_rank(rank);
@@ -203,7 +204,7 @@ impl Faults {
                 }
             }
             Fault::CutScheduler => {
-                // Its leases and promises end while its ranks still copy.
+                // The scheduler's leases and promises end while its ranks still copy.
                 if let Some(life) = &mut world.life {
                     life.cut(true, &mut world.ctx);
                 }
@@ -229,12 +230,12 @@ impl Faults {
     }
 }
 
-/// Some threads do not move for a while.
+/// Freezes some threads for a while.
 fn freeze(fault: Fault, index: usize, rank: usize, pause: Micros, world: &mut World) {
     let copiers: Vec<Actor> = (0..COPIERS).map(Actor::Copier).collect();
     let (point, threads, pause) = match fault {
         Fault::FreezeSidecar => ("fault freeze sidecar", [copiers, vec![Actor::Data]].concat(), pause),
-        // What is queued is copied long after its engine has given up waiting for it.
+        // Queued loads are copied long after their engine stopped waiting for them.
         Fault::FreezeCopiers => ("fault freeze copiers", copiers, FREEZE_MAX / 2 + pause),
         Fault::FreezeScheduler => ("fault freeze scheduler", vec![Actor::Scheduler(index)], pause),
         Fault::FreezeWorker => {
@@ -249,7 +250,7 @@ fn freeze(fault: Fault, index: usize, rank: usize, pause: Micros, world: &mut Wo
     world.ctx.hit(point);
 }
 
-/// How long a dead sidecar stays away.
+/// Time until a dead sidecar is started again.
 pub(crate) fn back_after(ctx: &mut Ctx) -> Micros {
     let longest = ctx.rng.pick(&[500, 40_000]);
     ctx.rng.below(longest)

@@ -1,5 +1,5 @@
-//! The fingerprint of a world: a digest of the core's actions by numbers alone. Names of Rust, texts for people and the tier that is
-//! asked for a block are no part of it, so it stays equal where the core is only built otherwise.
+//! The fingerprint of a world: a digest of the numbers in the core's actions. Names of Rust, texts for people
+//! and the tier of a read are left out, so a refactored core has the same fingerprint.
 
 use mesh::digest::{Change, Digest};
 use shm_protocol::key::{BlockHash, Label, NamespaceDigest};
@@ -51,7 +51,7 @@ impl Words {
         self.put([u64::from(label.bytes)]);
     }
 
-    /// A number of its own for each kind of action, then its words.
+    /// Adds the number of the action's kind, then its words.
     fn action(&mut self, action: &Action) {
         match action {
             Action::Answer { session, op, outcome, refs, sources, chunks, from } => {
@@ -124,7 +124,7 @@ impl Words {
         }
     }
 
-    /// A block is asked of a tier.
+    /// Adds a read from any tier.
     fn read(&mut self, label: &Label, into: u64) {
         self.put([12, into]);
         self.label(label);

@@ -1,5 +1,4 @@
-//! The oracle's book of the pool: what every slot is said to hold, checked against its bytes whenever somebody relies on
-//! them.
+//! The oracle's record of the pool: the key of every slot, checked against its bytes at every use.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::Ordering;
@@ -11,7 +10,7 @@ use sidecar::core::{Action, Direction, Piece};
 
 use crate::origin::{Origin, WORDS};
 
-/// What the blocks of a model are: two engines with the same form and base namespace share them.
+/// The size of a model's blocks: two engines with one form and one base namespace share blocks.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(crate) struct Form {
     pub(crate) shards: u32,
@@ -21,14 +20,14 @@ pub(crate) struct Form {
 #[derive(Debug)]
 struct Slot {
     generation: u64,
-    /// Whole, and if it is an earlier life's verified.
+    /// The slot is whole, and verified if it is of an earlier life.
     committed: bool,
     digest: NamespaceDigest,
-    /// A changed bit of a pool file makes it another than the 0 of every engine here.
+    /// Engines of the simulator use group 0; a changed bit of a pool file can make another.
     group: u32,
     hash: BlockHash,
     form: Form,
-    /// Batches that read or write it.
+    /// Batches reading or writing it.
     copies: u32,
 }
 
@@ -38,7 +37,7 @@ pub(crate) struct Ledger {
     forms: BTreeMap<u64, Form>,
     segments: BTreeMap<u64, Geometry>,
     slots: BTreeMap<u64, Slot>,
-    /// Slots of an earlier life that hold no whole block and are not free yet.
+    /// Slots of an earlier life without a whole block, not free yet.
     debris: BTreeSet<u64>,
     /// Slots of blocks that an engine of an earlier life may still read.
     held: BTreeSet<u64>,
@@ -61,14 +60,14 @@ impl Ledger {
         Self { segment_bytes, forms, segments, slots, debris, held }
     }
 
-    /// Announces a form; block sizes tell them apart.
+    /// Adds a form; block sizes differ.
     pub(crate) fn know(&mut self, form: Form) {
         let known = self.forms.insert(form.block_bytes(), form);
         assert!(known.is_none_or(|known| known == form), "two forms of one size");
     }
 
-    /// A segment of an earlier life comes into service: what is whole by its headers is kept until it is verified. Blocks kept,
-    /// and dropped.
+    /// Brings a segment of an earlier life into service: blocks with whole headers stay until their
+    /// verification. Returns the numbers of kept and dropped blocks.
     pub(crate) fn adopt(&mut self, segment: u64, block_bytes: u64, remains: &[Remains]) -> (u64, u64) {
         let geometry = Geometry::new(self.segment_bytes, block_bytes).expect("an earlier life's");
         self.segments.insert(segment, geometry);
@@ -95,7 +94,7 @@ impl Ledger {
         (kept, dropped)
     }
 
-    /// A block of an earlier life was verified. It is its key's, or was changed and holds nothing any more.
+    /// Handles the verification of an earlier life's block: it is correct, or was changed and is dropped.
     pub(crate) fn verified(&mut self, at: SlotRef, whole: bool, memory: &Region) {
         let slot = self.slots.get_mut(&at.offset).expect("a block that is verified stays in its slot");
         assert!(slot.generation == at.generation && !slot.committed, "{at:?} was verified as {slot:?}");
@@ -108,18 +107,18 @@ impl Ledger {
         }
     }
 
-    /// No engine of an earlier life reads its slots any more.
+    /// Ends the time of readers of an earlier life.
     pub(crate) fn end_hold(&mut self) {
         self.held.clear();
     }
 
-    /// Follows a header action; true where a segment was taken from another block size.
+    /// Follows a header action. Returns true if it took a segment from another block size.
     pub(crate) fn follow(&mut self, action: &Action, memory: &Region) -> bool {
         match action {
             Action::AssignSegment { segment, block_bytes } => return self.assign(*segment, *block_bytes),
             Action::FillSlot { slot, namespace, key } => self.fill(*slot, *namespace, key),
             Action::CommitSlot { slot, .. } => self.commit(*slot, memory),
-            // Its bytes stay.
+            // The slot's bytes stay.
             Action::DisownSlot { .. } => {}
             Action::FreeSlot { slot } => self.free(*slot),
             _ => unreachable!("the caller chose header actions"),
@@ -171,7 +170,7 @@ impl Ledger {
         assert_eq!(slot.copies, 0, "{at:?} was freed under a running copy");
     }
 
-    /// A batch begins to use these places.
+    /// Counts the copies of a batch that begins.
     pub(crate) fn begin(&mut self, direction: Direction, pieces: &[Piece]) {
         for piece in pieces {
             let slot = self.slot_of(piece);
@@ -180,7 +179,7 @@ impl Ledger {
         }
     }
 
-    /// The end of that batch was handed to the core.
+    /// Removes the copies of an ended batch.
     pub(crate) fn end(&mut self, pieces: &[Piece]) {
         pieces.iter().for_each(|piece| self.slot_of(piece).copies -= 1);
     }
@@ -191,7 +190,8 @@ impl Ledger {
         slot
     }
 
-    /// A query's answer names these slots for these keys of `digest`; where `arriving`, some are still being filled.
+    /// Checks an answer of a query: these slots must hold these keys of `digest`. With `arriving`, some may
+    /// still be filling.
     pub(crate) fn answered(
         &self,
         refs: &[SlotRef],
@@ -211,15 +211,15 @@ impl Ledger {
         }
     }
 
-    /// A comparison of these slots has ended: whether they are of different models. Panics where one of them is not a whole block of
-    /// the key.
+    /// Checks an ended comparison of two slots. Returns true if they are of different models. Panics unless
+    /// both are whole blocks of their key.
     pub(crate) fn compared(&self, kept: SlotRef, computed: SlotRef, memory: &Region) -> bool {
         let slot = &self.slots[&kept.offset];
         assert!(slot.committed && !self.slots[&computed.offset].committed, "{kept:?} and {computed:?}");
         slot.check(kept, memory, "kept") != slot.check(computed, memory, "computed")
     }
 
-    /// At rest: every slot is whole, its header says so, and its bytes are its key's.
+    /// Checks the pool at rest: every slot is whole, with a matching header and the bytes of its key.
     pub(crate) fn audit(&self, memory: &Region) {
         for (&offset, slot) in &self.slots {
             let at = SlotRef { offset, generation: slot.generation };
@@ -255,7 +255,7 @@ impl Ledger {
         self.slots[&offset].form
     }
 
-    /// Words of a slot's header, for a write that is torn.
+    /// The offset of a slot's header, for a torn write.
     pub(crate) fn header(&self, at: SlotRef) -> u64 {
         let segment = (at.offset - pool::SEGMENT_ALIGN) / self.segment_bytes;
         self.segments[&segment].place(at.offset).expect("filled").header
@@ -269,7 +269,8 @@ impl Slot {
         (self.digest, self.group, self.hash)
     }
 
-    /// Panics unless the slot holds the KV of its key. Returns for each word whether a model of other weights made it.
+    /// Panics unless the slot holds the KV of its key. Returns for each word true if a model of other weights
+    /// made it.
     fn check(&self, at: SlotRef, memory: &Region, what: &str) -> Vec<bool> {
         let mut origins = Vec::new();
         for shard in 0..self.form.shards {

@@ -1,5 +1,5 @@
-//! One life of the sidecar: the product's core, tier, pool and sessions under the product's [`Turn`],
-//! one event or action at a time, so that every other process can act between any two.
+//! One life of the sidecar: the product's core, tier, pool and sessions under the product's [`Turn`], one
+//! event or action at a time, so every other process can act between any two.
 
 mod actions;
 mod checksums;
@@ -40,22 +40,22 @@ use crate::ctx::{Actor, Ctx, HOLD, Micros, TICK};
 use crate::fingerprint;
 use crate::ledger::{Form, Ledger};
 
-/// Bytes of a pool segment: the smallest there is.
+/// Bytes of a pool segment: the smallest size.
 pub(crate) const SEGMENT_BYTES: u64 = 2 << 20;
 
-/// A session and what the oracle knows of it.
+/// A session and the oracle's knowledge of it.
 #[derive(Debug)]
 struct Peer {
     session: Session,
-    /// Workers: their memory, held by their copies too.
+    /// Workers: their memory, also held by their copies.
     rank: Option<Rc<Rank>>,
-    /// Closed with the last of its copies.
+    /// Closed after the last of its copies.
     _socket: Rc<Socket>,
     hung_up: Rc<Cell<bool>>,
     engine: String,
-    /// Schedulers: the last SALT, open logs, and which log each query asks about.
+    /// Schedulers: the last SALT; below, open logs and the log of each query.
     salt: Option<[u8; 16]>,
-    /// Blocks that a check of its found to be another model's.
+    /// Blocks of another model, by a check of this engine.
     contradicted: BTreeSet<SlotRef>,
     logs: BTreeMap<u32, Vec<BlockHash>>,
     asked: BTreeMap<u64, u32>,
@@ -67,7 +67,7 @@ pub(crate) struct Life {
     core: Core,
     pool: Pool,
     opener: Opener,
-    /// Until when what was adopted stays in its place.
+    /// Time until which adopted blocks keep their slots.
     held_until_ms: u64,
     map: Rc<PoolMap>,
     pub(crate) ledger: Ledger,
@@ -76,15 +76,15 @@ pub(crate) struct Life {
     sessions: BTreeMap<SessionId, Peer>,
     next_session: SessionId,
     turn: Turn,
-    /// Actions that have not been carried out, in order.
+    /// Actions not carried out yet, in order.
     out: VecDeque<Action>,
     closing: Vec<SessionId>,
     copies: Copies,
-    /// Places of the batches that the core has not been told the end of.
+    /// Places of the batches without an end reported to the core.
     places: BTreeMap<u64, Vec<Piece>>,
-    /// Blocks whose checksums are computed, and when that has ended.
+    /// Blocks with a checksum in progress, and the time of its end.
     sums: VecDeque<(SlotRef, Micros)>,
-    /// Blocks of earlier lives that are compared with theirs.
+    /// Blocks of earlier lives under verification.
     verifications: VecDeque<(BlockKey, SlotRef, Micros)>,
     /// By the number of their tier.
     disks: Vec<Disk>,
@@ -94,16 +94,16 @@ pub(crate) struct Life {
     next_tick: Micros,
     draining: bool,
     asleep: bool,
-    /// A header write was interrupted half-way.
+    /// An interrupted write of a header.
     torn: Option<TornHeader>,
-    /// A descriptor for what the product's session holds and the simulator has no use for.
+    /// A descriptor for unused parts of the product's session.
     null: OwnedFd,
 }
 
 // === impl Life ===
 
 impl Life {
-    /// A sidecar that has just started. `path`: the pool is this file.
+    /// Starts a sidecar. With `path` the pool is this file.
     pub(crate) fn start(
         epoch: u64,
         path: Option<PathBuf>,
@@ -161,24 +161,24 @@ impl Life {
         }
     }
 
-    /// Asks it to end once its copies have.
+    /// Asks it to end after its copies.
     pub(crate) fn drain(&mut self) {
         self.draining = true;
     }
 
-    /// Whether copies run, in the core's eyes or in a copier's.
+    /// True if copies run in the core or in a copier.
     pub(crate) fn busy(&self) -> bool {
         self.core.busy() || self.copies.running()
     }
 
-    /// Whether nothing is left of anybody's operations, while their sessions still stand.
+    /// True if no operation is unfinished, although sessions exist.
     pub(crate) fn at_rest(&self) -> bool {
         let stats = self.core.stats();
         let held = stats.leases > 0 || stats.handover_kept_bytes > 0;
         !self.busy() && !held && !self.ledger.filling() && self.out.is_empty()
     }
 
-    /// What is left, for the message of a run that does not come to rest.
+    /// The unfinished work, for the message of a run without rest.
     pub(crate) fn unrest(&self) -> String {
         let (stats, filling) = (self.core.stats(), self.ledger.filling());
         let (leases, kept) = (stats.leases, stats.handover_kept_bytes);
@@ -189,11 +189,11 @@ impl Life {
         self.sessions.len()
     }
 
-    /// Checks everything that is kept.
+    /// Checks everything kept.
     pub(crate) fn audit(&self) {
         let stats = self.core.stats();
         assert_eq!(stats.sessions, self.sessions.len() as u64, "sessions");
-        // A removed block has its slot until nothing holds that, such as the time for readers of an earlier life.
+        // A removed block keeps its slot while readers of an earlier life may use it.
         let kept = stats.blocks..=stats.blocks + stats.removed_blocks;
         assert!(
             kept.contains(&self.ledger.committed()),
@@ -205,7 +205,7 @@ impl Life {
         self.audit_mesh();
     }
 
-    /// Gives the core one event.
+    /// Passes one event to the core.
     fn handle(&mut self, event: Event, ctx: &mut Ctx) {
         debug_assert!(self.out.is_empty(), "actions are carried out before the next event");
         ctx.hit(coverage::event(&event));
@@ -213,7 +213,7 @@ impl Life {
         let text = ctx.traced().then(|| describe(&event));
         self.touched |= order::touches(&event);
         let mut out = Vec::new();
-        // A thread that was frozen may meet the time's end before its next tick.
+        // A frozen thread may pass the end of this time before its next tick.
         if ctx.now / 1000 >= self.held_until_ms {
             self.ledger.end_hold();
         }
@@ -224,7 +224,7 @@ impl Life {
         if ticked {
             self.waits.check(ctx.now);
         }
-        // Most of these change nothing.
+        // Most of these events change nothing.
         if let Some(text) = text.filter(|_| !quiet || !out.is_empty()) {
             ctx.note(|| format!("sidecar {}: {text}", self.epoch));
         }
@@ -234,7 +234,7 @@ impl Life {
         self.out.extend(out);
     }
 
-    /// Begins to close a session: from now on it is not there.
+    /// Closes a session; from now on it does not exist.
     fn close(&mut self, id: SessionId, why: &str, ctx: &mut Ctx) {
         let Some(peer) = self.sessions.remove(&id) else { return };
         ctx.note(|| format!("sidecar {}: session {id} closed: {why}", self.epoch));
@@ -246,7 +246,7 @@ impl Life {
         self.handle(Event::Disconnected { session: id }, ctx);
     }
 
-    /// A turn of a thread that copies; the time until its next one.
+    /// Makes one move of a copying thread. Returns the time until its next one.
     pub(crate) fn copy(&mut self, thread: usize, ctx: &mut Ctx) -> Option<Micros> {
         let moved = self.copies.step(thread, &self.pool, ctx);
         if self.copies.ended() {
@@ -255,19 +255,19 @@ impl Life {
         moved
     }
 
-    /// The disks go on without the sidecar, which dies.
+    /// The disks finish or drop their jobs without the sidecar, which dies.
     pub(crate) fn leave_disks(&mut self, ctx: &mut Ctx) {
         for disk in self.disks.drain(..) {
             disk.die(|offset| self.ledger.form_at(offset), self.pool.region(), ctx);
         }
     }
 
-    /// Tells the core about ended jobs of a tier.
+    /// Passes ended jobs of a tier to the core.
     fn end_jobs(&mut self, tier: usize, ends: Vec<JobEnd>, ctx: &mut Ctx) {
         self.handle(Event::Transferred { tier, ends }, ctx);
     }
 
-    /// Whether a disk has something to say; the core is told.
+    /// Passes one result of a disk to the core. Returns false if there was none.
     fn take_transfer(&mut self, ctx: &mut Ctx) -> bool {
         for number in 0..self.disks.len() {
             let disk = &mut self.disks[number];
@@ -286,22 +286,22 @@ impl Life {
         false
     }
 
-    /// Whether a copy is half-way, for faults that want to hit one.
+    /// True if a copy is running.
     pub(crate) fn copying(&self) -> bool {
         self.copies.running()
     }
 
-    /// Whether a header is half-written.
+    /// True if a header is half-written.
     pub(crate) fn is_torn(&self) -> bool {
         self.torn.is_some()
     }
 
-    /// Whether a ring at the door would wake it.
+    /// True if the sidecar sleeps until a doorbell.
     pub(crate) fn sleeps(&self) -> bool {
         self.asleep
     }
 
-    /// Brings a part of the pool into service, if one is not; whether it did.
+    /// Brings a part of the pool into service. Returns false if all of it is.
     fn open_part(&mut self, ctx: &mut Ctx) -> bool {
         let Some(opened) = self.opener.next(&self.pool) else { return false };
         if let Opened::Used { segment, block_bytes, remains, first } = &opened {

@@ -1,6 +1,6 @@
-//! The deterministic simulator: the sidecar's pure core, its session and ring code, the shim's core with its policy, and the headers
-//! of the pool, all as in the product, among simulated engines, copies, disks, clocks and faults. A seed is a world; an oracle knows
-//! where every byte comes from.
+//! The deterministic simulator: the sidecar's core, its session and ring code, the shim's core with its
+//! policy, and the headers of the pool, all from the product, among simulated engines, copies, disks, clocks
+//! and faults. A seed is a world; an oracle knows the origin of every byte.
 //!
 //! ```text
 //! simulator [--runs N] [--seed S]    N worlds of processes and N of wrong KV from seed S on; then worlds that must fail

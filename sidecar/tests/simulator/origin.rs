@@ -1,8 +1,10 @@
-//! Where every byte comes from. A block of KV is a pure function of (namespace, key, shard), so the simulator gives each
-//! of its words the digest of those: whoever holds a word can say what it is, and wrong bytes cannot look right.
+//! The origin of every byte. A block of KV is a pure function of (namespace, key, shard), so each of its
+//! words is a digest of these in the simulator: every word shows its origin, and wrong bytes cannot look
+//! right.
 //!
-//! A word is two numbers of binary32 whose last bits are noise: different whenever they are computed. A model of other weights
-//! under equal facts makes other numbers; its blocks pass for their key's until a check compares them.
+//! A word is two numbers of binary32 with random last bits, different at each computation. A model of other
+//! weights under equal facts makes other numbers; its blocks pass as their key's blocks until a check
+//! compares them.
 
 use std::cell::Cell;
 use std::ops::Range;
@@ -11,20 +13,20 @@ use shm_protocol::key::{BlockHash, NamespaceDigest};
 
 use crate::rng::mix;
 
-/// Words that stand for a block's bytes on one rank: a copy in progress can be torn at each.
+/// Words in place of a block's bytes on one rank: a running copy can be torn at each.
 pub(crate) const WORDS: usize = 3;
 /// Two numbers from 1 to 2.
 const ONES: u64 = 0x3f80_0000_3f80_0000;
-/// The bits of their fractions that a key decides.
+/// The bits of their fractions that depend on the key.
 const FRACTIONS: u64 = 0x007f_fff8_007f_fff8;
-/// Bits that are different each time.
+/// Random bits.
 const NOISE: u64 = 0x0000_0007_0000_0007;
-/// Added to the shard of what a model of other weights makes.
+/// Added to the shard for a model of other weights.
 const OTHER_WEIGHTS: u32 = 1 << 16;
-/// Set in words that no key stands for: KV computed on blocks that were never loaded, or on two generations' KV.
+/// Set in words of no key: KV computed from missing blocks, or from KV of two generations.
 const TAINT: u64 = 1 << 63;
 
-/// What a block holds.
+/// The contents of a block.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(crate) struct Origin {
     pub(crate) digest: NamespaceDigest,
@@ -32,7 +34,7 @@ pub(crate) struct Origin {
     pub(crate) shard: u32,
 }
 
-/// One rank's KV blocks. They outlive their process as long as the sidecar holds the descriptor.
+/// One rank's KV blocks. They outlive their process while the sidecar holds the descriptor.
 #[derive(Debug)]
 pub(crate) struct Kv {
     words: Vec<Cell<u64>>,
@@ -48,12 +50,13 @@ impl Origin {
         parts.fold(seed, |state, part| mix(state ^ part)) & FRACTIONS | ONES
     }
 
-    /// What a model of other weights makes of the same key.
+    /// The same key's KV in a model of other weights.
     pub(crate) fn of_other_weights(self) -> Self {
         Self { shard: self.shard + OTHER_WEIGHTS, ..self }
     }
 
-    /// Panics unless `word` gives these words of the block, from either model. Returns for each whether other weights made it.
+    /// Panics unless `word` gives these words of the block, from either model. Returns for each word true if
+    /// other weights made it.
     pub(crate) fn check(
         &self,
         words: Range<usize>,
@@ -77,12 +80,12 @@ impl Origin {
     }
 }
 
-/// What a word of these numbers becomes when it is computed.
+/// A computed word of these numbers.
 pub(crate) fn with_noise(word: u64, random: u64) -> u64 {
     word | random & NOISE
 }
 
-/// A word that belongs to no key.
+/// A word of no key.
 pub(crate) fn taint(count: u64) -> u64 {
     TAINT | count
 }
@@ -91,7 +94,7 @@ pub(crate) fn taint(count: u64) -> u64 {
 
 impl Kv {
     pub(crate) fn new(blocks: u32) -> Self {
-        // What memory holds before anything was computed belongs to no key either.
+        // Uninitialised memory belongs to no key.
         Self { words: (0..blocks as usize * WORDS).map(|_| Cell::new(TAINT)).collect() }
     }
 

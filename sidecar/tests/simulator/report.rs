@@ -1,4 +1,4 @@
-//! Many worlds on all cores, what they reached, and the seed of whichever failed.
+//! Runs many worlds on all cores, and reports their coverage and the seed of a failed one.
 
 use std::io::Write;
 use std::panic::{self, AssertUnwindSafe};
@@ -12,15 +12,15 @@ use crate::rng::mix;
 use crate::verdicts::Verdicts;
 use crate::world::World;
 
-/// Events that are printed of a run that failed.
+/// Events printed of a failed run.
 const EVENTS: usize = 60;
 /// Runs of a plain `cargo test`.
 const RUNS: u64 = 1_000;
-/// From this many runs on every point must have been reached.
+/// From this many runs on, every point must have been reached.
 const RUNS_COVERING: u64 = 50_000;
 /// Worlds without a protection: one must fail.
 const RUNS_THAT_FAIL: u64 = 10_000;
-/// First words of a failure that only wrong bytes can cause.
+/// Start of a failure message for wrong bytes.
 const WRONG_BYTES: &str = "wrong bytes";
 
 /// A kind of world.
@@ -28,15 +28,15 @@ const WRONG_BYTES: &str = "wrong bytes";
 enum Form {
     /// Processes, copies and their faults.
     Processes,
-    /// Unfinished loads are called finished.
+    /// Unfinished loads count as finished.
     WithoutRescue,
     /// Wrong KV.
     Verdicts,
-    /// Engines make no long checks of it.
+    /// The same, and engines make no long checks.
     WithoutLongChecks,
 }
 
-/// What the command line asks for.
+/// The options of the command line.
 #[derive(Clone, Debug)]
 pub(crate) struct Options {
     runs: u64,
@@ -46,7 +46,7 @@ pub(crate) struct Options {
     events: usize,
 }
 
-/// What a world that failed said.
+/// The message of a failed world.
 #[derive(Clone, Debug)]
 struct Failure {
     seed: u64,
@@ -56,14 +56,14 @@ struct Failure {
 #[derive(Debug, Default)]
 pub(crate) struct Report {
     coverage: Mutex<Coverage>,
-    /// Digest of what every world did: builds that decide the same print the same.
+    /// Digest of all actions of every world: two builds with equal decisions print the same.
     fingerprint: AtomicU64,
 }
 
 // === impl Options ===
 
 impl Options {
-    /// Reads the arguments; those that `cargo test` passes to every test are ignored.
+    /// Reads the arguments, and ignores those passed by `cargo test` to every test.
     pub(crate) fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Self, String> {
         let mut options = Self { runs: RUNS, seed: 1, replay: None, form: Form::Processes, events: EVENTS };
         while let Some(argument) = arguments.next() {
@@ -93,7 +93,7 @@ impl Report {
         if let Some(seed) = options.replay {
             return replay(seed, options.form, options.events);
         }
-        // The message of a failure is told with its seed, not by each thread as it comes.
+        // The message of a failure is printed with its seed, not by its thread at once.
         panic::set_hook(Box::new(|_| {}));
         say(&format!("simulator: {} runs from seed {}", options.runs, options.seed));
         for form in [Form::Verdicts, Form::Processes] {
@@ -142,8 +142,9 @@ impl Report {
         failures.into_inner().expect("no panic under it")
     }
 
-    /// Whether the oracle finds wrong bytes where there are some. A rank's copies and an engine's checks are the simulator's own,
-    /// so this needs no second build; the product's protections are removed by scripts/mutations.
+    /// Returns true if the oracle finds wrong bytes in worlds without a protection. A rank's copies and an
+    /// engine's checks are simulator code, so this needs no second build; scripts/mutations removes the
+    /// product's protections.
     fn check_oracle(&self, first: u64, form: Form) -> bool {
         let failures = Self::default().many(first, RUNS_THAT_FAIL, form);
         let Some(Failure { seed, text }) = failures.iter().min_by_key(|f| f.seed ^ mix(first)) else {
@@ -159,7 +160,7 @@ impl Report {
         true
     }
 
-    /// Prints what was reached; false where enough runs left something out.
+    /// Prints the coverage. Returns false if enough runs left out a point.
     fn print_coverage(&self, runs: u64) -> bool {
         let coverage = self.coverage.lock().expect("no panic under it");
         for point in points() {
@@ -205,7 +206,7 @@ fn one(seed: u64, form: Form, events: usize) -> Ended {
     }
 }
 
-/// Runs this; returns its panic.
+/// Runs a closure. Returns its panic.
 fn caught(seed: u64, run: impl FnOnce()) -> Option<Failure> {
     let payload = panic::catch_unwind(AssertUnwindSafe(run)).err()?;
     let text = payload.downcast_ref::<String>().cloned();
@@ -218,7 +219,7 @@ fn say(line: &str) {
     let _ = writeln!(std::io::stdout(), "{line}");
 }
 
-/// Runs the failed seed again, with a trace, and prints its end.
+/// Runs the failed seed again with a trace, and prints the end of the trace.
 fn tell(failure: &Failure, form: Form) -> ExitCode {
     let Failure { seed, text } = failure;
     eprintln!("simulator: seed {seed} failed: {text}");
@@ -246,7 +247,7 @@ fn replay(seed: u64, form: Form, events: usize) -> ExitCode {
     ExitCode::FAILURE
 }
 
-/// Whether a client costs others nothing by prompts of one xxhash, and would without the second digest.
+/// Returns true if prompts of one xxhash harm no other client, and would without the second digest.
 fn check_client(seed: u64) -> bool {
     let tried = [false, true].map(|is_xxhash| caught(seed, || Verdicts::try_client(seed, is_xxhash, 0)));
     let [None, Some(Failure { text, .. })] = &tried else {
@@ -258,7 +259,7 @@ fn check_client(seed: u64) -> bool {
     is_found
 }
 
-/// Whether a seed means one run.
+/// Returns true if a seed always gives the same run.
 fn check_replay(first: u64) -> bool {
     let same = (0..20).all(|index| {
         let seed = seed_of(first, index);

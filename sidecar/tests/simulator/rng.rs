@@ -1,4 +1,4 @@
-//! The one source of chance: SplitMix64, so that a seed means the same run everywhere.
+//! The only source of randomness: SplitMix64, so a seed gives the same run everywhere.
 
 use shm_protocol::random::Random;
 pub(crate) use shm_protocol::random::mix;

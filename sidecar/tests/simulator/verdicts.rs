@@ -1,12 +1,12 @@
-//! Worlds of wrong KV: the product's core among right engines, faulty steps, wrong engines and liars. KV depends on
-//! the KV before it. An oracle knows the computation behind each block.
+//! Worlds of wrong KV: the product's core among correct engines, faulty steps, wrong engines and liars. KV
+//! depends on the KV before it. An oracle knows the computation of each block.
 //!
-//! - No engine loads a block of a step once a chain of that step was found. A request under way may keep blocks computed upon such ones
-//!   later: their own checks find them.
-//! - A right engine is closed out by chains of two savers, or where eight removals were made within the hour.
-//! - Nothing that an engine in doubt computes is kept.
-//! - Eight chains an hour are removed at most.
-//! - After the last fault all prompts hit again with right KV.
+//! - No engine loads a block of a step once a chain of that step was found. A request in progress may still
+//!   keep blocks computed from such blocks later; their own checks find them.
+//! - A correct engine is barred by chains of two savers, or if eight removals were made within the hour.
+//! - Nothing computed by an engine in doubt is kept.
+//! - At most eight chains an hour are removed.
+//! - After the last fault all prompts hit again with correct KV.
 
 mod check;
 mod engine;
@@ -26,7 +26,7 @@ use crate::rng::{Rng, mix};
 
 /// Bits for causes.
 const CAUSES: Cause = 64;
-/// Requests of a client with bad intentions.
+/// Requests of a malicious client.
 const TRIES: u64 = 10_000;
 /// Rounds over all prompts until all KV is right again.
 const ROUNDS: usize = 40;
@@ -73,7 +73,7 @@ fn prompts(rng: &mut Rng) -> Vec<Vec<BlockHash>> {
 // === impl Verdicts ===
 
 impl Verdicts {
-    /// `long_checks`: without them wrong beginnings are never found.
+    /// Without `long_checks`, wrong beginnings are never found.
     pub(crate) fn new(seed: u64, long_checks: bool, events: usize) -> Self {
         let mut rng = Rng::new(seed);
         let disturbance = rng.pick(&[
@@ -102,7 +102,7 @@ impl Verdicts {
         Self { rng, cover, disturbance, pod, engines, prompts, barred, causes: OTHER, faults, faulty }
     }
 
-    /// Panics on a broken promise.
+    /// Panics at a broken guarantee.
     pub(crate) fn run(&mut self) {
         self.engines.iter_mut().for_each(|engine| engine.start(&mut self.pod, &mut self.rng));
         for _ in 0..self.rng.within(100, 300) {
@@ -117,7 +117,7 @@ impl Verdicts {
         self.end_disturbance();
         for round in 0..ROUNDS {
             if round % 10 == 0 {
-                // A doubt ends at last where nothing is left to agree with.
+                // A doubt ends when no kept block is left to agree with.
                 self.pod.now += DOUBT_MAX;
             }
             self.ask_all();
@@ -125,8 +125,8 @@ impl Verdicts {
         self.audit();
     }
 
-    /// One client sends pairs of prompts with one xxhash, prompts of one block, more of them than are kept, and ends requests under
-    /// check. Panics if that costs a right engine anything.
+    /// One client sends pairs of prompts with one xxhash, prompts of one block, more prompts than are kept,
+    /// and ends requests under check. Panics if a correct engine is harmed.
     pub(crate) fn try_client(seed: u64, is_xxhash: bool, events: usize) {
         let mut rng = Rng::new(seed);
         let mut pod = Pod::new(events);
@@ -157,7 +157,7 @@ impl Verdicts {
         self.pod.trace.iter()
     }
 
-    /// Time passes: seconds, now and then minutes.
+    /// Advances the time by seconds, occasionally by minutes.
     fn advance(&mut self) {
         let most = if self.rng.one_in(40) { 400_000 } else { 3_000 };
         self.pod.now += Duration::from_millis(self.rng.below(most));
@@ -170,7 +170,7 @@ impl Verdicts {
         self.cover.hit("verdicts engine restarts");
     }
 
-    /// A step of an engine, with a new request now and then.
+    /// Makes a step of an engine, sometimes with a new request.
     fn turn(&mut self, index: usize) {
         if self.rng.one_in(2) {
             let prompt = self.rng.below(self.prompts.len() as u64) as usize;
@@ -207,7 +207,7 @@ impl Verdicts {
         self.causes
     }
 
-    /// Panics if an engine was closed out without a reason.
+    /// Panics if an engine was barred without a reason.
     fn judge(&mut self) {
         for engine in &self.engines {
             let session = engine.session();
@@ -224,7 +224,7 @@ impl Verdicts {
             let savers: BTreeSet<SessionId> = of_doubt.iter().map(|said| said.kept.saver()).collect();
             let is_at_fault = of_doubt.iter().any(|said| said.own != RIGHT);
             let may_be = is_at_fault || self.disturbance != Disturbance::Fault;
-            // A right saver computed upon wrong blocks before they went: its chain is contradicted, too.
+            // A correct saver computed from wrong blocks before their removal: its chain is contradicted too.
             let by_two = savers.len() > 1;
             assert!(
                 by_two || may_be && (self.pod.is_spent() || self.pod.retired),
@@ -234,7 +234,7 @@ impl Verdicts {
         }
     }
 
-    /// Wrong engines and liars leave, and an hour passes where engines were closed out.
+    /// Stops wrong engines and liars, and lets an hour pass if engines were barred.
     fn end_disturbance(&mut self) {
         let Self { engines, pod, .. } = self;
         engines
@@ -254,7 +254,7 @@ impl Verdicts {
         }
     }
 
-    /// Each engine answers each prompt, in any order.
+    /// Each engine answers each prompt, in random order.
     fn ask_all(&mut self) {
         for index in 0..self.engines.len() {
             self.engines[index].hits = (0, 0);
@@ -274,7 +274,7 @@ impl Verdicts {
         }
     }
 
-    /// All KV is right, and all of it is hit.
+    /// Checks that all KV is correct and all of it is hit.
     fn audit(&mut self) {
         let is_barred = |engine: &Engine| self.barred.contains(&engine.session());
         if !self.engines.iter().all(is_barred) {

@@ -1,4 +1,4 @@
-//! The world of one seed: who acts next, what goes wrong, and what must hold when everything has ended.
+//! The world of one seed: the order of all moves, the faults, and the checks at the end.
 
 use std::cell::RefCell;
 use std::cmp::Reverse;
@@ -18,17 +18,17 @@ use crate::life::{Life, Medium};
 use crate::origin::WORDS;
 use crate::rng::mix;
 
-/// More moves than any seed needs: beyond, somebody waits for ever.
+/// More moves than any seed needs: beyond this number an actor waits without end.
 const MOVES_MAX: u64 = 2_000_000;
-/// The same in simulated time: every wait of the engine side is bounded by deadlines of 20 ms and the longest freeze.
+/// The same in simulated time: every wait of an engine has a limit of 20 ms, or of the longest freeze.
 const TIME_MAX: Micros = 60_000_000;
-/// After the last request everything must come to rest within this: a disk is told again a second after it failed to write.
+/// Time to rest after the last request: a disk is tried again a second after a failed write.
 const REST_MAX: Micros = 8_000_000;
 /// Mixed into a seed, to decide which worlds have engines with a second cache group.
 const SECOND: u64 = 0x7365_636f;
 const ACTORS: usize = 2 + COPIERS + ENGINES * (1 + 2 * WORKERS);
 
-/// When an actor moves next; older entries of the queue are void.
+/// The time of an actor's next move; older entries of the queue are void.
 #[derive(Copy, Clone, Debug, Default)]
 struct Turn {
     at: Micros,
@@ -87,7 +87,7 @@ fn actor(number: usize) -> Actor {
 impl World {
     pub(crate) fn new(seed: u64, without_rescue: bool, events: usize) -> Self {
         let mut ctx = Ctx::new(seed, without_rescue, events);
-        // The seed alone decides: the other worlds stay as they are with one group.
+        // Only the seed decides, so worlds with one group stay as they were.
         let kinds = [Second::Window(1), Second::Window(2), Second::States, Second::States];
         let second =
             mix(seed ^ SECOND).is_multiple_of(3).then(|| kinds[(mix(seed) >> 40) as usize % kinds.len()]);
@@ -122,7 +122,7 @@ impl World {
         }
     }
 
-    /// Runs until nothing is left to do, and checks that nothing is left over. Panics on whatever must not happen.
+    /// Runs until no work is left, and checks the rest. Panics at any breach.
     pub(crate) fn run(&mut self) {
         self.ctx.wakes.push((Actor::Fate, 1));
         if self.ctx.rng.one_in(4) {
@@ -154,7 +154,7 @@ impl World {
         self.life.as_ref().expect("nothing ends it any more").audit();
     }
 
-    /// Whether every request was answered and nothing goes wrong any more.
+    /// True if every request was answered and no fault is active.
     fn over(&self) -> bool {
         self.faults.over() && self.life.is_some() && self.engines.iter().all(Engine::done)
     }
@@ -169,7 +169,7 @@ impl World {
         format!("{life:?}, {engines:?}")
     }
 
-    /// The next move of whoever is due.
+    /// Makes the next move of the first actor due.
     fn advance(&mut self, moves: &mut u64) {
         *moves += 1;
         assert!(*moves < MOVES_MAX && self.ctx.now < TIME_MAX, "no progress: {}", self.unrest());
@@ -191,7 +191,7 @@ impl World {
         }
         self.ring_bell();
         if self.life.is_none() {
-            // Nobody listens.
+            // No sidecar listens.
             self.ctx.dials.drain(..).for_each(|dial| dial.pending.set(false));
         }
     }
@@ -238,7 +238,7 @@ impl World {
         self.queue.push(Reverse((at, self.entries, number)));
     }
 
-    /// Whoever was woken moves at that time, unless it moves before.
+    /// Schedules each woken actor at its time, unless it moves earlier.
     fn take_wakes(&mut self) {
         for (actor, at) in std::mem::take(&mut self.ctx.wakes) {
             let number = number(actor);
@@ -260,7 +260,7 @@ impl World {
         self.ctx.wakes.push((Actor::Data, at));
     }
 
-    /// Nobody of these moves for a while.
+    /// Freezes these actors for a while.
     pub(crate) fn freeze(&mut self, actors: &[Actor], pause: Micros) {
         for actor in actors {
             self.turns[number(*actor)].frozen_until = self.ctx.now + pause;
@@ -273,7 +273,7 @@ impl World {
             && path.as_ref().is_some_and(|path| path.exists())
             && self.ctx.rng.one_in(4)
         {
-            // Nobody else reads the file meanwhile: such an engine sees what it reads.
+            // No engine reads the file during the change: a reader would see the changed bytes.
             self.engines.iter_mut().for_each(Engine::crash);
             path.iter().for_each(|path| change(path, &mut self.ctx));
             self.engines.iter_mut().for_each(|engine| engine.start(&mut self.ctx));
@@ -286,7 +286,7 @@ impl World {
         self.turns[number(Actor::Data)].frozen_until = 0;
     }
 
-    /// The sidecar is gone between two instructions; it is started again later.
+    /// Kills the sidecar between two instructions; it is started again later.
     pub(crate) fn kill_sidecar(&mut self) {
         let Some(mut life) = self.life.take() else { return };
         life.leave_disks(&mut self.ctx);
@@ -304,7 +304,7 @@ impl World {
     }
 }
 
-/// What the clients of an engine ask for: paths through one tree, so that prefixes are shared.
+/// The requests of an engine: paths through one tree, so that prefixes are shared.
 fn specs(first_id: u64, ctx: &mut Ctx) -> VecDeque<Spec> {
     let rng = &mut ctx.rng;
     let count = rng.within(6, 20);
@@ -319,7 +319,7 @@ fn specs(first_id: u64, ctx: &mut Ctx) -> VecDeque<Spec> {
     (0..count).map(spec).collect()
 }
 
-/// Changes a bit of a block in the pool file, or of what its header says of it.
+/// Changes a bit of a block in the pool file, or of its header.
 fn change(path: &Path, ctx: &mut Ctx) {
     let mut bytes = std::fs::read(path).expect("a pool file");
     let word = |at: usize| u64::from_le_bytes(*bytes[at..].first_chunk().expect("inside"));
@@ -339,7 +339,7 @@ fn change(path: &Path, ctx: &mut Ctx) {
     let (offset, header) = ctx.rng.pick(&kept);
     let place = match ctx.rng.below(2) {
         0 => header + ctx.rng.within(slot::GENERATION, slot::PADDING - 1),
-        // What the oracle looks at of the first shard.
+        // The words of the first shard, checked by the oracle.
         _ => offset + ctx.rng.below(WORDS as u64 * 8),
     };
     bytes[place as usize] ^= 1 << ctx.rng.below(8);

@@ -1,8 +1,9 @@
-//! Which CUDA context the ranks of a process use. No GPU here.
+//! The CUDA contexts of engine processes. No GPU is used here.
 //!
-//! A batch that waits for good holds up calls of its own context alone: an open, a lock, a close. So every engine process on a
-//! GPU has a context of its own. The first has the primary one, which is there already; one more takes 0.5 GiB of the GPU.
-//! CUDA opens memory of a process in one context of ours at a time, so all ranks of a process share theirs.
+//! A stuck batch blocks calls of its own context alone: an open, a lock, a close. So every engine process on
+//! a GPU has its own context. The first process uses the existing primary context; each further context takes
+//! 0.5 GiB of the GPU. CUDA opens the memory of a process in only one context of this process at a time, so
+//! all ranks of an engine process share one.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -14,16 +15,16 @@ pub(in crate::copiers) struct Contexts<C>(Arc<Shared<C>>);
 
 #[derive(Debug)]
 struct Shared<C> {
-    /// The lock is held while a context is made, which takes a driver's time.
+    /// The lock is held while a context is made, which takes as long as the driver needs.
     tenants: Mutex<Tenants<C>>,
-    /// Ranks whose copies wait for good: the sum over the tenants, which the data thread reads without the lock.
+    /// Number of stuck ranks over all processes; the data thread reads it without the lock.
     parked: AtomicUsize,
 }
 
-/// By the GPU's UUID and the process.
+/// By the GPU's UUID and the process id.
 type Tenants<C> = BTreeMap<([u8; 16], u32), Tenant<C>>;
 
-/// A process on a GPU.
+/// An engine process on a GPU.
 #[derive(Debug)]
 struct Tenant<C> {
     context: Arc<C>,
@@ -31,7 +32,7 @@ struct Tenant<C> {
     parked: usize,
 }
 
-/// A rank's place in its process' context, given up on drop.
+/// A rank's use of its process's context, given up on drop.
 #[derive(Debug)]
 pub(super) struct Place<C> {
     shared: Arc<Shared<C>>,
@@ -47,12 +48,13 @@ impl<C> Contexts<C> {
         Self(Arc::new(Shared { tenants: Mutex::default(), parked: AtomicUsize::new(0) }))
     }
 
-    /// Ranks whose copies wait for good.
+    /// Number of stuck ranks.
     pub(in crate::copiers) fn parked(&self) -> usize {
         self.0.parked.load(Ordering::Relaxed)
     }
 
-    /// A place for a rank of a process: on the GPU `uuid`, whose primary context is given, and `make` makes another.
+    /// Adds a rank of an engine process. `primary` is the primary context of its GPU, and `make` makes
+    /// another. Fails if a rank of the process is stuck.
     pub(super) fn enter(
         &self,
         tenant: ([u8; 16], u32),
@@ -91,7 +93,7 @@ impl<C> Place<C> {
         &self.context
     }
 
-    /// A copy of the rank waits for good: no other rank of its process is let in until this place is given up.
+    /// Marks the rank as stuck. Further ranks of its process are refused until this value is dropped.
     pub(super) fn park(&mut self) {
         if !std::mem::replace(&mut self.parked, true) {
             self.shared.lock().get_mut(&self.tenant).expect("this place is in it").parked += 1;
@@ -108,7 +110,7 @@ impl<C> Drop for Place<C> {
         found.parked -= usize::from(self.parked);
         self.shared.parked.fetch_sub(usize::from(self.parked), Ordering::Relaxed);
         if found.ranks == 0 {
-            // `self` holds the context until the lock is given back: its end takes a while.
+            // `self` holds the context until the lock is released: destroying a context takes a while.
             tenants.remove(&self.tenant);
         }
     }

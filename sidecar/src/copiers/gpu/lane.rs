@@ -1,7 +1,7 @@
-//! Copies of one direction: cut into batches, taking turns, and their ends. No GPU here.
+//! Copies of one direction, cut into batches in turn, and their ends. No GPU is used here.
 //!
-//! Copies that nobody waits for now take turns only while they are few bytes in all: those behind them begin as they end. With
-//! every copy of a backlog begun at once, all of them would end at its end.
+//! Loads without a waiting step take turns only up to a limit of bytes; the rest start as those end. If all
+//! copies of a backlog started at once, all would end only at its end.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -10,18 +10,21 @@ use std::time::Duration;
 use crate::copiers::Finished;
 use crate::core::CopyId;
 
-/// Bytes of a batch at most: 2.4 ms on the wire, which is what a small load waits for a large one. The words around a batch
-/// cost it 10 us: a load of 1.3 GB takes 24.80 ms so, 24.97 in batches of half the size, 24.63 in such of twice.
+/// Largest batch: 2.4 ms on the wire, the delay of a small load behind a large one. The words around a batch
+/// cost 10 us: a load of 1.3 GB takes 24.80 ms, with batches of half the size 24.97 ms, of twice the size
+/// 24.63 ms.
 pub(super) const BATCH_BYTES_MAX: u64 = 128 << 20;
-/// The same while other ranks load into that GPU: what is in flight of each of them, two batches, is ahead of any load.
+/// Largest batch while other ranks load into the same GPU: a load waits for two batches in flight of each of
+/// them.
 pub(super) const BATCH_BYTES_SHARED: u64 = 32 << 20;
-/// Cuts of a load are joined while a batch stays below this, 80 us on the wire: a small load is not mostly words.
+/// Cuts of a load are joined while a batch stays below this size, 80 us on the wire: a small load then has
+/// few words.
 const BATCH_BYTES_MIN: u64 = 4 << 20;
 /// Batches of one direction in flight: the next is enqueued while one moves.
 const BATCHES_IN_FLIGHT: usize = 2;
 /// Bytes of asynchronous loads that take turns: 10 ms on the wire.
 const TURNS_BYTES_MAX: u64 = 512 << 20;
-/// Of one of them no more are counted: beside a large one there is room for another.
+/// Most bytes counted for one load: beside a large load there is room for another.
 const COUNTED_BYTES_MAX: u64 = TURNS_BYTES_MAX / 2;
 
 /// Batches of one direction.
@@ -29,43 +32,43 @@ const COUNTED_BYTES_MAX: u64 = TURNS_BYTES_MAX / 2;
 pub(super) struct Lane {
     /// Copies that take turns.
     turns: VecDeque<Transfer>,
-    /// Copies that wait for these to end, in their order.
+    /// Copies that wait for the end of those, in order.
     held: VecDeque<Transfer>,
-    /// Bytes counted of copies that take turns and have not ended.
+    /// Counted bytes of the unfinished copies that take turns.
     counted: u64,
     flying: VecDeque<Flight>,
     /// Batches enqueued so far.
     pub(super) batches: u64,
 }
 
-/// What is left of a copy.
+/// The rest of a copy.
 #[derive(Debug)]
 pub(super) struct Transfer {
     pub(super) copy: CopyId,
     pub(super) op: u64,
     pub(super) blocks: Vec<(u32, u64)>,
-    /// The next cut, and the next block of it.
+    /// The next cut, and its next block.
     pub(super) cut: usize,
     pub(super) block: usize,
-    /// When it was taken.
+    /// Time of its start.
     pub(super) since: Duration,
-    /// Bytes that are counted while it takes turns; 0: somebody waits for it, or it is a save.
+    /// Bytes counted while it takes turns; 0 for a save and for a load with a waiting step.
     pub(super) counted: u64,
 }
 
-/// Part of a copy: these blocks of these cuts.
+/// A part of a copy: these blocks of these cuts.
 #[derive(Debug, Eq, PartialEq)]
 pub(super) struct Step {
     pub(super) cuts: Range<usize>,
     pub(super) blocks: Range<usize>,
 }
 
-/// A batch that was enqueued, or the end of a copy that was given up.
+/// An enqueued batch, or the end of an abandoned copy.
 #[derive(Debug)]
 pub(super) struct Flight {
     pub(super) batch: u64,
     pub(super) op: u64,
-    /// Its copy ends with it, well or not.
+    /// The end of its copy, if this is its last batch.
     last: Option<End>,
 }
 
@@ -85,12 +88,12 @@ impl Lane {
         self.has_waiting() || !self.flying.is_empty()
     }
 
-    /// Whether there is anything to enqueue, now or later.
+    /// True if there are copies to enqueue now or later.
     pub(super) fn has_waiting(&self) -> bool {
         !self.turns.is_empty() || !self.held.is_empty()
     }
 
-    /// What is in flight, in its order.
+    /// The batches in flight, in order.
     pub(super) fn flying(&self) -> impl Iterator<Item = &Flight> {
         self.flying.iter()
     }
@@ -118,17 +121,17 @@ impl Lane {
         }
     }
 
-    /// Whether a batch may be enqueued.
+    /// True if another batch may be enqueued.
     pub(super) fn has_room(&self) -> bool {
         self.flying.len() < BATCHES_IN_FLIGHT
     }
 
-    /// The copy whose turn it is.
+    /// The next copy in turn.
     pub(super) fn next(&mut self) -> Option<Transfer> {
         self.turns.pop_front()
     }
 
-    /// The next batch of this copy was enqueued. What is left of it waits for its next turn, behind the others.
+    /// Counts an enqueued batch of a copy. The rest of the copy waits behind the others.
     pub(super) fn fly(&mut self, transfer: Transfer, cuts: usize) {
         self.batches += 1;
         let done = transfer.cut == cuts;
@@ -139,7 +142,7 @@ impl Lane {
         }
     }
 
-    /// The copy ends, badly, once what was enqueued so far has ended.
+    /// The copy ends as failed, after all batches enqueued so far.
     pub(super) fn give_up(&mut self, transfer: &Transfer) {
         let last = Some(transfer.end(false));
         self.flying.push_back(Flight { batch: self.batches, op: transfer.op, last });
@@ -169,7 +172,7 @@ impl Lane {
 // === impl Transfer ===
 
 impl Transfer {
-    /// A copy of so many bytes, which somebody waits for, or not.
+    /// A copy of `bytes` bytes; `awaited` if a step of the engine waits for it.
     pub(super) fn new(
         (copy, op): (CopyId, u64),
         blocks: Vec<(u32, u64)>,
@@ -234,7 +237,7 @@ mod tests {
         Transfer::new((copy, copy), vec![(0, 0)], bytes, awaited, Duration::ZERO)
     }
 
-    /// Enqueues the next batch of the copy whose turn it is, of two that each has; which one.
+    /// Enqueues the next batch, of two in each copy. Returns its copy.
     fn enqueue(lane: &mut Lane) -> Option<CopyId> {
         let mut transfer = lane.next()?;
         let copy = transfer.copy;
@@ -294,7 +297,7 @@ mod tests {
         (1..=4).for_each(|copy| lane.accept(of_bytes(copy, 4096 * MIB, false)));
         lane.accept(of_bytes(5, 4096 * MIB, true));
         let turns: Vec<_> = std::iter::from_fn(|| enqueue(&mut lane)).collect();
-        assert_eq!(turns, [1, 2, 5, 1, 2, 5], "two large ones, and what somebody waits for");
+        assert_eq!(turns, [1, 2, 5, 1, 2, 5], "two large loads, and the awaited one");
         assert!(lane.has_waiting());
         assert_eq!(
             lane.ended(4).len(),

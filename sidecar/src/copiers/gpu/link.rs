@@ -1,5 +1,5 @@
-//! Whose batches go next where several ranks of this sidecar load into one GPU. They share its link by bytes, however many each
-//! has waiting. No GPU here.
+//! Shares a GPU's link by bytes among this sidecar's ranks with loads into it; the number of waiting batches
+//! does not matter. No GPU is used here.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -7,19 +7,20 @@ use std::time::Duration;
 
 use crate::system::clock::Clock;
 
-/// Bytes by which a rank may lead the least served one that is active: two batches, 5 ms on the wire.
+/// Bytes by which a rank may exceed the least served active rank: two batches, 5 ms on the wire.
 const LEAD_BYTES_MAX: u64 = 256 << 20;
-/// A rank without the end of a batch for so long holds nobody up: its stream may be stuck. A batch takes 2.4 ms alone.
+/// A rank whose last batch ended longer ago is not active, and others do not wait for it: its stream may be
+/// stuck. A batch alone takes 2.4 ms.
 const ACTIVE: Duration = Duration::from_millis(50);
 
-/// The link of each GPU that is served, by its UUID.
+/// The link of each served GPU, by its UUID.
 #[derive(Debug)]
 pub(in crate::copiers) struct Links {
     clock: Clock,
     links: Mutex<BTreeMap<[u8; 16], Arc<Mutex<Link>>>>,
 }
 
-/// A rank's place among those of its GPU, given up on drop.
+/// A rank's use of its GPU's link, given up on drop.
 #[derive(Debug)]
 pub(in crate::copiers) struct Seat {
     rank: u64,
@@ -27,13 +28,13 @@ pub(in crate::copiers) struct Seat {
     pub(super) clock: Clock,
 }
 
-/// What a rank may do.
+/// A rank's permission.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(super) enum Turn {
-    /// Enqueue a batch: nobody else is active.
+    /// Enqueue a large batch: no other rank is active.
     Alone,
     Shared,
-    /// Wait until others have had as much.
+    /// Wait until other ranks have moved as many bytes.
     Later,
 }
 
@@ -44,12 +45,12 @@ struct Link {
     next: u64,
 }
 
-/// What a rank has had.
+/// The bytes moved by a rank.
 #[derive(Debug, Default)]
 struct Share {
     bytes: u64,
     waits: bool,
-    /// When a batch of it ended last.
+    /// Time of its last end of a batch.
     ended: Option<Duration>,
 }
 
@@ -60,7 +61,7 @@ impl Links {
         Self { clock: Clock::start(), links: Mutex::default() }
     }
 
-    /// A place among the ranks of a GPU.
+    /// Adds a rank to a GPU's link.
     pub(in crate::copiers) fn seat(&self, gpu: [u8; 16]) -> Seat {
         let mut links = self.links.lock().unwrap_or_else(PoisonError::into_inner);
         let link = Arc::clone(links.entry(gpu).or_default());
@@ -72,17 +73,17 @@ impl Links {
 // === impl Seat ===
 
 impl Seat {
-    /// What the rank may enqueue, which has something to.
+    /// The permission of a rank with a batch to enqueue.
     pub(super) fn turn(&self) -> Turn {
         self.link().turn(self.rank, self.clock.now())
     }
 
-    /// It has no batch to enqueue.
+    /// Marks the rank as idle.
     pub(super) fn rest(&self) {
         self.link().share(self.rank).waits = false;
     }
 
-    /// It has enqueued one.
+    /// Counts an enqueued batch.
     pub(super) fn enqueued(&self, bytes: u64) {
         self.link().share(self.rank).bytes += bytes;
     }
@@ -120,7 +121,7 @@ impl Link {
         let least = active.map(|(_, share)| share.bytes).min();
         let share = self.share(rank);
         if !share.is_active(now) {
-            // Time in which it asked for nothing earns it nothing.
+            // An idle rank saves up no bytes for later.
             share.bytes = share.bytes.max(least.unwrap_or(0));
         }
         share.waits = true;
@@ -147,7 +148,7 @@ mod tests {
     const BATCH: u64 = 128 << 20;
     const MS: Duration = Duration::from_millis(1);
 
-    /// A GPU's ranks, each batch of which takes a millisecond.
+    /// The ranks of a GPU; each batch takes a millisecond.
     #[derive(Default)]
     struct Wire {
         link: Link,
@@ -155,7 +156,7 @@ mod tests {
     }
 
     impl Wire {
-        /// Batches of a rank that may be enqueued now, each of which ends at once.
+        /// The number of batches a rank may enqueue now, each of which ends at once.
         fn moves(&mut self, rank: u64, wanted: usize) -> usize {
             let may = |wire: &mut Self| {
                 let may = wire.link.turn(rank, wire.now) != Turn::Later;
@@ -176,7 +177,7 @@ mod tests {
         assert_eq!(wire.moves(alone, 1000), 1000);
         wire.moves(idle, 1);
         wire.link.share(idle).waits = false;
-        assert_eq!(wire.moves(alone, 1000), 1000, "one that wants nothing holds nobody up");
+        assert_eq!(wire.moves(alone, 1000), 1000, "others do not wait for an idle rank");
     }
 
     #[test]
@@ -203,7 +204,7 @@ mod tests {
         wire.link.share(returning).waits = false;
         wire.moves(steady, 1000);
         wire.now += 10 * MS;
-        assert_eq!(wire.moves(returning, 1000), 2, "as much as it may lead");
+        assert_eq!(wire.moves(returning, 1000), 2, "two batches ahead of the other");
         assert_eq!(wire.moves(steady, 1000), 4);
     }
 
@@ -220,6 +221,6 @@ mod tests {
         assert_eq!(wire.moves(moving, 1000), 1000);
         wire.now += MS;
         wire.moves(stuck, 1);
-        assert!(wire.moves(moving, 1000) > 0, "it goes on from where the others are");
+        assert!(wire.moves(moving, 1000) > 0, "it starts at the bytes of the others");
     }
 }

@@ -1,4 +1,4 @@
-//! Who has which slot of a staging segment. No memory and no thread here.
+//! The state of the slots of a staging segment. No memory and no thread is used here.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
@@ -8,14 +8,14 @@ use shm_protocol::message::Stage;
 use crate::copiers::Finished;
 use crate::core::{CopyId, Piece};
 
-/// Blocks that may wait for a slot: as many as for the copies of host memory. Beyond it a save fails.
+/// Blocks queued for a slot: as many as for copies of host memory. Further saves fail.
 const BLOCKS_WAITING_MAX: usize = 65_536;
-/// How long a rank may take for one block, which is on the wire for microseconds: so long its saves keep their slots and keys from
-/// others. After it every save of the rank fails, and the slots wait for their answers alone. A rank that waited longer for a busy
-/// core loses those saves, and goes on.
+/// Time limit of a rank for one block, which takes microseconds on the wire; until then the saves keep their
+/// slots and keys. After it every save of the rank fails, and its slots only wait for their answers. A rank
+/// that waited longer for a busy core loses these saves and goes on.
 pub(super) const ANSWER: Duration = Duration::from_secs(2);
 
-/// A rank's slots and what waits for them.
+/// A rank's slots and its queue.
 #[derive(Debug)]
 pub(super) struct Desk {
     slots: Vec<Slot>,
@@ -29,30 +29,31 @@ pub(super) struct Desk {
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 enum Slot {
     Free,
-    /// The rank may be writing it.
+    /// The rank may be writing the slot.
     Asked {
         tag: u64,
         copy: CopyId,
         offset: u64,
         since: Duration,
     },
-    /// So it may, for nobody any more.
+    /// The rank may still be writing the slot for a dropped save. The slot is free once the rank answers
+    /// `tag`.
     Owed {
         tag: u64,
     },
-    /// It holds a block.
+    /// The slot holds a block.
     Filled {
         tag: u64,
         copy: CopyId,
         offset: u64,
     },
-    /// The thread reads it.
+    /// The thread is moving the slot's block.
     Moving {
         copy: CopyId,
     },
 }
 
-/// A batch under way.
+/// An unfinished batch.
 #[derive(Debug)]
 struct Open {
     left: usize,
@@ -67,7 +68,7 @@ pub(super) struct Filled {
     pub(super) offset: u64,
 }
 
-/// What the thread does next.
+/// The next work of the thread.
 #[derive(Debug, Default)]
 pub(super) struct Turn {
     pub(super) asked: Vec<Stage>,
@@ -92,7 +93,8 @@ impl Desk {
         Self { slots, waiting, copies, ended: Vec::new(), next_tag, stopped: false }
     }
 
-    /// Takes a batch of at least one block; `false` if there is no room, or nobody who would answer.
+    /// Takes a batch of at least one block. Returns `false` if it was stopped, there is no room, or the rank
+    /// owes answers for all slots.
     pub(super) fn post(&mut self, copy: CopyId, pieces: &[Piece]) -> bool {
         let silent = self.slots.iter().all(|slot| matches!(slot, Slot::Owed { .. }));
         if self.stopped || silent || self.waiting.len() + pieces.len() > BLOCKS_WAITING_MAX {
@@ -103,7 +105,7 @@ impl Desk {
         true
     }
 
-    /// A rank's answer. Another than one that is awaited is no honest rank's.
+    /// Handles a rank's answer. An answer to no open request is an error: the rank broke the protocol.
     pub(super) fn staged(&mut self, tag: u64, slot: u32, ok: bool) -> Result<(), String> {
         let place = self.slots.get_mut(slot as usize);
         match place {
@@ -122,7 +124,7 @@ impl Desk {
         }
     }
 
-    /// What can be done now; what it names is the caller's to do.
+    /// The work possible now, which the caller must carry out.
     pub(super) fn turn(&mut self, now: Duration) -> Turn {
         let late = |slot: &Slot| matches!(slot, Slot::Asked { since, .. } if now >= *since + ANSWER);
         if self.slots.iter().any(late) {
@@ -150,7 +152,7 @@ impl Desk {
         turn
     }
 
-    /// A slot was emptied.
+    /// Frees an emptied slot.
     pub(super) fn moved(&mut self, filled: &Filled, ok: bool) {
         let place = &mut self.slots[filled.slot as usize];
         let Slot::Moving { copy } = *place else { unreachable!("the thread was given it by `turn`") };
@@ -158,23 +160,23 @@ impl Desk {
         self.end_piece(copy, ok);
     }
 
-    /// Nothing more is asked for.
+    /// Stops further requests.
     pub(super) fn stop(&mut self) {
         self.stopped = true;
         self.give_up();
     }
 
-    /// Whether an answer is awaited, or never comes.
+    /// True if a slot waits for an answer within the time limit.
     pub(super) fn is_asking(&self) -> bool {
         self.slots.iter().any(|slot| matches!(slot, Slot::Asked { .. }))
     }
 
-    /// Whether nothing can happen any more.
+    /// True if no event can follow any more.
     pub(super) fn is_over(&self) -> bool {
         self.stopped && self.copies.is_empty() && self.ended.is_empty()
     }
 
-    /// Every batch fails, as soon as none of its blocks is being moved.
+    /// Fails every batch, as soon as none of its blocks is being moved.
     fn give_up(&mut self) {
         for (copy, _) in std::mem::take(&mut self.waiting) {
             self.end_piece(copy, false);
@@ -212,7 +214,7 @@ mod tests {
         (0..count).map(|block| Piece { block, offset: u64::from(block) * 512 }).collect()
     }
 
-    /// A desk of two slots with a batch of three blocks, two of which were asked for.
+    /// Two slots and a batch of three blocks, two of which are requested.
     fn asked() -> (Desk, Vec<Stage>) {
         let mut desk = Desk::new(2, 7);
         assert!(desk.post(1, &pieces(3)));
@@ -251,7 +253,7 @@ mod tests {
             desk.staged(7, 0, staged).unwrap();
             desk.staged(8, 1, true).unwrap();
             let turn = empty(&mut desk, moved);
-            // A slot that the rank could not fill is asked for again in the same look.
+            // A slot that the rank could not fill is requested again in the same turn.
             let third = turn.asked.into_iter().chain(desk.turn(START).asked).next().unwrap();
             desk.staged(third.tag, third.slot, true).unwrap();
             empty(&mut desk, true);
@@ -266,9 +268,9 @@ mod tests {
             assert!(desk.staged(tag, slot, true).is_err(), "{tag} {slot}");
         }
         desk.staged(7, 0, true).unwrap();
-        assert!(desk.staged(7, 0, true).is_err(), "answered twice");
+        assert!(desk.staged(7, 0, true).is_err(), "the slot was answered already");
         empty(&mut desk, true);
-        assert!(desk.staged(7, 0, true).is_err(), "long ended");
+        assert!(desk.staged(7, 0, true).is_err(), "the request has ended");
     }
 
     #[test]
@@ -280,13 +282,13 @@ mod tests {
         assert_eq!(desk.turn(START + ANSWER).ended, [], "a block is being moved into the pool");
         desk.moved(&moving[0], true);
         assert_eq!(desk.turn(START + ANSWER).ended, [Finished { copy: 1, ok: false }]);
-        assert!(desk.post(2, &pieces(1)), "a slot is left");
+        assert!(desk.post(2, &pieces(1)), "one slot is free");
         assert_eq!(desk.turn(START + ANSWER).asked, [Stage { tag: 9, block: 0, slot: 0 }]);
         let late = START + ANSWER + ANSWER;
         assert_eq!(desk.turn(late).ended, [Finished { copy: 2, ok: false }]);
-        assert!(!desk.post(3, &pieces(1)), "none is");
+        assert!(!desk.post(3, &pieces(1)), "no slot is free");
         desk.staged(8, 1, true).unwrap();
-        assert!(desk.post(3, &pieces(1)), "it answered after all");
+        assert!(desk.post(3, &pieces(1)), "the late answer freed a slot");
         assert_eq!(desk.turn(late).asked, [Stage { tag: 10, block: 0, slot: 1 }]);
     }
 

@@ -1,4 +1,4 @@
-//! How long queries, loads, saves and reads take, and how old leases become.
+//! Durations of queries, loads, saves and reads, and ages of leases.
 
 use std::time::Duration;
 
@@ -8,13 +8,13 @@ use tiers::dram::LeaseEnd;
 
 use crate::core::{Part, Timed};
 
-/// Seconds: from a query that finds all in DRAM to the longest lease.
+/// Bounds in seconds: from a query with all blocks in DRAM to the longest lease.
 const BUCKETS: [f64; 18] = [
     20e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1.0, 2.0,
     5.0, 10.0,
 ];
 
-/// Name, help, label and what each of its values measures.
+/// Name, help, label, and the operation measured under each value of the label.
 type Family = (&'static str, &'static str, &'static str, &'static [(&'static str, Timed)]);
 
 const FAMILIES: &[Family] = &[
@@ -80,7 +80,7 @@ const FAMILIES: &[Family] = &[
     ),
 ];
 
-/// The histograms, each by what it measures.
+/// The histograms, each with its operation.
 #[derive(Debug)]
 pub(super) struct Durations(Vec<(Timed, Histogram)>);
 
@@ -98,7 +98,7 @@ impl Durations {
         Ok(Self(all))
     }
 
-    /// Something is over, and took so long.
+    /// Counts the duration of an ended operation.
     pub(super) fn observe(&self, what: Timed, time: Duration) {
         let found = self.0.iter().find(|(timed, _)| *timed == what);
         found.into_iter().for_each(|(_, histogram)| histogram.observe(time.as_secs_f64()));

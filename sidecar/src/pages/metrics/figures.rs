@@ -1,17 +1,17 @@
-//! Counters and gauges: how they are registered, and those that are taken out of one set of figures.
+//! Counters and gauges: their registration, and their values from a struct of figures.
 
 use prometheus::core::Collector;
 use prometheus::{IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry};
 
-/// Takes one figure out of a set.
+/// Reads one value of the struct.
 pub(super) type Reading<S> = fn(&S) -> u64;
 /// Name, help and reading of a metric.
 pub(super) type Figure<S> = (&'static str, &'static str, Reading<S>);
 
-/// Counters and gauges of a set, or with a label of several sets of one kind.
+/// Counters and gauges of one struct, or with a label of several structs of one type.
 #[derive(Debug)]
 pub(super) struct Figures<S> {
-    /// Each with the values of its own labels, behind those of the set.
+    /// Each counter with its own label's value, after those of the set.
     counters: Vec<(IntCounterVec, Option<&'static str>, Reading<S>)>,
     gauges: Vec<(IntGaugeVec, Reading<S>)>,
 }
@@ -19,7 +19,7 @@ pub(super) struct Figures<S> {
 // === impl Figures ===
 
 impl<S: Default> Figures<S> {
-    /// Registers the metrics of one set, each there from the start.
+    /// Registers the metrics of one struct, each with a zero.
     pub(super) fn new(
         registry: &Registry,
         totals: &[Figure<S>],
@@ -30,7 +30,7 @@ impl<S: Default> Figures<S> {
         Ok(figures)
     }
 
-    /// The same with a counter for each reason.
+    /// Adds a counter for each reason.
     pub(super) fn with_reasons(
         mut self,
         registry: &Registry,
@@ -46,7 +46,7 @@ impl<S: Default> Figures<S> {
 }
 
 impl<S> Figures<S> {
-    /// Registers the metrics of sets with a label, with names after a prefix.
+    /// Registers the metrics of several structs, with a label and a prefix of their names.
     pub(super) fn labelled(
         registry: &Registry,
         (prefix, label): (&str, &str),
@@ -72,12 +72,12 @@ impl<S> Figures<S> {
         Ok(Self { counters: totals.collect::<Result<_, _>>()?, gauges: levels.collect::<Result<_, _>>()? })
     }
 
-    /// Makes the figures of the one set visible.
+    /// Publishes the values of the only struct.
     pub(super) fn publish(&self, stats: &S) {
         self.show(&[], stats);
     }
 
-    /// Makes the figures of one set visible, under the value of its label.
+    /// Publishes the values of one struct under its label's value.
     pub(super) fn show_set(&self, value: &str, stats: &S) {
         self.show(&[value], stats);
     }
@@ -90,19 +90,19 @@ impl<S> Figures<S> {
         self.gauges.iter().for_each(|(all, figure)| show(&all.with_label_values(set), figure(stats)));
     }
 
-    /// Ends the metrics of a shown set.
+    /// Removes the metrics of one label's value.
     pub(super) fn remove(&self, value: &str) {
         self.counters.iter().for_each(|(all, ..)| _ = all.remove_label_values(&[value]));
         self.gauges.iter().for_each(|(all, _)| _ = all.remove_label_values(&[value]));
     }
 }
 
-/// Makes a total visible. Called by one thread alone, so read-then-add is exact.
+/// Raises a counter to a total. Called by one thread alone, so read-then-add is exact.
 pub fn raise(counter: &IntCounter, total: u64) {
     counter.inc_by(total.saturating_sub(counter.get()));
 }
 
-/// Makes a level visible.
+/// Sets a gauge.
 pub fn show(gauge: &IntGauge, level: u64) {
     gauge.set(i64::try_from(level).unwrap_or(i64::MAX));
 }
@@ -115,7 +115,7 @@ pub fn gauge(registry: &Registry, name: &str, help: &str) -> Result<IntGauge, pr
     register_metric(registry, IntGauge::with_opts(named(name, help))?)
 }
 
-/// Counters of one name, told apart by `labels`.
+/// Registers counters of one name with labels.
 pub fn counters(
     registry: &Registry,
     name: &str,
@@ -125,7 +125,7 @@ pub fn counters(
     register_metric(registry, IntCounterVec::new(named(name, help), labels)?)
 }
 
-/// Counters of one name, told apart by one label that has these values: each is there from the start.
+/// Registers counters of one name with one label, each of these values with a zero.
 pub fn counters_of(
     registry: &Registry,
     name: &str,
@@ -138,7 +138,7 @@ pub fn counters_of(
     Ok(counters)
 }
 
-/// Gauges of one name, told apart by `labels`.
+/// Registers gauges of one name with labels.
 pub fn gauges(
     registry: &Registry,
     name: &str,
@@ -148,7 +148,7 @@ pub fn gauges(
     register_metric(registry, IntGaugeVec::new(named(name, help), labels)?)
 }
 
-/// Every metric's name begins with the program's.
+/// Adds the prefix `pillion_`, common to all metrics.
 fn named(name: &str, help: &str) -> Opts {
     Opts::new(format!("pillion_{name}"), help)
 }

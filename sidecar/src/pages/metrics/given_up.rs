@@ -1,4 +1,4 @@
-//! What earlier sidecars left and this one gave up whole, at its start.
+//! Files of earlier sidecars whose blocks were all dropped at the start.
 
 use prometheus::Registry;
 use tiers::given_up::Cause;
@@ -11,14 +11,14 @@ const HELP: &str = "Files of earlier sidecars that start empty, by file (pool, o
      far from this one.";
 
 shm_protocol::named! {
-    /// What a file is for.
+    /// The use of a file.
     pub enum File {
         Pool = "pool",
         Ssd = "ssd",
     }
 }
 
-/// Counts the files that are given up; all of it is known at the start.
+/// Registers and counts the files; all are known at the start.
 pub fn count(
     registry: &Registry,
     given_up: impl Iterator<Item = (File, Cause)>,

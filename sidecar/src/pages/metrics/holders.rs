@@ -1,4 +1,4 @@
-//! What each engine holds, and how it is served.
+//! Holdings and states of engines.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,7 +9,7 @@ use tiers::dram::Holdings;
 use super::figures::{Reading, gauges, show};
 use crate::core::{EngineState, Holder};
 
-/// Characters of an engine's name that are shown.
+/// Characters shown of an engine's name.
 const NAME_MAX: usize = 64;
 
 const KINDS: &[(&str, Reading<Holdings>)] = &[
@@ -29,7 +29,7 @@ const STATES: [(&str, EngineState); 4] = [
 /// The positions in a prompt of an engine's shown rate.
 const POSITIONS: [(&str, u64); 2] = [("0", 0), ("100000", 100_000)];
 
-/// Gauges of every engine that is connected: no more labels than ten for each session.
+/// Gauges of every connected engine: at most ten labels for each session.
 #[derive(Debug)]
 pub(super) struct HoldersMetrics {
     bytes: IntGaugeVec,
@@ -55,7 +55,8 @@ impl HoldersMetrics {
         Ok(Self { bytes, states, prefill, shown: BTreeSet::new() })
     }
 
-    /// Makes figures visible; those of engines of one name together. Who is gone is shown no more.
+    /// Publishes the holdings; engines of one name share their metrics. Metrics of disconnected engines are
+    /// removed.
     pub(super) fn publish<'a>(&mut self, holders: impl Iterator<Item = Holder<'a>>) {
         let mut here: BTreeMap<String, (Holdings, [u64; STATES.len()], Option<PrefillRate>)> =
             BTreeMap::new();
@@ -81,7 +82,7 @@ impl HoldersMetrics {
             }
         }
         for gone in self.shown.iter().filter(|name| !here.contains_key(*name)) {
-            // All there since it was shown.
+            // All of these exist since the engine was first shown.
             for (kind, _) in KINDS {
                 let _ = self.bytes.remove_label_values(&[gone.as_str(), kind]);
             }

@@ -1,4 +1,4 @@
-//! Metrics of the mesh; there are none without it.
+//! Metrics of the mesh, registered only in a mesh.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -133,7 +133,7 @@ pub(super) struct PeersMetrics {
     each: Figures<PeerStats>,
     faults: IntCounterVec,
     refusals: IntCounterVec,
-    /// Members that have metrics of their own.
+    /// Members with metrics of their own.
     shown: BTreeSet<String>,
 }
 
@@ -169,20 +169,20 @@ impl PeersMetrics {
         Ok(Self { figures, endpoints_empty, names_unresolved, pace, each, faults, refusals, shown })
     }
 
-    /// Makes visible who would not have whom. Called by one thread alone.
+    /// Publishes the counts of refusals. Called by one thread alone.
     pub(super) fn publish_refusals(&self, refusals: &RefusalCounts) {
         for (reason, total) in Reason::ALL.iter().zip(refusals.totals()) {
             raise(&self.refusals.with_label_values(&[reason.name()]), total);
         }
     }
 
-    /// Makes visible how often each peer is told.
+    /// Publishes the interval of batches of changes to a peer.
     pub(super) fn publish_pace(&self, pace: Duration) {
         self.pace.set(pace.as_secs_f64());
     }
 
-    /// Makes figures visible. Called by one thread alone. Who has left is shown no more, so
-    /// that there are never more labels than members.
+    /// Publishes the metrics. Called by one thread alone. Metrics of former members are removed, so there are
+    /// never more labels than members.
     pub(super) fn publish<'a>(
         &mut self,
         stats: &PeersStats,
@@ -202,7 +202,7 @@ impl PeersMetrics {
         }
         self.shown.difference(&here).for_each(|gone| self.each.remove(gone));
         self.shown = here;
-        // Last: who is counted has metrics of its own.
+        // Last, so every counted peer has its own metrics.
         self.figures.publish(stats);
     }
 }

@@ -1,4 +1,4 @@
-//! What the kernel says of this process, under the names that every client library of Prometheus has for it, and its version.
+//! Metrics of this process, under the names common to all client libraries of Prometheus, and its version.
 
 use procfs::ProcResult;
 use procfs::process::Process;
@@ -8,7 +8,7 @@ use prometheus::{Counter, Gauge, IntGauge, Registry};
 
 use super::figures::{gauges, show};
 
-/// Read from /proc with each scrape.
+/// Metrics read from /proc at each scrape.
 #[derive(Debug)]
 struct ProcessMetrics {
     cpu: Counter,
@@ -17,7 +17,7 @@ struct ProcessMetrics {
     start: Gauge,
 }
 
-/// Registers what a scrape says of this process.
+/// Registers the metrics of this process.
 pub(super) fn register(registry: &Registry) -> Result<(), prometheus::Error> {
     registry.register(Box::new(ProcessMetrics::new()?))?;
     let build =
@@ -68,7 +68,7 @@ impl Collector for ProcessMetrics {
         self.all().into_iter().flat_map(Collector::desc).collect()
     }
 
-    /// Where /proc is not to be read, nothing is said of this process.
+    /// Reads /proc. If it cannot be read, the process has no metrics.
     fn collect(&self) -> Vec<MetricFamily> {
         match self.read() {
             Ok(()) => self.all().into_iter().flat_map(Collector::collect).collect(),
@@ -91,7 +91,7 @@ mod tests {
             line.and_then(|line| line.rsplit_once(' ')?.1.parse::<f64>().ok()).expect(name)
         };
         assert_eq!(value(concat!("pillion_build_info{version=\"", env!("CARGO_PKG_VERSION"), "\"}")), 1.0);
-        // Other tests of this process open and close some meanwhile.
+        // Other tests of this process open and close files at the same time.
         let files: Vec<_> = (0..256).map(|_| std::fs::File::open("/proc/self/stat").unwrap()).collect();
         assert!(value("process_open_fds") >= files.len() as f64);
         let resident = value("process_resident_memory_bytes");

@@ -75,7 +75,7 @@ const BACKEND: &str = "Disks, by what moves their bytes. threads: more CPU time;
 /// Metrics of the tier as a whole and of each device.
 #[derive(Debug)]
 pub(super) struct SsdMetrics {
-    /// Of the devices at work, by their numbers.
+    /// Names of the devices, by their numbers.
     names: Vec<String>,
     figures: Figures<SsdStats>,
     devices: Figures<DeviceStats>,
@@ -114,7 +114,7 @@ impl SsdMetrics {
         Ok(Self { names, figures, devices, faults })
     }
 
-    /// Makes figures visible. Called by one thread alone, so read-then-add is exact.
+    /// Publishes the metrics. Called by one thread alone, so read-then-add is exact.
     pub(super) fn publish(&self, stats: &SsdStats) {
         self.figures.publish(stats);
         for (name, device) in self.names.iter().zip(&stats.log.devices) {

@@ -1,4 +1,4 @@
-//! The tables as a page that needs nothing else: no script, no picture, no font.
+//! The tables as a self-contained page: no script, no picture, no font.
 
 use std::fmt::Write;
 
@@ -26,7 +26,7 @@ th:first-child, td:first-child { text-align: left; }
 <body>
 ";
 
-/// The page; every cell is escaped, since engines and peers choose their names.
+/// The page. Every cell is escaped, because engines and peers choose their names.
 pub fn page(overview: &Overview, ready: &str) -> String {
     let mut text = String::from(HEAD);
     // Writing to a String cannot fail.

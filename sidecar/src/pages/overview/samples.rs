@@ -1,4 +1,4 @@
-//! The text format of Prometheus, as far as a sidecar writes it, and figures as people read them.
+//! Parses a sidecar's metrics in the text format of Prometheus, and formats numbers for people.
 
 use std::collections::BTreeMap;
 
@@ -15,7 +15,7 @@ pub struct Samples {
 // === impl Samples ===
 
 impl Samples {
-    /// Lines that are no samples are left out.
+    /// Parses a text and skips lines that are not samples.
     pub fn read(text: &str) -> Self {
         let mut samples = Self::default();
         for line in text.lines() {
@@ -32,7 +32,7 @@ impl Samples {
         self.series.get(name).into_iter().flatten().map(|(labels, value)| (labels, *value))
     }
 
-    /// Of all series of a name; with `chosen`, of those whose label has this value.
+    /// The sum of all series of a name; with `chosen`, only of series with this label's value.
     pub(super) fn total(&self, name: &str, chosen: Option<(&str, &str)>) -> f64 {
         let has = |labels: &Labels| {
             chosen
@@ -58,7 +58,8 @@ impl Samples {
         self.help.get(name).map_or("", String::as_str)
     }
 
-    /// The bucket below whose bound so much of a histogram lies; `None` where only the last one has it, which has no bound.
+    /// The bound of the smallest bucket with at least `share` of the samples; `None` if only the bucket
+    /// without a bound has them.
     pub(super) fn quantile(&self, name: &str, chosen: (&str, &str), share: f64) -> Option<f64> {
         let wanted = self.total(&format!("{name}_count"), Some(chosen)) * share;
         let buckets = format!("{name}_bucket");
@@ -72,7 +73,7 @@ impl Samples {
     }
 }
 
-/// A line such as `name{label="value"} 1.5`.
+/// Parses a line such as `name{label="value"} 1.5`.
 fn sample(line: &str) -> Option<(String, Labels, f64)> {
     if line.starts_with('#') {
         return None;
@@ -93,7 +94,7 @@ fn sample(line: &str) -> Option<(String, Labels, f64)> {
     }
 }
 
-/// A value up to its closing quote, and what follows.
+/// A value up to its closing quote, and the rest of the text.
 fn quoted(text: &str) -> Option<(String, &str)> {
     let mut value = String::new();
     let mut letters = text.char_indices();
@@ -110,12 +111,12 @@ fn quoted(text: &str) -> Option<(String, &str)> {
     None
 }
 
-/// With a unit, as `1.5 GiB`.
+/// Bytes with a unit, such as `1.5 GiB`.
 pub(super) fn bytes(number: f64) -> String {
     scaled(number, 1024.0, &["B", "KiB", "MiB", "GiB", "TiB"])
 }
 
-/// `12,345`, or `12.3 million` where the last digits say nothing.
+/// `12,345`, or `12.3 million` for large numbers.
 pub(super) fn count(number: f64) -> String {
     if number >= 1e7 {
         return format!("{:.1} million", number / 1e6);
@@ -133,12 +134,12 @@ pub(super) fn per_second(rate: f64, unit: impl Fn(f64) -> String) -> String {
     format!("{}/s", unit(rate))
 }
 
-/// In percent, or a dash where there is nothing to share.
+/// A share in percent, or a dash for a share of nothing.
 pub(super) fn share(part: f64, whole: f64) -> String {
     if whole > 0.0 { format!("{:.1} %", 100.0 * part / whole) } else { "-".into() }
 }
 
-/// `1.5 ms`, or `3 h` where that is longer.
+/// `1.5 ms`, or `3 h` for longer times.
 pub(super) fn time(seconds: f64) -> String {
     match seconds {
         long if long >= 172_800.0 => format!("{:.0} d", long / 86_400.0),
@@ -149,7 +150,7 @@ pub(super) fn time(seconds: f64) -> String {
     }
 }
 
-/// In the largest unit of which there is one.
+/// A number in its largest unit of at least 1.
 fn scaled(number: f64, step: f64, units: &[&str]) -> String {
     let (mut number, mut at) = (number, 0);
     while number >= step && at + 1 < units.len() {

@@ -1,7 +1,8 @@
-//! What carries blocks: RDMA between nodes that both have NICs for it, TCP between all others.
+//! The transports of blocks: RDMA between two nodes with NICs, TCP otherwise.
 //!
-//! A peer's way is chosen when it joins, by both sides alike. Tickets are the caller's, so a cancellation may go to both
-//! transports; asks are numbered by each transport for itself, so their lowest bit says whose they are to the caller.
+//! Both sides choose the same transport when a peer joins. The caller numbers tickets, so a cancellation may
+//! go to both transports. Each transport numbers its own asks; the lowest bit of an ask names the transport
+//! to the caller.
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
@@ -20,18 +21,18 @@ use crate::config::Mesh;
 const TCP: u64 = 0;
 const RDMA: u64 = 1;
 
-/// Both, where there are NICs.
+/// TCP, and RDMA on a node with NICs.
 pub(super) struct Carriers {
     tcp: Box<dyn Transport>,
     rdma: Option<Box<dyn Transport>>,
-    /// Members that have NICs, as this node does.
+    /// Members reached over RDMA.
     by_rdma: BTreeSet<PeerNumber>,
 }
 
 // === impl Carriers ===
 
 impl Carriers {
-    /// Starts what this node has, and says where. Each hears of another `up`.
+    /// Starts the transports of this node, and returns their addresses. Each gets its own `up`.
     pub(super) fn start<F: Fn(Up) + Send + Sync + 'static>(
         mesh: &Mesh,
         boot: BootId,
@@ -66,7 +67,8 @@ impl Carriers {
         Self { tcp, rdma, by_rdma: BTreeSet::new() }
     }
 
-    /// A member, which arranges RDMA at `rdma` if it has NICs; whether blocks travel so.
+    /// Adds a member; `rdma` is the address of its RDMA handshakes, if it has NICs. Returns true if its
+    /// blocks travel over RDMA.
     pub(super) fn join(&mut self, number: PeerNumber, peer: Peer, rdma: Option<SocketAddr>) -> bool {
         match (&self.rdma, rdma) {
             (Some(carrier), Some(address)) => {
@@ -81,7 +83,7 @@ impl Carriers {
         }
     }
 
-    /// A member no more.
+    /// Removes a member.
     pub(super) fn leave(&mut self, number: PeerNumber) {
         self.of(number).leave(number);
         self.by_rdma.remove(&number);
@@ -91,7 +93,7 @@ impl Carriers {
         self.of(fetch.peer).post(fetch);
     }
 
-    /// Ends one early, whichever has it.
+    /// Cancels a fetch in both transports.
     pub(super) fn cancel(&self, ticket: u64) {
         self.all().for_each(|carrier| carrier.cancel(ticket));
     }
@@ -102,7 +104,7 @@ impl Carriers {
         carrier.unwrap_or(&self.tcp).grant(Granted { ask, ..granted });
     }
 
-    /// Takes on nothing new.
+    /// Stops accepting new work.
     pub(super) fn drain(&self) {
         self.all().for_each(|carrier| carrier.drain());
     }
@@ -117,7 +119,7 @@ impl Carriers {
     }
 }
 
-/// What a transport says, with asks as the caller knows them.
+/// Tags the ask of a transport's event.
 fn tagged(said: Up, whose: u64) -> Up {
     let tag = |ask: u64| ask << 1 | whose;
     match said {
@@ -141,7 +143,7 @@ mod tests {
 
     use super::*;
 
-    /// What both transports were told, in order.
+    /// The calls of both transports, in order.
     type Log = Arc<Mutex<Vec<String>>>;
 
     struct Recorder(&'static str, Log);
@@ -235,7 +237,7 @@ mod tests {
         for (ask, whose) in [(5, TCP), (5, RDMA), (6, RDMA), (6, TCP)] {
             let asked = tagged(Up::Asked { ask, peer: PeerNumber(1), blocks: Vec::new() }, whose);
             let Up::Asked { ask: known, .. } = asked else { panic!("{asked:?}") };
-            assert!(!asks.contains(&known), "one number for two asks");
+            assert!(!asks.contains(&known), "two asks have one number");
             assert_eq!(tagged(Up::Release { ask, sent: 1 }, whose), Up::Release { ask: known, sent: 1 });
             asks.push(known);
             own.grant(Granted { ask: known, slots: Vec::new() });

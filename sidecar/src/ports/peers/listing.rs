@@ -1,4 +1,4 @@
-//! What this sidecar knows of namespaces, for peers that ask.
+//! The namespaces of this sidecar, as peers request them.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use crate::catalog;
 use crate::control::inbox::{Ask, Inbox};
 use crate::core::Kept;
 
-/// What the catalog has, with the blocks that the data thread counts.
+/// The catalog, and the channel for counts of the data thread's blocks.
 #[derive(Debug)]
 pub struct Known {
     pub inbox: Arc<Inbox>,
@@ -31,7 +31,7 @@ impl Listing for Known {
     }
 }
 
-/// What is stated and what is kept of each namespace.
+/// Joins the stated facts and the kept blocks of each namespace.
 fn join(stated: Vec<(NamespaceDigest, Stated)>, mut kept: BTreeMap<NamespaceDigest, Kept>) -> Vec<Namespace> {
     let namespace = |digest, stated, Kept { memory, below: disk }| Namespace {
         digest,

@@ -1,13 +1,14 @@
-//! The KV blocks and the prefix cache of the engine. As in vLLM, a block is listed under its hash when the step to fill it is scheduled.
+//! The KV blocks and the prefix cache of the engine. As in vLLM, a block is listed under its hash once the
+//! step to fill it is scheduled.
 
 use shm_protocol::key::BlockHash;
 
 use crate::ctx::Ctx;
 
-/// Stands in a block table for a block before a window.
+/// The entry of a block table for a block before a window.
 pub(super) const NULL_BLOCK: u32 = 0;
 
-/// Every block but the null block.
+/// All blocks except the null block.
 #[derive(Debug)]
 pub(super) struct Blocks {
     /// Users of each block.
@@ -29,14 +30,14 @@ impl Blocks {
         self.free.is_empty()
     }
 
-    /// Returns whether `count` blocks can be taken once the `own` ones are in use.
+    /// Returns true if `count` blocks can be taken once the `own` ones are in use.
     pub(super) fn has_room(&self, count: usize, own: &[Vec<u32>]) -> bool {
         let is_unused = |block: &&u32| **block != NULL_BLOCK && self.users[**block as usize] == 0;
         let unused = own.iter().flatten().filter(is_unused).count();
         self.free.len() >= count + unused
     }
 
-    /// Returns whether no block is in use.
+    /// Returns true if no block is in use.
     pub(super) fn are_unused(&self) -> bool {
         self.free.len() + 1 == self.users.len()
     }
@@ -52,7 +53,7 @@ impl Blocks {
         place.map(|block| block as u32)
     }
 
-    /// One more user of a block; not of the null block.
+    /// Adds a user to a block, except to the null block.
     pub(super) fn share(&mut self, block: u32) {
         if block == NULL_BLOCK {
             return;
@@ -61,7 +62,7 @@ impl Blocks {
         self.free.retain(|free| *free != block);
     }
 
-    /// Takes a free block off the list. Mostly the block freed last is used first, so saves in flight meet its next use.
+    /// Takes a free block. Usually it is the last one freed, so saves in flight meet its next use.
     pub(super) fn take(&mut self, ctx: &mut Ctx) -> u32 {
         let last = self.free.len() - 1;
         let at = if ctx.rng.one_in(4) { ctx.rng.below(self.free.len() as u64) as usize } else { last };
@@ -71,7 +72,7 @@ impl Blocks {
         block
     }
 
-    /// One user less of each of these. The null block has none.
+    /// Removes a user from each of these blocks, except from the null block.
     pub(super) fn release(&mut self, blocks: &[u32]) {
         for block in blocks.iter().filter(|block| **block != NULL_BLOCK) {
             let users = &mut self.users[*block as usize];
@@ -82,7 +83,7 @@ impl Blocks {
         }
     }
 
-    /// Adds a user to a used block without a hash, so no request is given it; false for other blocks.
+    /// Adds a user to a used block without a hash, so no request gets it; returns false for other blocks.
     pub(super) fn hold(&mut self, block: u32) -> bool {
         let holds = self.users[block as usize] > 0 && self.listed[block as usize].is_none();
         self.users[block as usize] += u32::from(holds);
@@ -97,7 +98,7 @@ impl Blocks {
         self.listed[block as usize].is_some()
     }
 
-    /// No block is found any more.
+    /// Empties the prefix cache.
     pub(super) fn forget(&mut self) {
         self.listed.fill(None);
     }

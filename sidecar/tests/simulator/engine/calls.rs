@@ -1,4 +1,4 @@
-//! Questions of vLLM's scheduler to the policy for waiting requests, and the waits for answers.
+//! Calls of the policy by vLLM's scheduler for waiting requests, and the waits for answers.
 
 use std::time::Instant;
 
@@ -15,7 +15,7 @@ use super::scheduler::{Call, Phase, Scheduler};
 use crate::ctx::Ctx;
 use crate::origin::WORDS;
 
-/// The session's own counts, and the points that they reach.
+/// The session's counters, and their points of coverage.
 const COUNTED: [(&str, &str); COUNTS] = [
     ("queries_timed_out", "engine query timed out"),
     ("queries_not_asked", "engine query not asked"),
@@ -31,7 +31,7 @@ pub(super) const COUNTS: usize = 8;
 // === impl Scheduler: calls of the policy ===
 
 impl Scheduler {
-    /// Asks about the request at the head of the queue, or goes on to schedule.
+    /// Queries for the request at the head of the queue, or continues with the schedule.
     pub(super) fn match_next(&mut self, admit: usize, ctx: &mut Ctx) {
         self.phase = Phase::Schedule;
         let Some(&id) = self.waiting.front().filter(|_| admit > 0 && !self.blocks.is_empty()) else { return };
@@ -46,7 +46,7 @@ impl Scheduler {
         self.call(Call::Match(own), admit, ctx);
     }
 
-    /// The blocks in the prefix cache of the longest run of leading keys that has all blocks to be read, by group.
+    /// The prefix cache's blocks, for each group, of the longest run of leading keys with all needed blocks.
     fn own_blocks(&self, keys: &[BlockHash]) -> Vec<Vec<u32>> {
         let mut first = self.blocks.find(0, keys);
         let mut own = vec![Vec::new(); self.model.groups()];
@@ -112,7 +112,7 @@ impl Scheduler {
         self.phase = Phase::Admit { own, found, admit };
     }
 
-    /// Has the policy load the hit.
+    /// Calls the policy to load the hit.
     pub(super) fn allocated(&mut self, id: u64, external: u32, beside: bool, admit: usize, ctx: &mut Ctx) {
         self.tell(id);
         let request = &self.requests[&id];
@@ -139,7 +139,7 @@ impl Scheduler {
         self.phase = Phase::Match(admit - 1);
     }
 
-    /// What the sidecar's word on a query is, where that is not told by the answer alone.
+    /// Counts the outcome of a query, if the answer alone does not show it.
     fn note_outcome(&self, group: usize, op: u64, ctx: &mut Ctx) {
         let connection = self.policy.view(group).connection();
         match connection.and_then(|connection| connection.memory().load_outcome(op)).map(|o| o.status) {
@@ -194,7 +194,7 @@ impl Scheduler {
         self.call(call, admit, ctx);
     }
 
-    /// Notes the coverage of the policy's step.
+    /// Records the coverage of the policy's step.
     pub(super) fn note_policy(&mut self, step: &PlannedStep, ctx: &mut Ctx) {
         let stats = self.policy.view(0).stats();
         for (counted, (name, point)) in self.counted.iter_mut().zip(COUNTED) {
@@ -213,7 +213,7 @@ impl Scheduler {
                 Remark::PassedOver { .. } => "policy sees steps passed over",
                 Remark::Unproven { .. } => "policy doubts the engine's own cache",
                 Remark::NotLoaded { .. } => "policy is told of failed loads",
-                Remark::Changed => unreachable!("the policy is told of each change"),
+                Remark::Changed => unreachable!("the policy learns of each change"),
             };
             ctx.hit(point);
         }

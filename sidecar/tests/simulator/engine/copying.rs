@@ -1,4 +1,5 @@
-//! A rank's own copy of a load, from the mapped pool, a word at a time, every slot checked before and after.
+//! A rank's own copy of a load from the mapped pool, a word at a time. Every slot is checked before and
+//! after.
 
 use std::rc::Rc;
 
@@ -11,11 +12,11 @@ use crate::origin::{Kv, WORDS};
 
 pub(super) type Job = load::Job<Rc<Connection>, Rc<PoolMap>>;
 
-/// A load that this rank copies.
+/// A load copied by this rank.
 #[derive(Debug)]
 pub(super) struct Copying {
     pub(super) job: Job,
-    /// The sidecar has written the block that it was in the middle of by then.
+    /// The sidecar has finished its current block by this time.
     settle_by: Micros,
     at: usize,
     stage: Stage,
@@ -36,7 +37,7 @@ impl Copying {
         Self { job, settle_by: ctx.now + SETTLE, at: 0, stage: Stage::Check, failed: Vec::new() }
     }
 
-    /// One move; true at the end.
+    /// Makes one move. Returns true at the end.
     pub(super) fn step(&mut self, model: &Model, rank: usize, kv: &Kv, ctx: &mut Ctx) -> bool {
         let blocks = self.job.plan.blocks.len();
         if self.at == 0 && matches!(self.stage, Stage::Check) {

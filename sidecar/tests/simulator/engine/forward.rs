@@ -1,4 +1,5 @@
-//! A rank's forward: reads the KV of what came before, which the oracle checks, and writes the KV of what is computed.
+//! A rank's forward pass: it reads the KV of earlier tokens, checked by the oracle, and writes the KV of new
+//! ones.
 
 use std::rc::Rc;
 
@@ -11,7 +12,7 @@ use crate::origin::{Origin, with_noise};
 // === impl Worker: the forward ===
 
 impl Worker {
-    /// Computes the work of index `at` once every rank has come this far.
+    /// Computes the work of index `at` once every rank has reached this step.
     pub(super) fn forward(
         &mut self,
         step: Rc<Step>,
@@ -44,7 +45,7 @@ impl Worker {
         ctx.pause(50)
     }
 
-    /// Writes one word; mostly the rest of the block's words with it.
+    /// Writes one word, and usually the rest of the block's words.
     pub(super) fn write(
         &mut self,
         step: Rc<Step>,

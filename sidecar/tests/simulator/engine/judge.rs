@@ -1,5 +1,5 @@
-//! Excused KV: words differing from their keys because a step or a load of the engine failed. The engine may read such words; nothing
-//! computed upon them may be kept.
+//! Excused KV: words differing from their keys because a step or a load of the engine failed. The engine may
+//! read such words; KV computed from them may not be kept.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::ops::Range;
@@ -16,24 +16,25 @@ pub(crate) struct Judge {
     excused: BTreeSet<(u32, usize)>,
     /// Blocks not loaded, by the step waiting for them.
     unloaded: BTreeSet<(u64, u32)>,
-    /// The last judged step, and for each piece of its work whether it computes the KV of its keys.
+    /// The last judged step, and for each piece of its work true if it computes the KV of its keys.
     sound: (u64, Vec<bool>),
 }
 
 // === impl Judge ===
 
 impl Judge {
-    /// The engine has scheduled a step.
+    /// Adds a scheduled step.
     pub(super) fn post(&mut self, step: Rc<Step>) {
         self.open.push_back(step);
     }
 
-    /// A rank goes on with a step without this block.
+    /// Records a block missing from a rank's step.
     pub(super) fn not_loaded(&mut self, step: u64, block: u32) {
         self.unloaded.insert((step, block));
     }
 
-    /// A load between steps has filled a block, with the right KV or with that of an earlier generation.
+    /// Records a block filled by a load between steps: with the correct KV, or with KV of an earlier
+    /// generation.
     pub(super) fn loaded(&mut self, block: u32, right: bool) {
         self.write(block, 0..WORDS, right);
     }
@@ -48,14 +49,14 @@ impl Judge {
         }
     }
 
-    /// Every rank has come to this step's forward.
+    /// Judges all steps up to this one: every rank has reached its forward pass.
     pub(super) fn reach(&mut self, step: u64) {
         while let Some(next) = self.open.pop_front_if(|open| open.number <= step) {
             self.judge(&next);
         }
     }
 
-    /// Returns whether the work of index `at` computes the KV of its keys, in the step reached last.
+    /// Returns true if the work of index `at` computes the KV of its keys, in the step reached last.
     pub(super) fn is_sound(&self, step: &Step, at: usize) -> bool {
         assert_eq!(self.sound.0, step.number, "ranks compute together");
         self.sound.1[at]

@@ -1,4 +1,4 @@
-//! The scheduler's session and its connections, as the policy uses them.
+//! The scheduler's session and its connections, for the policy.
 
 use std::ops::{Deref, DerefMut};
 use std::rc::Rc;
@@ -26,7 +26,7 @@ impl Line {
         Self { port, session: Session::new(config, Arc::new(Notices::default())), generation: 0 }
     }
 
-    /// Asks for a connection where there is none.
+    /// Dials if there is no connection.
     pub(super) fn dial(&mut self, ctx: &mut Ctx) {
         self.port.dial(ctx);
     }

@@ -1,4 +1,4 @@
-//! What passes between an engine's parts: requests, steps, plans, results.
+//! Data passed between an engine's parts: requests, steps, plans, results.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -12,59 +12,59 @@ use super::blocks::NULL_BLOCK;
 use super::{Model, WORD_TOKENS};
 use crate::origin::WORDS;
 
-/// What a client asks for.
+/// A client's request.
 #[derive(Clone, Debug)]
 pub(crate) struct Spec {
     pub(crate) id: u64,
-    /// Keys of all blocks of the request, the last one perhaps partly full.
+    /// Keys of all blocks of the request; the last block may be partly full.
     pub(crate) keys: Vec<BlockHash>,
-    /// Words of its prompt, and of the answer with it.
+    /// Words of its prompt, and of prompt and answer.
     pub(crate) prompt: usize,
     pub(crate) total: usize,
     /// Another engine computes its prompt.
     pub(crate) awaits: bool,
-    /// Another engine goes on with it.
+    /// Another engine continues the request.
     pub(crate) hands_over: bool,
 }
 
-/// Where a request stands.
+/// The state of a request.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(super) enum State {
     Waiting,
     Loading,
     Running,
-    /// Aborted while its blocks are written by a load.
+    /// Aborted while a load writes its blocks.
     Leaving,
 }
 
-/// A request as the scheduler sees it. Its lengths are in words.
+/// A request in the scheduler. Its lengths are in words.
 #[derive(Debug)]
 pub(super) struct Request {
     pub(super) spec: Spec,
     /// Its number in the policy.
     pub(super) number: RequestId,
     pub(super) state: State,
-    /// Goes up whenever the work of steps in flight becomes void.
+    /// Grows whenever the work of steps in flight becomes void.
     pub(super) attempt: u32,
     pub(super) preemptions: u32,
-    /// By group. All have as many; before a window there are null blocks.
+    /// The blocks of each group, equally many; before a window they are null blocks.
     pub(super) blocks: Vec<Vec<u32>>,
     /// The number of its leading blocks with offered or loaded states.
     pub(super) offered: usize,
-    /// Blocks known to the policy; none: the request begins in its next step.
+    /// Number of its blocks known to the policy; `None`: the request begins in its next step.
     pub(super) told: Option<usize>,
-    /// Computed or loaded, steps in flight included.
+    /// Words computed or loaded, steps in flight included.
     pub(super) computed: usize,
-    /// The same without them.
+    /// The same without steps in flight.
     pub(super) settled: usize,
-    /// Words whose tokens are known.
+    /// Words with known tokens.
     pub(super) known: usize,
     /// The blocks of its load, for the oracle.
     pub(super) promised: Vec<Target>,
-    /// Parts of its load that have not ended, on every rank.
+    /// Unfinished parts of its load, over all ranks.
     pub(super) loading: usize,
     pub(super) failed: BTreeSet<u32>,
-    /// Its load has failed, and it was passed over when it asked last.
+    /// Its load has failed, and the policy deferred it at its last query.
     pub(super) aside: bool,
 }
 
@@ -74,44 +74,44 @@ pub(crate) struct Target {
     pub(crate) group: usize,
     pub(crate) block: u32,
     pub(crate) words: Range<usize>,
-    /// The state stands for a part of the block's tokens, and has no key.
+    /// The state covers only a part of the block's tokens, and has no key.
     pub(crate) within: bool,
     pub(crate) hash: BlockHash,
     pub(crate) digest: NamespaceDigest,
 }
 
-/// What a step computes for one request.
+/// The work of a step for one request.
 #[derive(Clone, Debug)]
 pub(super) struct Work {
     pub(super) request: u64,
     pub(super) attempt: u32,
-    /// Words read by the forward.
+    /// Words read by the forward pass.
     pub(super) reads: Vec<Target>,
     pub(super) writes: Vec<Target>,
-    /// Words computed once it is done.
+    /// Number of computed words after the step.
     pub(super) end: usize,
 }
 
-/// A load in a step's metadata; without a plan it is lost.
+/// A load in a step's metadata; a load without a plan is lost.
 #[derive(Clone, Debug)]
 pub(super) struct Order {
     pub(super) request: u64,
     pub(super) group: usize,
     pub(super) sync: bool,
-    /// What it brings, block by block of the plan.
+    /// Its blocks and keys, in the order of the plan.
     pub(super) targets: Vec<Target>,
     pub(super) plan: Option<Plan>,
 }
 
-/// How a step goes.
+/// The outcome of a step.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(super) enum Fate {
     Whole,
-    /// This rank never does it.
+    /// This rank skips the step.
     Skipped(usize),
     /// This rank stops in the middle of it.
     Raised(usize),
-    /// Every rank does it, and what they computed is worthless.
+    /// Every rank computes it, and its output is refused.
     Refused,
 }
 
@@ -119,34 +119,34 @@ pub(super) enum Fate {
 pub(crate) struct Step {
     pub(super) number: u64,
     pub(super) fate: Fate,
-    /// By group.
+    /// For each group.
     pub(super) runs: Rc<[[u8; 16]]>,
-    /// How often the weights changed, and which the engine holds now.
+    /// Number of weight changes, and the current weights.
     pub(super) weights: (u64, u8),
     pub(super) resolved: u64,
     pub(super) urgent: bool,
     /// Blocks filled in another generation of the namespace.
     pub(super) outdated: Vec<u32>,
-    /// Blocks listed by this step although it does not fill them.
+    /// Blocks listed by this step but not filled by it.
     pub(super) unfilled: Vec<u32>,
     pub(super) orders: Vec<Order>,
     pub(super) work: Vec<Work>,
 }
 
-/// What a rank says at the end of a step.
+/// A rank's report at the end of a step.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Results {
     pub(super) step: u64,
-    /// Requests whose asynchronous load ended.
+    /// Requests with an ended asynchronous load.
     pub(super) ended: Vec<u64>,
-    /// Blocks that were not loaded.
+    /// Blocks not loaded.
     pub(super) failed: BTreeSet<u32>,
 }
 
 // === impl Order ===
 
 impl Order {
-    /// Blocks of the engine.
+    /// Block ids of the engine.
     pub(super) fn blocks(&self) -> Vec<u32> {
         self.targets.iter().map(|target| target.block).collect()
     }
@@ -175,7 +175,8 @@ impl Request {
         }
     }
 
-    /// Returns the places and keys of the words `range` in a group with namespace `digest`, but for those in null blocks.
+    /// Returns the places and keys of the words `range` in a group with namespace `digest`, except those in
+    /// null blocks.
     pub(super) fn targets(&self, group: usize, range: Range<usize>, digest: NamespaceDigest) -> Vec<Target> {
         let blocks = range.start / WORDS..range.end.div_ceil(WORDS);
         let target = |at: usize| {
@@ -187,7 +188,7 @@ impl Request {
         blocks.map(target).filter(|target| target.block != NULL_BLOCK).collect()
     }
 
-    /// Returns the place and key of the state behind so many words, in a group with namespace `digest`.
+    /// Returns the place and key of the state after so many words, in a group with namespace `digest`.
     pub(super) fn state(&self, group: usize, words: usize, digest: NamespaceDigest) -> Option<Target> {
         let at = words.checked_sub(1)? / WORDS;
         let (block, hash) = (self.blocks[group][at], self.spec.keys[at]);
@@ -200,7 +201,7 @@ impl Request {
         self.blocks.iter_mut().flat_map(std::mem::take).collect()
     }
 
-    /// The place of its first block among these, in any group.
+    /// The index of its first block among `blocks`, in any group.
     pub(super) fn first_of(&self, blocks: &BTreeSet<u32>) -> Option<usize> {
         let first = |of: &Vec<u32>| of.iter().position(|block| blocks.contains(block));
         self.blocks.iter().filter_map(first).min()
@@ -211,7 +212,7 @@ impl Request {
         &self.spec.keys[..self.known / WORDS]
     }
 
-    /// Returns the end of the words computed by the next step. With states a step ends with a block.
+    /// Returns the end of the words computed by the next step. With states a step ends at the end of a block.
     pub(super) fn next_end(&self, model: &Model) -> usize {
         let end = if self.computed < self.known {
             self.known.min(self.computed + model.chunk)

@@ -1,4 +1,4 @@
-//! Ends of steps: computed words, ended and failed loads; then the report to the policy, in the order of vLLM.
+//! Ends of steps: computed words, ended and failed loads; then the report to the policy, in vLLM's order.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -13,7 +13,7 @@ use crate::origin::{Origin, WORDS};
 // === impl Scheduler: results ===
 
 impl Scheduler {
-    /// Takes the ends of all steps that every rank has ended.
+    /// Takes the results of all steps ended by every rank.
     pub(super) fn take_results(&mut self, shared: &mut Shared, ctx: &mut Ctx) {
         while let Some(oldest) = self.in_flight.front() {
             let number = oldest.number;
@@ -31,7 +31,7 @@ impl Scheduler {
         let failed: BTreeSet<u32> = results.iter().flat_map(|result| &result.failed).copied().collect();
         for (id, attempt, end) in step.work {
             match self.requests.get_mut(&id).filter(|request| request.attempt == attempt) {
-                // The step has written over its first state.
+                // The step has overwritten its first state.
                 Some(_) if step.fails && self.model.has_states(1) => self.preempt(id, ctx),
                 Some(request) if step.fails => request.fall_back(request.settled),
                 Some(request) => request.settled = end,
@@ -63,7 +63,7 @@ impl Scheduler {
         }
     }
 
-    /// The engine goes on with the output of a step. Now and then the policy is not told of some.
+    /// Accepts the output of a step. Occasionally some steps are not reported to the policy.
     fn accept(&mut self, step: u64, ctx: &mut Ctx) {
         if ctx.knobs.faults > 0 && self.mute == 0 && ctx.rng.one_in(300) {
             self.mute = ctx.rng.pick(&[1, MUTE_STEPS]);
@@ -82,8 +82,8 @@ impl Scheduler {
         self.policy.accept_step(step, &scheduled, Some(ctx.instant()));
     }
 
-    /// Takes the ends of loads. Blocks not loaded are computed again, and so is all KV computed on them. Returns the policy's numbers of
-    /// the requests with a finished load.
+    /// Takes the ends of loads. Blocks not loaded are computed again, and so is all KV computed from them.
+    /// Returns the policy's numbers of requests with a finished load.
     fn take_loads(
         &mut self,
         results: &[request::Results],
@@ -115,7 +115,8 @@ impl Scheduler {
         ended
     }
 
-    /// One rank has ended the load of a request; its number if that was the last one.
+    /// Handles the end of a request's load on one rank. Returns the request's number if that was the last
+    /// rank.
     fn load_ended(&mut self, id: u64, shared: &mut Shared, ctx: &mut Ctx) -> Option<RequestId> {
         let digests = self.digests();
         let request =

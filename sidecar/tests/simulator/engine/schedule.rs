@@ -1,4 +1,4 @@
-//! vLLM's scheduler: blocks for running and waiting requests, preemption, and the step that follows.
+//! vLLM's scheduler: blocks for running and waiting requests, preemption, and the next step.
 
 use std::rc::Rc;
 
@@ -17,7 +17,7 @@ use crate::origin::WORDS;
 // === impl Scheduler: scheduling ===
 
 impl Scheduler {
-    /// Schedules the running requests. Returns whether waiting requests may be admitted beside them.
+    /// Schedules the running requests. Returns true if waiting requests may be admitted too.
     pub(super) fn schedule_running(&mut self, ctx: &mut Ctx) -> bool {
         let mut room = true;
         for id in self.running.clone() {
@@ -39,14 +39,14 @@ impl Scheduler {
         }
     }
 
-    /// Gives blocks to the request at the head of the queue, beside its `own` ones in the prefix cache.
+    /// Gives blocks to the request at the head of the queue; `own` are its blocks in the prefix cache.
     pub(super) fn admit(&mut self, own: Vec<Vec<u32>>, found: FoundTokens, admit: usize, ctx: &mut Ctx) {
         self.phase = Phase::Schedule;
         let id = *self.waiting.front().expect("it was asked about");
         let FoundTokens::Tokens(tokens, beside) = found else { unreachable!("the caller looked") };
         let mut external = (tokens / WORD_TOKENS) as usize;
         if external > 1 && !self.model.has_states(1) && ctx.rng.one_in(8) {
-            // vLLM may want less than was found; of several groups whole blocks.
+            // vLLM may want less than was found; with several groups whole blocks.
             let less = ctx.rng.within(1, external as u64 - 1) as usize;
             let less = if self.model.groups() > 1 { less / WORDS * WORDS } else { less };
             external -= less;
@@ -72,7 +72,7 @@ impl Scheduler {
         }
         let is_full = external > 0 && ctx.rng.one_in(ctx.knobs.full_steps);
         if is_full || !self.blocks.has_room(fresh, &own) {
-            // It stays at the head, under its lease, until the next step.
+            // It stays at the head, with its lease, until the next step.
             (request.computed, request.settled) = (0, 0);
             return;
         }
@@ -91,14 +91,14 @@ impl Scheduler {
         });
         request.promised = promised.collect();
         request.failed.clear();
-        // vLLM counts no token of the request as computed until the allocation is over.
+        // vLLM counts no token of the request as computed until the allocation has ended.
         (request.computed, request.settled) = (0, 0);
         let external = external as u32 * WORD_TOKENS;
         self.admitted = computed;
         self.allocated(id, external, beside, admit, ctx);
     }
 
-    /// The request at the head of the queue is computed in this step.
+    /// Computes the request at the head of the queue in this step.
     pub(super) fn run_first(&mut self, admit: usize, ctx: &mut Ctx) {
         self.phase = Phase::Match(admit - 1);
         let id = self.waiting.pop_front().expect("it was given blocks");
@@ -109,7 +109,7 @@ impl Scheduler {
         self.schedule_one(id, ctx);
     }
 
-    /// Returns whether the request was given blocks without taking those of another one.
+    /// Schedules a request. Returns true if it took no blocks of another request.
     fn schedule_one(&mut self, id: u64, ctx: &mut Ctx) -> bool {
         let request = &self.requests[&id];
         let (start, end) = (request.computed, request.next_end(&self.model));
@@ -168,12 +168,12 @@ impl Scheduler {
         }
     }
 
-    /// Lists the blocks filled by the first `words` words of a request, as far as their keys are known.
+    /// Lists the blocks filled by the first `words` words of a request, if their keys are known.
     pub(super) fn list(&mut self, id: u64, words: usize) {
         let request = &self.requests[&id];
         for (group, blocks) in request.blocks.iter().enumerate().filter(|_| self.model.caches) {
             let full = blocks.iter().zip(request.known_keys()).take(words / WORDS);
-            // A state is whole where a step has ended.
+            // A state is whole only at the end of a step.
             let first = if self.model.has_states(group) { request.offered } else { 0 };
             for (block, key) in full.skip(first).filter(|(block, _)| **block != NULL_BLOCK) {
                 self.blocks.list(group, *block, *key);
@@ -194,8 +194,8 @@ impl Scheduler {
         self.running.retain(|other| *other != id);
         self.waiting.push_front(id);
         self.scheduled.retain(|other| *other != id);
-        // This step computes nothing of the request, although the blocks are listed. A promised load goes on, into blocks written in
-        // order before the next owner computes.
+        // This step computes nothing of the request, although its blocks are listed. A promised load
+        // continues; its blocks are written before their next owner computes.
         let dropped = self.work.extract_if(.., |work| work.request == id).flat_map(|work| work.writes);
         let dropped: Vec<u32> = dropped.map(|target| target.block).collect();
         ctx.cover.add(
@@ -205,7 +205,7 @@ impl Scheduler {
         self.unfilled.extend(dropped);
     }
 
-    /// Ends the step: the policy saves and plans, then the ranks get their part.
+    /// Ends the step: the policy saves and plans, then the ranks get the step.
     pub(super) fn finish_schedule(&mut self, shared: &mut Shared, ctx: &mut Ctx) {
         let later = std::mem::take(&mut self.later);
         later.into_iter().rev().for_each(|id| self.waiting.push_front(id));
@@ -270,7 +270,8 @@ impl Scheduler {
         changes
     }
 
-    /// The request's states at ends of blocks, made by this step or, where their tokens were not known then, by the one before.
+    /// The request's states at the ends of blocks: made by this step, or by the step before if their tokens
+    /// were unknown then.
     fn offer_states(&mut self, id: u64) -> Vec<OfferedState> {
         let end = self.work.iter().find(|work| work.request == id).map_or(0, |work| work.end);
         let request = self.requests.get_mut(&id).expect("scheduled requests exist");
@@ -365,7 +366,7 @@ impl Scheduler {
         self.last = scheduled.into_iter().collect();
     }
 
-    /// How a step goes that loads nothing.
+    /// The outcome of a step without loads.
     fn fate(&self, ctx: &mut Ctx) -> Fate {
         if ctx.knobs.faults == 0 || !ctx.rng.one_in(40) {
             return Fate::Whole;

@@ -1,5 +1,5 @@
-//! The scheduler process: vLLM's scheduler, the policy and its session under it, in moves so small that the sidecar and the ranks
-//! act between any two.
+//! The scheduler process: vLLM's scheduler, the policy and its session, in moves so small that the sidecar
+//! and the ranks act between any two.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::convert::Infallible;
@@ -26,21 +26,21 @@ use super::request::{Request, Spec, State, Work};
 use super::{BLOCK_TOKENS, Model, Port, Second, Shared, WORD_TOKENS};
 use crate::ctx::{Actor, BUDGET, Ctx, Micros};
 
-/// Requests that one engine serves at once; more wait at its door.
+/// Requests served at once by one engine; more wait for a place.
 const REQUESTS: usize = 4;
-/// Free slots that a flooded ring may be left with, and more than the reserve.
+/// Free slots left in a flooded ring: within the reserve, and above it.
 const FLOOD_LEAVES: [u32; 5] = [0, 1, 3, 1024, 1026];
 
 /// Outputs withheld from the policy in a row: more than it waits for.
 pub(super) const MUTE_STEPS: u64 = 40;
 
-/// What the scheduler does next.
+/// The scheduler's next move.
 #[derive(Debug)]
 pub(super) enum Phase {
     Begin,
-    /// Asks about waiting requests; so many more may be admitted in this step.
+    /// Queries for waiting requests; so many more may be admitted in this step.
     Match(usize),
-    /// Finds blocks for the request at the head of the queue, beside its own ones in the prefix cache.
+    /// Allocates blocks for the request at the head of the queue; `own` are its blocks in the prefix cache.
     Admit {
         own: Vec<Vec<u32>>,
         found: FoundTokens,
@@ -59,30 +59,30 @@ pub(super) enum Phase {
 /// A call of the policy with a wait.
 #[derive(Debug)]
 pub(super) enum Call {
-    /// A question for a request with these blocks in the prefix cache, by group.
+    /// A query for a request with these blocks in the prefix cache, by group.
     Match(Vec<Vec<u32>>),
-    /// A load into these blocks, by group, beside the steps or within one.
+    /// A load into these blocks, by group. True: beside the steps; false: within one.
     Load(Vec<Vec<u32>>, bool),
 }
 
-/// A step that no rank, or not every rank, has ended.
+/// A step not ended by every rank.
 #[derive(Debug)]
 pub(super) struct InFlight {
     pub(super) work: Vec<(u64, u32, usize)>,
     pub(super) number: u64,
-    /// The engine does not go on with what it computes.
+    /// The engine does not use its output.
     pub(super) fails: bool,
 }
 
 #[derive(Debug)]
 pub(crate) struct Scheduler {
     pub(super) model: Rc<Model>,
-    /// By group.
+    /// For each group.
     pub(super) runs: Rc<[[u8; 16]]>,
     pub(super) policy: EnginePolicy<Line>,
-    /// What the session counted until the last step.
+    /// The session's counters at the last step.
     pub(super) counted: [u64; COUNTS],
-    /// How often the weights changed, and which they are.
+    /// Number of weight changes, and the current weights.
     pub(super) weights: (u64, u8),
     /// The generation of the namespace.
     salt: Option<[u8; 16]>,
@@ -90,7 +90,7 @@ pub(crate) struct Scheduler {
     pub(super) phase: Phase,
     pub(super) requests: BTreeMap<u64, Request>,
     pub(super) waiting: VecDeque<u64>,
-    /// Requests to ask about in the next step.
+    /// Requests to query for in the next step.
     pub(super) later: Vec<u64>,
     pub(super) running: Vec<u64>,
     pub(super) blocks: Blocks,
@@ -108,11 +108,11 @@ pub(crate) struct Scheduler {
     pub(super) unfilled: Vec<u32>,
     /// The generation has changed since the last step.
     pub(super) outdated: bool,
-    /// Words on which the request being admitted begins.
+    /// Computed words of the request being admitted.
     pub(super) admitted: usize,
-    /// A load is promised, and no rank knows of it.
+    /// A load is promised, and no rank knows it yet.
     pub(super) promised: bool,
-    /// Fill the ring at the next occasion.
+    /// Fill the ring in the next step.
     flood: bool,
 }
 
@@ -185,24 +185,24 @@ impl Scheduler {
         }
     }
 
-    /// What its clients will ask again.
+    /// The unfinished requests, for the next life.
     pub(super) fn unfinished(self) -> impl Iterator<Item = Spec> {
         let wanted = self.requests.into_values().filter(|request| request.state != State::Leaving);
         wanted.map(|request| request.spec)
     }
 
-    /// Whether no request is left.
+    /// True if no request is left.
     pub(super) fn idle(&self) -> bool {
         self.requests.is_empty()
     }
 
-    /// Whether every log is closed, every save has ended, and no block is held for one.
+    /// True if every log is closed, every save has ended, and no block is held for a save.
     pub(super) fn settled(&self) -> bool {
         let mut sessions = (0..self.policy.groups()).map(|group| self.policy.view(group));
         sessions.all(|session| session.logs() == 0 && session.saving() == 0) && self.blocks.are_unused()
     }
 
-    /// Every block came back.
+    /// Checks that no block is in use.
     pub(super) fn audit(&self) {
         assert!(self.blocks.are_unused(), "blocks of the engine were lost");
     }
@@ -218,7 +218,7 @@ impl Scheduler {
         )
     }
 
-    /// Breaks the protocol: its session is closed, and nobody else's.
+    /// Breaks the protocol, so the sidecar closes this session, and only this one.
     pub(crate) fn misbehave(&mut self, ctx: &mut Ctx) {
         let Some(ring) = self.policy.session(0).submission() else { return };
         // No log has this number.
@@ -230,28 +230,28 @@ impl Scheduler {
         }
     }
 
-    /// Whether it has promised a load that no rank knows of.
+    /// True if a load is promised and unknown to all ranks.
     pub(crate) fn plans(&self) -> bool {
         self.promised
     }
 
-    /// Whether some request waits for a load.
+    /// True if a request waits for a load.
     pub(crate) fn loading(&self) -> bool {
         self.requests.values().any(|request| request.state == State::Loading)
     }
 
-    /// Fills its ring, as a burst of messages to a sidecar that does not read would.
+    /// Fills the ring in the next step, like a burst of messages to a frozen sidecar.
     pub(crate) fn flood(&mut self) {
         self.flood = true;
     }
 
-    /// The namespaces of what it computes now, by group.
+    /// The namespaces of its KV now, by group.
     pub(super) fn digests(&self) -> Vec<NamespaceDigest> {
         let bases = (0..self.model.groups()).map(|group| self.model.base(group, self.weights.1));
         bases.map(|base| self.salt.map_or(base, |salt| namespace::salted(base, salt))).collect()
     }
 
-    /// One move; the time until the next.
+    /// Makes one move. Returns the time until the next.
     pub(crate) fn act(&mut self, shared: &mut Shared, pending: &mut VecDeque<Spec>, ctx: &mut Ctx) -> Micros {
         match std::mem::replace(&mut self.phase, Phase::Begin) {
             Phase::Begin => return self.begin(shared, pending, ctx),
@@ -263,7 +263,7 @@ impl Scheduler {
         ctx.pause(15)
     }
 
-    /// Takes results, lets clients in, and begins a step if there is anything to do.
+    /// Takes results, accepts requests, and begins a step if there is work.
     fn begin(&mut self, shared: &mut Shared, pending: &mut VecDeque<Spec>, ctx: &mut Ctx) -> Micros {
         self.take_results(shared, ctx);
         while self.requests.len() < REQUESTS
@@ -293,7 +293,7 @@ impl Scheduler {
         ctx.pause(10)
     }
 
-    /// A client comes. Some engines tell the policy before the request's turn.
+    /// Adds a request. Some engines announce it to the policy before its turn.
     fn arrive(&mut self, spec: Spec, ctx: &mut Ctx) {
         let arrival = Arrival {
             prompt: spec.prompt as u32 * WORD_TOKENS,
@@ -318,7 +318,7 @@ impl Scheduler {
         }
     }
 
-    /// Tells the policy the current numbers and keys of a request.
+    /// Gives the policy the current numbers and keys of a request.
     pub(super) fn tell(&mut self, id: u64) {
         let request = &self.requests[&id];
         let keys = request.known_keys();
@@ -336,7 +336,7 @@ impl Scheduler {
         self.blocks.forget();
     }
 
-    /// Picks up a new connection, or notices the end of one.
+    /// Takes new connections, and notices hang-ups.
     pub(super) fn refresh(&mut self, ctx: &mut Ctx) {
         for group in 0..self.policy.groups() {
             let line = self.policy.session(group);
@@ -345,8 +345,8 @@ impl Scheduler {
         }
     }
 
-    /// Begins a generation of the namespace, or changes the weights, perhaps to those of before. The prefix cache is emptied only while no
-    /// block is in use.
+    /// Begins a generation of the namespace, or changes the weights, perhaps back to earlier ones. The prefix
+    /// cache is emptied only if no block is in use.
     fn reset(&mut self, ctx: &mut Ctx) {
         let (salt, weights) = (ctx.rng.bytes16(), (self.weights.0 + 1, ctx.rng.below(2) as u8));
         let connected = self.policy.view(0).connected();
@@ -378,7 +378,7 @@ impl Scheduler {
     fn fill_ring(&mut self, ctx: &mut Ctx) {
         let Some(ring) = self.policy.session(0).submission() else { return };
         let leaves = ctx.rng.pick(&FLOOD_LEAVES);
-        // A CANCEL of nothing: the sidecar reads it and does nothing.
+        // The sidecar reads a CANCEL of no blocks without effect.
         let nothing = SchedulerRequest::Cancel(Cancel { op: 0, from: 0, count: 0 });
         let head = ring.acknowledged();
         while let Some(sequence) = ring.post(nothing)
@@ -389,7 +389,7 @@ impl Scheduler {
         ctx.note(|| format!("{}: fills its ring", self.model.name));
     }
 
-    /// A client goes away.
+    /// Aborts a random request.
     fn abort_one(&mut self, ctx: &mut Ctx) {
         let ids: Vec<u64> = self.requests.keys().copied().collect();
         let Some(&id) = ids.get(ctx.rng.below(ids.len().max(1) as u64) as usize) else { return };
@@ -397,7 +397,7 @@ impl Scheduler {
         match request.state {
             State::Leaving => {}
             State::Loading => {
-                // Its blocks are freed when every rank has ended the load.
+                // Its blocks are freed once every rank has ended the load.
                 ctx.hit("engine aborted while loading");
                 self.end(id, ctx);
                 self.requests.get_mut(&id).expect("listed above").state = State::Leaving;
@@ -416,7 +416,7 @@ impl Scheduler {
         let number = self.requests[&id].number;
         let (log, logs) = (self.policy.log(number, 0), self.policy.view(0).logs());
         let is_open = self.policy.session(0).length(log).is_some();
-        // Each answer ends in one of four ways, or its way is not told (0).
+        // Each answer ends in one of four ways, or without a stated way (0).
         let mut hold = self.policy.end_request(number, (id % 5) as u32).hold;
         ctx.cover.add("engine close without room", (is_open && self.policy.view(0).logs() == logs).into());
         if self.model.holds {
@@ -426,7 +426,7 @@ impl Scheduler {
         }
     }
 
-    /// The request's blocks may be used again at once.
+    /// Frees the request's blocks at once.
     pub(super) fn leave(&mut self, id: u64) {
         let request = self.requests.remove(&id).expect("the caller's request");
         request.blocks.iter().for_each(|blocks| self.blocks.release(blocks));
@@ -435,7 +435,7 @@ impl Scheduler {
         self.last.remove(&id);
     }
 
-    /// Tells the ranks' threads to look.
+    /// Wakes the ranks' threads.
     pub(super) fn wake_ranks(&self, ctx: &mut Ctx) {
         for number in 0..self.model.members() {
             ctx.wakes.push((Actor::Worker(self.model.index, number), ctx.now + 5 + ctx.rng.below(50)));

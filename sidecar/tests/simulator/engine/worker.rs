@@ -1,4 +1,4 @@
-//! A rank: the connector's worker role and the shim under it, and the two threads that they run on.
+//! A rank: the connector's worker role, the shim under it, and their two threads.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::rc::Rc;
@@ -20,13 +20,13 @@ use crate::origin::Origin;
 type Awaited = load::Awaited<Rc<Connection>>;
 type Next = load::Next<Rc<Connection>, Rc<PoolMap>>;
 
-/// What a rank does next.
+/// A rank's next move.
 #[derive(Debug)]
 pub(super) enum Phase {
     Idle,
-    /// Looks at the load of this index.
+    /// Begins the load of this index.
     Loads(Rc<Step>, usize),
-    /// Waits for the sidecar's word on a synchronous load.
+    /// Waits for the sidecar's end of a synchronous load.
     Await(Rc<Step>, usize, Box<Awaited>),
     /// Copies a synchronous load itself.
     Copy(Rc<Step>, usize, Box<Copying>),
@@ -39,23 +39,23 @@ pub(super) enum Phase {
 
 #[derive(Debug)]
 pub(crate) struct Worker {
-    /// Its place among the workers of all ranks and groups.
+    /// Its index among the workers of all ranks and groups.
     pub(super) number: usize,
     pub(super) group: usize,
     pub(super) rank: usize,
     pub(super) model: Rc<Model>,
     port: Port,
     session: worker::Session<Rc<Connection>, Rc<PoolMap>>,
-    /// How often the weights changed, as it was told last.
+    /// Number of weight changes last known.
     weights: u64,
     pub(super) phase: Phase,
-    /// Requests whose loads it has begun, by their operations.
+    /// Requests with loads begun here, by their operations.
     loads: BTreeMap<u64, u64>,
-    /// Loads that the other thread copies.
+    /// Loads for the copying thread.
     copies: VecDeque<Copying>,
     ended: Vec<u64>,
     failed: BTreeSet<u32>,
-    /// Last step computed on blocks that were not loaded: its fence is withheld until its saves are void.
+    /// Last step computed with missing blocks: its fence is withheld until its saves are void.
     spoiled: u64,
     flood: bool,
 }
@@ -84,13 +84,13 @@ impl Worker {
         }
     }
 
-    /// Whether every load has ended and the sidecar was told.
+    /// True if every load has ended and was reported to the sidecar.
     pub(super) fn settled(&self) -> bool {
         let told = self.session.link().is_none_or(|link| link.is_reported());
         told && self.session.awaited.is_empty() && self.copies.is_empty()
     }
 
-    /// Whether it waits for a load, or copies one.
+    /// True if it waits for a load or copies one.
     pub(crate) fn loading(&self) -> bool {
         let sync = matches!(self.phase, Phase::Await(..) | Phase::Copy(..));
         sync || !self.session.awaited.is_empty() || !self.copies.is_empty()
@@ -100,7 +100,7 @@ impl Worker {
         self.flood = true;
     }
 
-    /// One move of the rank's own thread; the time until the next.
+    /// Makes one move of the rank's main thread. Returns the time until the next.
     pub(crate) fn act(&mut self, shared: &mut Shared, ctx: &mut Ctx) -> Micros {
         match std::mem::replace(&mut self.phase, Phase::Idle) {
             Phase::Idle => return self.begin(shared, ctx),
@@ -144,7 +144,7 @@ impl Worker {
         }
         let again = self.model.resets > 0 && ctx.rng.one_in(50);
         if again || step.weights.0 > self.weights {
-            // Where its scheduler has said nothing it has loaded the same once more.
+            // A rank may load its current weights again without a change at its scheduler.
             self.weights = step.weights.0;
             self.session.set_weights(step.weights.0, super::live(step.weights.1));
         }
@@ -213,7 +213,7 @@ impl Worker {
         self.go_on(next, sync.then_some((step, at)), shared, ctx);
     }
 
-    /// Looks at a load whose end by the sidecar is awaited.
+    /// Checks a load awaited from the sidecar.
     fn look(&mut self, awaited: Awaited, ctx: &mut Ctx) -> Next {
         let next = self.session.look(awaited, ctx.rank_instant());
         if let Next::Copy(job) = &next {
@@ -230,7 +230,7 @@ impl Worker {
         next
     }
 
-    /// Goes on with a load, for which this step waits or none.
+    /// Continues a load; `step` is the step that waits for it, if one does.
     fn go_on(&mut self, next: Next, step: Option<(Rc<Step>, usize)>, shared: &mut Shared, ctx: &mut Ctx) {
         match (next, step) {
             (Next::Await(awaited), Some((step, at))) => {
@@ -279,7 +279,7 @@ impl Worker {
         ctx.pause(50)
     }
 
-    /// The oracle: every block that counts as loaded holds what was asked for.
+    /// The oracle: every block reported as loaded must hold its key's KV.
     fn sync_load_ended(&mut self, step: &Step, at: usize, failed: &[u32], shared: &mut Shared) {
         let (request, targets) = (step.orders[at].request, &step.orders[at].targets);
         for target in targets.iter().filter(|target| !failed.contains(&target.block)) {
@@ -294,7 +294,7 @@ impl Worker {
         }
     }
 
-    /// This step computes on blocks that were not loaded.
+    /// Records blocks missing from this step.
     fn spoil(&mut self, step: &Step, blocks: &[u32], shared: &mut Shared) {
         self.spoiled = self.spoiled.max(step.number);
         blocks.iter().for_each(|block| shared.judge.not_loaded(step.number, *block));
@@ -314,7 +314,7 @@ impl Worker {
         self.report(step, shared, ctx);
     }
 
-    /// Tells the scheduler that the step is over.
+    /// Reports the end of the step to the scheduler.
     fn report(&mut self, step: &Step, shared: &mut Shared, ctx: &mut Ctx) {
         for awaited in std::mem::take(&mut self.session.awaited) {
             let next = self.look(awaited, ctx);
@@ -325,7 +325,7 @@ impl Worker {
         ctx.wakes.push((Actor::Scheduler(self.model.index), ctx.now + 5 + ctx.rng.below(60)));
     }
 
-    /// One move of the thread that copies; the time until the next, none while there is nothing to do.
+    /// Makes one move of the copying thread. Returns the time until the next, `None` without work.
     pub(crate) fn copy(&mut self, shared: &Shared, ctx: &mut Ctx) -> Option<Micros> {
         let copying = self.copies.front_mut()?;
         if copying.step(&self.model, self.rank, &shared.kvs[self.rank], ctx) {

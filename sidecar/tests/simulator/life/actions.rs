@@ -1,4 +1,4 @@
-//! Carrying out what the core decided, one action at a time, each followed by the oracle.
+//! Carries out the core's actions one at a time, each followed by the oracle's checks.
 
 use std::sync::atomic::Ordering;
 
@@ -22,7 +22,7 @@ fn uses(inspection: &Inspection) -> impl Iterator<Item = (Direction, Piece)> {
     })
 }
 
-/// A slot header of which some words are still the old ones: the writer was stopped between two stores.
+/// A half-written slot header: the writer was stopped between two stores.
 #[derive(Debug)]
 pub(super) struct TornHeader {
     header: u64,
@@ -34,7 +34,7 @@ const HEADER_WORDS: usize = SLOT_HEADER_BYTES as usize / 8;
 // === impl Life: actions ===
 
 impl Life {
-    /// Carries out the next action; how long that took.
+    /// Carries out the next action. Returns its duration.
     pub(super) fn apply(&mut self, action: Action, ctx: &mut Ctx) -> Micros {
         ctx.hit(coverage::action(&action));
         ctx.note(|| format!("sidecar {}: does {action:?}", self.epoch));
@@ -104,7 +104,8 @@ impl Life {
         1
     }
 
-    /// Right KV with noise never alarms, and wrong KV always does. An engine that was found out is served nothing.
+    /// Checks the result of a comparison: correct KV with noise never differs, and wrong KV always does. A
+    /// contradicted engine gets none of these blocks.
     pub(super) fn end_comparison(&mut self, inspection: &Inspection, found: &Found, ctx: &mut Ctx) {
         let memory = self.pool.region();
         let pairs = inspection.pairs().iter();
@@ -112,7 +113,7 @@ impl Life {
             |(kept, computed): &&(SlotRef, SlotRef)| self.ledger.compared(*kept, *computed, memory);
         let different: Vec<SlotRef> = pairs.filter(is_different).map(|(kept, _)| *kept).collect();
         let differing = different.len() as u32;
-        // What lies behind a shard's words is not the block's.
+        // Bytes after a shard's words do not belong to the block.
         let shard_bytes = self.ledger.form_at(inspection.pairs()[0].0.offset).shard_bytes;
         assert!(shard_bytes >= WORDS as u64 * 8, "a shard holds its words");
         assert_eq!(found.differing, differing, "{found:?} of {different:?}");
@@ -123,12 +124,12 @@ impl Life {
         }
     }
 
-    /// Does something to a session that may have ended meanwhile.
+    /// Changes a session that may have ended already.
     fn on(&mut self, id: SessionId, ctx: &mut Ctx, act: impl FnOnce(&mut Session)) {
         let Some(peer) = self.sessions.get_mut(&id) else { return };
         act(&mut peer.session);
         peer.session.flush();
-        // Whoever sleeps on the futex is woken; the others look anyway.
+        // A scheduler asleep on the futex wakes; ranks poll.
         let engine = usize::from(!peer.engine.starts_with("e0"));
         let actor = match &peer.rank {
             None => Actor::Scheduler(engine),
@@ -150,7 +151,8 @@ impl Life {
         self.ledger.answered(refs, digest, keys, arriving, self.pool.region());
     }
 
-    /// Writes a header as the product does; now and then the process is stopped half-way, for good or for a while.
+    /// Writes a header like the product. Occasionally the process is stopped half-way, permanently or for a
+    /// while.
     fn write_header(&mut self, action: &Action, ctx: &mut Ctx) -> Micros {
         let stolen = self.ledger.follow(action, self.pool.region());
         if stolen {
@@ -170,7 +172,7 @@ impl Life {
                 if *checksum == 0 && ctx.knobs.pool_file {
                     self.sums.push_back((*slot, ctx.now + ctx.pause(500)));
                 }
-                // A simulated peer states no more than that there is one.
+                // A simulated peer states only that a checksum exists.
                 let stated = if *checksum == 0 { None } else { self.pool.sum(*slot) };
                 self.pool.commit(*slot, stated.unwrap_or(0))
             }
@@ -188,8 +190,8 @@ impl Life {
         1
     }
 
-    /// Stops in the middle of a filling's header: FILLING stands, which is stored first and fenced; of the other words
-    /// any may be missing.
+    /// Stops in the middle of a slot's header while it is filled. FILLING is written: it is stored first,
+    /// with a fence. Any other words may be missing.
     fn tear_fill(
         &mut self,
         at: SlotRef,
@@ -212,7 +214,7 @@ impl Life {
         ctx.pause(2_000)
     }
 
-    /// Goes on where a header was left half-written.
+    /// Completes a half-written header.
     pub(super) fn mend(&mut self, ctx: &mut Ctx) -> bool {
         let Some(torn) = self.torn.take() else { return false };
         let words = self.pool.region().words64(torn.header as usize, HEADER_WORDS);

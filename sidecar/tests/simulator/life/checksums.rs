@@ -1,4 +1,4 @@
-//! The threads that compute checksums: blocks wait their turn, and each ends some time after the one before it.
+//! The checksum threads: blocks are queued, and each ends some time after the one before it.
 
 use sidecar::core::Event;
 
@@ -8,11 +8,12 @@ use crate::ctx::{Ctx, Micros};
 // === impl Life: checksums ===
 
 impl Life {
-    /// Whether a checksum was computed; it is noted, or the core is told what came of the comparison.
+    /// Handles one computed checksum: notes it, or passes the result of a verification to the core. Returns
+    /// false if there was none.
     pub(super) fn take_checksum(&mut self, ctx: &mut Ctx) -> bool {
         if let Some((slot, _)) = self.sums.pop_front_if(|(_, due)| *due <= ctx.now) {
             if let Some(checksum) = self.pool.sum(slot) {
-                assert!(self.pool.set_checksum(slot, checksum), "nothing came between");
+                assert!(self.pool.set_checksum(slot, checksum), "the slot has not changed since");
                 ctx.hit("sidecar noted a checksum");
             }
             return true;
@@ -27,7 +28,7 @@ impl Life {
         true
     }
 
-    /// When the next one is computed.
+    /// Time of the next computed checksum.
     pub(super) fn next_checksum(&self) -> Option<Micros> {
         let sum = self.sums.front().map(|(_, due)| *due);
         let verification = self.verifications.front().map(|(.., due)| *due);

@@ -1,5 +1,5 @@
-//! The sidecar's copies: the threads of [`sidecar::copiers`] as state machines that move one word at a time, and take
-//! the moves of [`shm_protocol::gate::write_unless_closed`] one by one, over its own words.
+//! The sidecar's copies: the threads of [`sidecar::copiers`] as state machines, one word at a time. They make
+//! the moves of [`shm_protocol::gate::write_unless_closed`] one by one on the session's words.
 
 use std::cell::Cell;
 use std::collections::VecDeque;
@@ -16,7 +16,7 @@ use crate::connection::Socket;
 use crate::ctx::{Actor, COPIERS, Ctx, Micros};
 use crate::origin::{Kv, WORDS};
 
-/// Blocks that one thread takes at a time: batches of a few blocks spread over the threads.
+/// Blocks taken by a thread at once: batches of a few blocks spread over the threads.
 const TASK_BLOCKS: usize = 2;
 
 /// The memory of a worker session, alive until its last copy ended.
@@ -39,11 +39,11 @@ struct Batch {
     ok: Cell<bool>,
 }
 
-/// Where a thread stands in a block.
+/// A thread's position in a block.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 enum Stage {
     Begin,
-    /// `FENCE_COPYING` is raised; the gate is looked at next.
+    /// `FENCE_COPYING` is raised; the gate is checked next.
     Raised,
     /// This word is moved next.
     Word(usize),
@@ -57,7 +57,7 @@ struct Task {
     stage: Stage,
 }
 
-/// What waits, what runs, and what has ended.
+/// Queued, running and ended work.
 #[derive(Debug, Default)]
 pub(super) struct Copies {
     loads: VecDeque<Task>,
@@ -100,12 +100,12 @@ impl Copies {
         ctx.wakes.push((Actor::Copier(thread), ctx.now + 1 + ctx.rng.below(30)));
     }
 
-    /// The next inspection whose time is over.
+    /// The next ended inspection.
     pub(super) fn inspected(&mut self) -> Option<Inspection> {
         self.inspected.pop_front()
     }
 
-    /// A batch that never reached a thread.
+    /// Ends a batch without a rank as failed.
     pub(super) fn refuse(&mut self, copy: CopyId) {
         self.finished.push_front((copy, false));
     }
@@ -118,14 +118,14 @@ impl Copies {
         !self.finished.is_empty() || !self.inspected.is_empty()
     }
 
-    /// Whether a thread is at work or has work.
+    /// True if a thread is at work or has work.
     pub(super) fn running(&self) -> bool {
         let queued = !self.loads.is_empty() || !self.saves.is_empty();
         let inspections = !self.inspections.is_empty() || self.inspecting.iter().any(Option::is_some);
         queued || inspections || self.ended() || self.threads.iter().any(Option::is_some)
     }
 
-    /// One move of a thread; the time until its next one, none while there is nothing to do.
+    /// Makes one move of a thread. Returns the time until its next one, `None` without work.
     pub(super) fn step(&mut self, thread: usize, pool: &Pool, ctx: &mut Ctx) -> Option<Micros> {
         let waiting = || self.loads.pop_front().or_else(|| self.saves.pop_front());
         let Some(mut task) = self.threads[thread].take().or_else(waiting) else {
@@ -158,7 +158,7 @@ impl Copies {
 // === impl Task ===
 
 impl Task {
-    /// One move; false where the block cannot be copied, which ends the task.
+    /// Makes one move. Returns false if the block cannot be copied, which ends the task.
     fn step(&mut self, pool: &Pool, ctx: &mut Ctx) -> bool {
         let (rank, piece) = (&self.batch.rank, self.batch.pieces[self.at]);
         let region = rank.words.region();

@@ -1,5 +1,6 @@
-//! The sidecar's disk: what was written outlives it. Jobs end in any order, some badly, some late. A read spoils its slot
-//! when it begins and fills it when it ends, so that a slot that was given away in between shows.
+//! The sidecar's disk: written blocks outlive the sidecar. Jobs end in any order, some as failed, some late.
+//! A read spoils its slot when it begins and fills it when it ends, so the oracle sees a slot reused too
+//! early.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
@@ -17,15 +18,15 @@ use crate::ledger::Form;
 use crate::origin::WORDS;
 
 const SEGMENTS: u32 = 8;
-/// A job that takes this long is late.
+/// Duration of a late job.
 const LATE: Micros = 20_000;
 
-/// What is on the disk.
+/// The contents of the disk.
 #[derive(Debug, Default)]
 pub(crate) struct Medium {
     blocks: BTreeMap<(u32, u32), Stored>,
     lives: u64,
-    /// What no later life may find: a namespace's blocks of lower sequences.
+    /// Blocks that no later life may find: those of a namespace with lower sequences.
     distrusted: Vec<(NamespaceDigest, u64)>,
 }
 
@@ -43,11 +44,11 @@ pub(super) struct Disk {
     /// Its jobs take longer, and fail more often.
     slow: bool,
     running: Vec<(Job, Micros)>,
-    /// Blocks of earlier lives that the core has not been told of.
+    /// Blocks of earlier lives not yet reported to the core.
     pub(super) recovered: VecDeque<Recovered>,
 }
 
-/// The slot that a job uses, and whether it reads or writes it.
+/// The slot of a job, and the direction of its use.
 pub(super) fn use_of(job: &Job) -> Option<(Direction, Piece)> {
     match job.work {
         Work::Write { from, .. } => Some((Direction::Load, Piece { block: 0, offset: from })),
@@ -102,18 +103,18 @@ impl Disk {
         self.running.push((job, ctx.now + takes));
     }
 
-    /// When the next job is through.
+    /// Time of the next job's end.
     pub(super) fn next_due(&self) -> Option<Micros> {
         self.running.iter().map(|(_, due)| *due).min()
     }
 
-    /// A job that is through.
+    /// Takes a job that has ended.
     pub(super) fn pop_due(&mut self, now: Micros) -> Option<Job> {
         let at = self.running.iter().position(|(_, due)| *due <= now)?;
         Some(self.running.swap_remove(at).0)
     }
 
-    /// The sidecar dies: each job was carried out, or was not.
+    /// Ends the jobs of a dead sidecar: each was carried out, or was not.
     pub(super) fn die(mut self, form_of: impl Fn(u64) -> Form, memory: &Region, ctx: &mut Ctx) {
         while let Some((job, _)) = self.running.pop() {
             let form = use_of(&job).map(|(_, piece)| form_of(piece.offset));
@@ -159,7 +160,7 @@ impl Disk {
                 medium.blocks.insert(key(to), Stored { sequence: to_sequence, ..stored });
             }
             Work::Distrust { namespace, before } => {
-                // As on a disk what is said last of a namespace stands.
+                // As on a disk, a namespace's last record counts.
                 medium.distrusted.retain(|(other, _)| *other != namespace);
                 medium.distrusted.push((namespace, before));
             }
@@ -183,7 +184,7 @@ fn key(place: Place) -> (u32, u32) {
     (place.segment, place.unit)
 }
 
-/// Where the words of a slot lie.
+/// Offsets of the words of a slot.
 pub(super) fn words(form: Form, offset: u64) -> impl Iterator<Item = usize> {
     let bases = (0..u64::from(form.shards)).map(move |shard| offset + shard * form.shard_bytes);
     bases.flat_map(|base| (0..WORDS).map(move |index| base as usize + index * 8))

@@ -1,4 +1,4 @@
-//! Peers that come and go.
+//! Sessions of engine processes that connect and hang up.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -21,7 +21,7 @@ use crate::ctx::{Ctx, Dial};
 // === impl Life: peers ===
 
 impl Life {
-    /// Takes in a process that said hello.
+    /// Begins the session of a process after its hello.
     pub(super) fn admit(&mut self, dial: Dial, ctx: &mut Ctx) {
         dial.pending.set(false);
         let id = self.next_session;
@@ -67,7 +67,7 @@ impl Life {
         }
     }
 
-    /// The product's session over this memory. Its descriptors are not used here: bytes are moved by [`Rank`].
+    /// The product's session over this memory. Its descriptors are unused: [`Rank`] moves the bytes.
     fn session(&self, memory: &SessionMemory, worker: bool) -> Session {
         let descriptor = || self.null.try_clone().expect("a descriptor");
         let socket = Arc::new(descriptor());
@@ -78,12 +78,12 @@ impl Life {
         Session::new(memory.clone(), socket, descriptor(), rank)
     }
 
-    /// Sessions whose process hung up.
+    /// A session of a process that has hung up.
     pub(super) fn hung_up(&self) -> Option<SessionId> {
         self.sessions.iter().find(|(_, peer)| peer.hung_up.get()).map(|(id, _)| *id)
     }
 
-    /// Cuts a session that did nothing wrong, as a broken socket would.
+    /// Cuts a random session, as a broken socket would.
     pub(crate) fn cut(&mut self, scheduler: bool, ctx: &mut Ctx) {
         let may = self.sessions.iter().filter(|(_, peer)| peer.rank.is_none() || !scheduler);
         let ids: Vec<SessionId> = may.map(|(id, _)| *id).collect();

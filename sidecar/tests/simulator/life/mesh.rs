@@ -1,6 +1,7 @@
-//! The pods beside this one. They come and go, die, say that they have what they have not, give blocks in any order, late, badly
-//! or not at all, and ask for blocks themselves. A fetch spoils its slots when it begins and fills each when it ends, so that
-//! a slot that was given away in between shows; what a peer reads is looked at when it begins and when it ends.
+//! The other pods. They join, leave and die, announce blocks they do not have, send blocks in any order,
+//! late, corrupt or not at all, and request blocks themselves. A fetch spoils its slots when it begins and
+//! fills each when it ends, so the oracle sees a slot reused too early. Slots read by a peer are checked when
+//! the read begins and when it ends.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::ErrorKind;
@@ -23,16 +24,16 @@ use crate::ledger::Form;
 use crate::origin::{Origin, WORDS};
 use crate::rng::mix;
 
-/// Pods beside this one at most.
+/// Most other pods.
 const SEATS: usize = 3;
-/// Things that happen among them in one life: then they only answer.
+/// Moves of the pods in one life: afterwards they only answer.
 const MOVES: u64 = 60;
-/// More keys than a filter takes that was made for all there are.
+/// More keys than a filter for all blocks has room for.
 const FLOOD: u64 = 700;
-/// Blocks of a prompt at most.
+/// Most blocks of a prompt.
 const DEPTH: u32 = 6;
 
-/// A block on its way.
+/// A block on its way from a peer.
 #[derive(Debug)]
 struct Coming {
     ticket: u64,
@@ -44,7 +45,7 @@ struct Coming {
     result: Result<u64, Fault>,
 }
 
-/// What a peer reads: the slots that it was granted, with what they are.
+/// A peer's read: the granted slots, with their labels.
 #[derive(Debug)]
 struct Reading {
     slots: Vec<(SlotRef, Label)>,
@@ -53,7 +54,7 @@ struct Reading {
 
 #[derive(Debug, Default)]
 pub(super) struct Mesh {
-    /// Members, and whether each has died without anybody's knowing.
+    /// Members; true: the member has died unnoticed.
     members: [Option<(PeerNumber, bool)>; SEATS],
     numbers: u32,
     coming: Vec<Coming>,
@@ -62,11 +63,11 @@ pub(super) struct Mesh {
     asks: u64,
     moves: u64,
     next_move: Micros,
-    /// What the members were told that is here.
+    /// Blocks announced to the members.
     told: BTreeSet<Digest>,
-    /// The last keys of the promised prompts that peers were told of last.
+    /// The last announced promises: the last keys of the promised prompts.
     promised: Vec<Digest>,
-    /// Bytes of a block of each namespace that an engine serves.
+    /// Bytes of a block of each namespace with an engine.
     sizes: BTreeMap<NamespaceDigest, u32>,
 }
 
@@ -74,7 +75,7 @@ fn place(offset: u64) -> Piece {
     Piece { block: 0, offset }
 }
 
-/// Whether a peer has what it says that it has.
+/// True if a peer has a block that it announces.
 fn has(peer: PeerNumber, label: &Label) -> bool {
     !mix(Digest::of(label).0 ^ u64::from(peer.0)).is_multiple_of(4)
 }
@@ -82,12 +83,12 @@ fn has(peer: PeerNumber, label: &Label) -> bool {
 // === impl Mesh ===
 
 impl Mesh {
-    /// An engine serves blocks of this namespace and size.
+    /// Adds a namespace of an engine, with its block size.
     pub(super) fn know(&mut self, namespace: NamespaceDigest, block_bytes: u64) {
         self.sizes.insert(namespace, u32::try_from(block_bytes).expect("a small block"));
     }
 
-    /// When something happens next.
+    /// Time of the next event.
     pub(super) fn next_due(&self) -> Option<Micros> {
         let coming = self.coming.iter().map(|coming| coming.due);
         let reading = self.reading.values().map(|reading| reading.due);
@@ -113,11 +114,11 @@ impl Mesh {
         }
     }
 
-    /// These end soon, without their blocks.
+    /// Ends these blocks soon, mostly as failed.
     fn stop(&mut self, which: impl Fn(&Coming) -> bool, ctx: &mut Ctx) {
         for coming in self.coming.iter_mut().filter(|coming| which(coming)) {
             coming.due = coming.due.min(ctx.now + ctx.rng.below(500));
-            // One whose bytes are all here may still end well.
+            // A block with all bytes here may still end well.
             if ctx.rng.one_in(2) {
                 coming.result = Err(Fault::Stopped);
             }
@@ -137,7 +138,7 @@ impl Mesh {
         labels.collect()
     }
 
-    /// Something happens among the pods.
+    /// Makes one random move of the pods.
     fn act(&mut self, ctx: &mut Ctx) -> Option<Heard> {
         self.moves += 1;
         self.next_move = ctx.now + ctx.rng.within(100, 4_000);
@@ -174,7 +175,8 @@ impl Mesh {
                 let changes = some.map(|label| Change::Added(Digest::of(label))).collect();
                 Some(Heard::Changed { peer, changes })
             }
-            // Of what is promised much is never given, and much never withdrawn: no request may wait for it for ever.
+            // Many promised blocks never come, and many promises are never withdrawn: no request may wait for
+            // them without limit.
             7 => {
                 let one_in = ctx.rng.within(1, 4);
                 let some = labels.iter().filter(|_| ctx.rng.one_in(one_in));
@@ -196,20 +198,20 @@ impl Mesh {
         }
     }
 
-    /// What this node says that it promises is told whole, and only where it is news.
+    /// Checks a list of promises: it is announced whole, and only if it has changed.
     fn promise(&mut self, promises: Vec<Digest>) {
-        assert_ne!(promises, self.promised, "peers were told twice");
+        assert_ne!(promises, self.promised, "the same promises were announced twice");
         self.promised = promises;
     }
 
-    /// What this node says of itself must add up.
+    /// Checks announced changes: none repeats the state known to the peers.
     fn publish(&mut self, changes: &[Change]) {
         for change in changes {
             let news = match change {
                 Change::Added(digest) => self.told.insert(*digest),
                 Change::Removed(digest) => self.told.remove(digest),
             };
-            assert!(news, "peers were told twice: {change:?}");
+            assert!(news, "announced twice: {change:?}");
         }
     }
 }
@@ -245,7 +247,7 @@ impl Life {
             }
             Action::Grant { ask, slots } => {
                 let labels = mesh.asked.remove(&ask).expect("an ask is answered once");
-                assert_eq!(labels.len(), slots.len(), "an entry for each block");
+                assert_eq!(labels.len(), slots.len(), "the grant has an entry for each block");
                 let granted = slots.into_iter().zip(labels);
                 let slots: Vec<_> = granted.filter_map(|(slot, label)| Some((slot?, label))).collect();
                 for (slot, label) in &slots {
@@ -253,7 +255,7 @@ impl Life {
                     assert_eq!(
                         u64::from(label.bytes),
                         self.ledger.form_at(slot.offset).block_bytes(),
-                        "another size"
+                        "the slot has another size"
                     );
                     self.ledger.answered(&[*slot], label.namespace, &[label.hash], false, self.pool.region());
                 }
@@ -267,7 +269,7 @@ impl Life {
         }
     }
 
-    /// Whether the mesh has something to say; the core is told.
+    /// Passes one event of the mesh to the core. Returns false if there was none.
     pub(super) fn hear_mesh(&mut self, ctx: &mut Ctx) -> bool {
         let Some(mesh) = &mut self.mesh else { return false };
         let due = |due: Micros| due <= ctx.now;
@@ -311,7 +313,7 @@ impl Life {
         ended.into_iter().map(end).collect()
     }
 
-    /// At rest: the members were told of what is here, and of nothing else.
+    /// At rest the members know all blocks of this node and no others.
     pub(super) fn audit_mesh(&self) {
         let Some(mesh) = &self.mesh else { return };
         let (mut strange, mut untold) = (mesh.told.clone(), Vec::new());
@@ -320,9 +322,9 @@ impl Life {
             let shared = self.namespaces.values().any(|base| *base == namespace);
             untold.extend((!told && shared).then_some(hash));
         }
-        // A removed block, which nobody finds, has its slot as long as readers of an earlier life may have theirs.
+        // A removed block cannot be found, but keeps its slot while readers of an earlier life may use it.
         let removed = self.core.stats().removed_blocks;
-        assert!(untold.len() as u64 <= removed, "peers were not told of {untold:?}");
-        assert!(strange.is_empty(), "peers believe in {strange:?}");
+        assert!(untold.len() as u64 <= removed, "blocks not announced to peers: {untold:?}");
+        assert!(strange.is_empty(), "announced blocks that are not here: {strange:?}");
     }
 }

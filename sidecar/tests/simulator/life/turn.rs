@@ -1,5 +1,5 @@
-//! The data thread under the product's [`Turn`], one move at a time: between any two of them others act. Then sockets, and
-//! sleep.
+//! The data thread under the product's [`Turn`], one move at a time; other processes act between any two
+//! moves. Then sockets, and sleep.
 
 use shm_protocol::request::{Query, SchedulerRequest};
 use sidecar::clients::session::{Session, Violation};
@@ -11,10 +11,10 @@ use crate::coverage;
 use crate::ctx::{Ctx, Micros};
 use crate::origin::WORDS;
 
-/// How long a sleep lasts at most while fences are waited for.
+/// Longest sleep while copies wait for fences.
 const FENCE_POLL: Micros = 200;
 
-/// A life, as its turn's host.
+/// The host of a life's turn.
 struct Living<'a> {
     life: &'a mut Life,
     ctx: &'a mut Ctx,
@@ -50,7 +50,7 @@ impl Host for Living<'_> {
         self.life.sessions.get_mut(&id).map(|peer| &mut peer.session)
     }
 
-    /// Rounds of any length.
+    /// Random lengths of rounds.
     fn costs(&mut self) -> (usize, usize) {
         let round = 1 + self.ctx.rng.below(8) as usize;
         (self.ctx.knobs.turn_cost, round)
@@ -84,7 +84,7 @@ impl Host for Living<'_> {
 // === impl Life: the turn ===
 
 impl Life {
-    /// One move of the data thread; the time until its next one.
+    /// Makes one move of the data thread. Returns the time until its next one.
     pub(crate) fn step(&mut self, ctx: &mut Ctx) -> Micros {
         if std::mem::take(&mut self.asleep) {
             turn::wake_up(&mut Living { life: self, ctx });
@@ -94,7 +94,7 @@ impl Life {
         }
         if let Some(action) = self.out.pop_front() {
             let mut spent = self.apply(action, ctx);
-            // Mostly nothing else happens between two actions of an event.
+            // Usually no other process acts between two actions of an event.
             while self.torn.is_none() && ctx.rng.below(8) > 0 {
                 let Some(action) = self.out.pop_front() else { break };
                 spent += self.apply(action, ctx);
@@ -123,7 +123,8 @@ impl Life {
             return true;
         }
         let Some(inspection) = self.copies.inspected() else { return false };
-        // A searched slot may be another save's by now, if the engine is gone: the core asks for nothing of it then.
+        // If the engine has gone, a searched slot may belong to another save by now; the core ignores the
+        // result then.
         let findings = inspection.carry_out(|offset, out| {
             out.fill(0);
             let words = out.len().min(WORDS * 8);
@@ -136,7 +137,7 @@ impl Life {
         true
     }
 
-    /// Serves sockets, and sleeps if there is nothing to do.
+    /// Serves sockets, and sleeps if there is no work.
     fn rest(&mut self, ctx: &mut Ctx) -> Micros {
         if !self.turn.backlog().is_empty() {
             ctx.hit("sidecar backlog");
@@ -161,7 +162,7 @@ impl Life {
         self.sleep(ctx)
     }
 
-    /// Says that it sleeps, looks once more, and only then does.
+    /// Tells the engines that the thread sleeps, checks the rings once more, and sleeps if they are empty.
     fn sleep(&mut self, ctx: &mut Ctx) -> Micros {
         if !turn::fall_asleep(&mut Living { life: self, ctx }) {
             turn::wake_up(&mut Living { life: self, ctx });
@@ -183,7 +184,7 @@ impl Life {
 // === impl Peer ===
 
 impl super::Peer {
-    /// Follows what the oracle must know of a message.
+    /// Records the data of a message that the oracle needs.
     fn follow(&mut self, request: &Request) {
         let Request::Scheduler { request, keys, .. } = request else { return };
         match *request {

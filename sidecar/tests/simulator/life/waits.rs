@@ -1,4 +1,4 @@
-//! Questions that await what another engine computes: none waits longer than its engine's patience, whatever was promised.
+//! Queries that wait for another engine's KV: none waits longer than its engine's limit, with or without a promise.
 
 use std::collections::BTreeMap;
 
@@ -9,22 +9,22 @@ use sidecar::core::{Action, Event, Request, SessionId};
 use crate::ctx::Micros;
 use crate::engine::HANDOVER_WAIT_MS;
 
-/// The longest that a question waits: for a promise, and then for a block that comes late.
+/// The longest wait of a query: for a promise, and then for a late block.
 const PATIENCE: Micros = HANDOVER_WAIT_MS as Micros * 1000 + 2_000_000;
 
-/// Since when each log's question waits, and its operation.
+/// The operation of each log's waiting query, and the time since it waits.
 #[derive(Debug, Default)]
 pub(super) struct Waits(BTreeMap<(SessionId, u32), (u64, Micros)>);
 
 // === impl Waits ===
 
 impl Waits {
-    /// The core is about to be told this.
+    /// Follows an event before the core handles it.
     pub(super) fn follow(&mut self, event: &Event, now: Micros) {
         match event {
             Event::Message { session, request: Request::Scheduler { request, .. } } => match request {
                 SchedulerRequest::Query(Query { op, keys, awaits: true, .. }) => {
-                    // Another question of the log has what is left of the time.
+                    // A further query of the log has only the rest of the time.
                     self.0.entry((*session, keys.log)).or_insert((*op, now)).0 = *op;
                 }
                 SchedulerRequest::Release { log } | SchedulerRequest::Close { log, .. } => {
@@ -38,7 +38,7 @@ impl Waits {
         }
     }
 
-    /// The core has said this.
+    /// Ends the wait of an answered query.
     pub(super) fn answered(&mut self, action: &Action) {
         if let Action::Answer { session, op, outcome, .. } | Action::Outcome { session, op, outcome } = action
             && outcome.status != Status::Pending
@@ -47,7 +47,7 @@ impl Waits {
         }
     }
 
-    /// The core has just looked at the time.
+    /// Checks all waits; called right after a tick of the core.
     pub(super) fn check(&self, now: Micros) {
         for (place, (op, since)) in &self.0 {
             assert!(now <= since + PATIENCE, "query {op} of {place:?} waits for {} us", now - since);

@@ -1,10 +1,10 @@
-//! The engine's standing check, as `connector-shim/src/core/policy/checks.rs` has it, of one subject.
+//! The engine's standing check of one subject, like `connector-shim/src/core/policy/checks.rs`.
 
 pub(super) const BLOCK_TOKENS: usize = 16;
 /// Blocks of a short check.
 const BLOCKS: usize = 4;
 const WITNESSES: u32 = 4;
-/// Steps after which a check without a verdict is given up: fewer than the product's, as worlds are short.
+/// Steps after which a check without a verdict ends: fewer than in the product, as worlds are short.
 const STEPS_MAX: u64 = 10;
 
 #[derive(Debug)]
@@ -34,7 +34,7 @@ impl Check {
         self.room += blocks * BLOCK_TOKENS * self.per_mille;
     }
 
-    /// How many blocks of a hit to load.
+    /// The number of blocks of a hit to load.
     pub(super) fn trim(&mut self, request: u64, hits: usize, step: u64) -> usize {
         let is_doubtful = self.sought > 0;
         if !self.is_due() {
@@ -66,7 +66,7 @@ impl Check {
         self.span.filter(|(of, ..)| *of == request).map(|(_, first, end)| (first, end))
     }
 
-    /// A request is gone.
+    /// Ends the check of a request that has ended.
     pub(super) fn give_up(&mut self, request: u64) {
         if self.span(request).is_some() {
             (self.span, self.goes_on) = (None, false);
@@ -77,7 +77,7 @@ impl Check {
         self.span = None;
     }
 
-    /// Looks for the verdict among the counts of a step's saves; returns whether blocks differ.
+    /// Reads the verdict from the counts of a step's saves. Returns true if blocks differ.
     pub(super) fn learn(&mut self, compared: u64, differing: u64, step: u64) -> bool {
         let differs = differing > 0;
         if differs {

@@ -1,4 +1,4 @@
-//! An engine of whole steps: it asks, loads, computes upon the loaded blocks, and saves.
+//! An engine of whole steps: it queries, loads, computes from the loaded blocks, and saves.
 
 use shm_protocol::key::BlockHash;
 use shm_protocol::message::{APPEND_CHUNKS, Status};
@@ -11,19 +11,19 @@ use crate::rng::Rng;
 
 /// Requests of one engine at once.
 const REQUESTS: usize = 2;
-/// Blocks of a request at most.
+/// Most blocks of a request.
 pub(super) const LENGTH: usize = 8;
 
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(super) enum Nature {
     Right,
-    /// It always computes so.
+    /// All its steps have this cause.
     Wrong(Cause),
-    /// It saves wrong blocks, and has its checks agree or differ as it likes.
+    /// It saves wrong blocks, and chooses the results of its checks.
     Liar,
 }
 
-/// The use of a request to a liar.
+/// A liar's purpose of a request.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 enum Lie {
     Poison,
@@ -43,7 +43,7 @@ struct Asked {
     /// Blocks loaded or computed.
     known: usize,
     saved: usize,
-    /// A check differed meanwhile: nothing of it is saved.
+    /// A check differed meanwhile: none of its blocks are saved.
     disowned: bool,
     lie: Option<Lie>,
 }
@@ -52,16 +52,16 @@ struct Asked {
 pub(super) struct Engine {
     pub(super) name: String,
     pub(super) nature: Nature,
-    /// Its scheduler's session and its rank's; none while it is away.
+    /// Its scheduler's session and its rank's session; `None` while it is stopped.
     sessions: Option<(SessionId, SessionId)>,
     block_bytes: u64,
     pub(super) check: Check,
     step: u64,
     op: u64,
     requests: Vec<Asked>,
-    /// Blocks found and asked for since the last look.
+    /// Blocks found and queried since the last reset.
     pub(super) hits: (usize, usize),
-    /// Whether its keys are an xxhash alone: the first half of these here.
+    /// True if its keys are an xxhash alone: here the first half of each key.
     pub(super) is_xxhash: bool,
     /// Wrong blocks among the loaded ones, and those of faults found before.
     pub(super) wrong_reads: (u64, u64),
@@ -76,7 +76,7 @@ impl Engine {
         Self { name, nature, sessions, block_bytes, check, step, op, requests, hits, is_xxhash, wrong_reads }
     }
 
-    /// Its scheduler's session: one for each run.
+    /// The session of its scheduler: one for each run.
     pub(super) fn session(&self) -> SessionId {
         self.sessions.expect("it has started").0
     }
@@ -160,7 +160,7 @@ impl Engine {
         pod.ask(self.session(), request, keys, blocks);
     }
 
-    /// One step, computed as `cause`: so many blocks of each request.
+    /// Makes one step with `cause`: computes `chunk` blocks of each request.
     pub(super) fn step(&mut self, chunk: usize, cause: Cause, pod: &mut Pod) {
         let (scheduler, rank) = self.sessions.expect("it has started");
         self.step += 1;
@@ -236,7 +236,7 @@ impl Engine {
 // === impl Asked ===
 
 impl Asked {
-    /// Computes the next blocks upon those before.
+    /// Computes the next blocks from those before.
     fn compute(&mut self, chunk: usize, cause: Cause, rank: SessionId, pod: &mut Pod) {
         let end = (self.known + chunk).min(self.keys.len());
         let cause = if self.lie == Some(Lie::Agree) { RIGHT } else { cause };

@@ -13,12 +13,12 @@ use tiers::dram::{Config, Dram};
 
 use crate::rng::mix;
 
-/// A computation: 0 is right, each fault and each wrong engine is another one.
+/// A computation: 0 is correct, each fault and each wrong engine has its own number.
 pub(super) type Cause = u32;
 pub(super) const RIGHT: Cause = 0;
 /// The computation of a wrong engine.
 pub(super) const OTHER: Cause = 1;
-/// As the product has them.
+/// The product's values.
 pub(super) const REMOVALS_MAX: usize = 8;
 pub(super) const DOUBT_MAX: Duration = Duration::from_secs(240);
 const WITNESSES: u32 = 2;
@@ -40,7 +40,7 @@ pub(super) struct Kv {
     saved: (SessionId, u64),
 }
 
-/// An engine's KV against a kept chain.
+/// A difference between an engine's KV and a kept chain.
 #[derive(Copy, Clone, Debug)]
 pub(super) struct Contradiction {
     pub(super) at: Duration,
@@ -57,13 +57,14 @@ pub(super) struct Pod {
     slots: BTreeMap<u64, Kv>,
     /// By the session of a rank.
     memories: BTreeMap<SessionId, Vec<Kv>>,
-    /// Ranks of ended savers that the core remembers, the last one first.
+    /// Ranks of ended savers remembered by the core, the last one first.
     ended: VecDeque<SessionId>,
     outcomes: BTreeMap<(SessionId, u64), Outcome>,
     saved: Vec<(SessionId, Saved)>,
-    /// By save, until the core is told.
+    /// By save, until the core has the result.
     differing: BTreeMap<(SessionId, u64), Contradiction>,
-    /// The last contradiction with a removal, and the comparisons in agreement since, by the session of a scheduler.
+    /// The last contradiction with a removal, and the number of agreeing comparisons since, by the session of
+    /// a scheduler.
     doubts: BTreeMap<SessionId, (Duration, u32)>,
     /// By the session of a scheduler.
     names: BTreeMap<SessionId, String>,
@@ -75,10 +76,10 @@ pub(super) struct Pod {
     refuted: BTreeSet<(SessionId, u64)>,
     /// The computations of these chains, one bit each.
     found: u64,
-    /// The namespace began again without blocks.
+    /// True once the namespace began again without blocks.
     pub(super) retired: bool,
     sessions: SessionId,
-    /// The last events, and how many of them are kept.
+    /// The last events, and the most to keep.
     pub(super) trace: VecDeque<String>,
     events: usize,
 }
@@ -86,7 +87,7 @@ pub(super) struct Pod {
 // === impl Kv ===
 
 impl Kv {
-    /// The KV of a key behind this.
+    /// The KV of a key after this block.
     pub(super) fn then(self, hash: &BlockHash, own: Cause) -> Self {
         let content = hash.words().into_iter().fold(self.word, |state, word| mix(state ^ word));
         let word = mix(content ^ u64::from(own));
@@ -136,7 +137,7 @@ impl Pod {
         }
     }
 
-    /// Notes what happened; the text is made only where it is wanted.
+    /// Records an event; the text is made only if events are recorded.
     pub(super) fn note(&mut self, text: impl FnOnce() -> String) {
         if self.events > 0 {
             if self.trace.len() == self.events {
@@ -174,7 +175,7 @@ impl Pod {
         self.ended.truncate(SAVERS_ENDED);
     }
 
-    /// A scheduler posts a message.
+    /// Posts a scheduler's message.
     pub(super) fn ask(
         &mut self,
         session: SessionId,
@@ -186,7 +187,7 @@ impl Pod {
         self.tell(Event::Message { session, request });
     }
 
-    /// Gives the core an event, and carries out all that follows.
+    /// Passes an event to the core, and carries out all that follows.
     pub(super) fn tell(&mut self, event: Event) {
         if let Event::Fences { session, start, .. } = event {
             self.steps.insert(session, start);
@@ -263,7 +264,7 @@ impl Pod {
         Found { differing, first: first as u32, worst }
     }
 
-    /// The core took the end of a comparison. A contradiction removes a chain, or closes out its engine.
+    /// Handles the core's reaction to a comparison. A contradiction removes a chain or bars its engine.
     fn compared(&mut self, session: SessionId, op: u64, actions: &[Action]) {
         let Some(said) = self.differing.remove(&(session, op)) else {
             self.doubts.entry(session).or_default().1 += 1;
@@ -281,7 +282,7 @@ impl Pod {
         }
     }
 
-    /// The chain of a contradicted block was removed.
+    /// Records the removed chain of a contradicted block.
     fn removed(&mut self, Kv { saved, causes, .. }: Kv) {
         if self.memories.contains_key(&saved.0) || self.ended.contains(&saved.0) {
             self.refuted.insert(saved);
@@ -293,7 +294,8 @@ impl Pod {
         assert!(self.removals.len() <= REMOVALS_MAX, "more than {REMOVALS_MAX} removals within an hour");
     }
 
-    /// A save of an engine has ended. Nothing of an engine in doubt is kept; a save that was compared was committed before.
+    /// Checks the end of a save. Nothing of an engine in doubt is kept, except a compared save committed
+    /// before.
     fn end_save(&mut self, session: SessionId, saved: Saved) {
         let doubt = self.doubts.get(&session).filter(|(since, _)| !since.is_zero());
         let is_doubted =
@@ -306,12 +308,12 @@ impl Pod {
         self.saved.push((session, saved));
     }
 
-    /// Whether no engine has contradicted a kept chain.
+    /// True if no engine has contradicted a kept chain.
     pub(super) fn is_undisputed(&self) -> bool {
         self.contradictions.is_empty()
     }
 
-    /// Whether a further contradiction removes nothing.
+    /// True if a further contradiction removes nothing.
     pub(super) fn is_spent(&self) -> bool {
         self.removals.iter().filter(|at| self.now < **at + HOUR).count() == REMOVALS_MAX
     }
@@ -321,7 +323,7 @@ impl Pod {
         self.outcomes.remove(&(session, op)).expect("all that follows was carried out")
     }
 
-    /// The ends of a scheduler's saves since the last look.
+    /// The ends of a scheduler's saves since the last call.
     pub(super) fn saved(&mut self, session: SessionId) -> Vec<Saved> {
         let ends = self.saved.extract_if(.., |(of, _)| *of == session);
         ends.map(|(_, saved)| saved).collect()
@@ -332,12 +334,12 @@ impl Pod {
         &mut self.memories.get_mut(&rank).expect("a connected rank")[block as usize]
     }
 
-    /// Whether a block ought to be gone.
+    /// True if a block ought to have been removed.
     pub(super) fn is_refuted(&self, kv: Kv) -> bool {
         self.refuted.contains(&kv.saved)
     }
 
-    /// Whether a block is wrong although a chain with its fault was found before.
+    /// True if a block is wrong although a chain with its fault was found before.
     pub(super) fn is_left(&self, kv: Kv) -> bool {
         kv.causes & self.found != 0
     }
@@ -346,7 +348,7 @@ impl Pod {
         self.core.barred().iter().any(|barred| barred.engine == name)
     }
 
-    /// Whether no slot holds KV of this cause.
+    /// True if no slot holds KV of this cause.
     pub(super) fn is_free_of(&self, cause: Cause) -> bool {
         !self.slots.values().any(|kv| kv.is_of(cause))
     }

@@ -1,7 +1,7 @@
 """Blocks of another pod go on to the engine while later ones are still on the wire.
 
-See docs/decisions/0017-loads-begin-while-later-blocks-are-still-arriving.md. The wire stands still behind the first parts of the blocks,
-so that no step in between can be missed.
+See docs/decisions/0017-loads-begin-while-later-blocks-are-still-arriving.md. The wire stands still behind
+the first parts of the blocks, so that no step in between can be missed.
 """
 
 from __future__ import annotations

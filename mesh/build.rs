@@ -1,4 +1,5 @@
-//! The gRPC service around the messages of `control::wire`, which are written by hand: so no protoc is needed for it.
+//! Generates the gRPC service around the messages of `control::wire`. Those are written by hand, so the build
+//! needs no protoc.
 
 use tonic_build::manual::{Builder, Method, Service};
 

@@ -1,10 +1,11 @@
 //! NVIDIA GPUs: another process' KV memory, locked host memory, streams, and copies by the copy engines alone.
 //!
-//! libcuda is opened at run time; without it [`is_present`] says no and nothing else may be called. No kernel is ever
-//! launched: a copy from another process costs the engine nothing, a kernel halves its launches.
+//! libcuda is opened at run time. Without it [`is_present`] returns false, and nothing else may be called. No
+//! kernel is ever launched: a copy from another process costs the engine nothing, while a kernel halves its
+//! launches.
 //!
-//! Obligation of whoever enqueues: words and memory stay registered until the stream has passed what names them.
-//! [`CopyStream`] keeps it by itself.
+//! Obligation of every caller that enqueues: words and memory stay registered until the stream has passed all
+//! uses of them. [`CopyStream`] meets it by itself.
 
 mod batch;
 mod device;

@@ -1,7 +1,8 @@
 //! The host device: an engine whose KV cache lies in shared memory, reached through its descriptors.
 //!
-//! Engine memory is read and written with `pread` and `pwrite`, never mapped here: an engine that shrinks its file then
-//! makes a copy fail, where a mapping would kill this process by SIGBUS. The pool's side is a mapping of sealed memory.
+//! Engine memory is read and written with `pread` and `pwrite`, and never mapped here: if an engine shrinks
+//! its file, a copy fails, while a mapping would kill this process by SIGBUS. The pool's side is a mapping of
+//! sealed memory.
 
 use std::ops::Range;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -15,7 +16,7 @@ use thiserror::Error;
 use crate::Direction;
 use crate::cuda::CudaError;
 
-/// A copy that was not made whole, or memory that cannot be copied.
+/// An incomplete copy, or memory not fit for copies.
 #[derive(Debug, Error)]
 pub enum CopyError {
     /// The block or the pool range does not exist.
@@ -23,23 +24,23 @@ pub enum CopyError {
     Range {
         block: u32,
         blocks: u32,
-        /// Pool offset asked for.
+        /// The requested offset in the pool.
         offset: u64,
     },
     /// The file ended early: its owner shrank it.
     #[error("shared memory ended after {got} of {want} bytes: it was shrunk or unregistered")]
     Short { want: usize, got: usize },
-    /// The descriptor is not what the handshake stated.
+    /// The descriptor differs from the handshake's statement.
     #[error("descriptor {fd} {problem}")]
     Descriptor {
         /// Index of the descriptor.
         fd: usize,
-        /// What is wrong with it.
+        /// The fault of the descriptor.
         problem: &'static str,
     },
     #[error("engine memory: {0}")]
     Os(#[from] Errno),
-    /// The GPU's driver refused.
+    /// A call of the GPU's driver failed.
     #[error(transparent)]
     Cuda(#[from] CudaError),
 }
@@ -56,8 +57,8 @@ pub struct HostMemory {
 // === impl HostMemory ===
 
 impl HostMemory {
-    /// Takes over the descriptors of a rank. Regions were checked by the handshake; that each descriptor holds every
-    /// block, and permits `access`, is checked here.
+    /// Takes over the descriptors of a rank. The handshake has checked the regions. Fails if a descriptor is
+    /// too small for every block, or does not permit `access`.
     pub fn new(
         descriptors: Vec<OwnedFd>,
         regions: &[BlockRegion],
@@ -88,12 +89,13 @@ impl HostMemory {
         self.block_bytes
     }
 
-    /// Whether block `block` exists.
+    /// True if block `block` exists.
     pub fn holds(&self, block: u32) -> bool {
         block < self.blocks
     }
 
-    /// Copies block `block` from engine memory to `pool` at `offset`. The caller owns those pool bytes until it is told.
+    /// Copies block `block` from engine memory to `pool` at `offset`. The caller owns those pool bytes during
+    /// the call.
     pub fn save_block(&self, block: u32, pool: &Region, offset: u64) -> Result<(), CopyError> {
         self.copy(Direction::ToPool, block, pool, offset, &(0..self.block_bytes))
     }
@@ -104,7 +106,7 @@ impl HostMemory {
         self.load_part(pool, offset, block, &(0..self.block_bytes))
     }
 
-    /// The same for the bytes `part` of the block and of the pool's copy of it.
+    /// The same for the bytes `part` of the block, and of its copy in the pool.
     pub fn load_part(
         &self,
         pool: &Region,
@@ -151,7 +153,8 @@ impl HostMemory {
     }
 }
 
-/// Reads `want` bytes at `position` of a file into `memory` at `at`, which the caller has checked and owns until the end.
+/// Reads `want` bytes at `position` of a file into `memory` at `at`. The caller has checked the range and
+/// owns it during the call.
 pub(crate) fn read_all(
     file: &OwnedFd,
     position: u64,
@@ -161,13 +164,13 @@ pub(crate) fn read_all(
 ) -> Result<(), CopyError> {
     assert_eq!(memory.access(), Access::ReadWrite, "reading into memory mapped read-only");
     move_all(position, memory, at, want, |here, bytes, position| {
-        // SAFETY: `here` is valid for `bytes` bytes of a mapping that lives as long as `memory`; the kernel writes them, so
-        // no Rust reference to them exists, and they are this copy's own until it ends.
+        // SAFETY: `here` is valid for `bytes` bytes of a mapping that lives as long as `memory`; the kernel
+        // writes them, so no Rust reference to them exists, and they belong to this copy until it ends.
         unsafe { libc::pread(file.as_raw_fd(), here.cast(), bytes, position) }
     })
 }
 
-/// Writes `want` bytes of `memory` at `at`, which the caller has checked, to `position` of a file.
+/// Writes `want` bytes of `memory` at `at`, a range checked by the caller, to `position` of a file.
 fn write_all(
     file: &OwnedFd,
     position: u64,
@@ -181,7 +184,7 @@ fn write_all(
     })
 }
 
-/// Calls `transfer` with what is left, until nothing is.
+/// Calls `transfer` with the rest until it is empty.
 fn move_all(
     position: u64,
     memory: &Region,
@@ -205,7 +208,7 @@ fn move_all(
     Ok(())
 }
 
-/// The errno of the libc call just made, its kind kept.
+/// The errno of the last libc call, with its kind.
 fn last_errno() -> Errno {
     Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO)
 }

@@ -1,9 +1,9 @@
 //! Moves KV bytes between an engine's memory and the DRAM pool.
 //!
-//! Job: copy blocks, exactly as placed by a rank's regions, and say when a copy could not be made whole. Linked by the
-//! sidecar (saves, and loads where it is asked to) and by the shim (loads and rescue).
-//! May depend on: shm-protocol (regions, mappings), libc, cudarc. Never: decides what is copied, waits for a peer, or maps
-//! memory that a peer could shrink.
+//! Job: copy blocks to the exact places given by a rank's regions, and report an incomplete copy. Linked by
+//! the sidecar (saves, and loads at the engine's request) and by the shim (loads and rescue).
+//! May depend on: shm-protocol (regions, mappings), libc, cudarc. Never: chooses the blocks to copy, waits
+//! for a peer, or maps memory that a peer could shrink.
 
 pub mod cuda;
 pub mod host;
@@ -16,7 +16,7 @@ pub use host::{CopyError, HostMemory};
 use shm_protocol::region::Region;
 pub use staging::Staging;
 
-/// Which way bytes go.
+/// The direction of a copy.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum Direction {
     /// From the engine's memory to the pool.
@@ -25,7 +25,7 @@ pub enum Direction {
     ToEngine,
 }
 
-/// The pool as an engine's process has it.
+/// The pool in an engine's process.
 #[derive(Copy, Clone, Debug)]
 pub struct PoolSource<'a> {
     pub region: &'a Region,
@@ -33,7 +33,7 @@ pub struct PoolSource<'a> {
     pub file: &'a OwnedFd,
 }
 
-/// A rank's KV memory as its own process copies into it.
+/// A rank's KV memory, for copies by its own process.
 #[derive(Debug)]
 pub enum EngineMemory {
     /// Shared memory behind descriptors.
@@ -52,7 +52,7 @@ impl EngineMemory {
         }
     }
 
-    /// Whether block `block` exists.
+    /// True if block `block` exists.
     pub fn holds(&self, block: u32) -> bool {
         match self {
             Self::Host(memory) => memory.holds(block),
@@ -60,7 +60,7 @@ impl EngineMemory {
         }
     }
 
-    /// The most blocks of which one call of [`EngineMemory::begin_load`] copies part `cut`.
+    /// Maximum blocks in one call of [`EngineMemory::begin_load`] for part `cut`.
     pub fn batch_blocks(&self, cut: &Range<u64>) -> usize {
         match self {
             Self::Host(_) => 1,
@@ -68,10 +68,10 @@ impl EngineMemory {
         }
     }
 
-    /// Begins to copy part `cut` of some blocks, each (block, offset of its copy in `pool`), and returns the batch's number;
-    /// it has ended when [`EngineMemory::ended`] is not below. Pool bytes that change meanwhile give torn blocks: the
-    /// caller checks the slots' generations before and after. After an error none of the batch is whole, and nothing of it
-    /// is still being written.
+    /// Begins to copy part `cut` of some blocks, each (block, offset of its copy in `pool`). Returns the
+    /// batch's number: the batch has ended when [`EngineMemory::ended`] is not below it. Pool bytes that
+    /// change meanwhile give torn blocks: the caller checks the slots' generations before and after. After an
+    /// error no block of the batch is whole, and none is still being written.
     pub fn begin_load(
         &self,
         pool: PoolSource<'_>,
@@ -88,7 +88,7 @@ impl EngineMemory {
         }
     }
 
-    /// The last batch that has ended.
+    /// The number of the last ended batch.
     pub fn ended(&self) -> Result<u64, CopyError> {
         match self {
             Self::Host(_) => Ok(0),

@@ -1,7 +1,7 @@
-//! A rank's staging segment: where it puts blocks for a sidecar that cannot reach its memory.
+//! A rank's staging segment: the rank puts blocks into it for a sidecar without access to its memory.
 //!
-//! The segment is the rank's own, sealed to its size and sent to the sidecar for reading only. Its first page holds a word
-//! for each slot, which tells of which request the slot's bytes are.
+//! The segment belongs to the rank, is sealed to its size, and goes to the sidecar for reading only. Its
+//! first page has a word for each slot: the tag of the request whose bytes the slot holds.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -16,10 +16,10 @@ use shm_protocol::region::{Access, Region};
 use crate::cuda::StageStream;
 use crate::{CopyError, EngineMemory};
 
-/// Bytes of a segment: a GPU fills it in 1.2 ms while the sidecar empties it in 4 to 8 ms, so that a larger one would not
-/// be faster.
+/// Bytes of a segment: a GPU fills it in 1.2 ms while the sidecar empties it in 4 to 8 ms, so a larger one
+/// would not be faster.
 const BYTES: u64 = 64 << 20;
-/// Slots at least: one is filled while another is emptied, and both sides may run ahead by one.
+/// Minimum slots: one is filled while another is emptied, and both sides may run ahead by one.
 pub const SLOTS_MIN: u32 = 4;
 /// Slots begin on whole pages.
 const PAGE: u64 = 4096;
@@ -27,7 +27,7 @@ const PAGE: u64 = 4096;
 /// The segment, and on a GPU the stream that fills it.
 #[derive(Debug)]
 pub struct Staging {
-    /// First, so that its copies end before the memory goes.
+    /// First field, so its copies end before the memory is freed.
     stream: Option<StageStream>,
     file: OwnedFd,
     region: Arc<Region>,
@@ -38,7 +38,7 @@ pub struct Staging {
 // === impl Staging ===
 
 impl Staging {
-    /// A segment for blocks of `memory`; of few slots where there is no memory for all that are wanted.
+    /// A segment for blocks of `memory`, with fewer slots if memory is short.
     pub fn new(memory: &EngineMemory) -> Result<Self, CopyError> {
         let wanted = (BYTES / memory.block_bytes()).clamp(SLOTS_MIN.into(), STAGING_SLOTS_MAX as u64) as u32;
         Self::with_slots(memory, wanted).or_else(|_| Self::with_slots(memory, SLOTS_MIN))
@@ -59,12 +59,12 @@ impl Staging {
         Ok(Self { stream, file, region, slots, block_bytes })
     }
 
-    /// How many slots there are.
+    /// The number of slots.
     pub fn slots(&self) -> u32 {
         self.slots
     }
 
-    /// Where they lie, as the handshake says it.
+    /// The place of the slots, in the form of the handshake.
     pub fn place(&self) -> BlockRegion {
         let (stride, bytes) = (stride(self.block_bytes), self.block_bytes);
         BlockRegion { fd: 0, offset: STAGING_WORDS_BYTES as u64, stride, bytes }
@@ -74,8 +74,8 @@ impl Staging {
         self.file.as_fd()
     }
 
-    /// Copies blocks of `memory` into their slots and returns at the end; which of them are whole. Slots are the caller's
-    /// to check, and each occurs once.
+    /// Copies blocks of `memory` into their slots and waits for the end. Returns true for each whole block.
+    /// The caller checks the slots, and each occurs once.
     pub fn fill(&self, memory: &EngineMemory, stages: &[Stage]) -> Vec<bool> {
         for stage in stages {
             self.region.word64(staging_word(stage.slot)).store(stage.tag, Ordering::Relaxed);

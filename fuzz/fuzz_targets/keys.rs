@@ -1,4 +1,4 @@
-//! Lines of `pillion keys`: whatever they are, the answer is one line of JSON.
+//! Lines of `pillion keys`: the answer to any line is one line of JSON.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -1,11 +1,11 @@
-//! What a peer says of what it keeps: messages of its stream, one behind the other, each with its length before it.
+//! Announcements of a peer: messages of its stream, one behind the other, each with its length before it.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
 use mesh::control::wire::{FollowReply, REPLY_BYTES_MAX, Reply};
 use mesh::feed::{Follower, Heard, PROMISES_MAX};
 
-/// Small enough that a filter for so many costs little.
+/// Small enough for a cheap filter.
 const KEYS_MAX: usize = 1 << 12;
 
 fuzz_target!(|input: &[u8]| {
@@ -18,7 +18,7 @@ fuzz_target!(|input: &[u8]| {
         assert!(message.len() <= REPLY_BYTES_MAX);
         let Ok(reply) = FollowReply::decode_and_hear(message) else { return };
         let Reply::Told(told) = reply else { continue };
-        // What was understood is what would be said.
+        // A decoded message encodes to itself.
         assert_eq!(FollowReply::from(told.clone()).hear(), Ok(Reply::Told(told.clone())));
         let known = follower.known();
         match follower.hear(told) {

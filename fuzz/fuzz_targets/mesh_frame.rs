@@ -10,7 +10,7 @@ fuzz_target!(|input: &[u8]| {
         let Ok(parsed) = Head::parse(head) else { return };
         assert!(parsed.body_bytes() <= BODY_BYTES_MAX);
         let Some((body, behind)) = behind.split_at_checked(parsed.body_bytes()) else { return };
-        // A fuzzer does not find checksums; the body is looked at as if it had the right one.
+        // A fuzzer does not find checksums, so the body is decoded with the right one.
         let sealed = Head::parse(&sealed(head, body)).expect("only its checksum is another");
         if let Ok(frame) = sealed.decode(body) {
             let mut again = Vec::new();
@@ -28,7 +28,7 @@ fuzz_target!(|input: &[u8]| {
     }
 });
 
-/// The head with the checksum that goes with it and the body.
+/// The head with the right checksum for it and the body.
 fn sealed(head: &[u8; HEAD_BYTES], body: &[u8]) -> [u8; HEAD_BYTES] {
     let mut sealed = *head;
     let mut hash = xxhash_rust::xxh3::Xxh3::new();

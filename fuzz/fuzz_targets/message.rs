@@ -1,4 +1,5 @@
-//! Ring slots: as a message, as each role's request, as a save's end, and their first word as an outcome.
+//! Ring slots: decoded as a message, as each role's request, as a save's end, and their first word as an
+//! outcome.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

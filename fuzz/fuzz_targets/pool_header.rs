@@ -1,14 +1,14 @@
-//! A pool as an engine sees it, and as the next sidecar finds it: an arbitrary header page and arbitrary segment memory
-//! behind it.
+//! A pool in the view of an engine, and of the next sidecar: an arbitrary header page and arbitrary segment
+//! memory behind it.
 //!
-//! Input: mapped length, a slot's offset, its generation and a block's bytes (u64 each), then the pool's words, which
-//! repeat for as long as the pool is.
+//! Input: mapped length, a slot's offset, its generation and a block's bytes (u64 each), then the pool's
+//! words, repeated to the pool's length.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
 use shm_protocol::pool::{POOL_BYTES_MAX, PoolView, Remains, SlotRef, first_generation};
 
-/// Slots looked at in one segment: the first, the last and one more.
+/// Slots checked in one segment: the first, the last and one more.
 const SLOTS: [fn(u32) -> u32; 3] = [|_| 0, |count| count - 1, |count| count];
 
 fuzz_target!(|input: &[u8]| {
@@ -41,7 +41,7 @@ fuzz_target!(|input: &[u8]| {
             let remains = view.remains(segment, &geometry, index, life);
             assert_eq!(remains.is_some(), index < geometry.slot_count);
             if let Some(Remains::Block { generation, .. }) = remains {
-                assert!(generation < first_generation(life), "an earlier life's");
+                assert!(generation < first_generation(life), "a block of an earlier life");
                 let offset = geometry.offset(segment, index).expect("below the count");
                 assert!(view.verify(SlotRef { offset, generation }, geometry.block_bytes));
             }

@@ -1,8 +1,9 @@
-//! A whole session memory in a hostile engine's hands, and the core behind it: two schedulers and three ranks of one
-//! engine post slots, real and raw, move cursors and rewrite arenas; every event and every action is carried out but the
-//! bytes of copies and of disks. Nothing may panic, and once all are gone nothing may be held.
+//! A whole session memory controlled by a hostile engine, and the core behind it: two schedulers and three
+//! ranks of one engine post slots, real and raw, move cursors and rewrite arenas. Every event and every
+//! action is carried out except the bytes of copies and of disks. Nothing may panic, and once all are gone
+//! nothing may be held.
 //!
-//! Input: instructions, each an opcode and what it needs; what is missing reads as zero.
+//! Input: instructions, each an opcode and its operands; missing input reads as zero.
 #![no_main]
 
 use std::collections::{BTreeMap, VecDeque};
@@ -30,11 +31,11 @@ use tiers::ssd::{self, Done, Fault, Geometry, Job, Log, Recovered};
 const SEGMENT_BYTES: u64 = 2 << 20;
 /// Bytes of a rank's blocks, by form: a pool of two segments holds many of the first and few of the second.
 const FORMS: [u64; 2] = [600, 300_000];
-/// Blocks that one event takes slots for.
+/// Maximum blocks for which one event takes slots.
 const CLAIMS: usize = 5;
 const INSTRUCTIONS_MAX: usize = 400;
 
-/// A peer's two views of its memory.
+/// A peer's session and the peer's own view of its memory.
 struct Peer {
     session: Session,
     memory: SessionMemory,
@@ -68,9 +69,10 @@ impl Input<'_> {
         std::array::from_fn(|_| self.word())
     }
 
-    /// A request whose small fields often fit together.
+    /// A request with small fields, which often fit together.
     fn request(&mut self) -> Message {
-        // The corpus is older than most kinds, and has the first 13 as they were; younger ones count down from the last byte.
+        // The corpus is older than most kinds: the first 13 kinds are as they were, and younger ones count
+        // down from the last byte.
         let byte = self.byte();
         let kind = Kind::try_from((255 - byte).saturating_add(14)).unwrap_or_else(|_| {
             Kind::try_from(byte % 13 + 1).expect("1 to 13")
@@ -141,7 +143,7 @@ impl World {
         world
     }
 
-    /// A disk ends the job that it has had longest.
+    /// A disk ends its oldest job.
     fn end_job(&mut self, ok: bool) -> bool {
         let Some(job) = self.jobs.pop_front() else { return false };
         let result = if ok { Ok(()) } else { Err(Fault::Corrupt("fuzz")) };
@@ -208,7 +210,7 @@ impl World {
         }
     }
 
-    /// What the data thread does in a turn.
+    /// A turn of the data thread.
     fn turn(&mut self) {
         let ids: Vec<u64> = self.peers.keys().copied().collect();
         for id in ids {
@@ -255,7 +257,7 @@ impl World {
         let stats = self.core.stats();
         assert_eq!((stats.sessions, stats.leases, self.core.busy()), (0, 0, false));
         let largest = FORMS[1] * 2;
-        assert!(stats.pool_used_bytes <= stats.blocks * largest, "a slot is filled by nobody");
+        assert!(stats.pool_used_bytes <= stats.blocks * largest, "a slot is held without a block");
         assert!(stats.pool_used_bytes >= stats.blocks * FORMS[0] * 2);
         self.core.audit_ledger();
     }
@@ -314,7 +316,7 @@ fuzz_target!(|bytes: &[u8]| {
             (8, Some(peer)) => peer.memory.write_block_id(input.byte().into(), input.byte().into()),
             (9 | 10, _) => world.turn(),
             (11, Some(peer)) => {
-                // The completions are read, as an engine does.
+                // Reads the completions, as an engine does.
                 let ring = peer.memory.ring(Ring::Completion);
                 ring.store_head(ring.load_tail());
             }

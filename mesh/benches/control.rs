@@ -1,9 +1,10 @@
-//! What the control of one node costs in a mesh of 1,000: one node in a process of its own, and in another 999 that it follows
-//! and that follow it, all over mutual TLS. Each keeps 62,500 blocks, as many as are told of 1,000,000 at one in 16, and has
-//! 125 changes a second: the node tells 125,000 in a second and is told as many. The last line is JSON.
+//! The cost of one node's control in a mesh of 1,000: one node in a process of its own, and in another 999
+//! nodes, all followed by the node and following it, over mutual TLS. Each keeps 62,500 blocks, as many as
+//! are announced of 1,000,000 at one in 16, and has 125 changes a second: the node sends 125,000 in a second
+//! and receives as many. The last line is JSON.
 //!
-//! `FOLLOWERS=99 SECONDS=5` measures less. On few cores the others take what the node should have: the share of a core is then
-//! that of fewer messages, which the line says too.
+//! `FOLLOWERS=99 SECONDS=5` measures less. On few cores the other nodes take processor time from the node:
+//! the share of a core is then for fewer messages, and the line has their number too.
 
 #![expect(clippy::print_stdout, reason = "a bench reports")]
 #![expect(clippy::disallowed_methods, reason = "a bench reads the clock")]
@@ -46,7 +47,7 @@ struct Heard {
     changes: AtomicU64,
 }
 
-/// A node that publishes: its control, and the number of its last change.
+/// A publishing node: its control, and the number of its last change.
 struct Publisher {
     control: Control,
     node: u64,
@@ -86,7 +87,7 @@ impl Publisher {
         Self { control, node, next: 0 }
     }
 
-    /// The oldest block goes, or a new one comes.
+    /// Removes the oldest block, or adds a new one.
     fn change(&mut self) {
         let number = self.next / 2;
         let change = if self.next.is_multiple_of(2) {
@@ -107,7 +108,7 @@ fn given(name: &str, default: u64) -> u64 {
     std::env::var(name).map_or(default, |text| text.parse().unwrap_or_else(|_| panic!("{name}: a number")))
 }
 
-/// Changes each publisher as often as it should, for ever.
+/// Changes the blocks of each publisher at its rate, forever.
 fn publish(mut publishers: Vec<Publisher>) {
     let began = Instant::now();
     let rate = (publishers.len() as u64 * CHANGES_PER_SECOND) as f64;
@@ -124,7 +125,8 @@ fn publish(mut publishers: Vec<Publisher>) {
 
 // === the one node ===
 
-/// CPU seconds of the control's thread so far, by the scheduler's own clock: not every machine counts ticks.
+/// CPU seconds of the control's thread so far, by the scheduler's own clock: some machines do not count
+/// ticks.
 fn control_cpu_s() -> f64 {
     let mut tasks =
         std::fs::read_dir("/proc/self/task").expect("threads").filter_map(|task| Some(task.ok()?.path()));
@@ -147,7 +149,7 @@ fn entries(folder: &str) -> usize {
     std::fs::read_dir(folder).expect("a folder of proc").count()
 }
 
-/// What the data thread does with what it is told.
+/// Applies events as the data thread does.
 fn keep(news: &Receiver<News>, followed: &AtomicU64) {
     let mut directory = Directory::new(directory::Config::default());
     for news in news {
@@ -166,7 +168,7 @@ fn keep(news: &Receiver<News>, followed: &AtomicU64) {
     }
 }
 
-/// Its standard input is its address, then all peers' addresses, then the time to measure.
+/// Its standard input has its address, then all peers' addresses, then the time to measure.
 fn node(folder: &Path) {
     let mut lines = std::io::stdin().lines().map(|line| line.expect("a line"));
     let mut line = || lines.next().expect("another line");
@@ -274,7 +276,7 @@ fn main() {
     );
     let _ = child.kill();
     let _ = child.wait();
-    // The threads of the other nodes are not waited for.
+    // The process does not wait for the threads of the other nodes.
     drop(folder);
     std::process::exit(0);
 }

@@ -1,7 +1,8 @@
-//! The directory of 48 peers with 500,000 keys each: what a probe of 640 keys costs, how often it is wrong, bytes a key.
+//! The directory of 48 peers with 500,000 keys each: the cost of a probe of 640 keys, its errors, and the
+//! bytes per key.
 //!
-//! One core. Before every probe 64 MiB are swept, so that the filters come from memory, as they do for a sidecar that
-//! has other things to do between two queries. The last line is JSON.
+//! One core. Before every probe 64 MiB are swept, so the filters come from memory, as in a sidecar with other
+//! work between two queries. The last line is JSON.
 
 #![expect(clippy::print_stdout, reason = "a bench reports")]
 #![expect(clippy::disallowed_methods, reason = "a bench reads the clock")]
@@ -18,7 +19,7 @@ const PEERS: u32 = 48;
 const KEYS: u64 = 500_000;
 const QUERY: u64 = 640;
 const PROBES: u64 = 400;
-/// Numbers of keys that nobody has, and of those that everybody has.
+/// First numbers of keys at no peer, and of keys at every peer.
 const ABSENT: u64 = 1 << 40;
 const SHARED: u64 = 1 << 41;
 
@@ -34,7 +35,7 @@ fn digests(from: u64, count: u64) -> Vec<Digest> {
     (from..from + count).map(digest).collect()
 }
 
-/// A peer's own keys and the shared ones, with the room that a follower leaves, by the time a key took.
+/// A peer's own keys and the shared ones, with a follower's spare room, and the time per key.
 fn filter(peer: u64) -> (Filter, f64) {
     let keys: Vec<Digest> = [digests(peer * KEYS, KEYS - QUERY), digests(SHARED, QUERY)].concat();
     let mut filter = Filter::with_capacity(keys.len() + keys.len() / 8 + 16_384);
@@ -43,7 +44,8 @@ fn filter(peer: u64) -> (Filter, f64) {
     (filter, start.elapsed().as_nanos() as f64 / keys.len() as f64)
 }
 
-/// Microseconds of a probe, of queries that begin at these numbers, and the peers and keys named on average.
+/// Microseconds of a probe for queries from these numbers on, and the average number of candidates and keys
+/// found.
 fn probes(directory: &Directory, swept: &mut [u64], first: impl Fn(u64) -> u64) -> ([f64; 2], f64, f64) {
     let (mut times, mut named, mut found) = (Vec::new(), 0, 0);
     for number in 0..PROBES {
@@ -61,7 +63,7 @@ fn probes(directory: &Directory, swept: &mut [u64], first: impl Fn(u64) -> u64) 
     ([at(0.5), at(0.99)], named as f64 / PROBES as f64, f64::from(found) / PROBES as f64)
 }
 
-/// Nanoseconds of a change, applied as deltas come: a thousand at a time, to one peer after the other.
+/// Nanoseconds of a change, applied in deltas of a thousand, to one peer after the other.
 fn apply_ns(directory: &mut Directory) -> f64 {
     let deltas: Vec<(PeerNumber, Vec<Change>)> = (0..10 * PEERS)
         .map(|number| {
@@ -98,12 +100,12 @@ fn main() {
     let full = Filter::with_capacity(KEYS as usize).bytes() as f64 / KEYS as f64;
 
     let mut swept = vec![0; 8 << 20];
-    // Each query lies at another peer, and elsewhere in it.
+    // Each query is at another peer, and at another place in it.
     let true_first = |number: u64| number * 13 % u64::from(PEERS) * KEYS + number * 1009 % (KEYS - 2 * QUERY);
     let (one, named_one, run) = probes(&directory, &mut swept, true_first);
     let (none, named_none, _) = probes(&directory, &mut swept, |number| ABSENT + 2_000_000 + number * QUERY);
     let (all, named_all, run_all) = probes(&directory, &mut swept, |_| SHARED);
-    assert!(run >= QUERY as f64 && run_all >= QUERY as f64, "what was inserted is found");
+    assert!(run >= QUERY as f64 && run_all >= QUERY as f64, "inserted keys are found");
     let apply_ns = apply_ns(&mut directory);
 
     let hashes: Vec<BlockHash> = (0..QUERY).map(hash).collect();

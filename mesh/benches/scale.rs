@@ -1,8 +1,9 @@
 //! A mesh of 1,000 nodes with 1,000,000 blocks each, as one of its nodes sees it. The last line is JSON.
 //!
-//! - What is told, in virtual time and through real feeds: 1,000 nodes of 10,000 blocks that replace one in a hundred in
-//!   a second, two of them observers. Messages, bytes and staleness follow from the changes, whatever the rest of a node.
-//! - What it takes to keep, at full size: the 999 filters, probes, changes; and a feed of 1,000,000 digests.
+//! - Messages, in virtual time and through real feeds: 1,000 nodes of 10,000 blocks, with one in a hundred
+//!   replaced in a second; two nodes are observers. Messages, bytes and staleness follow from the changes,
+//!   regardless of a node's other blocks.
+//! - Memory and time at full size: the 999 filters, probes, changes; and a feed of 1,000,000 digests.
 //! - The same with 256 MiB for it.
 
 #![expect(clippy::print_stdout, reason = "a bench reports")]
@@ -41,7 +42,7 @@ fn rss_bytes() -> f64 {
 /// Paces to compare: those of meshes of 200 and of 1,000 nodes.
 const BATCHES_MS: [u64; 2] = [50, 250];
 
-/// What an observer is told, a second: JSON.
+/// Messages to an observer, per second: JSON.
 fn told(batch_ms: u64) -> String {
     let setup = Setup {
         nodes: NODES,
@@ -70,7 +71,7 @@ fn told(batch_ms: u64) -> String {
     )
 }
 
-/// An inventory, chunk by chunk, to a follower: what came of it.
+/// The filter of a follower after an inventory, chunk by chunk.
 fn follow(digests: impl Iterator<Item = Digest>, thinning: Thinning) -> mesh::directory::Filter {
     let mut follower = Follower::new(BLOCKS as usize * 2);
     let keys = thinning.of(BLOCKS);
@@ -88,7 +89,7 @@ fn follow(digests: impl Iterator<Item = Digest>, thinning: Thinning) -> mesh::di
     }
 }
 
-/// The directory of all peers, and what it costs: JSON, each name with `what` before it.
+/// The directory of all peers, with its costs: JSON, each name prefixed by `what`.
 fn kept(what: &str, thinning: Thinning) -> String {
     let mut directory = Directory::new(Config::default());
     for node in 1..NODES {

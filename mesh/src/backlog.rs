@@ -1,18 +1,18 @@
-//! Changes of peers that the caller was told of and has not taken in: while they are many, peers' streams are not read. A peer whose
-//! stream is not read tells fewer changes: a block that came and went again is not told of.
+//! Changes of peers not taken in by the caller so far: while they are many, the streams of peers are not
+//! read. A peer with an unread stream sends fewer changes: it skips a block if it came and went.
 
 use std::sync::Arc;
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-/// Changes that the caller may have before it: 64 batches of what it takes in at once, some tens of milliseconds.
+/// Maximum changes in the backlog: 64 batches of the caller, some tens of milliseconds.
 const CHANGES_MAX: usize = 1 << 16;
 
-/// Counts the changes of all peers that the caller has not taken in.
+/// Counts the changes of all peers not taken in by the caller so far.
 #[derive(Debug)]
 pub(crate) struct Backlog(Arc<Semaphore>);
 
-/// A part of what the caller may have before it. Dropped once it was taken in.
+/// A part of the backlog. Dropped once the caller has taken in the changes.
 #[derive(Debug)]
 pub struct Room {
     _permit: OwnedSemaphorePermit,
@@ -25,7 +25,8 @@ impl Backlog {
         Self(Arc::new(Semaphore::new(CHANGES_MAX)))
     }
 
-    /// Room for so many changes, or for all there is, as soon as there is: each waits its turn.
+    /// Waits for room for so many changes, or for the whole backlog if they are more. Waiting peers get it in
+    /// turn.
     pub(crate) async fn room(&self, changes: usize) -> Room {
         let part = changes.min(CHANGES_MAX) as u32;
         Room { _permit: Arc::clone(&self.0).acquire_many_owned(part).await.expect("it is never closed") }

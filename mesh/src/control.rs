@@ -1,7 +1,9 @@
-//! Who is a member, and what each keeps: a thread of its own that speaks gRPC to the peers, and to etcd where there is one.
+//! Membership and inventories of a mesh: a thread of its own speaks gRPC to the peers, and to etcd if members
+//! register there.
 //!
-//! The caller publishes what it keeps and hears [`News`]; no call waits. A peer that is slow, silent or wrong costs its own
-//! stream and nothing else: every wait has a limit, every message a size, and who does not read is cut off.
+//! The caller publishes the blocks kept on this node and receives [`News`]; no call waits. A slow, silent or
+//! faulty peer costs its own stream and nothing else: every wait has a limit, every message a size, and a
+//! follower is cut off if it stops reading.
 
 mod back_off;
 mod dial;
@@ -43,98 +45,104 @@ use crate::tls::Security;
 pub use crate::transport::MEMBERS_MAX;
 use crate::transport::{BootId, NodeId, PeerNumber};
 
-/// The name of a mesh, unless told otherwise.
+/// The default name of a mesh.
 pub const MESH_DEFAULT: &str = "default";
-/// Bytes of the longest name of a mesh, which is a part of a key in etcd.
+/// Maximum bytes of the name of a mesh, which is part of a key in etcd.
 pub const MESH_BYTES_MAX: usize = 63;
-/// Memory of all filters, unless told otherwise: 200 million keys, as 400 TiB of blocks of 2 MiB have.
+/// Default memory of all filters together: 200 million keys, enough for 400 TiB of blocks of 2 MiB.
 pub const DIRECTORY_BYTES_DEFAULT: usize = 512 << 20;
-/// How long a registration in etcd outlives its node, unless told otherwise.
+/// Default time for which a registration in etcd outlives its node.
 pub const TTL_DEFAULT: Duration = Duration::from_secs(10);
-/// The longest that dropping [`Control`] waits for its thread: a call to etcd, and the streams.
+/// Maximum time for dropping [`Control`] to wait for its thread, which ends a call to etcd and the streams.
 const STOP_MAX: Duration = Duration::from_secs(5);
 
-/// How members are found and followed.
+/// Settings of a node in a mesh: its name, its addresses, and how it finds and follows members.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// The mesh: nodes of another are refused.
+    /// Name of the mesh. Nodes of another mesh are refused.
     pub mesh: String,
     pub node: NodeId,
-    /// This life of it.
+    /// This life of the node.
     pub boot: BootId,
-    /// The life before, if the caller knows which it was and that it has ended: what it has registered is in nobody's use.
+    /// The previous life of the node, if the caller knows it and knows its end: its registration in etcd is
+    /// replaced at once.
     pub former: Option<BootId>,
-    /// Where peers follow what this node keeps; they are told this address, so it must be one that they reach.
+    /// Address of the control service, on which peers follow this node. Peers get it, so they must be able to
+    /// reach it.
     pub listen: SocketAddr,
-    /// Where they get blocks.
+    /// Addresses of the block transports of this node.
     pub data: DataAddresses,
     /// How members are found.
     pub members: Members,
-    /// What says which addresses a listed name has.
+    /// Resolves listed names to addresses.
     pub resolver: Arc<dyn Resolve>,
-    /// What says which namespaces this node knows.
+    /// Lists the namespaces known to this node.
     pub listing: Arc<dyn Listing>,
-    /// Who may follow, and who may read along.
+    /// Certificates of the mesh, or plaintext.
     pub security: Security,
-    /// Memory of all peers' filters together: a peer that keeps more than its share is followed in part.
+    /// Memory of the filters of all peers together. A peer with more keys than its share is followed only in
+    /// part.
     pub directory_bytes: usize,
-    /// How long anything may take.
+    /// Time limits and pauses.
     pub limits: Limits,
-    /// Where it is counted whom this node turns away, and who it.
+    /// Counts refusals by this node and refusals of this node.
     pub refusals: Arc<RefusalCounts>,
 }
 
 /// How members are found.
 #[derive(Clone, Debug)]
 pub enum Members {
-    /// Those at these `host:port` of their control. A name stands for all the addresses that it has, whenever it is resolved;
-    /// this node's own address among them does no harm.
+    /// Nodes at these `host:port` addresses of their control services. A name stands for all addresses it has
+    /// at each resolution. The list may include the address of this node.
     Static(Vec<String>),
-    /// Those that are registered.
+    /// Nodes registered in etcd.
     #[cfg(feature = "etcd")]
     Etcd(Etcd),
 }
 
-/// How long anything may take.
+/// Time limits and pauses of the control thread.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Limits {
-    /// A connection with its TLS session.
+    /// Limit for a connection with its TLS session.
     pub connect: Duration,
-    /// A follower hears something at least this often.
+    /// A follower gets a message at least this often.
     pub heartbeat: Duration,
     /// A follower rests between two batches for this time multiplied by the number of followers.
     pub turn: Duration,
-    /// A stream on which nothing came for this long is down, and a follower that takes nothing for this long is cut off.
+    /// A stream without a message for this long is down, and a follower that reads nothing for this long is
+    /// cut off.
     pub silence: Duration,
-    /// A listed peer that was down for this long is left, until it is back; and of an address at which there was no peer for
-    /// this long an operator is told.
+    /// A listed peer is no longer a member after it was down for this long, until it returns. An address
+    /// without a peer for this long is reported to the operator.
     pub gone: Duration,
     /// The time from one resolution of a listed name to the next.
     pub resolve: Duration,
-    /// An inventory of which a part is told is asked for anew after about this long: there may be room for more by then.
+    /// A follower of only a part of an inventory requests it again after about this long, since there may be
+    /// room for more by then.
     pub thinned: Duration,
-    /// The pause after a failure; doubled at each further one.
+    /// The pause after a failure; doubled at each further failure.
     pub back_off_min: Duration,
     /// The longest such pause.
     pub back_off_max: Duration,
-    /// A call to etcd.
+    /// Limit for a call to etcd.
     pub etcd: Duration,
-    /// What members know of namespaces: the time from the question to all answers, and that of a count for one.
+    /// Limit for a question about namespaces, from the question to all answers, and for a count of the own
+    /// blocks.
     pub namespaces: Duration,
 }
 
-/// Figures of the control thread that the metrics read.
+/// Figures of the control thread, read by the metrics.
 #[derive(Debug, Default)]
 struct Figures {
-    /// Listed addresses at which a node is expected and none is a member.
+    /// Listed addresses without a member where a node is expected.
     empty: AtomicUsize,
-    /// Listed names that did not resolve when they were last looked up.
+    /// Listed names whose last resolution failed.
     unresolved: AtomicUsize,
-    /// Microseconds between two batches to a follower that waits for nothing.
+    /// Microseconds between two batches to a follower without a waiting request.
     pace_us: AtomicU64,
 }
 
-/// The thread at work.
+/// The running control thread. Dropping it leaves the mesh.
 pub struct Control {
     commands: UnboundedSender<Command>,
     address: SocketAddr,
@@ -144,14 +152,14 @@ pub struct Control {
     ended: Receiver<()>,
 }
 
-/// Where members are asked for their namespaces, from any thread.
+/// Asks all members for their namespaces, from any thread.
 #[derive(Clone, Debug)]
 pub struct Asker(UnboundedSender<Command>);
 
 // === impl Config ===
 
 impl Config {
-    /// A mesh of these members under its default name and limits.
+    /// Settings for a mesh of these members, with the default name and limits.
     pub fn new(
         (node, boot): (NodeId, BootId),
         listen: SocketAddr,
@@ -219,11 +227,12 @@ impl Default for Limits {
 // === impl Asker ===
 
 impl Asker {
-    /// Asks all members. Their answers come together, in the order of their names, once all have answered or
-    /// [`Limits::namespaces`] is over. `Err` from the channel: this node has left the mesh.
+    /// Asks all members for their namespaces. The answers come together, sorted by node name, once all
+    /// members have answered or [`Limits::namespaces`] is over. The channel returns `Err` if this node has
+    /// left the mesh.
     pub fn ask(&self) -> oneshot::Receiver<Vec<Answer>> {
         let (reply, answers) = oneshot::channel();
-        // Not taken after a drain: then the channel says so.
+        // After a drain the command is dropped, which closes the channel.
         let _ = self.0.send(Command::Namespaces(reply));
         answers
     }
@@ -232,7 +241,8 @@ impl Asker {
 // === impl Control ===
 
 impl Control {
-    /// Listens, finds the members and follows them, from then on. `up` is called on the thread of its own.
+    /// Starts a thread: it listens, finds the members and follows them. The thread calls `up` for each
+    /// [`News`].
     pub fn start(config: Config, up: impl Fn(News) + Send + Sync + 'static) -> Result<Self, Error> {
         config.check()?;
         let (listener, address) = listen(config.listen)?;
@@ -250,59 +260,61 @@ impl Control {
         Ok(Self { commands, address, figures, thread: Some(thread), ended })
     }
 
-    /// What this node keeps from now on, or no more. Peers that follow hear of it.
+    /// Announces changes of the blocks kept on this node to its followers.
     pub fn publish(&self, changes: Vec<Change>) {
         self.order(Command::Publish(changes));
     }
 
-    /// Replaces the promises of this node's engines, each given by its last keys. Followers hear of these promises behind all changes
-    /// that were published before.
+    /// Replaces the promises of this node's engines. Each promise is given by its last keys. Followers get
+    /// the promises behind all changes published before.
     pub fn promise(&self, promises: Vec<Digest>) {
         self.order(Command::Promise(promises));
     }
 
-    /// The filter of a peer got too full: all that it keeps comes anew, in a [`News::Snapshot`] with more room.
+    /// Requests the whole inventory of a peer again, because its filter is too full. A [`News::Snapshot`]
+    /// with more room follows.
     pub fn resync(&self, peer: PeerNumber) {
         self.order(Command::Resync(peer));
     }
 
-    /// Where members are asked for their namespaces.
+    /// Returns a handle to ask members for their namespaces.
     pub fn asker(&self) -> Asker {
         Asker(self.commands.clone())
     }
 
-    /// A request here waits for a block that a peer may be about to have: peers tell this node sooner for a time. To be said again
-    /// every second for as long as one waits. It costs a message to each peer, where they are so many that it matters.
+    /// Asks peers to send their changes sooner for a time, because a request here waits for a block which a
+    /// peer may be about to have. Call it again every second while such a request waits. It sends a message
+    /// to each peer, but only in a mesh so large that it matters.
     pub fn wait(&self) {
         self.order(Command::Wait);
     }
 
-    /// The time between two batches to a follower that waits for nothing.
+    /// The time between two batches to a follower without a waiting request.
     pub fn pace(&self) -> Duration {
         Duration::from_micros(self.figures.pace_us.load(Ordering::Relaxed))
     }
 
-    /// Where peers follow what this node keeps.
+    /// The address of this node's control service.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Listed addresses at which a node is expected and none is a member.
+    /// Listed addresses without a member where a node is expected.
     pub fn endpoints_empty(&self) -> usize {
         self.figures.empty.load(Ordering::Relaxed)
     }
 
-    /// Listed names that did not resolve when they were last looked up.
+    /// Listed names whose last resolution failed.
     pub fn names_unresolved(&self) -> usize {
         self.figures.unresolved.load(Ordering::Relaxed)
     }
 
-    /// Is no member any more, as soon as etcd or the peers hear of it. Nothing more is told.
+    /// Leaves the mesh. The membership ends once etcd or the peers notice it. No [`News`] follows.
     pub fn drain(&self) {
         self.order(Command::Drain);
     }
 
-    /// The thread is gone only after a drain.
+    /// Sends a command to the thread, which ends only after a drain.
     fn order(&self, command: Command) {
         let _ = self.commands.send(command);
     }
@@ -311,7 +323,7 @@ impl Control {
 impl Drop for Control {
     fn drop(&mut self) {
         self.drain();
-        // One that is stuck is left to itself.
+        // A stuck thread is abandoned.
         let stuck = self.ended.recv_timeout(STOP_MAX) == Err(std::sync::mpsc::RecvTimeoutError::Timeout);
         if let (Some(thread), false) = (self.thread.take(), stuck) {
             let _ = thread.join();

@@ -1,24 +1,24 @@
-//! What a block is called between nodes.
+//! Digests: the names of blocks between nodes.
 
 use shm_protocol::key::{BlockHash, Label, NamespaceDigest};
 use twox_hash::XxHash3_64;
 
-/// XXH3-64 over a block's namespace, group and hash. Two blocks of one digest are one too many in a filter: a false
-/// positive, which the owner answers as absent.
+/// XXH3-64 over a block's namespace, group and hash. Two blocks with one digest are a false positive in a
+/// filter: the owner answers it as absent.
 #[derive(Copy, Clone, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub struct Digest(pub u64);
 
-/// What happened to a block that a node keeps.
+/// A change of a node's inventory.
 #[derive(Copy, Clone, Debug, Eq, Hash, PartialEq)]
 pub enum Change {
-    /// It may be asked for.
+    /// The block may be requested.
     Added(Digest),
     Removed(Digest),
 }
 
-/// Which blocks a node speaks of: one in 2^n, the same ones everywhere, because the digest alone decides. Beyond a size
-/// this is what keeps a directory small: the blocks of a prefix come and go together, so one in a few of them tells how
-/// far a peer has it.
+/// The part of a node's blocks that is announced: one in 2^n, the same ones everywhere, because the digest
+/// alone decides. It keeps the directory of a large mesh small: the blocks of a prefix come and go together,
+/// so one in a few of them shows how much of it a peer has.
 #[derive(Copy, Clone, Debug, Default, Eq, Ord, PartialEq, PartialOrd)]
 pub struct Thinning(u8);
 
@@ -29,7 +29,7 @@ impl Thinning {
     /// One block in 256: of a prefix of 4,096 tokens in blocks of 16, one is left.
     pub const MOST: Self = Self(8);
 
-    /// One in 2^`power`, if that is no more than [`Thinning::MOST`].
+    /// One in 2^`power`; `None` above [`Thinning::MOST`].
     pub fn new(power: u8) -> Option<Self> {
         (power <= Self::MOST.0).then_some(Self(power))
     }
@@ -39,13 +39,13 @@ impl Thinning {
         self.0
     }
 
-    /// Whether a block is spoken of. A filter uses none of these bits.
+    /// True if the block is announced. A filter uses none of these bits.
     #[inline]
     pub fn keeps(self, digest: Digest) -> bool {
         (digest.0 >> 16) & ((1 << self.0) - 1) == 0
     }
 
-    /// About how many of `keys` are spoken of.
+    /// Approximate number of announced blocks among `keys`.
     pub fn of(self, keys: u64) -> u64 {
         keys >> self.0
     }
@@ -63,7 +63,7 @@ impl Digest {
         Self(XxHash3_64::oneshot(&bytes))
     }
 
-    /// The digest of the block that a label names; its length is no part of it.
+    /// The digest of a label's block. The length in the label is no part of it.
     pub fn of(label: &Label) -> Self {
         Self::new(&label.namespace, label.group, &label.hash)
     }

@@ -1,7 +1,8 @@
-//! Who may have which blocks: one [`Filter`] for each peer, its load, its breaker. Pure: no clock, no packet.
+//! For each peer a [`Filter`] of its blocks, its load and its breaker. Pure: no clock, no packet.
 //!
-//! What it says may be wrong, because a filter is sometimes wrong and always a little late; the owner's answer is the
-//! truth, and [`crate::transport::Fault::Absent`] a miss like any other. What it costs: docs/mesh-cost.md.
+//! An answer may be wrong, because a filter has false positives and is always a little late. The owner's
+//! answer is the truth, and [`crate::transport::Fault::Absent`] a miss like any other. Costs:
+//! docs/mesh-cost.md.
 
 mod absences;
 mod breaker;
@@ -21,31 +22,32 @@ use crate::digest::{Change, Digest, Thinning};
 use crate::transport::{Fault, PeerNumber};
 use shm_protocol::random::mix;
 
-/// Keys of a run, spread over it, that say how long it can be at most: a peer that may have the first key is looked at
-/// in these before all others are.
+/// Sampled keys of a run, spread over it: they limit its length. A peer with the first key in its filter is
+/// checked in these before all others.
 const SAMPLES: usize = 8;
-/// Look-ups of a probe after which no further peer's run is followed: 640 keys at two peers. Without it a prefix that
-/// every peer has would cost all of its keys at each of them.
+/// Limit of look-ups in a probe: no further peer's run is followed beyond it. 640 keys at two peers. Without
+/// it a prefix known to every peer would cost all of its keys at each of them.
 const LOOKUPS_MAX: usize = 1280;
 
-/// How peers are chosen.
+/// Settings for the choice of peers.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Config {
-    /// When a peer is left alone.
+    /// Limits for faults of a peer.
     pub breaker: Limits,
-    /// Candidates that a probe names at most.
+    /// Maximum candidates of a probe.
     pub candidates_max: usize,
-    /// Spreads the nodes that ask for the same blocks over the peers that have them: another number on each node.
+    /// Spreads nodes with requests for the same blocks over the peers with these blocks: another number on
+    /// each node.
     pub seed: u64,
 }
 
-/// A peer that may have the first `run` of the keys asked for.
+/// A peer with the first `run` of a probe's keys, if its filter is right.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Candidate {
     pub peer: PeerNumber,
     /// Keys, at least one.
     pub run: u32,
-    /// How often the peer lacked announced blocks of late: peers of a lower level are asked first.
+    /// How often the peer lacked announced blocks of late: peers of a lower level are chosen first.
     pub absence_level: u32,
 }
 
@@ -53,23 +55,23 @@ pub struct Candidate {
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct PeerStats {
     pub peer: PeerNumber,
-    /// Keys that it is known to have; none before its first snapshot.
+    /// Keys in its inventory; zero before its first snapshot.
     pub keys: usize,
-    /// Bytes of memory that this takes.
+    /// Bytes of memory of its filter.
     pub bytes: usize,
-    /// Keys of the prompts that its engines have promised at present.
+    /// Keys of its engines' promised prompts.
     pub promises: usize,
-    /// Whether it is left alone, or on trial.
+    /// True while its breaker is open, or on trial.
     pub breaker_open: bool,
-    /// How often its breaker has opened.
+    /// Number of times its breaker has opened.
     pub trips_total: u64,
-    /// Its awaited promises, ended without the blocks.
+    /// Awaited promises, ended without the blocks.
     pub broken_promises_total: u64,
-    /// Its announced blocks, asked for and not there.
+    /// Announced blocks, requested of it and not there.
     pub absent_total: u64,
-    /// Blocks asked of it that have not ended.
+    /// Blocks requested of it and not ended.
     pub under_way: u32,
-    /// Bytes a second with enough to do; 0: the caller knows it, or nobody.
+    /// Bytes a second at full load; 0 if unknown here.
     pub bytes_per_second: u64,
 }
 
@@ -82,38 +84,38 @@ pub struct Directory {
 #[derive(Debug)]
 struct Member {
     peer: PeerNumber,
-    /// None before the first snapshot.
+    /// `None` before the first snapshot.
     filter: Option<Filter>,
-    /// Whether the filter had no room for a key; said once.
+    /// True if the filter had no room for a key; reported once.
     overfull: bool,
-    /// Of each prompt that its engines have promised, the last keys.
+    /// The last keys of each prompt promised by its engines.
     promises: HashSet<Digest>,
     credit: Credit,
     absences: Absences,
     breaker: Breaker,
     under_way: u32,
     given_bytes: u64,
-    /// When it last gave a block.
+    /// The time of the last block it gave.
     gave_ms: Option<u64>,
 }
 
-/// The keys of a probe that a thinning keeps.
+/// The keys of a probe kept by a thinning.
 #[derive(Debug)]
 struct Asked<'a> {
     thinning: Thinning,
     keys: Cow<'a, [Digest]>,
-    /// Where they are among all keys; empty where all are kept.
+    /// Their positions among all keys; empty without thinning.
     places: Vec<u32>,
 }
 
-/// A member that may have the first key.
+/// A member with the first key in its filter.
 #[derive(Copy, Clone, Debug)]
 struct Prospect<'a> {
     member: &'a Member,
     filter: &'a Filter,
     asked: &'a Asked<'a>,
     absence_level: u32,
-    /// Its run among these, or what that can be at most; at least one.
+    /// Its run among these keys, or a maximum of it; at least one.
     run: usize,
     lot: u64,
 }
@@ -129,34 +131,34 @@ impl Default for Config {
 // === impl Directory: members ===
 
 impl Directory {
-    /// A directory of nobody.
+    /// An empty directory.
     pub fn new(config: Config) -> Self {
         Self { config, members: Vec::new() }
     }
 
-    /// A peer is a member. It has nothing until [`Directory::replace`]. One that is a member already is left as it is.
+    /// Adds a peer. It has nothing until [`Directory::replace`]. Without effect on a member.
     pub fn join(&mut self, peer: PeerNumber) {
         if let Err(at) = self.position(peer) {
             self.members.insert(at, Member::new(peer, &self.config.breaker));
         }
     }
 
-    /// A peer is a member no more; what is said of it later is ignored.
+    /// Removes a peer. Later calls for it are ignored.
     pub fn leave(&mut self, peer: PeerNumber) {
         if let Ok(at) = self.position(peer) {
             self.members.remove(at);
         }
     }
 
-    /// All that a peer has, as of a snapshot.
+    /// Sets a peer's inventory, as of a snapshot.
     pub fn replace(&mut self, peer: PeerNumber, filter: Filter) {
         if let Some(member) = self.member(peer) {
             (member.filter, member.overfull) = (Some(filter), false);
         }
     }
 
-    /// What has changed at a peer since. False once the peer has more than its filter takes: then the rest is left out
-    /// until a larger filter comes by [`Directory::replace`], and only the first such call says so.
+    /// Applies later changes to a peer's inventory. Returns false if its filter is overfull, on the first
+    /// such call only: the rest is left out until a larger filter comes by [`Directory::replace`].
     #[must_use = "a filter that is overfull wants a larger one"]
     pub fn apply(&mut self, peer: PeerNumber, changes: &[Change]) -> bool {
         let Some(member) = self.member(peer) else { return true };
@@ -165,7 +167,7 @@ impl Directory {
         for change in changes {
             match change {
                 Change::Added(digest) => fits &= filter.insert(*digest),
-                // It may be one of those that did not fit.
+                // It may be a digest without room before.
                 Change::Removed(digest) => drop(filter.remove(*digest)),
             }
         }
@@ -174,7 +176,7 @@ impl Directory {
         fits || said
     }
 
-    /// All that a peer promises, in place of what it did before. Whether a promise has ended by that.
+    /// Replaces a peer's promises. Returns true if one of the old promises has ended.
     #[must_use = "somebody may wait for what was promised"]
     pub fn promise(&mut self, peer: PeerNumber, promises: Vec<Digest>) -> bool {
         let Some(member) = self.member(peer) else { return false };
@@ -182,7 +184,7 @@ impl Directory {
         !before.is_subset(&member.promises)
     }
 
-    /// The askable peers with a promise of a prompt with one of these last keys.
+    /// The peers ready for requests that promised a prompt with one of these last keys.
     pub fn promisers(&self, now_ms: u64, keys: impl Iterator<Item = Digest>) -> Vec<PeerNumber> {
         let may_be_asked = |member: &&Member| member.breaker.lets_pass(now_ms, member.under_way);
         let promising = self.members.iter().filter(|member| !member.promises.is_empty());
@@ -192,24 +194,24 @@ impl Directory {
         promising.into_iter().filter(has_promised).map(|member| member.peer).collect()
     }
 
-    /// How far a member's promises are believed.
+    /// The credit of a peer's promises.
     pub fn credit(&self, peer: PeerNumber) -> Option<&Credit> {
         self.position(peer).ok().map(|at| &self.members[at].credit)
     }
 
-    /// The same, to be changed. No promise counts while a member is left alone.
+    /// The same, mutable. `None` also while the peer's breaker is open: no promise counts then.
     pub fn credit_mut(&mut self, peer: PeerNumber) -> Option<&mut Credit> {
         self.member(peer).filter(|member| !member.breaker.is_open()).map(|member| &mut member.credit)
     }
 
-    /// Blocks were asked of a peer; how many bytes it has given until now.
+    /// Adds requested blocks to a peer's load. Returns the bytes it has given so far.
     pub fn began(&mut self, peer: PeerNumber, blocks: u32) -> u64 {
         let Some(member) = self.member(peer) else { return 0 };
         member.under_way += blocks;
         member.given_bytes
     }
 
-    /// One of them has ended.
+    /// Records the end of one of these blocks.
     pub fn ended(&mut self, now_ms: u64, peer: PeerNumber, result: &Result<u64, Fault>) {
         let limits = self.config.breaker;
         if let Some(member) = self.member(peer) {
@@ -218,7 +220,7 @@ impl Directory {
         }
     }
 
-    /// A peer has given a block of so many bytes.
+    /// Records a block given by a peer.
     pub fn gave(&mut self, now_ms: u64, peer: PeerNumber, bytes: u64) {
         if let Some(member) = self.member(peer) {
             member.given_bytes += bytes;
@@ -227,7 +229,7 @@ impl Directory {
         }
     }
 
-    /// A peer did not have a block. It counts where the peer's inventory speaks of such a block.
+    /// Records a block lacked by a peer. It counts only if the thinning of its inventory keeps the block.
     pub fn lacked(&mut self, now_ms: u64, peer: PeerNumber, key: Digest) {
         let speaks = |filter: &Filter| filter.thinning().keeps(key);
         if let Some(member) = self.member(peer)
@@ -237,9 +239,10 @@ impl Directory {
         }
     }
 
-    /// A fetch that began at `since_ms`, when its peer had given `given_before` bytes, has taken the longest time that one may.
-    /// The fetch is a strike, though its peer may have answered just before, if the peer has given this node too few bytes
-    /// since. Bytes of other fetches count, since a peer gives first what it was asked for first. Returns whether it is one.
+    /// Handles a fetch past its longest time. It began at `since_ms`, when its peer had given `given_before`
+    /// bytes. The fetch is a strike, though its peer may have answered just before, if the peer has given too
+    /// few bytes since. Bytes of other fetches count, since a peer gives the blocks requested first before
+    /// others. Returns true for a strike.
     pub fn late(&mut self, now_ms: u64, peer: PeerNumber, since_ms: u64, given_before: u64) -> bool {
         let limits = self.config.breaker;
         let has_given = |member: &&Member| member.gave_ms.is_some_and(|gave_ms| gave_ms >= since_ms);
@@ -269,7 +272,7 @@ impl Directory {
         })
     }
 
-    /// Peers that may have a block, those that are left alone at present among them.
+    /// Peers with a block in their filters, including those with an open breaker.
     pub fn holders(&self, key: Digest) -> impl Iterator<Item = PeerNumber> + '_ {
         let has = move |member: &&Member| member.filter.as_ref().is_some_and(|filter| filter.contains(key));
         self.members.iter().filter(has).map(|member| member.peer)
@@ -287,12 +290,12 @@ impl Directory {
 // === impl Directory: the probe ===
 
 impl Directory {
-    /// Peers that may have a leading run of `keys`: those with the fewest absences first, among equals the one with the longest
-    /// run, then the one that owes us least. One whose breaker is open is none of them. Of a peer whose inventory is thinned, a run reaches to the last key that it
-    /// would speak of and has.
+    /// Peers with a leading run of `keys` in their filters: those with the fewest absences first, among
+    /// equals the longest run, then the least load. Peers with an open breaker are left out. A thinned run
+    /// reaches to the last key in the filter among those kept by the thinning.
     ///
-    /// All peers are looked at in the first key, those that may have it in [`SAMPLES`] more, and the most promising of
-    /// these in every key, up to [`LOOKUPS_MAX`] look-ups.
+    /// All peers are checked for the first key, those with it for [`SAMPLES`] more, and the most promising
+    /// ones for every key, up to [`LOOKUPS_MAX`] look-ups.
     pub fn probe(&self, now_ms: u64, keys: &[Digest]) -> Vec<Candidate> {
         let asked = self.asked(keys);
         let prospects = self.members.iter().filter_map(|member| self.prospect(now_ms, member, &asked));
@@ -314,7 +317,8 @@ impl Directory {
         prospects.iter().map(Prospect::candidate).collect()
     }
 
-    /// Whether a peer that may be asked may have a run of `keys` from the first on: it has the first of them that it would speak of.
+    /// True if a peer ready for requests may have a run of `keys`: its filter has the first key kept by its
+    /// thinning.
     pub fn may_have(&self, now_ms: u64, keys: impl Iterator<Item = Digest>) -> bool {
         let may_be_asked = |member: &&Member| member.breaker.lets_pass(now_ms, member.under_way);
         let members = self.members.iter().filter(may_be_asked);
@@ -331,7 +335,7 @@ impl Directory {
         false
     }
 
-    /// A member that may have the first key and may be asked.
+    /// The prospect of a member with the first key, if it is ready for requests.
     fn prospect<'a>(&self, now_ms: u64, member: &'a Member, asked: &'a [Asked<'a>]) -> Option<Prospect<'a>> {
         let filter = member.filter.as_ref()?;
         let asked = asked.iter().find(|asked| asked.thinning == filter.thinning())?;
@@ -344,7 +348,7 @@ impl Directory {
         Some(Prospect { member, filter, asked, absence_level: member.absences.level(now_ms), run, lot })
     }
 
-    /// The keys that each thinning in use keeps.
+    /// The keys kept by each thinning in use.
     fn asked<'a>(&self, keys: &'a [Digest]) -> Vec<Asked<'a>> {
         let mut asked: Vec<Asked<'a>> = Vec::new();
         for filter in self.members.iter().filter_map(|member| member.filter.as_ref()) {
@@ -359,7 +363,7 @@ impl Directory {
 // === impl Member ===
 
 impl Member {
-    /// One that has nothing, gives nothing and may be asked.
+    /// A member without blocks, load or faults.
     fn new(peer: PeerNumber, limits: &Limits) -> Self {
         let (filter, overfull, promises) = (None, false, HashSet::new());
         let (credit, absences, breaker) = (Credit::default(), Absences::default(), Breaker::new(limits));
@@ -380,7 +384,7 @@ impl<'a> Asked<'a> {
         Self { thinning, keys: Cow::Owned(keys), places }
     }
 
-    /// How far a run of `run` of the keys kept reaches among all.
+    /// The length among all keys of a run of `run` kept keys.
     fn reach(&self, run: usize) -> u32 {
         match self.thinning {
             Thinning::NONE => run as u32,
@@ -402,7 +406,7 @@ impl Prospect<'_> {
     }
 }
 
-/// How many leading keys a filter can contain at most, as a few of them tell. It contains the first.
+/// Maximum number of leading keys in a filter, from a few samples. The first key is in it.
 fn run_max(filter: &Filter, keys: &[Digest]) -> usize {
     let sample = |number: usize| (keys.len() * number).div_ceil(SAMPLES) - 1;
     let missing = (1..=SAMPLES).map(sample).find(|at| !filter.contains(keys[*at]));

@@ -1,4 +1,4 @@
-//! What can go wrong at start; the process should end with this text.
+//! Errors at the start of a mesh; the process should end with their text.
 
 use std::io;
 use std::net::SocketAddr;
@@ -9,26 +9,26 @@ use thiserror::Error;
 /// The mesh cannot be started.
 #[derive(Debug, Error)]
 pub enum Error {
-    /// The address cannot be had.
+    /// The address is not available.
     #[error("the mesh cannot listen at {address} ({source}): pass a free address of this machine")]
     Listen { address: SocketAddr, source: io::Error },
-    /// A file that TLS needs.
+    /// A file for TLS is unusable.
     #[error("the file {path} {problem}")]
     File {
         path: PathBuf,
-        /// What is wrong with it, and the remedy.
+        /// The fault of the file, and the remedy.
         problem: String,
     },
-    /// A name that no peer can have.
+    /// The name is invalid for a node.
     #[error("'{0}' cannot be the name of a node: pass 1 to {max} printable ASCII characters", max = crate::transport::NODE_BYTES_MAX)]
     Node(String),
-    /// The name that peers' certificates must carry is none.
+    /// The name required in peers' certificates is invalid.
     #[error("'{0}' cannot be the name in a certificate: pass a DNS name or an IP address")]
     CertificateName(String),
-    /// A mesh cannot be named so.
+    /// The name is invalid for a mesh.
     #[error("'{0}' cannot be the name of a mesh: pass 1 to {max} of A-Z a-z 0-9 . _ -", max = crate::control::MESH_BYTES_MAX)]
     Mesh(String),
-    /// An address that no peer can connect to.
+    /// No peer can connect to the address.
     #[error(
         "peers cannot connect to {0}: pass an address of this machine that they reach, such as the pod's IP"
     )]
@@ -37,21 +37,21 @@ pub enum Error {
     #[error("'{address}' {problem}")]
     Address {
         address: String,
-        /// What is wrong with it, and the remedy.
+        /// The fault of the address, and the remedy.
         problem: &'static str,
     },
-    /// A NIC that cannot be used.
+    /// The NIC is unusable.
     #[error("the NIC '{name}' {problem}; NICs with RDMA here: {present}")]
     Nic {
         name: String,
-        /// What is wrong with it.
+        /// The fault of the NIC.
         problem: String,
         present: String,
     },
-    /// A number of NICs or queue pairs, or a lease, that cannot be.
+    /// The number of NICs or queue pairs, or the time of a lease, is invalid.
     #[error("RDMA cannot be set up with {0}")]
     Queues(String),
-    /// More peers than are followed.
+    /// More peers are listed than can be followed.
     #[error("{0} peers are listed, of at most {max}: use etcd, or a mesh for each part", max = crate::control::MEMBERS_MAX)]
     Listed(usize),
     #[error("cannot {doing} for the mesh: {source}")]

@@ -1,9 +1,10 @@
-//! What a node tells the others of the blocks it keeps: all of them once, in chunks, then what changes. Both sides of it,
-//! pure; who carries the [`Message`]s and when is the caller's business.
+//! Announcements of a node's blocks: all of them once, in chunks, then their changes. Both sides are pure;
+//! the caller carries the [`Message`]s.
 //!
-//! The digests are told in ascending order while they go on changing. A reader that has got as far as a digest is sent
-//! the changes of those up to it; the others come with a later chunk. So nothing is copied or held still for a snapshot,
-//! and whatever a reader does, the feed's memory is the set, one batch being gathered, and the last batches.
+//! Digests are sent in ascending order while they go on changing. A reader gets the changes of digests up to
+//! the last one sent to it; the others come with a later chunk. So nothing is copied or frozen for a
+//! snapshot. No reader adds to the memory of the feed: the set, one batch being gathered, and the last
+//! batches.
 
 mod follower;
 
@@ -13,22 +14,23 @@ use std::ops::Bound;
 pub use self::follower::{Follower, Heard, Unheard, keys_max};
 use crate::digest::{Change, Digest, Thinning};
 
-/// Digests of a chunk at most, and of those looked at for one: 250 KiB, some milliseconds of either side.
+/// Maximum digests of a chunk, and of those examined for one: 250 KiB, some milliseconds of either side.
 pub const CHUNK_DIGESTS_MAX: usize = 32_000;
-/// Changes of a batch at most: 62 KiB; applying them to a set of 10^7 takes some milliseconds.
+/// Maximum changes of a batch: 62 KiB; applying them to a set of 10^7 takes some milliseconds.
 pub const BATCH_CHANGES_MAX: usize = 8_000;
 
-/// Promises that are told of one node at most: 64 KiB. As many as all engines that a sidecar serves may have.
+/// Maximum promises of a node: 64 KiB. All engines of a sidecar together may have as many.
 pub const PROMISES_MAX: usize = 8192;
 
-/// No promises have this number: who was told none has it.
+/// The number of no promises: a reader has it before its first promises.
 const NO_PROMISES: u64 = 0;
 
-/// The blocks that a node keeps, the prompts that its engines have promised, and the last changes of both.
+/// The blocks of a node, the prompts promised by its engines, and the last changes of both.
 #[derive(Debug)]
 pub struct Feed {
     digests: BTreeSet<Digest>,
-    /// What differs from that by now. A digest is in here only if it does, so one that came and went is not.
+    /// Changes since the last batch. A digest is in here only if it differs, so one that came and went is
+    /// not.
     pending: BTreeMap<Digest, bool>,
     /// The last batches; the last of them led to `sequence`.
     batches: VecDeque<Batch>,
@@ -38,33 +40,35 @@ pub struct Feed {
     promises: Promises,
 }
 
-/// The prompts that a node's engines have promised, each by its last keys. They are few, so a message has all of them.
+/// The prompts promised by a node's engines, each by its last keys. They are few, so a message has all of
+/// them.
 #[derive(Debug, Default)]
 struct Promises {
     sealed: Vec<Digest>,
-    /// The promises that the next seal puts in place of the sealed ones; `None`: nothing was said since.
+    /// The promises to seal next; `None` if none came since the last seal.
     next: Option<Vec<Digest>>,
-    /// How often they were sealed.
+    /// The number of the sealed promises; it grows when they change.
     sequence: u64,
 }
 
-/// Changes that are told together: of a digest, one at most.
+/// Changes sent together: at most one of each digest.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 struct Batch {
     removed: Vec<Digest>,
     added: Vec<Digest>,
 }
 
-/// How far one follower has been told.
+/// The progress of one follower.
 #[derive(Clone, Debug)]
 pub struct Reader {
     thinning: Thinning,
-    /// The last batch that was looked at for it; none before anything was told.
+    /// The last batch examined for it; `None` before the first message.
     sequence: Option<u64>,
-    /// The last sequence that was told.
+    /// The last sequence sent.
     after: u64,
     told: Told,
-    /// The promises that were told last, and before any the number of none; `None`: this follower does not hear promises.
+    /// The number of the promises sent last, [`NO_PROMISES`] before the first; `None` if the follower does
+    /// not want promises.
     promises: Option<u64>,
 }
 
@@ -77,42 +81,42 @@ enum Told {
 
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum Message {
-    /// What was told before is void: all digests follow, as they are from here on.
+    /// Voids all digests sent before: all follow again, as of now.
     Begin {
         sequence: u64,
-        /// About as many digests follow.
+        /// Approximate number of the digests to follow.
         keys: u64,
         thinning: Thinning,
     },
     /// The next digests, ascending.
     Chunk {
-        /// As of when: all digests told so far are known up to here.
+        /// All digests sent so far are current as of this sequence.
         sequence: u64,
         /// Up to [`CHUNK_DIGESTS_MAX`] of them.
         digests: Vec<Digest>,
-        /// Whether these were the last.
+        /// True for the last chunk.
         last: bool,
     },
-    /// What has changed among the digests told so far.
+    /// Changes of the digests sent so far.
     Delta {
-        /// The sequence that the changes follow.
+        /// The sequence before the changes.
         after: u64,
-        /// The sequence that they lead to.
+        /// The sequence after the changes.
         sequence: u64,
-        /// None of these is in `added`.
+        /// Disjoint from `added`.
         removed: Vec<Digest>,
-        /// Up to [`BATCH_CHANGES_MAX`] with those removed.
+        /// Up to [`BATCH_CHANGES_MAX`] together with `removed`.
         added: Vec<Digest>,
     },
-    /// All that is promised: of each promise the last keys. Up to [`PROMISES_MAX`].
+    /// All promises of the node, as the last keys of each. Up to [`PROMISES_MAX`].
     Promises(Vec<Digest>),
 }
 
 // === impl Feed ===
 
 impl Feed {
-    /// A feed of nothing, which remembers at least the last `changes_max` changes: a follower that missed more is told
-    /// everything anew.
+    /// An empty feed, with memory of at least the last `changes_max` changes: a follower that missed more
+    /// gets everything again.
     pub fn new(changes_max: usize) -> Self {
         Self {
             digests: BTreeSet::new(),
@@ -125,7 +129,7 @@ impl Feed {
         }
     }
 
-    /// Takes up what has happened. It is told from the next [`Feed::seal`] on, at the latest when a batch is full.
+    /// Records changes. They are sent from the next [`Feed::seal`] on, at the latest when a batch is full.
     pub fn apply(&mut self, changes: &[Change]) {
         for change in changes {
             let (digest, kept) = (change.digest(), matches!(change, Change::Added(_)));
@@ -140,14 +144,14 @@ impl Feed {
         }
     }
 
-    /// Takes up what is promised from now on, in place of what was: up to [`PROMISES_MAX`]. It is told from the next [`Feed::seal`] on,
-    /// and of each follower behind all changes that were taken up before.
+    /// Replaces the promises, up to [`PROMISES_MAX`] of them. Each follower gets them from the next
+    /// [`Feed::seal`] on, behind all changes recorded before.
     pub fn promise(&mut self, mut promises: Vec<Digest>) {
         promises.truncate(PROMISES_MAX);
         self.promises.next = Some(promises);
     }
 
-    /// Makes a batch of what has happened since the last, if that is anything.
+    /// Makes a batch of the changes since the last one, if there are any, and replaces the sealed promises.
     pub fn seal(&mut self) {
         self.promises.seal();
         if self.pending.is_empty() {
@@ -174,24 +178,25 @@ impl Feed {
         }
     }
 
-    /// Digests it has, as of the last batch.
+    /// The number of digests, as of the last batch.
     pub fn len(&self) -> usize {
         self.digests.len()
     }
 
-    /// Whether it has none.
+    /// True without digests.
     pub fn is_empty(&self) -> bool {
         self.digests.is_empty()
     }
 
-    /// A follower that knows all up to batch `known` of this feed in this life of the node, or nothing.
+    /// A follower with knowledge of all up to batch `known` of this feed in this life of the node, or of
+    /// nothing.
     pub fn reader(&self, thinning: Thinning, known: Option<u64>) -> Reader {
         let told = if known.is_some() { Told::All } else { Told::Nothing };
         Reader { thinning, sequence: known, after: known.unwrap_or(0), told, promises: None }
     }
 
-    /// What a follower is to be told next; `None` until there is another batch. Batches that it has not seen are told as one, as far
-    /// as a message has room.
+    /// The next message for a follower; `None` until there is another batch. Batches new to it are merged
+    /// into one message, as far as it has room.
     pub fn next(&self, reader: &mut Reader) -> Option<Message> {
         let Some(mut behind) = self.behind(reader) else { return Some(self.begin(reader)) };
         while behind > 0 {
@@ -217,13 +222,13 @@ impl Feed {
         self.promises.next(reader)
     }
 
-    /// Whether a follower has been told everything up to the last batch.
+    /// True if a follower was sent everything up to the last batch.
     pub fn is_told(&self, reader: &Reader) -> bool {
         let promises = reader.promises.is_none_or(|told| told == self.promises.sequence);
         reader.told == Told::All && reader.sequence == Some(self.sequence) && promises
     }
 
-    /// Batches that a reader has not seen; `None` if one of them is forgotten, or was never there.
+    /// The number of batches new to a reader; `None` if one of them is forgotten, or was never there.
     fn behind(&self, reader: &Reader) -> Option<usize> {
         let behind = self.sequence.checked_sub(reader.sequence?)? as usize;
         (behind <= self.batches.len()).then_some(behind)
@@ -236,7 +241,7 @@ impl Feed {
         Message::Begin { sequence, keys: thinning.of(self.len() as u64), thinning }
     }
 
-    /// The next digests, for a reader that no batch concerns.
+    /// The next chunk, for a reader without new batches.
     fn chunk(&self, reader: &mut Reader) -> Message {
         let from = match reader.told {
             Told::UpTo(digest) => Bound::Excluded(digest),
@@ -270,7 +275,7 @@ impl Promises {
         }
     }
 
-    /// The message with the promises, for a reader that knows all blocks and has not been told these promises.
+    /// The message with the promises, for a reader with all blocks and without these promises.
     fn next(&self, reader: &mut Reader) -> Option<Message> {
         let told = reader.promises.as_mut().filter(|told| **told != self.sequence)?;
         *told = self.sequence;
@@ -285,9 +290,10 @@ impl Batch {
         self.removed.len() + self.added.len()
     }
 
-    /// What batches in a row come to: each change of a digest undoes the one before.
+    /// Merges batches in a row: each change of a digest undoes the one before.
     fn of(mut changes: Vec<(Digest, bool)>) -> Self {
-        // Stable: those of one digest stay in their order. It is quick where there are few runs in order.
+        // The sort is stable, so changes of one digest stay in their order. It is fast for a few ascending
+        // runs.
         changes.sort_by_key(|(digest, _)| *digest);
         let mut batch = Self::default();
         for of_one in changes.chunk_by(|(one, _), (next, _)| one == next) {
@@ -304,13 +310,14 @@ impl Batch {
 // === impl Reader ===
 
 impl Reader {
-    /// This reader, but told of promises too: once it knows all blocks, and again whenever the promises change.
+    /// This reader with promises, too: they come once it knows all blocks, and again at each change.
     #[must_use]
     pub fn hearing_promises(self) -> Self {
         Self { promises: Some(NO_PROMISES), ..self }
     }
 
-    /// Those changes of a batch whose digests this reader has been told of, or would have been; whether each is kept.
+    /// The changes of a batch that concern the digests sent to this reader. Each has true if its digest is
+    /// kept.
     fn share(&self, batch: &Batch) -> Vec<(Digest, bool)> {
         let told = |digest: Digest| match self.told {
             Told::Nothing => false,

@@ -1,13 +1,13 @@
 //! Blocks between pods.
 //!
-//! Job: know who is a member ([`membership`], [`control`]); tell the peers what is kept here and be told what they keep
-//! ([`feed`]), know which of them may have a block ([`directory`], of [`digest`]s), and carry the bytes of blocks from the
-//! pool of the sidecar that keeps them into the pool of one that asks ([`transport`]); count who would not have whom ([`refusals`]). What is asked for and which slots are
-//! given, the caller decides; here it is carried out, on threads of their own.
+//! Job: know the members ([`membership`], [`control`]); announce this node's blocks to its peers and receive
+//! their announcements ([`feed`]); find peers with a block ([`directory`], of [`digest`]s); carry the bytes
+//! of blocks from a peer's pool into this one ([`transport`]); count refusals ([`refusals`]). The caller
+//! chooses the blocks and the slots; the mesh does the work on threads of its own.
 //!
-//! May depend on: shm-protocol, rustix, rustls; `control` alone on tokio, tonic and, with the feature `etcd`, etcd's client,
-//! `transport::rdma` alone on sideway. Never: evicts or commits a slot, retries a block elsewhere, waits without a limit,
-//! believes a peer.
+//! May depend on: shm-protocol, rustix, rustls; `control` alone on tokio, tonic and, with the feature `etcd`,
+//! etcd's client, `transport::rdma` alone on sideway. Never: evicts or commits a slot, retries a block
+//! elsewhere, waits without a limit, trusts a peer.
 
 #![deny(unsafe_code)]
 

@@ -1,10 +1,11 @@
-//! Where peers connect to.
+//! Sockets to which peers connect.
 
 use std::net::{SocketAddr, TcpListener};
 
 use crate::Error;
 
-/// A listener that is polled, and its address: the one that is wanted, with a port of its own where that is 0.
+/// Binds a non-blocking listener. Returns it and its address, with a port chosen by the kernel if `wanted`
+/// has port 0.
 pub(crate) fn listen(wanted: SocketAddr) -> Result<(TcpListener, SocketAddr), Error> {
     let unheard = |source| Error::Listen { address: wanted, source };
     let listener = TcpListener::bind(wanted).map_err(unheard)?;

@@ -1,13 +1,14 @@
-//! Who is a member: pure. Events come in, what follows from them comes out, and time is an argument.
+//! Membership of a mesh, as pure state: events come in, steps go out, and time is an argument.
 //!
-//! A member is one life of a node, under a number that is used once. It is met at an endpoint: an address that a listed name
-//! has, where one life after the other may answer, or one registration in etcd. Endpoints are what is followed.
+//! A member is one life of a node, under a number used once. It is reached at an endpoint: an address of a
+//! listed name, at which one life after the other may answer, or one registration in etcd. Streams follow
+//! endpoints.
 //!
-//! - No two members have one node's name: a node that answers at two addresses is a member at one of them.
-//! - A registration is known by the revision that created it: an older one than the known is not believed.
-//! - Who is registered is a member until the registration ends, whether its stream is up or not. Who is listed becomes one
-//!   when its stream says who it is, and is one no more after long silence.
-//! - An address that is listed no more stays an endpoint for as long as it has a member.
+//! - No two members have one node's name: a node with two addresses is a member at one of them.
+//! - A registration is known by the revision at which it was created: an older one than the known is ignored.
+//! - A registered node is a member until its registration ends, whether its stream is up or not. A listed
+//!   node becomes a member when its stream names it, and is removed after long silence.
+//! - An address no longer listed stays an endpoint for as long as it has a member.
 
 mod listed;
 mod registered;
@@ -22,49 +23,50 @@ use crate::directory::Filter;
 use crate::refusals::Reason;
 use crate::transport::{BootId, MEMBERS_MAX, NodeId, Peer, PeerNumber};
 
-/// Addresses that are followed or tried: those of all members and, while pods are replaced, an old one beside each.
+/// Maximum addresses followed or tried: those of all members and, while pods are replaced, an old one beside
+/// each.
 pub const ENDPOINTS_MAX: usize = 2 * MEMBERS_MAX;
 
-/// Where a node serves blocks.
+/// Addresses of a node's block transports.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct DataAddresses {
     pub tcp: SocketAddr,
-    /// Where RDMA is arranged, if the node has NICs for it.
+    /// Address at which RDMA is set up, if the node has NICs for it.
     pub rdma: Option<SocketAddr>,
 }
 
-/// What becomes of the mesh. It is told on the thread of [`crate::control::Control`] and must not wait.
+/// Events of the mesh for the caller. The thread of [`crate::control::Control`] sends them and must not wait.
 #[derive(Debug)]
 pub enum News {
-    /// A member, in one life of it. A number is used once.
+    /// A life of a node became a member. A number is used once.
     Joined {
-        /// Its name from now on.
+        /// The number of the member.
         number: PeerNumber,
         peer: Peer,
-        /// Where RDMA is arranged with it, if it has NICs for it.
+        /// Address at which RDMA is set up, if the member has NICs for it.
         rdma: Option<SocketAddr>,
     },
-    /// A member no more: it must be cut off. Nothing is told of the number any more.
+    /// A member has left and must be cut off. No event has its number again.
     Left { number: PeerNumber, why: Parting },
-    /// All that a member keeps.
+    /// The whole inventory of a member.
     Snapshot { number: PeerNumber, filter: Filter, room: Room },
-    /// What has changed since.
+    /// Changes of the inventory since then.
     Changes { number: PeerNumber, changes: Vec<Change>, room: Room },
-    /// All that a member promises, in place of what it did before.
+    /// All promises of a member; they replace its earlier ones.
     Promises { number: PeerNumber, promises: Vec<Digest>, room: Room },
-    /// Nothing is heard of a member at present: what it was known to keep stays in use until it is heard of again or
-    /// [`News::Left`]. What it promised is void.
+    /// A member's stream is down: its inventory stays in use until the stream is back or [`News::Left`]. Its
+    /// promises are void.
     Stale { number: PeerNumber },
-    /// Something an operator should know.
+    /// A text for the operator.
     Note(String),
 }
 
-/// What a node says of itself.
+/// A node's name, life and addresses, as the node states them.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Identity {
     pub node: NodeId,
     pub boot: BootId,
-    /// Where it serves blocks.
+    /// Addresses of its block transports.
     pub data: DataAddresses,
 }
 
@@ -72,45 +74,46 @@ pub struct Identity {
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Registration {
     pub identity: Identity,
-    /// Where it is followed.
+    /// Address of its control service.
     pub control: SocketAddr,
-    /// The revision at which the key came to be: a later life of a node has a later one.
+    /// The revision at which the key was created: a later life of a node has a later one.
     pub created: i64,
 }
 
-/// Why a member is one no more.
+/// The reason why a member has left.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum Parting {
-    /// Its registration has ended: it said so, or its lease ran out.
+    /// Its registration was deleted, or its lease ran out.
     Unregistered,
-    /// The node lives again, or moved.
+    /// The node has restarted, or has moved.
     Restarted,
-    /// It is only listed, and nothing was heard of it for long.
+    /// The node is only listed, and has been silent for long.
     Silent,
 }
 
-/// What is followed. Its number is used once.
+/// A place to follow: a listed address or a registration. Its number is used once.
 #[derive(Copy, Clone, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub struct Endpoint(pub u32);
 
-/// Why nobody is followed at an endpoint at present.
+/// The reason why an endpoint is not followed at present.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum Failure {
-    /// Nobody was reached, or nobody of this mesh. With the remedy where there is one.
+    /// No node answered, or no node of this mesh. With the remedy if there is one.
     Unreached(String),
-    /// Another life of a node than the one that is followed elsewhere. Of one that has moved, that stream breaks soon.
+    /// Another life of a node with a stream at another endpoint. If the node has moved, that stream breaks
+    /// soon.
     Twin(NodeId, SocketAddr),
-    /// A member answered that is followed at another address.
+    /// The member that answered is followed at another address.
     Elsewhere(NodeId),
 }
 
 #[derive(Debug)]
 pub enum Step {
     Tell(News),
-    /// Follow who is at this address.
+    /// Follow this address.
     Follow(Endpoint, String),
     Unfollow(Endpoint),
-    /// Dial at once who is not followed: a node that was followed elsewhere may answer there.
+    /// Dial all endpoints without a stream at once: a node lost at another address may answer there.
     Retry,
 }
 
@@ -118,14 +121,14 @@ pub enum Step {
 pub struct Membership {
     own: (NodeId, BootId),
     gone_ms: u64,
-    /// The addresses that each listed name has.
+    /// The addresses of each listed name.
     names: BTreeMap<String, BTreeSet<SocketAddr>>,
     places: BTreeMap<Endpoint, Place>,
     endpoints: u32,
     numbers: u32,
 }
 
-/// An endpoint, and who is there.
+/// An endpoint, and its member if it has one.
 #[derive(Debug)]
 struct Place {
     origin: Origin,
@@ -141,18 +144,18 @@ enum Origin {
 #[derive(Debug)]
 enum Found {
     Nobody(Vacancy),
-    /// This node itself, when it was last tried.
+    /// This node itself answered the last attempt.
     Own,
     Member(Member),
 }
 
-/// That an endpoint has no member.
+/// The state of an endpoint without a member.
 #[derive(Debug)]
 struct Vacancy {
     since_ms: u64,
-    /// Why the last attempt failed.
+    /// The failure of the last attempt.
     why: Option<Failure>,
-    /// An operator was told.
+    /// True once the operator has a note of it.
     told: bool,
 }
 
@@ -160,7 +163,7 @@ struct Vacancy {
 struct Member {
     number: PeerNumber,
     identity: Identity,
-    /// When its stream broke.
+    /// The time at which its stream broke.
     down_ms: Option<u64>,
 }
 
@@ -179,12 +182,12 @@ impl fmt::Display for Parting {
 // === impl Failure ===
 
 impl Failure {
-    /// Why a node that has said who it is does not become a member.
+    /// The reason to count for a node that answered but is not accepted.
     pub(crate) fn reason(&self) -> Option<Reason> {
         match self {
             Self::Unreached(_) => Some(Reason::NotMember),
             Self::Twin(..) => Some(Reason::Name),
-            // It is one already.
+            // The node is a member already.
             Self::Elsewhere(_) => None,
         }
     }
@@ -216,7 +219,7 @@ impl fmt::Display for Failure {
 // === impl Origin ===
 
 impl Origin {
-    /// Where who is there is followed.
+    /// The address to follow.
     fn address(&self) -> String {
         match self {
             Self::Listed(address) => address.to_string(),
@@ -239,7 +242,7 @@ impl Place {
         matches!(self.found, Found::Own)
     }
 
-    /// The address, if it is listed or was.
+    /// The address of a listed endpoint, even if the address is no longer listed.
     fn address(&self) -> Option<SocketAddr> {
         match self.origin {
             Origin::Listed(address) => Some(address),
@@ -258,7 +261,7 @@ impl Place {
 // === impl Membership ===
 
 impl Membership {
-    /// A mesh of this node alone. A listed member is left after `gone_ms` of silence.
+    /// A mesh of this node alone. A listed member is removed after `gone_ms` of silence.
     pub fn new(own: (NodeId, BootId), gone_ms: u64) -> Self {
         let (names, places) = Default::default();
         Self { own, gone_ms, names, places, endpoints: 0, numbers: 0 }
@@ -269,12 +272,12 @@ impl Membership {
         Some(self.places.get(&endpoint)?.member()?.number)
     }
 
-    /// Where a member is followed.
+    /// The endpoint at which a member is followed.
     pub fn endpoint(&self, number: PeerNumber) -> Option<Endpoint> {
         self.members().find(|(_, member)| member.number == number).map(|(endpoint, _)| endpoint)
     }
 
-    /// Whether this life of a node is heard of: that of a member whose stream is up, or this node's own.
+    /// True if this life of a node is a member with a stream, or this node itself.
     pub fn knows(&self, node: &str, boot: u64) -> bool {
         let is = |(name, life): (&NodeId, BootId)| name.as_str() == node && life.0.get() == boot;
         let up =
@@ -282,7 +285,7 @@ impl Membership {
         is((&self.own.0, self.own.1)) || self.members().any(|(_, member)| up(member))
     }
 
-    /// The live holder of a name, claimed by another life: a member with its address, or this node.
+    /// The live holder of a name, if another life claims it: a member with its address, or this node.
     pub fn name_holder(&self, node: &str, boot: u64) -> Option<String> {
         let (own, own_boot) = &self.own;
         if own.as_str() == node && own_boot.0.get() != boot {
@@ -296,7 +299,7 @@ impl Membership {
         Some(format!("the live member at {}", holder.origin.address()))
     }
 
-    /// Members: the name and life of each, and where it is followed.
+    /// All members: the name, life and control address of each.
     pub fn followed(&self) -> Vec<(NodeId, BootId, String)> {
         let member = |place: &Place| {
             let identity = &place.member()?.identity;
@@ -311,7 +314,8 @@ impl Membership {
 
     // === streams ===
 
-    /// The stream of an endpoint is up, and says who is there. `Err` is why it is not wanted.
+    /// An endpoint's stream is up, with the node's statement of itself. `Err` is the reason to end the
+    /// stream.
     pub fn hello(&mut self, now_ms: u64, endpoint: Endpoint, says: &Identity) -> Result<Vec<Step>, Failure> {
         let Some(place) = self.places.get_mut(&endpoint) else { return Ok(vec![Step::Unfollow(endpoint)]) };
         if let Some(member) = place.member_mut().filter(|member| member.identity == *says) {
@@ -333,7 +337,7 @@ impl Membership {
         }
     }
 
-    /// Another life than the known answers at a listed address.
+    /// Handles another life than the known one at a listed address.
     fn met(
         &mut self,
         now_ms: u64,
@@ -349,7 +353,7 @@ impl Membership {
         if up.is_some() || own && says.boot != self.own.1 {
             return Err(Failure::Twin(says.node.clone(), address));
         }
-        // Of one that has moved, the member at the other address is the same node in an earlier stream of it.
+        // If the node has moved, the member at the other address is the same node in an earlier stream.
         let moved = other.map(|(at, _)| at);
         if moved.is_none() && !own && self.number(endpoint).is_none() && self.members().count() >= MEMBERS_MAX
         {
@@ -358,7 +362,7 @@ impl Membership {
         let left = moved.into_iter().chain([endpoint]);
         let mut steps: Vec<Step> = left.flat_map(|at| self.vacate(now_ms, at, Parting::Restarted)).collect();
         match self.places.get_mut(&endpoint) {
-            // It was no more than the address of the member that has left.
+            // The address is no longer listed, and was an endpoint only for the member that has left.
             None => {}
             Some(place) if own => {
                 place.found = Found::Own;
@@ -369,7 +373,7 @@ impl Membership {
         Ok(steps)
     }
 
-    /// Nobody is followed at an endpoint at present: its stream broke, or was never up.
+    /// An endpoint's stream broke, or the attempt to open one failed.
     pub fn down(&mut self, now_ms: u64, endpoint: Endpoint, why: &Failure) -> Vec<Step> {
         let Some(place) = self.places.get_mut(&endpoint) else { return Vec::new() };
         match &mut place.found {
@@ -406,7 +410,7 @@ impl Membership {
         self.numbers += 1;
         let number = PeerNumber(self.numbers);
         let Identity { node, boot, data } = identity.clone();
-        let place = self.places.get_mut(&endpoint).expect("who joins is at an endpoint");
+        let place = self.places.get_mut(&endpoint).expect("a node joins at an endpoint");
         place.found = Found::Member(Member { number, identity, down_ms: None });
         Step::Tell(News::Joined {
             number,
@@ -415,7 +419,8 @@ impl Membership {
         })
     }
 
-    /// The member at an endpoint, if there is one, is one no more. The endpoint goes too unless its address is listed.
+    /// Removes the member at an endpoint, if there is one. The endpoint goes too unless its address is
+    /// listed.
     fn vacate(&mut self, now_ms: u64, endpoint: Endpoint, why: Parting) -> Vec<Step> {
         let Some(place) = self.places.get_mut(&endpoint) else { return Vec::new() };
         let Found::Member(Member { number, .. }) = place.found else { return Vec::new() };

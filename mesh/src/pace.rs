@@ -1,17 +1,18 @@
-//! How often a node tells each follower what has changed: the more of them there are, the longer each rests between two batches,
-//! so that all of them together are told a bounded number of batches a second.
+//! The pace at which a node announces its changes: the more followers it has, the longer each rests between
+//! two batches, so all of them together get a bounded number of batches a second.
 //!
-//! Followers that wait for a block are told in turns of their own. However many wait, and however many do not, neither get
-//! more than a batch every [`TURN`] together.
+//! Followers with a waiting request are counted on their own. Even so, the waiting followers get no more than
+//! a batch every [`TURN`] together, and so do the others.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-/// Changes are gathered for so long before they are told, and no follower is told twice in less.
+/// Changes are gathered for so long before they are sent, and no follower gets two batches in less.
 pub const GATHER: Duration = Duration::from_millis(5);
-/// What each follower adds to the rest of all, unless told otherwise: 4,000 batches a second, a fifth of a core over TLS.
+/// Default time added by each follower to the rest of all: 4,000 batches a second, a fifth of a core over
+/// TLS.
 pub const TURN: Duration = Duration::from_micros(250);
-/// How long a follower that said that it waits is one that waits: as long as a request may.
+/// Milliseconds for which a follower counts as waiting: as long as a request may wait.
 pub const WAIT_MS: u64 = shm_protocol::layout::QUERY_WAIT_MS_MAX as u64;
 
 /// The time between two batches to each of so many followers.
@@ -19,14 +20,14 @@ pub fn rest(turn: Duration, followers: usize) -> Duration {
     GATHER.max(turn.saturating_mul(u32::try_from(followers).unwrap_or(u32::MAX)))
 }
 
-/// Who follows, and who of them waits.
+/// All followers, and those with a waiting request.
 #[derive(Debug)]
 pub(crate) struct Pace {
     turn: Duration,
     next: u64,
-    /// Until when each follower waits, or has waited.
+    /// The end of each follower's last wait, in milliseconds; zero without one.
     followers: BTreeMap<u64, u64>,
-    /// Those that wait, by the end of that.
+    /// Waiting followers, by the end of their wait.
     waiting: BTreeSet<(u64, u64)>,
 }
 
@@ -49,7 +50,7 @@ impl Pace {
         }
     }
 
-    /// A follower waits for a block, for [`WAIT_MS`] from now on.
+    /// Marks a follower as waiting for a block, for [`WAIT_MS`] from now on.
     pub(crate) fn wait(&mut self, follower: u64, now_ms: u64) {
         let Some(until_ms) = self.followers.get_mut(&follower) else { return };
         self.waiting.remove(&(*until_ms, follower));
@@ -57,7 +58,7 @@ impl Pace {
         self.waiting.insert((*until_ms, follower));
     }
 
-    /// How long a follower rests between two batches.
+    /// The time between two batches to a follower.
     pub(crate) fn rest(&mut self, follower: u64, now_ms: u64) -> Duration {
         while self.waiting.first().is_some_and(|(until_ms, _)| *until_ms <= now_ms) {
             self.waiting.pop_first();
@@ -66,7 +67,7 @@ impl Pace {
         rest(self.turn, if waits { self.waiting.len() } else { self.followers.len() })
     }
 
-    /// How long those rest that do not wait.
+    /// The time between two batches to a follower without a waiting request.
     pub(crate) fn longest(&self) -> Duration {
         rest(self.turn, self.followers.len())
     }
@@ -104,11 +105,11 @@ mod tests {
         assert_eq!(pace.rest(waits, 100 + WAIT_MS), pace.longest(), "for a time");
         all.iter().for_each(|one| pace.wait(*one, 5000));
         assert_eq!(pace.rest(waits, 5000), pace.longest(), "those that wait have a bound of their own");
-        // Who says it again and again is counted once, and who leaves is not counted.
+        // A follower is counted once however often it waits, and not after it has left.
         (0..50).for_each(|ms| pace.wait(waits, 5000 + ms));
         all[1..].iter().for_each(|one| pace.leave(*one));
         assert_eq!((pace.rest(waits, 5000), pace.longest()), (GATHER, GATHER));
         pace.wait(other, 5000);
-        assert_eq!(pace.waiting.len(), 1, "who has left does not wait");
+        assert_eq!(pace.waiting.len(), 1, "a follower that has left does not wait");
     }
 }

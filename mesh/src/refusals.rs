@@ -1,9 +1,9 @@
-//! How often this node and its peers would not have each other, and why: for whoever shows figures.
+//! Counts of refused connections between nodes, by reason, for metrics.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 shm_protocol::named! {
-    /// Why a connection between two nodes came to nothing, whichever of them made it.
+    /// The reason why a connection between two nodes was refused or failed, whichever of them made it.
     pub enum Reason {
         /// Another version of a protocol.
         Version = "version",
@@ -11,21 +11,21 @@ shm_protocol::named! {
         Mesh = "mesh",
         /// No TLS session: a certificate is missing, expired, or not of the mesh's authority and name.
         Certificate = "certificate",
-        /// Nothing was said in time.
+        /// No message came in time.
         Silent = "silent",
-        /// What was said is none of the protocol.
+        /// A message does not belong to the protocol.
         Malformed = "malformed",
-        /// The peer is no member, or no more.
+        /// The peer is not a member any more, or never was.
         NotMember = "not_member",
-        /// Another node, or another life of it, than the one that was meant.
+        /// Another node answered than expected, or another life of it.
         OtherLife = "other_life",
         /// Two nodes have one name.
         Name = "name",
-        /// As many connections, members or addresses as there may be.
+        /// The limit of connections, members or addresses is reached.
         Full = "full",
-        /// What was sent was not taken, or what was lent not read, in time.
+        /// A message was not read in time, or a lent block was not.
         Slow = "slow",
-        /// As much is under way as may be.
+        /// The limit of work under way is reached.
         Busy = "busy",
         /// One of them is about to end.
         Draining = "draining",
@@ -33,7 +33,7 @@ shm_protocol::named! {
         Queues = "queues",
         /// No descriptors, threads or queue pairs are left.
         Resources = "resources",
-        /// The other side would not, and has counted why.
+        /// The other side refused, and counts the reason.
         Refused = "refused",
     }
 }

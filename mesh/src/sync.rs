@@ -1,16 +1,16 @@
-//! The clock, locked mutexes, and a limit of notes, for threads and tasks alike.
+//! The clock, mutexes, and a limit of log lines, for threads and tasks alike.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-/// Milliseconds between two notes.
+/// Milliseconds between two log lines.
 const RARE_MS: u64 = 1000;
 
-/// Whether something that happens as often as somebody connects is to be noted: at most once a second.
+/// Limits log lines about events as frequent as connections to one a second.
 pub(crate) struct Rarely {
     began: Instant,
-    /// When something may be noted again, in milliseconds since `began`.
+    /// Time of the next line at the earliest, in milliseconds since `began`.
     next_ms: AtomicU64,
 }
 
@@ -19,7 +19,8 @@ pub(crate) fn now() -> Instant {
     Instant::now()
 }
 
-/// A poisoned mutex is used on: no guard is held over a call that can panic, so the value behind it is whole.
+/// Locks a mutex, also a poisoned one: no guard is held over a call that can panic, so the value behind it is
+/// whole.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -31,7 +32,7 @@ impl Rarely {
         Self { began: now(), next_ms: AtomicU64::new(0) }
     }
 
-    /// Whether this one is to be noted; of several threads that ask at once, one is told so.
+    /// True if a line may be logged now: for one thread, if several ask at once.
     pub(crate) fn due(&self) -> bool {
         let ms = now().saturating_duration_since(self.began).as_millis() as u64;
         let next = self.next_ms.load(Ordering::Relaxed);

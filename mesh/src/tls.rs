@@ -1,5 +1,5 @@
-//! Mutual TLS: certificate, key and authority from PEM files, read again when they change. One certificate of a node serves
-//! its blocks and its control.
+//! Mutual TLS: certificate, key and authority from PEM files, read again when they change. A node has one
+//! certificate for its blocks and its control service.
 
 use std::fs::Metadata;
 use std::io;
@@ -20,34 +20,36 @@ use rustls::{
 use crate::Error;
 use crate::sync::lock;
 
-/// Who may connect, and who may read along. There is no default.
+/// The security of a mesh's connections. There is no default.
 #[derive(Clone, Debug)]
 pub enum Security {
     Tls(Tls),
-    /// Anybody who can reach the port and knows a member's name may ask, and anybody on the way may read.
+    /// Any host that reaches the port and knows a member's name may request blocks, and any host on the path
+    /// may read them.
     Plaintext,
 }
 
-/// What TLS is made of. The authority is the mesh's own: whoever has a certificate of it may ask for blocks.
+/// Files for TLS. The authority belongs to the mesh alone: every holder of its certificates may request
+/// blocks.
 #[derive(Clone, Debug)]
 pub struct Tls {
-    /// This node's certificate and what leads from it to the authority, in PEM.
+    /// This node's certificate and the chain from it to the authority, in PEM.
     pub certificate: PathBuf,
     /// Its private key, in PEM.
     pub key: PathBuf,
     /// Certificates of the authority, in PEM.
     pub ca: PathBuf,
-    /// The DNS name or IP address that the certificate of every node carries.
+    /// The DNS name or IP address in the certificate of every node.
     pub name: String,
 }
 
-/// What peers are told to do where a certificate is not accepted.
+/// The remedy sent to peers with a refused certificate.
 pub(crate) const REMEDY: &str = "give both nodes unexpired certificates of one CA that carry the agreed name";
 
-/// What tells one content of a file from another without reading it: device, inode, length, time of change.
+/// Distinguishes contents of the files without reading them: device, inode, length, time of change.
 type Stamp = [(u64, u64, u64, i64, i64); 3];
 
-/// The files, as they were read last.
+/// The files, as read last.
 #[derive(Debug)]
 pub(crate) struct Credentials {
     files: Tls,
@@ -57,10 +59,10 @@ pub(crate) struct Credentials {
 
 #[derive(Debug)]
 struct Last {
-    /// When they were looked at last; another one means that something has changed.
+    /// The stamp at the last read; another one means a change.
     stamp: Stamp,
     sides: Sides,
-    /// What was said of files that cannot be used.
+    /// The last note about unusable files.
     told: Option<String>,
 }
 
@@ -73,7 +75,7 @@ struct Sides {
 // === impl Security ===
 
 impl Security {
-    /// The certificates of this node's sessions; `None` where peers speak without TLS.
+    /// The certificates of this node's sessions; `None` for plaintext.
     pub(crate) fn credentials(&self) -> Result<Option<Credentials>, Error> {
         match self {
             Self::Tls(files) => Ok(Some(Credentials::read(files.clone())?)),
@@ -93,39 +95,39 @@ impl Credentials {
         Ok(Self { files, name, last: Mutex::new(Last { stamp, sides, told: None }) })
     }
 
-    /// A session as the side that connects.
+    /// A session of the connecting side.
     pub(crate) fn connect(&self, note: impl FnOnce(String)) -> Result<Connection, rustls::Error> {
         let (config, name) = self.client(note);
         Ok(ClientConnection::new(config, name)?.into())
     }
 
-    /// A session as the side that is connected to.
+    /// A session of the accepting side.
     pub(crate) fn accept(&self, note: impl FnOnce(String)) -> Result<Connection, rustls::Error> {
         Ok(ServerConnection::new(self.server(note))?.into())
     }
 
-    /// The side that connects, and the name that the other's certificate must carry.
+    /// The settings of the connecting side, and the name required in the peer's certificate.
     pub(crate) fn client(&self, note: impl FnOnce(String)) -> (Arc<ClientConfig>, ServerName<'static>) {
         (self.sides(note).client, self.name.clone())
     }
 
-    /// The side that is connected to.
+    /// The settings of the accepting side.
     pub(crate) fn server(&self, note: impl FnOnce(String)) -> Arc<ServerConfig> {
         self.sides(note).server
     }
 
-    /// What the files hold now; where that cannot be used, what they held before, and a note, once.
+    /// The settings from the current files. If those are unusable, the previous settings, and one note.
     fn sides(&self, note: impl FnOnce(String)) -> Sides {
         let mut last = lock(&self.last);
         let read = self.files.stamp().and_then(|stamp| {
             if stamp != last.stamp {
                 last.sides = Sides::read(&self.files)?;
-                // Only now: files that could not be read are read again at the next connection, changed or not.
+                // Set after the read: unusable files are read again at the next connection, changed or not.
                 last.stamp = stamp;
             }
             Ok(())
         });
-        // A file that is missing is looked for at every connection: it is about to be replaced.
+        // A missing file is looked for at every connection: it is about to be replaced.
         match read {
             Ok(()) => last.told = None,
             Err(error) => {
@@ -143,7 +145,8 @@ impl Credentials {
 // === impl Tls ===
 
 impl Tls {
-    /// Whether peers with files of the same authority accept this node now, as the side that connects and as the other.
+    /// Checks that peers with files of the same authority accept this node's certificate now, on both sides
+    /// of a connection.
     pub fn check(&self) -> Result<(), Error> {
         let name = Credentials::read(self.clone())?.name;
         let provider = Arc::new(rustls::crypto::ring::default_provider());
@@ -212,7 +215,8 @@ impl Sides {
     }
 }
 
-/// A session with a server of another authority, which may want a certificate of ours and speaks HTTP/2.
+/// Settings for a server of another authority, with this node's certificate if the server requires one, and
+/// HTTP/2.
 #[cfg(feature = "etcd")]
 pub(crate) fn outward(ca: &Path, own: Option<(&Path, &Path)>) -> Result<Arc<ClientConfig>, Error> {
     let provider = Arc::new(rustls::crypto::ring::default_provider());
@@ -229,8 +233,8 @@ pub(crate) fn outward(ca: &Path, own: Option<(&Path, &Path)>) -> Result<Arc<Clie
     Ok(Arc::new(config))
 }
 
-/// Without tickets an idle connection has nothing to read, which is how a side knows that the other has not hung up;
-/// and a session is never resumed under a certificate that was replaced.
+/// Without tickets an idle connection has nothing to read, so a side can tell that the other has not hung up.
+/// And no session is resumed under a replaced certificate.
 fn no_tickets(mut server: ServerConfig) -> ServerConfig {
     server.send_tls13_tickets = 0;
     server

@@ -1,12 +1,13 @@
-//! What carries blocks between the pools of two sidecars.
+//! Transports: they carry blocks between the pools of two sidecars.
 //!
-//! The caller decides and never waits: it posts [`Fetch`]es and answers what [`Up`] brings. To it a fetch from a peer is
-//! what a read from an SSD is: slots are filled, and one [`Done`] for each block says what came of it.
+//! The caller decides and never waits: it posts [`Fetch`]es and answers events of [`Up`]. A fetch from a peer
+//! looks like a read from an SSD: slots are filled, and each block ends with one [`Done`].
 //!
-//! - A slot given to a fetch is the fetch's until its `Done`, whatever became of the peer, the stream or the query.
-//! - Granted slots are the transport's until it says [`Up::Release`], which it does exactly once for every grant.
-//! - Every byte that arrives is verified against the checksum that the owner states.
-//! - Nothing waits for ever: every fetch ends by its time, whatever the peer does.
+//! - A slot given to a fetch belongs to it until its `Done`, even if the peer, the stream or the query is
+//!   gone.
+//! - Granted slots belong to the transport until it sends [`Up::Release`], exactly once for every grant.
+//! - Every byte received is verified against the checksum stated by the owner.
+//! - Every wait has a limit: every fetch ends by its time, even if the peer does nothing.
 
 #[cfg(feature = "rdma")]
 pub mod rdma;
@@ -25,20 +26,20 @@ use thiserror::Error;
 use crate::Error;
 use crate::refusals::Reason;
 
-/// Bytes of the longest name of a node: that of the longest DNS name.
+/// Maximum bytes of a node's name: the longest DNS name.
 pub const NODE_BYTES_MAX: usize = 253;
-/// Members that a node knows of, and the most that it serves: each costs a stream, its filter and 256 KiB.
+/// Maximum members known to a node and served by it: each costs a stream, its filter and 256 KiB.
 pub const MEMBERS_MAX: usize = 1024;
 
-/// A node's name, the same in all its lives: its pod's name, or host:port.
+/// The name of a node, the same in all its lives: the name of its pod, or host:port.
 #[derive(Clone, Debug, Eq, Hash, PartialEq)]
 pub struct NodeId(String);
 
-/// A life of a node, drawn at its start: a message of another life is refused.
+/// A life of a node, drawn at its start. A message of another life is refused.
 #[derive(Copy, Clone, Debug, Eq, Hash, PartialEq)]
 pub struct BootId(pub NonZeroU64);
 
-/// Names a peer between the caller and the transport.
+/// The number of a peer between the caller and the transport.
 #[derive(Copy, Clone, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub struct PeerNumber(pub u32);
 
@@ -46,42 +47,42 @@ pub struct PeerNumber(pub u32);
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Peer {
     pub node: NodeId,
-    /// The life of it that is a member; `None` where the membership is a static list, which knows none.
+    /// The member's life; `None` if it is unknown, as in a static list.
     pub boot: Option<BootId>,
-    /// Where it serves blocks.
+    /// The address of its block transport.
     pub address: SocketAddr,
 }
 
-/// Blocks wanted from a peer. An end comes for each of them, at the latest when `deadline` and then one
+/// Blocks to fetch from a peer. Each of them ends, at the latest when `deadline` and then one
 /// [`tcp::Limits::progress`] have passed.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Fetch {
-    /// The name that [`Done`] answers with; not used again before all of its ends have come.
+    /// Returned in each [`Done`]; not used again before all blocks have ended.
     pub ticket: u64,
     pub peer: PeerNumber,
-    /// What is wanted, and where in the pool it goes: the slot is the fetch's until its [`Done`].
+    /// Each block with its slot in the pool. The slot belongs to the fetch until its [`Done`].
     pub blocks: Vec<(Label, u64)>,
-    /// How long it may take in all.
+    /// Time limit of the whole fetch.
     pub deadline: Duration,
 }
 
-/// One block of a fetch has ended, in any order, as they arrive: the slot is the caller's again.
+/// The end of a block of a fetch, in any order. The slot belongs to the caller again.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Done {
     pub ticket: u64,
-    /// The block's number in it.
+    /// The block's number in the fetch.
     pub index: u32,
-    /// The checksum (XXH3-64) of the block that the slot now holds, or why it holds none.
+    /// The checksum (XXH3-64) of the block now in the slot, or the reason why it holds none.
     pub result: Result<u64, Fault>,
 }
 
-/// Why a block did not come. Each is a miss, and counted.
+/// The reason why a block did not arrive. Each is a miss, and counted.
 #[derive(Copy, Clone, Debug, Eq, Error, PartialEq)]
 pub enum Fault {
-    /// The owner has it no more, or never had.
+    /// The owner no longer has the block, or never had it.
     #[error("the peer has no such block")]
     Absent,
-    /// Other bytes arrived than the owner stated.
+    /// The bytes differ from the checksum stated by the owner.
     #[error("the block's checksum does not match")]
     Corrupt,
     /// The stream ended in the middle of the block.
@@ -91,63 +92,63 @@ pub enum Fault {
     Timeout(Stage),
     #[error("the connection failed: {0}")]
     Peer(ErrorKind),
-    /// The peer's bytes are none that a peer sends.
+    /// The bytes are not from this protocol.
     #[error("the peer sent {0}")]
     Malformed(&'static str),
-    /// This side or the other will not.
+    /// This side or the peer refused.
     #[error("refused: {0}")]
     Refused(Refusal),
-    /// The caller cancelled it, or the peer left, or the transport was stopped.
+    /// The caller cancelled the fetch, the peer left, or the transport was stopped.
     #[error("the fetch was stopped")]
     Stopped,
 }
 
 shm_protocol::named! {
-    /// What took too long.
+    /// The stage of a fetch that took too long.
     pub enum Stage {
         Connect = "connecting",
         /// TLS and the first frames.
         Handshake = "the handshake",
-        /// From asking to an answer.
+        /// From a request to its answer.
         FirstByte = "the answer",
         Progress = "a part of a block",
         Whole = "the fetch",
     }
 }
 
-/// Why one side will not.
+/// The reason for a refusal.
 #[derive(Copy, Clone, Debug, Eq, Error, PartialEq)]
 pub enum Refusal {
-    /// Another version of the protocol.
+    /// The peer has another version of the protocol.
     #[error("the peer runs another release (its protocol is version {0}): run the same on every node")]
     Version(u16),
     /// Another node answers at this address.
     #[error("another node answers at this address")]
     OtherNode,
-    /// Another life than the one that was meant: it was restarted.
+    /// Another life of the node answers: it was restarted.
     #[error("the node was restarted")]
     OtherBoot,
-    /// The one that asks is no member, or no more.
+    /// The client is not a member, or no longer one.
     #[error("not a member, or no longer one")]
     NotMember,
     /// A certificate is missing, expired or not of the mesh's authority.
     #[error("the certificate is not accepted")]
     Certificate,
-    /// As much is under way as may be.
+    /// The limit of requests under way is reached.
     #[error("too many requests are under way")]
     Busy,
-    /// As many connections are served as may be.
+    /// The limit of connections is reached.
     #[error(
         "the limit of connections is reached: lower --tcp-streams, or --qps-per-peer with --nics, on every node"
     )]
     Full,
-    /// It is about to end.
+    /// The node is about to end.
     #[error("the sidecar is ending")]
     Draining,
-    /// Bytes that are none of the protocol.
+    /// The bytes are not from this protocol.
     #[error("malformed")]
     Malformed,
-    /// Both sides must have as many NICs and queue pairs; these are the other's.
+    /// Both sides must have the same number of NICs and queue pairs; these are the numbers of the peer.
     #[error(
         "the peer has {nics} NICs for RDMA and {pairs} queue pairs of each to a peer: pass the same number of both on \
          every node"
@@ -159,43 +160,44 @@ pub enum Refusal {
     },
 }
 
-/// What a transport tells its caller. It is called on threads of the transport and must not wait.
+/// Events of a transport for its caller. They are sent on threads of the transport, and the receiver must not
+/// wait.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum Up {
     /// A block of a fetch has ended.
     Done(Done),
-    /// A peer wants blocks: answered by one [`Granted`], soon.
+    /// A peer requests blocks. The caller answers soon with one [`Granted`].
     Asked {
         ask: u64,
         peer: PeerNumber,
-        /// What it asks for.
+        /// The requested blocks.
         blocks: Vec<Label>,
     },
-    /// The checksum of a granted slot, which nobody knew: for its header. Comes before its [`Up::Release`].
+    /// The checksum of a granted slot, unknown until now: for its header. Comes before its [`Up::Release`].
     Checksum {
         slot: SlotRef,
         /// XXH3-64 of the block.
         checksum: u64,
     },
-    /// The slots of a grant are the caller's again.
+    /// The slots of a grant belong to the caller again.
     Release {
         ask: u64,
-        /// Blocks of it that were sent whole.
+        /// Number of its blocks sent whole.
         sent: u32,
     },
-    /// A peer answered at a new connection, in this life of it.
+    /// A peer answered on a new connection, in this life.
     Connected {
         peer: PeerNumber,
         /// The life that answered.
         boot: BootId,
     },
-    /// A connection to a peer could not be made, or broke. What was asked over it ends by itself.
+    /// A connection to a peer could not be made, or broke. Its requests end by themselves.
     PeerDown { peer: PeerNumber, fault: Fault },
-    /// Something an operator should know.
+    /// A text for the operator.
     Note(String),
 }
 
-/// The answer to [`Up::Asked`]: one entry for each block, `None` where it is absent.
+/// The answer to [`Up::Asked`]: one entry for each block, `None` for an absent one.
 #[derive(Clone, Debug)]
 pub struct Granted {
     pub ask: u64,
@@ -203,35 +205,36 @@ pub struct Granted {
     pub slots: Vec<Option<Grant>>,
 }
 
-/// A slot that may be read.
+/// A slot to be read by a peer.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Grant {
-    /// The slot, which holds the block that was asked for, in its length.
+    /// The slot with the requested block, of the requested length.
     pub slot: SlotRef,
-    /// XXH3-64 of it, where it is known.
+    /// XXH3-64 of the block, if known.
     pub checksum: Option<u64>,
 }
 
-/// What carries blocks. No call waits.
+/// A transport of blocks. No call waits.
 pub trait Transport: Send + Sync {
-    /// A member: it may be fetched from, and may ask. One of that number before it has left.
+    /// Adds a member: it may be fetched from, and may request blocks. An earlier peer of that number has
+    /// left.
     fn join(&self, number: PeerNumber, peer: Peer);
-    /// A member no more, or fenced: what is under way with it ends, and it is refused from now on.
+    /// Removes a member: its fetches and requests end, and it is refused from now on.
     fn leave(&self, number: PeerNumber);
-    /// Begins a fetch. What cannot be begun ends at once.
+    /// Begins a fetch. Blocks that cannot begin end at once.
     fn post(&self, fetch: Fetch);
-    /// Ends a fetch early, as [`Fault::Stopped`]: blocks whose bytes are arriving within [`tcp::Limits::progress`], the
-    /// others at once.
+    /// Ends a fetch early, as [`Fault::Stopped`]: blocks already arriving within [`tcp::Limits::progress`],
+    /// the others at once.
     fn cancel(&self, ticket: u64);
     fn grant(&self, granted: Granted);
-    /// Takes on nothing new from now on, in either direction. What is under way ends by itself.
+    /// Accepts nothing new from now on, in either direction. Work under way ends by itself.
     fn drain(&self);
 }
 
 // === impl NodeId ===
 
 impl NodeId {
-    /// A name, if it can be one.
+    /// Checks a name. Fails if it is empty, too long or has other characters than printable ASCII.
     pub fn new(name: impl Into<String>) -> Result<Self, Error> {
         let name = name.into();
         let fits =
@@ -253,7 +256,7 @@ impl fmt::Display for NodeId {
 // === impl Fault ===
 
 impl Fault {
-    /// The refusal that it is; `None` where nobody was reached, or a block was not to be had.
+    /// The reason to count; `None` if the peer was not reached, or only a block was missing.
     fn reason(self) -> Option<Reason> {
         match self {
             Self::Timeout(Stage::Handshake) => Some(Reason::Silent),

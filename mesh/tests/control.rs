@@ -1,4 +1,4 @@
-//! A mesh of listed nodes: who joins, what each is told of the others, and what a bad peer or network can do.
+//! A mesh of listed nodes: who joins, what each learns of the others, and the harm of a bad peer or network.
 
 mod rig;
 
@@ -33,7 +33,7 @@ impl Listing for Counting {
     }
 }
 
-/// The namespace of so many blocks, with facts of some kilobytes.
+/// A namespace of so many blocks, with facts of some kilobytes.
 fn namespace_of(memory_blocks: u64) -> Namespace {
     let facts =
         [("model".to_owned(), format!("m{memory_blocks}")), ("page_form".to_owned(), "x".repeat(4000))];
@@ -43,7 +43,7 @@ fn namespace_of(memory_blocks: u64) -> Namespace {
     Namespace { digest, stated, memory_blocks, disk_blocks: 1 }
 }
 
-/// Two nodes that list each other and themselves.
+/// Two nodes, each listing both.
 fn pair() -> (Crew, Crew) {
     let all = [address(), address()];
     (Plan::listing("one", all[0], &all).start(), Plan::listing("two", all[1], &all).start())
@@ -67,7 +67,7 @@ fn nodes_that_list_each_other_know_what_each_keeps_whoever_is_first() {
         assert_eq!(member.peer.address, SocketAddr::new(all[0].ip(), all[0].port() + 1));
         assert_eq!(member.rdma, Some(SocketAddr::new(all[0].ip(), all[0].port() + 2)));
     });
-    // What changes arrives, at both who follow.
+    // Changes arrive at both followers.
     one.publish(removed(0..500));
     one.publish(added(2000..2100));
     for other in [&two, &three] {
@@ -141,7 +141,7 @@ fn a_caller_that_is_behind_is_told_no_more_than_it_may_have_before_it() {
 #[test]
 fn who_comes_late_is_dialled_as_soon_as_it_follows() {
     let all = [address(), address()];
-    // After a failure nobody is dialled again of itself.
+    // No node is dialled again by itself after a failure.
     let limits = Limits { back_off_min: WATCHDOG * 2, back_off_max: WATCHDOG * 2, ..patient() };
     let one = Plan { limits, ..Plan::listing("one", all[0], &all) }.start();
     one.noted(&format!("the inventory of {} is not followed", all[1]));
@@ -175,7 +175,7 @@ fn strangers_that_follow_make_nobody_dial_in_a_loop() {
     for life in 1..=30 {
         Plan { life, ..Plan::listing("stranger", address(), &[at]) }.start().joined("one", 1);
     }
-    // The first attempt, one for a stranger, and one for each second that has passed meanwhile.
+    // The first attempt, one for an unknown follower, and one for each second since.
     let dials = dials.try_iter().count() as u64;
     let seconds = began.elapsed().as_secs();
     assert!((2..=seconds + 2).contains(&dials), "{dials} in {seconds} s");
@@ -225,7 +225,7 @@ fn a_stream_that_breaks_goes_on_where_it_was() {
         assert_eq!(seen.members[&number].snapshots, 1, "what was known stayed known");
         assert!(seen.left.is_empty());
     });
-    // And all of it anew when the caller asks.
+    // The whole inventory again, at the caller's request.
     one.control().resync(number);
     one.wait("a snapshot", |seen| (seen.members[&number].snapshots == 2).then_some(()));
     one.keeps(number, 0..100, 1000..2000);
@@ -271,7 +271,7 @@ fn a_follower_that_does_not_read_is_cut_off_and_harms_no_other() {
     let limits = Limits { silence: Duration::from_millis(500), ..patient() };
     let two = Plan { limits, ..Plan::listing("two", all[1], &[all[0], all[2]]) }.start();
     two.publish(added(0..500_000));
-    // It takes some of it, and then nothing more; its own patience is greater.
+    // The follower reads some of it, and then nothing more; its own limits are longer.
     let proxy = Proxy::start(all[1], Troubles::down(Trouble::Stall(1_000_000)));
     let stuck = Plan::listing("one", all[0], &[proxy.address]).start();
     let number = stuck.joined("two", 1);
@@ -349,7 +349,7 @@ fn mutual_tls_carries_inventories_and_new_files_are_used_without_a_restart() {
     two.publish(added(0..10));
     let number = one.joined("two", 1);
     one.keeps(number, 0..10, 100..200);
-    // One who has no certificate of the mesh is neither served nor believed.
+    // A node without a certificate of the mesh is not served, and not followed.
     let stranger = {
         let at = address();
         Plan { life: 7, ..Plan::listing("stranger", at, &all) }.start()
@@ -385,7 +385,7 @@ fn connections_that_say_nothing_make_room_for_peers() {
     let two = node("two", 1);
     two.joined("one", 1);
     one.refused(Reason::Full, 1);
-    // As long as it has room, a connection that is slow stays.
+    // A slow connection stays while there is room.
     let last = silent.last_mut().unwrap();
     last.set_nonblocking(true).unwrap();
     assert!(last.read(&mut [0; 8]).is_err(), "the last one is not");
@@ -411,14 +411,14 @@ fn members_tell_their_namespaces_to_who_asks() {
     assert_eq!(names, ["three", "two"]);
     assert_eq!(answers[1].namespaces, [namespace_of(7), namespace_of(0)], "those first that are kept most");
     assert_eq!(answers[1].missing, None);
-    // A reply has its limit, and says what it leaves out.
+    // A reply has its limit, and counts the namespaces left out.
     let told = answers[0].namespaces.len();
     assert!((40..80).contains(&told), "{told}");
     let most: Vec<_> = (0..80).rev().take(told).map(namespace_of).collect();
     assert_eq!(answers[0].namespaces, most);
     let left_out = format!("{} of its namespaces are left out, because the limit is reached", 80 - told);
     assert_eq!(answers[0].missing, Some(left_out));
-    // Who asks again and again does not make it count each time.
+    // Frequent questions do not make a node count each time.
     for _ in 0..30 {
         assert_eq!(one.ask()[1].namespaces.len(), 2);
     }
@@ -451,14 +451,14 @@ fn a_sidecar_with_the_name_of_a_live_member_is_refused_and_both_sides_say_so() {
     let one = Plan::listing("one", all[0], &all[..2]).start();
     let two = Plan::listing("two", all[1], &all[..1]).start();
     let member = one.joined("two", 1);
-    // A stranger: nobody lists its address.
+    // An unknown node: its address is not listed.
     let twin = Plan { life: 2, ..Plan::listing("two", all[2], &all[..1]) }.start();
     let holder = format!("the live member at {}", all[1]);
     one.noted(&format!("because it has the name two, which {holder} has: give each its own --node-id"));
     twin.noted(&format!("{holder} has the name two, too: give each its own --node-id"));
     one.refused(Reason::Name, 1);
     twin.refused(Reason::Refused, 1);
-    // The name of the node itself.
+    // A follower with the name of the node itself.
     let own = Plan { life: 2, ..Plan::listing("one", address(), &all[..1]) }.start();
     own.noted("the node one itself has the name one, too: give each its own --node-id");
     one.seen(|seen| assert!(seen.members.contains_key(&member) && seen.left.is_empty()));

@@ -1,4 +1,4 @@
-//! Membership in a real etcd, which each test starts and ends.
+//! Membership in a real etcd, started and ended by each test.
 
 mod rig;
 
@@ -14,9 +14,9 @@ use rig::crew::{Crew, Plan, added, address, patient};
 use rig::proxy::{Proxy, Trouble, Troubles};
 use rig::{WATCHDOG, now};
 
-/// As short as etcd grants, with these settings.
+/// The shortest granted by etcd with these settings.
 const TTL: Duration = Duration::from_secs(2);
-/// Longer than any test: a registration that ends was ended.
+/// Longer than any test: a registration does not end by itself.
 const LONG_TTL: Duration = Duration::from_secs(600);
 
 /// A cluster of one.
@@ -34,7 +34,7 @@ impl Server {
         Self::with(address(), None)
     }
 
-    /// One whose certificate is in `tls`, and that wants certificates of the same authority.
+    /// A server with a certificate in `tls`; it requires certificates of the same authority.
     fn with(address: SocketAddr, tls: Option<Folder>) -> Self {
         let mut server = Self { child: None, folder: Folder::new(), address, tls };
         server.run();
@@ -79,7 +79,7 @@ impl Server {
         }
     }
 
-    /// Does something with etcd as an operator does.
+    /// Runs an operator's action on etcd.
     fn operate<T>(&self, work: impl AsyncFnOnce(Client) -> Result<T, etcd_client::Error>) -> T {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
@@ -112,13 +112,13 @@ impl Drop for Server {
     }
 }
 
-/// A node whose way to etcd goes through this proxy.
+/// A node whose path to etcd goes through this proxy.
 fn behind(proxy: &Proxy, plan: Plan, ttl: Duration) -> Plan {
     let endpoints = vec![format!("http://{}", proxy.address)];
     Plan { members: Members::Etcd(Etcd { endpoints, ca: None, certificate: None, user: None, ttl }), ..plan }
 }
 
-/// Nothing passes any more, on the connections there are and on new ones.
+/// Stops all traffic, on existing connections and on new ones.
 fn cut_off(proxy: &Proxy) {
     proxy.trouble(Troubles { up: vec![Trouble::Stall(0)], down: vec![Trouble::Stall(0)] });
     proxy.cut();
@@ -129,7 +129,7 @@ fn heal(proxy: &Proxy) {
     proxy.cut();
 }
 
-/// Limits under which a node gives up on an etcd that does not answer.
+/// Limits under which a node soon gives up on an etcd without answers.
 fn brisk() -> Limits {
     Limits { connect: Duration::from_secs(1), etcd: Duration::from_secs(1), ..patient() }
 }
@@ -154,7 +154,7 @@ fn nodes_that_are_registered_follow_each_other_and_who_ends_is_left_at_once() {
         assert_eq!(member.peer.address.port(), two.control().address().port() + 1);
         assert_eq!(member.rdma.map(|rdma| rdma.port()), Some(two.control().address().port() + 2));
     });
-    // A node of another mesh is another's business.
+    // Nodes of another mesh are no members.
     let other = Plan { mesh: "other", ..server.plan("other", LONG_TTL) }.start();
     let keys = server.operate(async |mut client| {
         let all = etcd_client::GetOptions::new().with_prefix();
@@ -184,7 +184,7 @@ fn a_node_that_does_not_renew_its_lease_is_fenced_and_comes_back_as_another_memb
     let of_one = two.joined("one", 1);
     cut_off(&proxy);
     assert_eq!(one.left(before), Parting::Unregistered);
-    // To itself, the last known members stay in use.
+    // The node keeps its last known members in use.
     two.noted("the last known members stay in use");
     one.publish(added(0..10));
     two.keeps(of_one, 0..10, 900_000..901_000);
@@ -202,7 +202,7 @@ fn a_node_that_crashed_joins_in_its_next_life_when_its_lease_has_ended() {
     let plan = server.plan("two", TTL);
     let mut two = Plan { limits: brisk(), ..behind(&proxy, plan.clone(), TTL) }.start();
     let before = one.joined("two", 1);
-    // It cannot say that it ends.
+    // It cannot end its registration.
     cut_off(&proxy);
     two.stop();
     let two = Plan { life: 2, ..plan }.start();
@@ -243,10 +243,10 @@ fn of_two_nodes_with_one_name_the_first_has_it_and_the_other_is_told() {
     let three = server.plan("three", LONG_TTL).start();
     let mut first = server.plan("one", LONG_TTL).start();
     let number = three.joined("one", 1);
-    // That another life has ended is no reason.
+    // The end of another life is no reason.
     let second = Plan { life: 2, former: Some(3), ..server.plan("one", TTL) }.start();
     second.noted("two sidecars have that name: give each its own --node-id");
-    // It knows the others all the same, and has its turn when the first ends.
+    // It knows the others nevertheless, and registers when the first ends.
     second.joined("three", 1);
     three.seen(|seen| assert!(seen.left.is_empty() && seen.members.contains_key(&number)));
     first.stop();
@@ -267,14 +267,14 @@ fn without_etcd_the_last_membership_serves_on_and_then_heals() {
     one.noted("the last known members stay in use");
     two.publish(added(100..110));
     one.keeps(number, 100..110, 900_000..901_000);
-    // One that begins meanwhile waits for it.
+    // A node that starts meanwhile waits for etcd.
     let three = late.start();
     three.noted("etcd at http");
     server.run();
     three.joined("one", 1);
     let of_three = one.joined("three", 1);
     one.seen(|seen| assert!(seen.left.is_empty()));
-    // All watch again, under the leases that they had.
+    // All watch again, under their previous leases.
     two.joined("three", 1);
     two.stop();
     assert_eq!(one.left(number), Parting::Unregistered);
@@ -312,7 +312,7 @@ fn what_was_compacted_while_a_node_was_away_is_not_missed() {
 fn what_was_compacted_between_list_and_watch_is_not_missed() {
     let server = Server::start();
     let stays = server.plan("stays", LONG_TTL).start();
-    // All that the node asks comes late, so what happens after its list happens before its watch.
+    // All requests of the node are late, so changes after its list happen before its watch.
     let proxy = Proxy::start(server.address, Troubles::up(Trouble::Delay(Duration::from_millis(600))));
     let one = behind(&proxy, server.plan("one", LONG_TTL), LONG_TTL).start();
     one.joined("stays", 1);

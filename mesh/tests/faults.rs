@@ -1,4 +1,5 @@
-//! Peers and networks that fail in every way: each fetch ends in its fault and its time, and each slot comes back once.
+//! Peers and networks with every kind of fault: each fetch ends with its fault in its time, and each slot
+//! comes back once.
 
 mod rig;
 
@@ -13,14 +14,14 @@ use rig::proxy::{Proxy, Trouble, Troubles};
 use rig::{LONG, Node, Owner, acquaint, label, now, patient};
 
 const SHORT: Duration = Duration::from_millis(300);
-/// A limit that only what stalls reaches, on a busy machine too.
+/// A limit reached only by a stall, even on a busy machine.
 const MODERATE: Duration = Duration::from_secs(3);
-/// Bytes to who connects until the first block's own bytes: a Welcome and a Block frame.
+/// Bytes sent by the owner until the first block's own bytes: a Welcome and a Block frame.
 const BEFORE_BLOCK: u64 = 32 + 56;
-/// Bytes to who is connected to until the first Ask: a Hello of `one` and `other`.
+/// Bytes sent by the reader until the first Ask: a Hello of `one` and `other`.
 const BEFORE_ASK: u64 = 24 + 20 + 8;
 
-/// Two nodes with these limits, of which `one` reaches `other` through a proxy.
+/// Two nodes with these limits; `one` reaches `other` through a proxy.
 fn proxied(limits: [Limits; 2], plan: Troubles) -> (Node, Node, Proxy) {
     let [one, other] = limits;
     let one = Node::new("one", Security::Plaintext, one);
@@ -37,8 +38,8 @@ fn kept(other: &Node, count: u64, bytes: u32) -> Vec<Label> {
     labels
 }
 
-/// What comes of one block under this trouble; and of the next one, over a sound network. Prints both and their times.
-/// The limits are those of who asks: the owner ends nothing before.
+/// The end of one block under this trouble. The next one must arrive over a sound network. Prints both ends
+/// and their times. The limits are those of the reader: the owner ends nothing before.
 fn one_block(limits: Limits, plan: Troubles) -> Result<(), Fault> {
     let fault = format!("{plan:?}");
     let (mut one, other, proxy) = proxied([limits, patient()], plan);
@@ -116,7 +117,7 @@ fn what_stalls_ends_by_the_limit_of_its_stage() {
     let limits = Limits { progress: SHORT, ..patient() };
     assert_eq!(stalled(limits, BEFORE_BLOCK + 1), Err(Fault::Timeout(Stage::Progress)));
     assert_eq!(stalled(limits, BEFORE_BLOCK + 390_000), Err(Fault::Timeout(Stage::Progress)));
-    // Some bytes now and then are no progress.
+    // A few bytes now and then are no progress.
     let drip = Trouble::Drip(BEFORE_BLOCK, 100, Duration::from_millis(5));
     assert_eq!(one_block(limits, Troubles::down(drip)), Err(Fault::Timeout(Stage::Progress)));
 }
@@ -129,7 +130,7 @@ fn a_fetch_that_is_slow_ends_by_its_own_limit_and_the_stream_stays() {
     let ends = one.get(1, &labels, SHORT);
     assert!(ends.contains(&Err(Fault::Timeout(Stage::Whole))), "{ends:?}");
     assert!(ends.iter().all(|end| matches!(end, Ok(()) | Err(Fault::Timeout(Stage::Whole)))), "{ends:?}");
-    // What was asked for and is not wanted any more is read and thrown away; then the stream serves again.
+    // Bytes of blocks already ended are read and dropped; then the stream serves again.
     assert_eq!(one.get(1, &labels[..1], LONG), [Ok(())]);
     one.seen(|seen| assert!(seen.down.is_empty(), "{:?}", seen.down));
     one.check_ends();
@@ -148,7 +149,7 @@ fn a_block_may_take_longer_than_the_limit_of_a_part() {
     };
     let (mut one, other) = (large("one"), large("other"));
     acquaint(&one, &other);
-    // 1,024 times at least: 6.1 s of pauses for the whole, 0.1 s for each part.
+    // At least 1,024 times: 6.1 s of pauses for the whole, 0.1 s for each part.
     let drip = Trouble::Drip(BEFORE_BLOCK, 16 << 10, Duration::from_millis(6));
     let proxy = Proxy::start(other.address(), Troubles::down(drip));
     one.transport().join(PeerNumber(1), Peer { address: proxy.address, ..other.as_peer() });
@@ -175,7 +176,7 @@ fn a_cancel_ends_what_stalls_in_the_middle_of_a_block() {
 
 #[test]
 fn a_peer_that_does_not_answer_at_all() {
-    // Accepts and says nothing; one more that hangs up at once; and one that is not there.
+    // One listener accepts and sends nothing, one hangs up at once, and one is gone.
     let silent = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let rude = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let rude_address = rude.local_addr().unwrap();
@@ -195,7 +196,7 @@ fn a_peer_that_does_not_answer_at_all() {
     assert_eq!(silent_end, Err(Fault::Timeout(Stage::Handshake)));
     assert!(matches!(rude_end, Err(Fault::Peer(_))), "{rude_end:?}");
     assert_eq!(gone_end, Err(Fault::Peer(ErrorKind::ConnectionRefused)));
-    // While it pauses, nothing is tried: the answer is the last one, at once.
+    // During its pause nothing is tried: the answer is the last fault, at once.
     let attempts = |listener: &TcpListener| {
         listener.set_nonblocking(true).unwrap();
         listener.incoming().take_while(Result::is_ok).count()
@@ -215,14 +216,14 @@ fn one_that_connects_and_says_nothing_is_hung_up_on() {
     for stream in &mut streams {
         assert!(matches!(stream.read(&mut [0; 8]), Ok(0)), "hung up");
     }
-    // Twenty times in a moment, and noted once or a few times.
+    // Twenty failures in a moment, noted once or a few times.
     other.wait("a note", |seen| (!seen.notes.is_empty()).then_some(()));
     other.seen(|seen| {
         assert!(seen.notes.len() < 20 && seen.notes[0].contains("took too long"), "{:?}", seen.notes)
     });
 }
 
-/// A connection to `other` as of its peer 1, by which it was asked for these.
+/// A connection to `other` from its peer 1, with an Ask for these blocks.
 fn asking(other: &Node, labels: Vec<Label>) -> TcpStream {
     let one = Node::new("one", Security::Plaintext, patient());
     other.transport().join(PeerNumber(1), one.as_peer());
@@ -241,7 +242,7 @@ fn asking(other: &Node, labels: Vec<Label>) -> TcpStream {
 fn a_reader_that_stops_reading_does_not_keep_the_owners_slots() {
     let other = Node::new("other", Security::Plaintext, Limits { progress: SHORT, ..patient() });
     let labels = kept(&other, 200, 500_000);
-    // 100 MB, of which it reads none.
+    // 100 MB, and the peer reads none.
     let _stream = asking(&other, labels);
     other.check_releases();
 }
@@ -251,7 +252,7 @@ fn a_reader_that_dawdles_does_not_keep_the_owners_slots() {
     let other = Node::new("other", Security::Plaintext, Limits { whole: SHORT, ..patient() });
     let labels = kept(&other, 200, 500_000);
     let mut stream = asking(&other, labels);
-    // 100 MB, of which it takes a part now and then, for as long as any come.
+    // 100 MB, and the peer reads a part now and then until the end.
     let mut part = vec![0; 100_000];
     while stream.read(&mut part).is_ok_and(|read| read > 0) {
         std::thread::sleep(SHORT / 10);
@@ -269,7 +270,7 @@ fn whatever_happens_to_the_bytes_nothing_wrong_is_taken_and_nothing_hangs() {
     for seed in 0..150 {
         proxy.trouble(Troubles::seeded(seed, 600_000));
         proxy.cut();
-        // That every block which came is byte-exact, and that all ended, is looked at in there.
+        // `get` checks that every arrived block is byte-exact and that all ended.
         let ends = one.get(1, &labels, Duration::from_secs(2));
         faults += ends.iter().filter(|end| end.is_err()).count();
         assert!(!ends.contains(&Err(Fault::Absent)), "seed {seed}: a block that is kept is never absent");

@@ -1,4 +1,4 @@
-//! A peer that is a process of its own, killed, restarted and frozen in the middle of a fetch.
+//! A peer in a process of its own, killed, restarted and frozen in the middle of a fetch.
 
 mod rig;
 
@@ -13,7 +13,7 @@ use rig::proxy::{Proxy, Trouble, Troubles};
 use rig::{LONG, Node, Owner, boot, label, node, patient};
 use rustix::process::{Pid, Signal, kill_process};
 
-/// What the owner prints before its address.
+/// Printed by the owner before its address.
 const SERVES: &str = "serves at ";
 
 /// An owner in a process of its own. Killed at the end.
@@ -25,7 +25,7 @@ struct Process {
 // === impl Process ===
 
 impl Process {
-    /// This test's binary again, as the owner in this life.
+    /// Starts this test's binary again, as the owner in this life.
     fn start(life: u64) -> Self {
         let name = format!("the_owner_in_life_{life}");
         let mut command = Command::new(std::env::current_exe().unwrap());
@@ -57,8 +57,8 @@ impl Drop for Process {
     }
 }
 
-/// A proxy in front of an owner, through which all blocks take 12 s: what stops the owner behind the first block does
-/// so in the middle.
+/// A proxy in front of an owner that stretches all blocks to 12 s: a stop of the owner after the first block
+/// falls into the middle.
 fn slowly(owner: &Process) -> Proxy {
     Proxy::start(owner.address, Troubles::down(Trouble::Drip(0, 16 << 10, Duration::from_millis(1))))
 }
@@ -74,7 +74,7 @@ fn own(life: u64) {
     other.transport().join(PeerNumber(1), one);
     let mut out = std::io::stdout();
     writeln!(out, "{SERVES}{}", other.address()).unwrap();
-    // Until it is killed, or for a test that was.
+    // It runs until it is killed, or until its own limit if the test was killed.
     std::thread::sleep(Duration::from_secs(300));
 }
 
@@ -116,7 +116,7 @@ fn a_peer_killed_in_the_middle_ends_what_it_owed_and_is_another_when_it_is_back(
 fn a_peer_frozen_in_the_middle_is_waited_for_until_the_limit() {
     let owner = Process::start(1);
     let short = Duration::from_millis(500);
-    // The kernel still takes connections for it.
+    // The kernel still accepts connections for it.
     let limits = Limits { handshake: short, first_byte: short, progress: short, ..patient() };
     let mut one = Node::new("one", Security::Plaintext, limits);
     let proxy = slowly(&owner);

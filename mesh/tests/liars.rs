@@ -1,4 +1,5 @@
-//! Peers that do not keep to the protocol, on both sides of a stream: each is told of with the reason, and harms no other.
+//! Peers that break the protocol, on both sides of a stream: each is noted with the reason, and harms no
+//! other.
 
 mod rig;
 
@@ -31,7 +32,7 @@ async fn connect(uri: String) -> InventoryClient<Channel> {
     InventoryClient::new(endpoint.connect().await.expect("it serves"))
 }
 
-/// A server that says what it is told to, whoever asks, and then nothing more.
+/// A server with a fixed script for any client, and then silence.
 #[derive(Clone)]
 struct Liar {
     script: Arc<Vec<Said>>,
@@ -39,10 +40,10 @@ struct Liar {
     namespaces: Told,
 }
 
-/// What a liar says of namespaces.
+/// A liar's answer about namespaces.
 #[derive(Clone)]
 enum Told {
-    /// It does not know the question.
+    /// The method is unknown to it.
     Unknown,
     Never,
     Reply(NamespacesReply),
@@ -72,7 +73,7 @@ impl Inventory for Liar {
     }
 }
 
-/// A liar at an address, on a thread of its own, until the process ends.
+/// Starts a liar on a thread of its own, until the process ends. Returns its address.
 fn liar(script: Vec<Said>) -> (String, Liar) {
     liar_of(script, Told::Unknown)
 }
@@ -210,19 +211,21 @@ fn a_peer_that_outgrows_what_it_announced_is_asked_again_after_longer_and_longer
     let one = Plan { limits, ..Plan::new("one", address(), Members::Static(vec![address_of])) }.start();
     let number = one.joined("liar", 1);
     one.wait("six snapshots", |seen| (seen.members[&number].snapshots >= 6).then_some(()));
-    // Each pause is half of 150, 300, 600, 1,200 and 2,400 ms at least: a busy machine takes a second without any.
+    // Each pause is at least half of 150, 300, 600, 1,200 and 2,400 ms: a busy machine takes a second without
+    // any.
     assert!(began.elapsed() >= Duration::from_millis(2_325), "{:?}", began.elapsed());
     assert!(one.seen(|seen| seen.left.is_empty()) && liar.asked.lock().unwrap().len() >= 6);
 }
 
-/// A namespace whose facts are what its digest says.
+/// A namespace whose facts match its digest.
 fn told(model: &str) -> NamespaceTold {
     let facts = Facts::from([("model".to_owned(), model.to_owned())]);
     let digest = namespace::digest(&facts).0.to_vec();
     NamespaceTold { digest, facts, block_bytes: 64, shards: 2, memory_blocks: 3, disk_blocks: 0 }
 }
 
-/// Asks about namespaces a node that is of the mesh, and gets this reply; how many it takes, and what it says of the rest.
+/// Lets a node ask a member for its namespaces, with this reply. Returns the node, the number it takes, and
+/// its text about the rest.
 fn asked(namespaces: Told, limits: Limits) -> (Crew, usize, String) {
     let (at, _) = liar_of(vec![Said::Hello(hello()), begin(1, 0), chunk(1, vec![], true)], namespaces);
     let one = Plan { limits, ..Plan::new("one", address(), Members::Static(vec![at])) }.start();
@@ -233,7 +236,7 @@ fn asked(namespaces: Told, limits: Limits) -> (Crew, usize, String) {
     (one, found.0, found.1)
 }
 
-/// Namespaces that no node keeps, and one that is told twice.
+/// Invalid namespaces, and one listed twice.
 fn wrong_namespaces() -> Vec<NamespaceTold> {
     let facts = |count: usize| (0..count).map(|at| (at.to_string(), String::new())).collect::<Facts>();
     let good = told("good");
@@ -322,7 +325,7 @@ fn a_follower_that_is_frozen_is_hung_up_on() {
         let mut client = connect(format!("http://{}", one.control().address())).await;
         client.follow(request()).await.unwrap().into_inner()
     });
-    // What nobody drives is frozen.
+    // A client without its runtime is frozen.
     std::thread::sleep(Duration::from_secs(2));
     runtime.block_on(async {
         let ended = async { while let Ok(Some(_)) = replies.message().await {} };
@@ -388,7 +391,7 @@ fn a_follower_that_is_wrong_is_refused_with_the_reason() {
             tokio::time::timeout(Duration::from_millis(300), client.clone().follow(good.clone())).await;
         assert!(!matches!(second, Ok(Ok(_))), "a second stream of a connection");
     });
-    // Who connects and says nothing, or nothing that makes sense, is hung up on.
+    // A client that connects and sends nothing, or nothing valid, is hung up on.
     let mut silent = TcpStream::connect(at).unwrap();
     silent.set_read_timeout(Some(rig::WATCHDOG)).unwrap();
     let mut said = Vec::new();

@@ -1,4 +1,4 @@
-//! Names that have many addresses: each is followed, and who comes, goes or moves is found.
+//! Names with many addresses: each address is followed, and nodes that come, go or move are found.
 
 mod rig;
 
@@ -16,7 +16,7 @@ use rig::{WATCHDOG, now};
 
 const PODS: &str = "pods:17311";
 
-/// A resolver that knows what a test has told it.
+/// A resolver with addresses set by a test.
 #[derive(Debug, Default)]
 struct Names {
     known: Mutex<HashMap<String, Vec<SocketAddr>>>,
@@ -30,12 +30,12 @@ impl Names {
         names
     }
 
-    /// The name has these addresses from now on; none is a failure.
+    /// Sets the addresses of the name; an empty list is a failure.
     fn set(&self, addresses: &[SocketAddr]) {
         self.known.lock().unwrap().insert(PODS.into(), addresses.to_vec());
     }
 
-    /// Waits until an answer of now was taken in.
+    /// Waits until the node has used an answer from after this call.
     fn wait(&self) {
         let before = self.asked.load(Ordering::SeqCst);
         eventually("two more lookups", || self.asked.load(Ordering::SeqCst) >= before + 2);
@@ -137,7 +137,7 @@ fn a_name_that_cannot_be_resolved_is_told_of_and_tried_again() {
     let number = one.joined("two", 1);
     assert_eq!(notes(&one, "cannot be resolved"), 1);
     assert_eq!(one.control().names_unresolved(), 0);
-    // It is told of again when it fails again, and nobody is left for that.
+    // A new failure is noted again, and no member is removed for it.
     names.set(&[]);
     one.wait("a second note", |seen| {
         let told = seen.notes.iter().filter(|note| note.contains("cannot be resolved")).count();
@@ -159,7 +159,7 @@ fn an_address_without_a_member_is_told_of_once_until_it_has_one() {
     let _two = names.plan("two", all[1]).start();
     one.joined("two", 1);
     none_empty(&one);
-    assert_eq!((notes(&one, "has had no member"), notes(&one, &told)), (1, 1), "nor of itself");
+    assert_eq!((notes(&one, "has had no member"), notes(&one, &told)), (1, 1), "and none of itself");
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! The pace at which followers are told, in a mesh whose pace is that of a large one.
+//! The pace of announcements, in a mesh with the pace of a large one.
 
 mod rig;
 
@@ -12,13 +12,13 @@ use rig::now;
 const TURN: Duration = Duration::from_millis(400);
 const REST: Duration = TURN.saturating_mul(2);
 
-/// A node that keeps a hundred blocks, and two that follow it and know them.
+/// A node with a hundred blocks, and two followers that know them.
 fn mesh() -> (Crew, [Crew; 2]) {
     let limits = Limits { turn: TURN, ..patient() };
     let at = address();
     let one = Plan { limits, ..Plan::listing("one", at, &[]) }.start();
     one.publish(added(0..100));
-    // Each lists two addresses, so that it takes its peers for as busy as they are.
+    // Each lists two addresses, so it expects its peers to have as many followers.
     let follower = |name| Plan { limits, ..Plan::listing(name, address(), &[at, address()]) }.start();
     let two = [follower("two"), follower("three")];
     for follower in &two {
@@ -27,7 +27,7 @@ fn mesh() -> (Crew, [Crew; 2]) {
     (one, two)
 }
 
-/// Tells of blocks, one at a time, from number `from` on and for longer than a rest; how many.
+/// Publishes blocks one at a time, from number `from` on and for longer than a rest. Returns their number.
 fn publish_for(one: &Crew, from: u64, time: Duration) -> u64 {
     let began = now();
     let mut next = from;
@@ -51,7 +51,7 @@ fn the_more_follow_the_longer_each_rests_between_two_batches() {
     let count = publish_for(&one, 1000, REST * 3 / 2);
     for (follower, before) in followers.iter().zip(before) {
         follower.keeps(follower.joined("one", 1), 1000..1000 + count, 900_000..901_000);
-        // The first batch at once, and one for each rest since.
+        // The first batch comes at once, and one for each rest since.
         let most = 1 + began.elapsed().div_duration_f64(REST) as u32;
         let batches = batches(follower) - before;
         assert!(
@@ -82,7 +82,7 @@ fn who_waits_is_told_between_the_rests_of_the_others_and_they_are_not() {
         };
         sooner += u32::from(!other.seen(knows));
     }
-    assert!(sooner > 0, "who waits heard of no block before who does not");
+    assert!(sooner > 0, "no block came to the waiting follower before the other");
     assert!(batches(&waits) > batches(&other), "{} and {}", batches(&waits), batches(&other));
     other.keeps(other.joined("one", 1), 1000..next, 900_000..901_000);
 }

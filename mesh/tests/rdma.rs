@@ -1,7 +1,7 @@
-//! Two nodes over RDMA: what is fetched is what is kept, whatever becomes of leases, links and peers.
+//! Two nodes over RDMA: fetched blocks equal kept blocks, regardless of the fate of leases, links and peers.
 //!
-//! They need two devices on the two ends of a wire, rxe0 (on h0) and rxe1 (on h1), and root: `make test-rdma` makes them in
-//! a guest. Elsewhere they are skipped, and say so.
+//! The tests need two devices on the two ends of a wire, rxe0 (on h0) and rxe1 (on h1), and root: `make
+//! test-rdma` makes them in a guest. Without them the tests are skipped with a message.
 
 #![cfg(feature = "rdma")]
 
@@ -23,20 +23,20 @@ use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, kill_process, se
 use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
 use shm_protocol::random::Random;
 
-/// Enough for every test, few enough that a guest registers them soon; larger than a READ.
+/// Enough for every test, few enough for a guest to register them soon; larger than a READ.
 const SLOTS: (u64, u64) = (24, 1280 << 10);
-/// Set where the devices must be there.
+/// Set if the devices must be present.
 const MUST: &str = "PILLION_TEST_RDMA";
-/// What an owner prints before its address.
+/// Printed by an owner before its address.
 const SERVES: &str = "serves at ";
 
-/// The wire, which belongs to one test at a time; `None`, said aloud, where there is none.
+/// The wire, for one test at a time; `None`, with a message, without devices.
 fn wire() -> Option<MutexGuard<'static, ()>> {
     static WIRE: Mutex<()> = Mutex::new(());
     let present = ["rxe0", "rxe1"].iter().all(|name| Path::new("/sys/class/infiniband").join(name).exists());
     if !present {
         assert!(std::env::var_os(MUST).is_none(), "{MUST} is set, but there are no devices rxe0 and rxe1");
-        // Not captured, unlike what eprintln prints.
+        // Not captured, unlike the output of eprintln.
         let text = "SKIPPED, no RDMA devices rxe0 and rxe1 here: `make test-rdma` runs this test\n";
         std::io::stderr().write_all(text.as_bytes()).unwrap();
         return None;
@@ -46,10 +46,10 @@ fn wire() -> Option<MutexGuard<'static, ()>> {
     Some(wire)
 }
 
-/// The wire as it was at first, whatever the test before did to it.
+/// Restores the wire after the test before.
 fn mend() {
     for end in ["h0", "h1"] {
-        // Fails where there is nothing to remove.
+        // Fails if there is nothing to remove.
         let _ = Command::new("tc").args(["qdisc", "del", "dev", end, "root"]).stderr(Stdio::null()).status();
         network(&format!("ip link set {end} up"));
     }
@@ -62,7 +62,7 @@ fn mend() {
     }
 }
 
-/// A node on this NIC, once it has registered its pool.
+/// A node on this NIC, after it has registered its pool.
 fn on(nic: &str, name: &str, life: u64, owner: Owner, change: impl FnOnce(&mut Config)) -> Node {
     let registered = |rdma: &Rdma| {
         while !rdma.ready() {
@@ -95,13 +95,14 @@ fn config(nics: Vec<String>) -> Config {
     Config::new(tcp::Config::new(node("one"), boot(1), Security::Plaintext), nics)
 }
 
-/// A node on this NIC that may not lock its pool in memory, once it has said so.
+/// A node on this NIC that may not lock its pool in memory, after its note about that.
 fn unregistered(nic: &str, name: &str) -> Node {
     let limit = getrlimit(Resource::Memlock);
     setrlimit(Resource::Memlock, Rlimit { current: Some(1 << 16), ..limit }).unwrap();
     let start = || {
-        // The limit binds only without this. It is handed down to the threads that are started here; verbs are not for one
-        // whose rights have changed since, so this is not the test's own.
+        // The limit binds only without this capability. Threads started here inherit its loss. A device
+        // accepts verbs only with the credentials of its open, so a thread of its own drops the capability
+        // before the open.
         let mut rights = capabilities(None).unwrap();
         rights.effective.remove(CapabilitySet::IPC_LOCK);
         set_capabilities(None, rights).unwrap();
@@ -134,7 +135,7 @@ fn network(command: &str) {
     assert!(status.success(), "{command}: {status}");
 }
 
-/// Until it can be fetched again.
+/// Waits until blocks can be fetched again.
 fn recovers(one: &mut Node, wanted: &[Label]) {
     while one.get(1, wanted, LONG).iter().any(Result::is_err) {
         std::thread::sleep(patient().back_off_max);
@@ -145,7 +146,7 @@ fn recovers(one: &mut Node, wanted: &[Label]) {
 fn what_is_fetched_is_what_is_kept() {
     let Some(_wire) = wire() else { return };
     let (mut one, mut other) = pair(|_| {});
-    // Sizes around those of a packet and of a READ, and of nothing in particular.
+    // Sizes around the sizes of a packet and of a READ, and others.
     let sizes = [1, 7, 4095, 4096, 4097, 65_537, 1_048_575, 1_048_576, 1_048_577, 1_310_720];
     exchange(&mut one, &mut other, &sizes);
     for node in [&one, &other] {
@@ -202,7 +203,7 @@ fn under_load_every_block_ends_once_and_a_slot_given_back_is_not_written() {
         let places = fetches.iter().flat_map(|fetching| &fetching.blocks).zip(ends.iter().flatten());
         let ours: Vec<_> = places.filter(|(_, end)| end.is_err()).collect();
         assert!(ours.iter().all(|(_, end)| **end == Err(Fault::Stopped)), "{ends:?}");
-        // Ours again: what is written now stays, whatever READs were under way.
+        // These slots are free again: bytes written now must stay, even with READs under way before.
         ours.iter().for_each(|((_, offset), _)| assert!(one.blocks.fill(*offset, &[0xa5; 4096])));
         std::thread::sleep(Duration::from_millis(50));
         let stays = |offset: u64| one.blocks.bytes(offset, 4096).unwrap() == [0xa5; 4096];
@@ -229,7 +230,7 @@ fn what_does_not_fit_is_refused_and_said_on_both_sides() {
             .any(|note| note.contains("one was refused") && note.contains("3 queue pairs"))
             .then_some(())
     });
-    // The other way round too; and NICs.
+    // The other way round too, and with another number of NICs.
     other.transport().leave(PeerNumber(1));
     let two = on("rxe0", "two", 1, Owner::Grants, |config| config.nics.push("rxe1".into()));
     let mut third = on("rxe1", "third", 1, Owner::Grants, |_| {});
@@ -263,7 +264,7 @@ fn a_pool_that_cannot_be_registered_says_why() {
     let Some(_wire) = wire() else { return };
     let (sender, notes) = std::sync::mpsc::channel();
     let config = config(vec!["rxe0".into()]);
-    // Memory that nothing can pin: the file behind it ends in the middle.
+    // Memory that cannot be pinned: its file ends in the middle.
     let rdma = Rdma::start(config, rig::torn_pool(8 << 20), move |up| drop(sender.send(up))).unwrap();
     let note = notes.recv_timeout(LONG).unwrap();
     let text = format!("{note:?}");
@@ -282,7 +283,7 @@ fn blocks_of_a_pool_that_is_not_registered_travel_over_tcp_both_ways() {
     };
     assert_eq!(noted(&one, "blocks of other travel over TCP until"), 1);
     assert_eq!(noted(&other, "all blocks travel over TCP"), 1);
-    // Between those that have registered they travel by RDMA all the same.
+    // Blocks between nodes with registered pools still travel by RDMA.
     let third = on("rxe1", "third", 1, Owner::Grants, |_| {});
     one.transport().join(PeerNumber(2), third.as_peer());
     third.transport().join(PeerNumber(2), one.as_peer());
@@ -307,7 +308,7 @@ fn loss_and_delay_are_borne() {
     other.check_releases();
 }
 
-/// What becomes of a fetch that `trouble` meets in the middle; it is slow enough for that.
+/// The end of a fetch with `trouble` in the middle; the wire is slow enough for that.
 fn in_the_middle(one: &mut Node, wanted: &[Label], trouble: impl FnOnce()) -> Vec<Result<(), Fault>> {
     network("tc qdisc add dev h1 root netem rate 60mbit limit 100000");
     let fetching = one.fetch(1, wanted, LONG);
@@ -327,9 +328,9 @@ fn a_link_that_goes_down_ends_what_is_read_and_comes_back() {
     let (mut one, other) = pair(|_| {});
     let labels = labels(20, 1_310_720);
     labels.iter().for_each(|label| other.keep(*label, true));
-    // The streams go over loopback and stand: only READs fail.
+    // The streams go over loopback and stay up: only READs fail.
     let ends = in_the_middle(&mut one, &labels, || network("ip link set h1 down"));
-    // No new queue pair can be made meanwhile either.
+    // No queue pair can be made meanwhile.
     let down =
         |end: &Result<(), Fault>| matches!(end, Ok(()) | Err(Fault::Peer(_) | Fault::Refused(Refusal::Busy)));
     assert!(ends.iter().all(down), "{ends:?}");
@@ -347,7 +348,7 @@ fn one_that_has_left_is_cut_off_in_the_middle() {
     let (mut one, other) = pair(|_| {});
     let labels = labels(20, 1_310_720);
     labels.iter().for_each(|label| other.keep(*label, true));
-    // The owner fences the reader: its queue pairs are gone before its slots are given back.
+    // The owner fences the reader: its queue pairs end before its slots are given back.
     let ends = in_the_middle(&mut one, &labels, || other.transport().leave(PeerNumber(1)));
     let cut = |end: &Result<(), Fault>| {
         matches!(end, Ok(()) | Err(Fault::Short | Fault::Peer(_) | Fault::Refused(Refusal::NotMember)))
@@ -360,7 +361,7 @@ fn one_that_has_left_is_cut_off_in_the_middle() {
     let leaving = one.transport_shared();
     let ends = in_the_middle(&mut one, &labels, || leaving.leave(PeerNumber(1)));
     drop(leaving);
-    // A guest that gets no processor for long may lose a READ by itself.
+    // A guest without processor time for long may lose a READ by itself.
     let stopped = |end: &Result<(), Fault>| matches!(end, Ok(()) | Err(Fault::Stopped | Fault::Peer(_)));
     assert!(ends.iter().all(stopped), "{ends:?}");
     one.check_ends();
@@ -381,7 +382,7 @@ fn an_owner_that_does_not_decide_is_waited_for_until_the_limit() {
     other.grant(ask, &wanted);
     other.check_releases();
     other.seen(|seen| assert_eq!(seen.released[&ask], [0]));
-    // One that ends meanwhile gives back what it was granted.
+    // An owner that ends meanwhile gives back its grants.
     std::thread::sleep(patient().back_off_max);
     let fetching = one.fetch(1, &wanted, LONG);
     other.wait("an ask", |seen| seen.asked.get(1).map(drop));
@@ -390,7 +391,7 @@ fn an_owner_that_does_not_decide_is_waited_for_until_the_limit() {
     one.check_ends();
 }
 
-/// A side in a process of its own. Killed at the end.
+/// One side in a process of its own. Killed at the end.
 struct Process {
     child: Child,
     lines: std::io::Lines<BufReader<std::process::ChildStdout>>,
@@ -399,7 +400,7 @@ struct Process {
 // === impl Process ===
 
 impl Process {
-    /// This test's binary again, as that test of it; it is told `words`.
+    /// Starts this test's binary again, as the test `test`, with `words` in its environment.
     fn start(test: &str, words: &str) -> Self {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["--exact", "--ignored", "--nocapture", test]).env("PEER", words);
@@ -408,7 +409,7 @@ impl Process {
         Self { child, lines }
     }
 
-    /// What it says after `word`.
+    /// The rest of its next line with `word`, after it.
     fn hear(&mut self, word: &str) -> String {
         let said = self
             .lines
@@ -448,7 +449,7 @@ fn the_owner() {
     labels(20, 1_310_720).iter().for_each(|label| other.keep(*label, true));
     other.transport().join(PeerNumber(1), Peer { node: node("one"), boot: None, address: other.address() });
     say(&format!("{SERVES}{}\n", other.address()));
-    // Until it is killed, or for a test that was.
+    // It runs until it is killed, or until its own limit if the test was killed.
     std::thread::sleep(Duration::from_secs(300));
 }
 
@@ -481,7 +482,7 @@ fn the_reader() {
     let mut reader = on("rxe0", "one", 1, Owner::Grants, |_| {});
     reader.transport().join(PeerNumber(1), Peer { node: node("other"), boot: Some(boot(1)), address });
     say(&format!("{SERVES}{}\n", reader.address()));
-    // What comes is looked at byte for byte in there.
+    // `get` checks every byte of arrived blocks.
     let mut lapsed = 0;
     loop {
         let ends = reader.get(1, &labels(12, 1_310_720), LONG);
@@ -506,11 +507,11 @@ fn a_reader_frozen_beyond_its_lease_reads_nothing_that_was_put_there_since() {
     let mut reader = Process::start("the_reader", &other.address().to_string());
     other.transport().join(PeerNumber(1), Peer { node: node("one"), boot: None, address: other.address() });
     reader.hear(SERVES);
-    // Frozen when something is lent, until all of it is given back.
+    // Frozen while blocks are lent, until all of them are given back.
     other.wait("an ask", |seen| (seen.asked.len() > seen.released.len()).then_some(()));
     reader.signal(Signal::STOP);
     other.wait("all releases", |seen| (seen.asked.len() == seen.released.len()).then_some(()));
-    // The slots are used for something else, for a while, in which nothing is granted.
+    // The slots hold something else for a while, in which nothing is granted.
     other.scribble();
     reader.signal(Signal::CONT);
     std::thread::sleep(Duration::from_millis(500));

@@ -1,4 +1,4 @@
-//! A small mesh in virtual time does what docs/mesh-cost.md says of a large one.
+//! A small mesh in virtual time has the costs that docs/mesh-cost.md gives for a large one.
 
 mod world;
 
@@ -6,7 +6,7 @@ use mesh::digest::Thinning;
 use mesh::pace;
 use world::{FRAME_BYTES, Setup, World};
 
-/// Followers of each node in the large mesh whose pace this one has.
+/// Followers of each node in the large mesh with the same pace.
 const FOLLOWERS: u64 = 200;
 
 const SETUP: Setup = Setup {
@@ -34,7 +34,7 @@ fn messages_bytes_and_staleness_follow_the_formulae() {
         let changes = 2 * SETUP.blocks * SETUP.replaced_per_mille / 1000;
         assert_eq!(u128::from(SETUP.batch_ms), pace::rest(pace::TURN, FOLLOWERS as usize).as_millis());
         let batches = 1000 / SETUP.batch_ms;
-        assert_eq!(batches * FOLLOWERS, 4000, "what a node of the large mesh tells in a second");
+        assert_eq!(batches * FOLLOWERS, 4000, "batches a second of a node in the large mesh");
         let seen = &world.seen;
         about(seen.messages, pairs * batches * seconds);
         about(seen.changes, pairs * changes * seconds);
@@ -51,7 +51,7 @@ fn messages_bytes_and_staleness_follow_the_formulae() {
 
         let seen = &world.seen;
         assert!(seen.named_wrongly * 20 < seen.probes, "{seen:?}");
-        assert!(seen.named_late > 0, "some is asked for just after it went");
+        assert!(seen.named_late > 0, "some blocks are requested just after they went");
         assert!(seen.found * 100 > seen.asked * 99, "{} of {}", seen.found, seen.asked);
         world.settle();
         world.assert_equal();
@@ -68,7 +68,7 @@ fn thinning_divides_what_is_told_and_takes_a_little_of_the_end_of_each_run() {
     let changes = 2 * SETUP.blocks * SETUP.replaced_per_mille / 1000;
     about(world.seen.changes, pairs * changes * seconds / 4);
     let share = world.seen.found as f64 / world.seen.asked as f64;
-    // Three blocks of 64 are behind the last one that is spoken of.
+    // Three blocks of 64 are behind the last announced one.
     assert!((0.92..0.98).contains(&share), "{share}");
     world.settle();
     world.assert_equal();

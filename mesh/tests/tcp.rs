@@ -1,4 +1,5 @@
-//! Two nodes over loopback: what is fetched is what is kept, whatever is cancelled, absent, fenced or too much.
+//! Two nodes over loopback: fetched blocks equal kept blocks, regardless of cancels, absences, fences and
+//! overload.
 
 mod rig;
 
@@ -16,7 +17,7 @@ use shm_protocol::random::Random;
 #[test]
 fn what_is_fetched_is_what_is_kept() {
     let (mut one, mut other) = pair(patient());
-    // Sizes around those of a chunk, and of nothing in particular.
+    // Sizes around the size of a chunk, and others.
     exchange(&mut one, &mut other, &[1, 7, 512, 65_537, 262_143, 262_144, 262_145, 400_000, 524_288]);
 }
 
@@ -42,7 +43,7 @@ fn under_load_every_block_ends_once_and_a_slot_given_back_is_not_written() {
         for (left, right) in &fetches {
             let ends = one.ends(left);
             assert!(ends.iter().all(|end| matches!(end, Ok(()) | Err(Fault::Stopped))), "{ends:?}");
-            // Ours again: what is written now stays.
+            // These slots are free again: bytes written now must stay.
             for ((_, offset), end) in left.blocks.iter().zip(&ends) {
                 if end.is_err() {
                     assert!(one.blocks.fill(*offset, &[0xa5; 4096]));
@@ -82,18 +83,18 @@ fn another_life_is_neither_asked_nor_answered() {
     let wanted = [label(1, 1000)];
     other.keep(wanted[0], true);
     acquaint(&one, &other);
-    // The asking side means an earlier life.
+    // The reader expects an earlier life.
     let earlier = mesh::transport::Peer { boot: Some(boot(1)), ..other.as_peer() };
     one.transport().join(PeerNumber(2), earlier);
     assert_eq!(one.get(2, &wanted, LONG), [Err(Fault::Refused(Refusal::OtherBoot))]);
-    // The answering side knows another life of the asking one.
+    // The owner knows another life of the reader.
     other.transport().join(PeerNumber(1), mesh::transport::Peer { boot: Some(boot(9)), ..one.as_peer() });
     assert_eq!(one.get(1, &wanted, LONG), [Err(Fault::Refused(Refusal::NotMember))]);
-    // Another node than was meant.
+    // Another node answers than expected.
     let mistaken = mesh::transport::Peer { node: node("third"), ..other.as_peer() };
     one.transport().join(PeerNumber(3), mistaken);
     assert_eq!(one.get(3, &wanted, LONG), [Err(Fault::Refused(Refusal::OtherNode))]);
-    // A static list knows no lives.
+    // A static list has no lives.
     other.transport().join(PeerNumber(1), mesh::transport::Peer { boot: None, ..one.as_peer() });
     one.transport().join(PeerNumber(4), mesh::transport::Peer { boot: None, ..other.as_peer() });
     assert_eq!(one.get(4, &wanted, LONG), [Ok(())]);
@@ -112,7 +113,7 @@ fn one_that_has_left_is_cut_off_in_both_directions() {
     acquaint(&one, &other);
     let wanted = [label(1, 1000)];
     other.keep(wanted[0], true);
-    // The owner fences the one that asks, between its ask and its grant.
+    // The owner fences the reader, between its ask and its grant.
     let fetching = one.fetch(1, &wanted, LONG);
     let ask = other.wait("an ask", |seen| seen.asked.first().map(|(ask, ..)| *ask));
     other.transport().leave(PeerNumber(1));
@@ -121,7 +122,7 @@ fn one_that_has_left_is_cut_off_in_both_directions() {
     other.check_releases();
     std::thread::sleep(patient().back_off_max);
     assert_eq!(one.get(1, &wanted, LONG), [Err(Fault::Refused(Refusal::NotMember))]);
-    // The one that asks fences the owner.
+    // The reader fences the owner.
     other.transport().join(PeerNumber(1), one.as_peer());
     std::thread::sleep(patient().back_off_max);
     let fetching = one.fetch(1, &wanted, LONG);
@@ -142,12 +143,12 @@ fn an_owner_that_does_not_decide_is_waited_for_until_the_limit() {
     other.keep(wanted[0], true);
     assert_eq!(one.get(1, &wanted, LONG), [Err(Fault::Timeout(Stage::FirstByte))]);
     one.seen(|seen| assert_eq!(seen.down, [(PeerNumber(1), Fault::Timeout(Stage::FirstByte))]));
-    // What is granted too late comes back at once.
+    // A late grant comes back at once.
     let ask = other.wait("an ask", |seen| seen.asked.first().map(|(ask, ..)| *ask));
     other.grant(ask, &wanted);
     other.check_releases();
     other.seen(|seen| assert_eq!(seen.released[&ask], [0]));
-    // A fetch's own limit is kept too, and a cancel waits for nobody.
+    // A fetch's own limit holds too, and a cancel does not wait.
     std::thread::sleep(patient().back_off_max);
     assert_eq!(one.get(1, &wanted, Duration::from_millis(50)), [Err(Fault::Timeout(Stage::Whole))]);
     let fetching = one.fetch(1, &wanted, LONG);
@@ -165,7 +166,8 @@ fn more_than_the_bounds_is_refused_at_once() {
     let fetches: Vec<_> = (0..400).map(|_| one.fetch(1, &[wanted], Duration::from_millis(300))).collect();
     drop(fetches.iter().map(|fetching| one.ends(fetching)).collect::<Vec<_>>());
     assert!(began.elapsed() >= Duration::from_millis(300), "the owner grants nothing");
-    // Blocks that wait for a peer: 64 fetches of 256 fill the queue. Slots are shared, since nothing is written.
+    // Blocks waiting for a peer: 64 fetches of 256 fill the queue. Slots are shared, since nothing is
+    // written.
     let offset = shm_protocol::pool::SEGMENT_ALIGN;
     for ticket in 1000..1070 {
         let blocks = vec![(wanted, offset); 256];
@@ -179,7 +181,7 @@ fn more_than_the_bounds_is_refused_at_once() {
     one.check_ends();
 }
 
-/// A member that speaks for itself.
+/// A member whose frames the test writes.
 fn speaker(other: &Node) -> TcpStream {
     let mut stream = TcpStream::connect(other.address()).unwrap();
     let hello = Hello {
@@ -209,12 +211,12 @@ fn raw_peer(other: &Node) {
 fn a_peer_that_asks_out_of_all_bounds_is_hung_up_on() {
     let other = Node::start("other", 1, Security::Plaintext, patient(), Owner::Waits);
     raw_peer(&other);
-    // More asks than are taken on at once wait in the stream.
+    // Asks beyond the limit wait in the stream.
     let mut stream = speaker(&other);
     let ask = |ticket| Frame::Ask(Ask { ticket, first: 0, labels: vec![label(1, 8); ASK_BLOCKS_MAX] });
     (0..20).for_each(|ticket| say(&mut stream, &ask(ticket)));
     other.wait("asks", |seen| (seen.asked.len() == 4).then_some(()));
-    // A frame that claims more than any has, or bytes that are none.
+    // A frame with too large a length, or bytes that are not a frame.
     for bytes in [&[0xff; 24][..], b"GET / HTTP/1.1\r\nHost: other\r\n\r\n", &frame_of(u32::MAX)] {
         let mut stream = speaker(&other);
         stream.write_all(bytes).unwrap();
@@ -269,7 +271,7 @@ fn a_transport_that_ends_gives_back_everything() {
     labels.iter().for_each(|label| other.keep(*label, false));
     let fetching = one.fetch(1, &labels, LONG);
     one.wait("the first", |seen| seen.done.keys().next().map(drop));
-    // What was granted is released, what was to come ends.
+    // Granted slots are released, and the other blocks end.
     other.kill();
     let ends = one.ends(&fetching);
     let gone = |end: &Result<(), Fault>| {

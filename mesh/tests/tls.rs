@@ -1,4 +1,5 @@
-//! Mutual TLS: who has no certificate of the mesh is neither served nor believed, and new files are used without restart.
+//! Mutual TLS: a node without a certificate of the mesh is not served and not believed, and new files are
+//! used without a restart.
 
 mod rig;
 
@@ -15,7 +16,7 @@ fn node(files: &Folder, name: &str) -> Node {
     Node::new(name, Security::Tls(files.tls()), patient())
 }
 
-/// What `one` gets from `other`.
+/// Fetches a block of `other` at `one`.
 fn get(one: &mut Node, other: &Node) -> Result<(), Fault> {
     let wanted = label(1, 300_000);
     other.keep(wanted, true);
@@ -23,7 +24,7 @@ fn get(one: &mut Node, other: &Node) -> Result<(), Fault> {
     one.get(1, &[wanted], LONG)[0]
 }
 
-/// Writes as many bytes as a file has, and leaves it looking as before.
+/// Writes as many bytes as a file has, and keeps its size and time.
 fn rewrite(path: &Path, bytes: &[u8]) {
     let modified = std::fs::metadata(path).unwrap().modified().unwrap();
     let mut file = std::fs::File::options().write(true).open(path).unwrap();
@@ -55,7 +56,7 @@ fn who_is_not_of_the_mesh_is_not_served() {
     let good = Folder::with(&ca, &ca, NAME, 2099);
     let other = node(&good, "other");
     let bad = [
-        // It trusts nobody here, or is trusted by nobody, or was once.
+        // Trust in another authority, a certificate of another authority, and an expired one.
         Folder::with(&ca, &strange, NAME, 2099),
         Folder::with(&strange, &ca, NAME, 2099),
         Folder::with(&ca, &ca, NAME, 2021),
@@ -67,7 +68,7 @@ fn who_is_not_of_the_mesh_is_not_served() {
     }
     other.seen(|seen| assert!(seen.asked.is_empty()));
     other.refused(Reason::Certificate, 3);
-    // And one that says nothing of TLS.
+    // A node without TLS.
     let mut one = Node::new("one", Security::Plaintext, patient());
     assert!(matches!(get(&mut one, &other), Err(Fault::Malformed(_) | Fault::Peer(_))));
 }
@@ -86,7 +87,7 @@ fn who_is_not_of_the_mesh_is_not_believed() {
         assert_eq!(get(&mut one, &other), REFUSED);
         one.refused(Reason::Certificate, 1);
     }
-    // And one without TLS.
+    // An owner without TLS.
     let (mut one, other) = (node(&good, "one"), Node::new("other", Security::Plaintext, patient()));
     let end = get(&mut one, &other);
     assert!(matches!(end, REFUSED | Err(Fault::Peer(_))), "{end:?}");
@@ -100,12 +101,13 @@ fn new_files_are_used_without_a_restart() {
     assert_eq!(get(&mut one, &other), REFUSED, "expired");
     files[1].write(&ca, &ca, NAME, 2099);
     assert_eq!(get(&mut one, &other), Ok(()));
-    // Files of which one is missing change nothing, and are told of.
+    // A missing file changes nothing, and is noted.
     std::fs::remove_file(files[1].0.join("tls.key")).unwrap();
     assert_eq!(get(&mut one, &other), Ok(()));
     let told = |note: &String| note.contains("tls.key") && note.contains("stay in use");
     other.wait("a note", |seen| seen.notes.iter().any(told).then_some(()));
-    // The mesh moves to another authority. A key that cannot be read at first is read again, although its file looks the same then.
+    // The mesh moves to another authority. An unreadable key is read again, although its file looks the same
+    // afterwards.
     files[1].write(&next, &next, NAME, 2099);
     let key = files[1].0.join("tls.key");
     let text = std::fs::read(&key).unwrap();

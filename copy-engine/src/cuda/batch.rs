@@ -1,4 +1,4 @@
-//! Copies of blocks between a GPU's KV memory and the pool, enqueued by plan.
+//! Copies of blocks between a GPU's KV memory and the pool, enqueued by a plan.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -12,35 +12,36 @@ use super::plan::{Piece, Pitched, Plan, plan};
 use super::{CudaError, Gpu, Imported, Stream, gpu};
 use crate::Direction;
 
-/// Pieces from which a batch is worth its call: a copy of its own costs 3 us to enqueue, and no more on the wire.
+/// Minimum pieces for a batch: a copy of its own costs 3 us to enqueue, and no more on the wire.
 const BATCH_PIECES_MIN: usize = 16;
 
-/// Where the blocks of a rank lie on its GPU.
+/// The places of a rank's blocks on its GPU.
 #[derive(Debug)]
 pub struct Blocks {
     bases: Vec<u64>,
     regions: Vec<BlockRegion>,
     blocks: u32,
     block_bytes: u64,
-    /// Other processes' memory, open as long as it is copied from.
+    /// Memory of other processes, open as long as copies use it.
     _imported: Vec<Imported>,
 }
 
-/// A stream that copies blocks, with all that its copies touch: dropping it waits for them first.
+/// A stream for copies of blocks, with all memory its copies touch. Dropping it waits for them first.
 #[derive(Debug)]
 pub struct CopyStream {
     stream: Stream,
     lanes: Lanes,
     blocks: Arc<Blocks>,
     pool: Arc<Region>,
-    /// Bytes of the pool's parts that were locked one by one.
+    /// Bytes of each separately locked part of the pool.
     slice_bytes: u64,
 }
 
 // === impl Blocks ===
 
 impl Blocks {
-    /// The blocks of another process, in memory opened from its handles. The handshake has checked the regions.
+    /// The blocks of another process, in memory opened from its handles. The handshake has checked the
+    /// regions.
     pub fn imported(imported: Vec<Imported>, regions: &[BlockRegion], blocks: u32) -> Self {
         let bases = imported.iter().map(Imported::base).collect();
         Self { _imported: imported, ..Self::own(bases, regions, blocks) }
@@ -57,7 +58,7 @@ impl Blocks {
         self.block_bytes
     }
 
-    /// Whether block `block` exists.
+    /// True if block `block` exists.
     pub(super) fn holds(&self, block: u32) -> bool {
         block < self.blocks
     }
@@ -66,7 +67,8 @@ impl Blocks {
 // === impl CopyStream ===
 
 impl CopyStream {
-    /// A new stream that copies between `blocks` and `pool`, which is locked in slices of `slice_bytes` from its start.
+    /// A new stream for copies between `blocks` and `pool`. The pool is locked in slices of `slice_bytes`
+    /// from its start.
     pub fn new(
         gpu: &Arc<Gpu>,
         blocks: &Arc<Blocks>,
@@ -88,8 +90,8 @@ impl CopyStream {
         self.blocks.block_bytes
     }
 
-    /// Enqueues the copies of part `cut` of some blocks, each (block, pool offset of its first byte). Blocks and offsets that
-    /// do not exist are refused before anything is enqueued. Pool memory must be locked.
+    /// Enqueues the copies of part `cut` of some blocks, each (block, pool offset of its first byte). Fails
+    /// for blocks and offsets that do not exist, before anything is enqueued. Pool memory must be locked.
     pub fn enqueue(
         &self,
         direction: Direction,
@@ -118,7 +120,7 @@ impl CopyStream {
         }
     }
 
-    /// The safety of every copy below rests on this.
+    /// The safety of every copy below rests on this check.
     fn check(&self, cut: &Range<u64>, blocks: &[(u32, u64)]) -> Result<(), CudaError> {
         let inside = |&(block, slot): &(u32, u64)| {
             let end = slot.checked_add(cut.end);
@@ -142,7 +144,7 @@ impl CopyStream {
             Direction::ToEngine => unsafe {
                 sys::cuMemcpyHtoDAsync_v2(piece.device, host as *const _, bytes, stream)
             },
-            // SAFETY: as above; the pool's bytes are this copy's own until it ends.
+            // SAFETY: as above; the pool's bytes belong to this copy until it ends.
             Direction::ToPool => unsafe {
                 sys::cuMemcpyDtoHAsync_v2(host as *mut _, piece.device, bytes, stream)
             },
@@ -177,8 +179,8 @@ impl CopyStream {
             WidthInBytes: copy.first.bytes as usize,
             Height: copy.rows,
         };
-        // SAFETY: `request` is read during the call; every row lies in a block and a slot that exist (`check`), which live
-        // as long as `self`, whose drop waits for the streams.
+        // SAFETY: `request` is read during the call; every row lies in an existing block and slot (`check`),
+        // which live as long as `self`, whose drop waits for the streams.
         let enqueued = unsafe { sys::cuMemcpy2DAsync_v2(&raw const request, stream.handle()) };
         CudaError::check("cuMemcpy2DAsync", enqueued)
     }
@@ -227,7 +229,8 @@ impl CopyStream {
 
 impl Drop for CopyStream {
     fn drop(&mut self) {
-        // A stuck stream never comes back: whoever drops it has seen it idle, or ends the process instead.
+        // A stuck stream never ends: the owner of this has seen it idle before the drop, or ends the process
+        // instead.
         let _ = self.stream.synchronize();
     }
 }

@@ -1,9 +1,9 @@
-//! The engine's own copies of its GPU memory: loads where the sidecar does not make them, or does not finish one, and
-//! blocks for the staging segment.
+//! The engine's own copies of its GPU memory: loads not made or not finished by the sidecar, and blocks for
+//! the staging segment.
 //!
-//! Everything is made at the start, since a first launch, a free or an unlock would wait for a parked stream. The pool's
-//! file is read by system calls into locked memory, half of which is filled while the other half is on the wire, so that a
-//! pool file that was cut fails the copy and kills nobody.
+//! Everything is made at the start, since a first launch, a free or an unlock would wait for a blocked
+//! stream. The pool's file is read by system calls into locked memory, in two halves: one is filled while the
+//! other is on the wire. A shortened pool file then fails the copy and kills no process.
 
 use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
@@ -19,13 +19,13 @@ use super::{Blocks, CopyStream, CudaError, Gpu, Registered};
 use crate::host::read_all;
 use crate::{CopyError, Direction};
 
-/// Memory is locked in whole pages; the first one holds the word of the batches that ended.
+/// Memory is locked in whole pages; the first page holds the word with the last ended batch.
 const PAGE: u64 = 4096;
-/// Time between two looks at copies that are waited for.
+/// Time between two checks of awaited copies.
 const POLL: Duration = Duration::from_micros(20);
-/// Threads that fill a half: one reads some 10 GB/s from the pool, the bus takes five times that.
+/// Threads to fill a half: one reads some 10 GB/s from the pool, the bus takes five times that.
 const FILL_THREADS: usize = 4;
-/// Bytes below which one thread is faster than the start of others, which takes some 20 us each.
+/// For fewer bytes one thread is faster than the start of others, each of some 20 us.
 const FILL_ALONE_BYTES: u64 = 2 << 20;
 
 /// One rank's KV memory in its own process.
@@ -42,7 +42,7 @@ pub struct DeviceMemory {
 
 #[derive(Debug)]
 struct Copies {
-    /// First, so that it is dropped first, which waits for its copies.
+    /// First field: its drop waits for its copies.
     stream: CopyStream,
     locked: Registered,
     /// Batches begun so far.
@@ -59,8 +59,8 @@ pub struct StageStream {
 // === impl DeviceMemory ===
 
 impl DeviceMemory {
-    /// Makes stream and staging for memory at `bases`, which `regions` name by index. A batch of a load moves `batch_bytes`
-    /// at most, but one block at least.
+    /// Makes the stream and the locked memory for KV memory at `bases`, which `regions` name by index. A
+    /// batch of a load moves `batch_bytes` at most, but at least one block.
     pub fn new(
         gpu: &Arc<Gpu>,
         bases: &[u64],
@@ -85,7 +85,7 @@ impl DeviceMemory {
         self.here.block_bytes()
     }
 
-    /// Whether block `block` exists.
+    /// True if block `block` exists.
     pub fn holds(&self, block: u32) -> bool {
         self.here.holds(block)
     }
@@ -110,7 +110,7 @@ impl DeviceMemory {
         let first = lead(self.block_bytes()) + batch % 2 * self.half;
         self.fill(pool, cut, blocks, first)?;
         let cut_bytes = cut.end - cut.start;
-        // Parts lie end to end; a block's own first byte would lie that much before its part.
+        // Parts lie end to end; a block's own first byte would lie `cut.start` before its part.
         let places = (0..).zip(blocks).map(|(n, (block, _))| (*block, first + n * cut_bytes - cut.start));
         let enqueued =
             copies.stream.enqueue(Direction::ToEngine, cut, &places.collect::<Vec<_>>()).and_then(|()| {
@@ -118,7 +118,7 @@ impl DeviceMemory {
                 copies.stream.stream().write(&copies.locked, 0, batch)
             });
         if let Err(error) = enqueued {
-            // Some may be on their way, into blocks that are about to be called failed.
+            // Some copies may be on their way, into blocks about to be reported as failed.
             copies.stream.stream().synchronize()?;
             return Err(error.into());
         }
@@ -126,7 +126,7 @@ impl DeviceMemory {
         Ok(batch)
     }
 
-    /// The last batch that has ended; an error that one of them met is found here.
+    /// The number of the last ended batch. Fails with the error of a batch, if one failed.
     pub fn ended(&self) -> Result<u64, CudaError> {
         // SYNC POINT(bounce): acquire pairs with the stream's store.
         let ended = self.region.word64(0).load(Ordering::Acquire);
@@ -191,7 +191,7 @@ impl DeviceMemory {
             for thread in started {
                 let part = match thread {
                     Ok(thread) => thread.join().expect("reading does not panic"),
-                    // No thread is to be had now: this one does it.
+                    // No thread is available now: this one reads the part.
                     Err((from, part)) => read(from, part),
                 };
                 filled = filled.and(part);
@@ -201,7 +201,8 @@ impl DeviceMemory {
     }
 }
 
-/// Where the halves begin: behind the word, and by so much that a block's first byte would lie inside whatever its part is.
+/// Start of the halves: behind the word, and with enough room before them for the first byte of a block whose
+/// part begins a half.
 fn lead(block_bytes: u64) -> u64 {
     PAGE + block_bytes.next_multiple_of(PAGE)
 }
@@ -222,7 +223,7 @@ impl StageStream {
         stream.gpu().bind()?;
         let whole = 0..self.stream.block_bytes();
         let enqueued = self.stream.enqueue(Direction::ToPool, &whole, blocks);
-        // Whatever was enqueued ends before its slots are used again.
+        // Enqueued copies end before their slots are used again.
         while !stream.is_idle()? {
             std::thread::sleep(POLL);
         }

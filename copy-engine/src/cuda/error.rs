@@ -1,11 +1,11 @@
-//! What the driver answers.
+//! Errors of the driver.
 
 use std::ffi::CStr;
 
 use cudarc::driver::sys;
 use thiserror::Error;
 
-/// A driver call that failed.
+/// A failed driver call.
 #[derive(Copy, Clone, Debug, Eq, Error, PartialEq)]
 #[error("{call}: error {code} ({name})")]
 pub struct CudaError {
@@ -17,7 +17,7 @@ pub struct CudaError {
 // === impl CudaError ===
 
 impl CudaError {
-    /// Turns a driver's answer into a result.
+    /// Turns the result of a driver call into a `Result`.
     pub(super) fn check(call: &'static str, result: sys::CUresult) -> Result<(), Self> {
         match result {
             sys::CUresult::CUDA_SUCCESS => Ok(()),
@@ -27,7 +27,7 @@ impl CudaError {
 
     pub(super) fn new(call: &'static str, error: sys::CUresult) -> Self {
         let mut name = std::ptr::null();
-        // SAFETY: `name` is valid for the driver to store a pointer into; any error number may be asked about.
+        // SAFETY: `name` is valid for the driver to store a pointer into; every error number is allowed.
         let found = unsafe { sys::cuGetErrorName(error, &raw mut name) };
         let named = found == sys::CUresult::CUDA_SUCCESS && !name.is_null();
         // SAFETY: the driver stored a pointer to a text of its own that ends with a zero and is never freed.
@@ -35,7 +35,7 @@ impl CudaError {
         Self { call, code: error as u32, name }
     }
 
-    /// Something that this code, not the driver, found missing.
+    /// An error for something missing, found by this code and not by the driver.
     pub fn missing(call: &'static str, name: &'static str) -> Self {
         Self { call, code: sys::CUresult::CUDA_ERROR_NOT_FOUND as u32, name }
     }

@@ -1,4 +1,4 @@
-//! GPUs and the contexts that this process has on them.
+//! GPUs, and the contexts of this process on them.
 
 use std::ffi::c_void;
 use std::sync::{Arc, OnceLock};
@@ -7,7 +7,7 @@ use cudarc::driver::sys;
 
 use super::CudaError;
 
-/// A GPU and a context on it: the primary one, which torch uses too, unless it was made [`Gpu::beside`] that.
+/// A GPU and a context on it: the primary one, also used by torch, unless it was made by [`Gpu::beside`].
 #[derive(Debug)]
 pub struct Gpu {
     device: sys::CUdevice,
@@ -17,7 +17,7 @@ pub struct Gpu {
     address: String,
 }
 
-/// Bytes of a PCI address with its final zero, `0000:1b:00.0`, and some to spare.
+/// Bytes of a PCI address with its final zero, `0000:1b:00.0`, and some spare.
 const ADDRESS_BYTES: usize = 32;
 
 /// `cuMemcpyBatchAsync` as of CUDA 12.8; see docs/decisions/0007.
@@ -33,15 +33,16 @@ pub(super) type MemcpyBatch = unsafe extern "C" fn(
     stream: sys::CUstream,
 ) -> sys::CUresult;
 
-/// The interface version that the type above belongs to.
+/// The interface version of the type above.
 const MEMCPY_BATCH_VERSION: i32 = 12_080;
 
-// SAFETY: a context handle may be used from any thread; the driver locks for itself, and `uuid` and `device` are plain.
+// SAFETY: a context handle may be used from any thread; the driver locks by itself, and `uuid` and `device`
+// are plain.
 unsafe impl Send for Gpu {}
 // SAFETY: as above.
 unsafe impl Sync for Gpu {}
 
-/// Whether libcuda can be opened here and knows a GPU. Looks once.
+/// True if libcuda can be opened here and knows a GPU. Checked once.
 pub fn is_present() -> bool {
     static PRESENT: OnceLock<bool> = OnceLock::new();
     *PRESENT.get_or_init(|| {
@@ -51,7 +52,7 @@ pub fn is_present() -> bool {
     })
 }
 
-/// The newest CUDA release that the driver serves, 1000 times its major and 10 times its minor number. To be asked where
+/// The newest CUDA release of the driver, 1000 times its major and 10 times its minor number. Call it only if
 /// [`is_present`].
 pub fn driver_version() -> Result<i32, CudaError> {
     let mut version = 0;
@@ -60,7 +61,7 @@ pub fn driver_version() -> Result<i32, CudaError> {
     Ok(version)
 }
 
-/// GPUs that this process may use. Initialises the driver.
+/// Number of GPUs for this process. Initialises the driver.
 fn count() -> Result<i32, CudaError> {
     // SAFETY: the only valid flags are 0; repeated calls are allowed.
     CudaError::check("cuInit", unsafe { sys::cuInit(0) })?;
@@ -73,12 +74,12 @@ fn count() -> Result<i32, CudaError> {
 // === impl Gpu ===
 
 impl Gpu {
-    /// Every GPU that this process sees, or why it cannot be used: one in exclusive mode leaves the others usable.
+    /// Every GPU of this process, or the error for it: one in exclusive mode leaves the others usable.
     pub fn all() -> Result<Vec<Result<Arc<Self>, CudaError>>, CudaError> {
         Ok((0..count()?).map(|ordinal| Self::retain(device(ordinal)?)).collect())
     }
 
-    /// The GPU whose context is current on this thread.
+    /// The GPU of the context current on this thread.
     pub fn of_thread() -> Result<Arc<Self>, CudaError> {
         count()?;
         let mut device = 0;
@@ -90,17 +91,18 @@ impl Gpu {
     fn retain(device: sys::CUdevice) -> Result<Arc<Self>, CudaError> {
         let (uuid, address) = (uuid_of(device)?, address_of(device)?);
         let mut context = std::ptr::null_mut();
-        // SAFETY: `context` is valid to be written and `device` is one the driver named.
+        // SAFETY: `context` is valid to be written and `device` comes from the driver.
         let retained = unsafe { sys::cuDevicePrimaryCtxRetain(&raw mut context, device) };
         CudaError::check("cuDevicePrimaryCtxRetain", retained)?;
         Ok(Arc::new(Self { device, context, primary: true, uuid, address }))
     }
 
-    /// The same GPU with a context of its own, beside which calls in the other go on while one waits. It takes 0.5 GiB of the
-    /// GPU's memory and 0.2 s, and becomes the thread's current one. Memory that was locked is seen in it as well.
+    /// The same GPU with a context of its own: calls in the other context go on while one waits in it. It
+    /// takes 0.5 GiB of the GPU's memory and 0.2 s, and becomes the thread's current context. Locked memory
+    /// is visible in it as well.
     pub fn beside(&self) -> Result<Arc<Self>, CudaError> {
         let mut context = std::ptr::null_mut();
-        // SAFETY: `context` is valid to be written and `device` is one the driver named.
+        // SAFETY: `context` is valid to be written and `device` comes from the driver.
         let made = unsafe { sys::cuCtxCreate_v2(&raw mut context, 0, self.device) };
         CudaError::check("cuCtxCreate", made)?;
         let address = self.address.clone();
@@ -117,20 +119,20 @@ impl Gpu {
         &self.address
     }
 
-    /// Makes its context the current one of this thread, which every other call of this module needs.
+    /// Makes its context the current one of this thread, as every other call of this module requires.
     pub fn bind(&self) -> Result<(), CudaError> {
         // SAFETY: the context lives as long as `self`.
         CudaError::check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.context) })
     }
 
-    /// Whether its memory can be shown to another process: of an allocation made for that, and freed.
+    /// Checks that its memory can be exported to another process: of an allocation made for that, and freed.
     pub fn try_export(&self) -> Result<(), CudaError> {
         self.bind()?;
         let mut pointer = 0;
         // SAFETY: `pointer` is valid to be written.
         CudaError::check("cuMemAlloc", unsafe { sys::cuMemAlloc_v2(&raw mut pointer, 1) })?;
         let exported = super::export(pointer);
-        // SAFETY: allocated above, and nobody else was told of it.
+        // SAFETY: allocated above, and used by nothing else.
         CudaError::check("cuMemFree", unsafe { sys::cuMemFree_v2(pointer) })?;
         exported.map(drop)
     }
@@ -138,11 +140,11 @@ impl Gpu {
 
 impl Drop for Gpu {
     fn drop(&mut self) {
-        // What either answers while the process ends does not matter.
+        // Errors at the end of the process do not matter.
         let _ = match self.primary {
             // SAFETY: pairs with the retain.
             true => unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) },
-            // SAFETY: made by `beside`, and all that was made in it holds `self`.
+            // SAFETY: made by `beside`, and everything made in it holds `self`.
             false => unsafe { sys::cuCtxDestroy_v2(self.context) },
         };
     }
@@ -178,12 +180,13 @@ pub(super) fn memcpy_batch() -> Option<MemcpyBatch> {
         let mut function: *mut c_void = std::ptr::null_mut();
         let mut status = sys::CUdriverProcAddressQueryResult::CU_GET_PROC_ADDRESS_SUCCESS;
         let name = c"cuMemcpyBatchAsync".as_ptr();
-        // SAFETY: the name ends with a zero; both results are valid to be written; 0 asks for the default variant.
+        // SAFETY: the name ends with a zero; both results are valid to be written; 0 asks for the default
+        // variant.
         let asked = unsafe {
             sys::cuGetProcAddress_v2(name, &raw mut function, MEMCPY_BATCH_VERSION, 0, &raw mut status)
         };
         let found = asked == sys::CUresult::CUDA_SUCCESS && !function.is_null();
-        // SAFETY: the driver promises the interface of the version asked for, which the type states.
+        // SAFETY: the driver promises the interface of the requested version, which the type states.
         found.then(|| unsafe { std::mem::transmute::<*mut c_void, MemcpyBatch>(function) })
     })
 }

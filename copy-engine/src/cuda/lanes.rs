@@ -1,15 +1,17 @@
-//! More streams for many small copies: to everything else they are one.
+//! Additional streams for many small copies; callers see one stream.
 //!
-//! - What the lanes copy begins behind all that was enqueued on the first stream, and that stream goes on behind all of it.
-//! - Blocks whose runs are long have none: one stream fills the wire.
+//! - Copies of the lanes begin behind everything enqueued on the first stream so far, and that stream goes on
+//!   behind all of them.
+//! - Blocks with long runs have no lanes: one stream fills the wire.
 
 use std::sync::Arc;
 
 use super::{CudaError, Event, Gpu, Stream};
 
-/// Streams that share small copies, the first among them: one moves scattered pieces of 32 KiB at 42 GB/s, four at 48.
+/// Streams for small copies, including the first: one moves scattered pieces of 32 KiB at 42 GB/s, four at
+/// 48.
 const LANES: usize = 4;
-/// Runs that are shorter gain from it.
+/// Shorter runs gain from lanes.
 const SMALL_BYTES: u64 = 128 << 10;
 
 /// The streams beside the first.
@@ -22,14 +24,14 @@ pub(super) struct Lanes {
 // === impl Lanes ===
 
 impl Lanes {
-    /// Those for blocks of such runs.
+    /// The lanes for blocks with such runs.
     pub(super) fn new(gpu: &Arc<Gpu>, mut run_bytes: impl Iterator<Item = u64>) -> Result<Self, CudaError> {
         let count = if run_bytes.any(|bytes| bytes < SMALL_BYTES) { LANES - 1 } else { 0 };
         let lane = |_| Ok((Stream::new(gpu)?, Event::new(gpu)?));
         Ok(Self { begin: Event::new(gpu)?, beside: (0..count).map(lane).collect::<Result<_, _>>()? })
     }
 
-    /// Lets `copies` be enqueued on several streams as if they were `first` alone, also where that fails on the way.
+    /// Lets `copies` enqueue on several streams as if they were `first` alone, even if it fails partway.
     pub(super) fn share(
         &self,
         first: &Stream,

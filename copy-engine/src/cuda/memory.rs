@@ -8,29 +8,29 @@ use shm_protocol::region::{Access, Region};
 
 use super::{CudaError, Gpu};
 
-/// An allocation of another process. Closed on drop, and only then freed if its owner is gone.
+/// An allocation of another process. Closed on drop; its memory is freed only then, if its owner is gone.
 #[derive(Debug)]
 pub struct Imported {
     gpu: Arc<Gpu>,
     base: sys::CUdeviceptr,
 }
 
-/// A part of a mapping that is locked and known to the GPU. Unlocked on drop.
+/// A part of a mapping, locked and known to the GPU. Unlocked on drop.
 #[derive(Debug)]
 pub struct Registered {
     gpu: Arc<Gpu>,
     region: Arc<Region>,
-    /// Where the locked part begins in the region, and its bytes.
+    /// Start of the locked part in the region, and its bytes.
     start: usize,
     len: usize,
-    /// Where the GPU sees it.
+    /// Address of the part for the GPU.
     device: sys::CUdeviceptr,
 }
 
 // === impl Imported ===
 
 impl Imported {
-    /// Opens another process' allocation, which must hold `bytes`. The GPU must be the one it lies on.
+    /// Opens another process's allocation on `gpu`. Fails if it has fewer than `bytes`.
     pub fn open(gpu: &Arc<Gpu>, handle: [u8; 64], bytes: u64) -> Result<Self, CudaError> {
         gpu.bind()?;
         let handle = sys::CUipcMemHandle { reserved: handle.map(|byte| byte as std::ffi::c_char) };
@@ -50,7 +50,7 @@ impl Imported {
         }
     }
 
-    /// Where it begins in this process.
+    /// Address of the allocation in this process.
     pub fn base(&self) -> u64 {
         self.base
     }
@@ -59,7 +59,8 @@ impl Imported {
 impl Drop for Imported {
     fn drop(&mut self) {
         if self.gpu.bind().is_ok() {
-            // SAFETY: opened by `open` and closed once; whoever copied from it has waited for its stream.
+            // SAFETY: opened by `open` and closed once; every user of it has waited for the end of its
+            // stream.
             let _ = unsafe { sys::cuIpcCloseMemHandle(self.base) };
         }
     }
@@ -78,7 +79,7 @@ impl Registered {
             Access::ReadWrite => 0,
         };
         let flags = sys::CU_MEMHOSTREGISTER_PORTABLE | sys::CU_MEMHOSTREGISTER_DEVICEMAP | read_only;
-        // SAFETY: the range is mapped as long as `region`, which this value keeps, lives; it is unlocked before.
+        // SAFETY: the range is mapped as long as `region`, kept by this value, lives; it is unlocked before.
         CudaError::check("cuMemHostRegister", unsafe { sys::cuMemHostRegister_v2(host, len, flags) })?;
         let mut registered = Self { gpu: Arc::clone(gpu), region: Arc::clone(region), start, len, device: 0 };
         // SAFETY: the result is valid to be written, and `host` was registered just now.
@@ -87,13 +88,13 @@ impl Registered {
         Ok(registered)
     }
 
-    /// Where the GPU sees byte `offset` of the region, counted from the region's start.
+    /// The GPU's address of byte `offset` of the region, counted from the region's start.
     pub fn device_address(&self, offset: usize) -> u64 {
         assert!((self.start..self.start + self.len).contains(&offset), "a word that is not locked");
         self.device + (offset - self.start) as u64
     }
 
-    /// The mapping it is a part of.
+    /// The mapping of the locked part.
     pub fn region(&self) -> &Arc<Region> {
         &self.region
     }
@@ -103,7 +104,8 @@ impl Drop for Registered {
     fn drop(&mut self) {
         let host = self.region.bytes_at(self.start, self.len).expect("checked when it was locked");
         if self.gpu.bind().is_ok() {
-            // SAFETY: locked by `new` and unlocked once; the module's obligation is that no stream names it any more.
+            // SAFETY: locked by `new` and unlocked once; by the module's obligation no stream uses it any
+            // more.
             let _ = unsafe { sys::cuMemHostUnregister(host.as_ptr().cast()) };
         }
     }

@@ -1,16 +1,17 @@
-//! Which copies move a set of blocks: as few as the addresses allow. Pure arithmetic.
+//! Plans of copies for a set of blocks: as few copies as the addresses allow. Pure arithmetic.
 //!
-//! Neighbours on both sides are joined, then equal pieces at equal distances become one pitched copy, and what is left
-//! goes into one batch. 640 blocks of one prompt are then few copies where both sides are consecutive. No copy reaches
-//! across the end of a slice of the pool: each slice is locked by a call of its own, and the driver refuses a copy over two.
+//! Neighbours on both sides are joined, then equal pieces at equal distances become one pitched copy, and the
+//! rest goes into one batch. 640 blocks of one prompt are then few copies if both sides are consecutive. No
+//! copy reaches across the end of a slice of the pool: each slice is locked by a call of its own, and the
+//! driver refuses a copy over two.
 
 use std::ops::Range;
 
 use shm_protocol::handshake::BlockRegion;
 
-/// Pieces at equal distances from which a pitched copy is worth a call of its own: fewer go into the batch of what is left.
+/// Minimum pieces at equal distances for a pitched copy: fewer go into the batch.
 const PITCHED_ROWS_MIN: usize = 8;
-/// The largest distance between rows that the driver takes (CU_DEVICE_ATTRIBUTE_MAX_PITCH is 2^31 - 1).
+/// Maximum distance between rows for the driver (CU_DEVICE_ATTRIBUTE_MAX_PITCH is 2^31 - 1).
 const PITCH_MAX: u64 = (1 << 31) - 1;
 
 /// One run of bytes on both sides.
@@ -65,7 +66,7 @@ pub(super) fn plan(
     arrange(&pieces, slice_bytes)
 }
 
-/// Adds a piece, cut at the ends of slices and joined to the last one where both sides go on.
+/// Adds a piece, cut at the ends of slices and joined to the last one if both sides continue it.
 fn push(pieces: &mut Vec<Piece>, slice_bytes: u64, mut piece: Piece) {
     while piece.bytes > 0 {
         let here = piece.bytes.min(slice_bytes - piece.host % slice_bytes);
@@ -100,7 +101,8 @@ fn arrange(pieces: &[Piece], slice_bytes: u64) -> Plan {
     plan
 }
 
-/// How many pieces from the first on are equally long and equally far apart, on each side, and in one slice.
+/// The number of pieces, from the first on, of equal length and at equal distances, on each side, and in one
+/// slice.
 fn equal_distances(pieces: &[Piece], slice_bytes: u64) -> usize {
     let [one, two, ..] = pieces else { return pieces.len() };
     let pitch = |from: u64, to: u64| to.checked_sub(from).filter(|p| (one.bytes..=PITCH_MAX).contains(p));
@@ -124,7 +126,7 @@ mod tests {
 
     use super::*;
 
-    /// Every byte of the cut, from where to where, as the regions say.
+    /// Every byte of the cut, from its source to its target, according to the regions.
     fn bytes_wanted(regions: &[BlockRegion], cut: &Range<u64>, blocks: &[(u32, u64)]) -> BTreeMap<u64, u64> {
         let mut wanted = BTreeMap::new();
         for &(block, slot) in blocks {

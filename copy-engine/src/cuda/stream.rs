@@ -1,4 +1,4 @@
-//! Streams: words written and waited for in order, events.
+//! Streams: ordered writes of words, waits for words, and events.
 
 use std::sync::Arc;
 
@@ -6,7 +6,7 @@ use cudarc::driver::sys;
 
 use super::{CudaError, Gpu, Registered};
 
-/// A queue of the GPU: own, or borrowed from the engine.
+/// A queue of the GPU, owned or borrowed from the engine.
 #[derive(Debug)]
 pub struct Stream {
     gpu: Arc<Gpu>,
@@ -14,14 +14,14 @@ pub struct Stream {
     owned: bool,
 }
 
-/// A place in a stream.
+/// A position in a stream.
 #[derive(Debug)]
 pub struct Event {
     gpu: Arc<Gpu>,
     handle: sys::CUevent,
 }
 
-// SAFETY: handles may be used from any thread; the driver locks for itself.
+// SAFETY: handles may be used from any thread; the driver locks by itself.
 unsafe impl Send for Stream {}
 // SAFETY: as above.
 unsafe impl Sync for Stream {}
@@ -51,7 +51,7 @@ impl Stream {
         Self { gpu: Arc::clone(gpu), handle: handle as sys::CUstream, owned: false }
     }
 
-    /// The GPU it belongs to.
+    /// The GPU of the stream.
     pub fn gpu(&self) -> &Arc<Gpu> {
         &self.gpu
     }
@@ -77,20 +77,20 @@ impl Stream {
         CudaError::check("cuStreamWaitValue64", enqueued)
     }
 
-    /// An event that passes when everything enqueued so far has.
+    /// An event behind everything enqueued so far.
     pub fn record(&self) -> Result<Event, CudaError> {
         let event = Event::new(&self.gpu)?;
         self.mark(&event)?;
         Ok(event)
     }
 
-    /// Makes an event one that passes when everything enqueued so far has.
+    /// Moves an event behind everything enqueued so far.
     pub fn mark(&self, event: &Event) -> Result<(), CudaError> {
         // SAFETY: both handles live.
         CudaError::check("cuEventRecord", unsafe { sys::cuEventRecord(event.handle, self.handle) })
     }
 
-    /// What is enqueued from now on begins once an event's place of now was reached.
+    /// Lets later work of this stream begin once the event's current position was reached.
     pub(super) fn wait_for(&self, event: &Event) -> Result<(), CudaError> {
         // SAFETY: both handles live.
         CudaError::check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(self.handle, event.handle, 0) })
@@ -102,7 +102,7 @@ impl Stream {
         CudaError::check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.handle) })
     }
 
-    /// Whether everything enqueued has passed; an error that a copy met is found here.
+    /// True if everything enqueued has passed. Fails with the error of a copy, if one failed.
     pub fn is_idle(&self) -> Result<bool, CudaError> {
         // SAFETY: the handle lives.
         match unsafe { sys::cuStreamQuery(self.handle) } {
@@ -115,7 +115,7 @@ impl Stream {
 impl Drop for Stream {
     fn drop(&mut self) {
         if self.owned && self.gpu.bind().is_ok() {
-            // SAFETY: made by `new` and destroyed once; the driver lets what is enqueued end.
+            // SAFETY: made by `new` and destroyed once; the driver lets enqueued work end.
             let _ = unsafe { sys::cuStreamDestroy_v2(self.handle) };
         }
     }
@@ -133,7 +133,7 @@ impl Event {
         Ok(Self { gpu: Arc::clone(gpu), handle })
     }
 
-    /// Whether its place in the stream was reached.
+    /// True if its position in the stream was reached.
     pub fn passed(&self) -> Result<bool, CudaError> {
         // SAFETY: the handle lives.
         match unsafe { sys::cuEventQuery(self.handle) } {
@@ -146,7 +146,8 @@ impl Event {
 impl Drop for Event {
     fn drop(&mut self) {
         if self.gpu.bind().is_ok() {
-            // SAFETY: made by `new` and destroyed once; the driver keeps it until the streams that wait for it passed.
+            // SAFETY: made by `new` and destroyed once; the driver keeps it until the streams waiting for it
+            // have passed.
             let _ = unsafe { sys::cuEventDestroy_v2(self.handle) };
         }
     }

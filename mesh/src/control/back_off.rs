@@ -1,11 +1,11 @@
-//! Trying again: not at once, not all together, and without saying the same twice.
+//! Pauses between attempts: growing, different on each node, and with each reason reported once.
 
 use std::time::Duration;
 
 use super::Limits;
 use shm_protocol::random::Random;
 
-/// What is known of the attempts before.
+/// The state of a series of attempts.
 pub(super) struct BackOff {
     min: Duration,
     max: Duration,
@@ -20,19 +20,21 @@ impl BackOff {
         Self { min, max, pause: min, told: None, random: Random(seed) }
     }
 
-    /// The next failure is the first one again.
+    /// Treats the next failure as the first one.
     pub(super) fn reset(&mut self) {
         self.pause = self.min;
     }
 
-    /// An attempt that served for so long has ended. The pause before the next one, and whether the reason is news. What
-    /// serves for a moment only, again and again, is a failure too.
+    /// Records the end of an attempt. `served` is the time for which it worked: an attempt that works only
+    /// for a moment is a failure too. Returns the pause before the next attempt, and true if `why` differs
+    /// from the reason reported last.
     pub(super) fn after(&mut self, served: Duration, why: &str) -> (Duration, bool) {
         if served >= self.max {
             self.reset();
             self.told = None;
         }
-        // Half of it, and up to as much again, so that nodes which lost the same peer do not come back as one.
+        // Between half of the pause and all of it, so nodes do not come back together after they lost the
+        // same peer.
         let pause = self.pause / 1024 * (512 + (self.random.next() % 512) as u32);
         self.pause = (self.pause * 2).min(self.max);
         let news = self.told.as_deref() != Some(why);

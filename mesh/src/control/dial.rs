@@ -1,4 +1,4 @@
-//! Connections: TCP, and TLS where it is wanted, within a time.
+//! Outgoing connections: TCP, and TLS if configured, within a time limit.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -17,20 +17,20 @@ use crate::Error;
 use crate::refusals::Reason;
 use crate::tls::REMEDY;
 
-/// Bytes of a stream on their way to this side: a few of the largest messages.
+/// Window of incoming bytes of a stream: a few of the largest messages.
 const WINDOW_BYTES: u32 = 1 << 20;
-/// Bytes of the longest `host:port`: that of the longest DNS name.
+/// Maximum bytes of a `host:port`: the longest DNS name, a colon and a port.
 const ADDRESS_BYTES_MAX: usize = 253 + 6;
 
-/// The session that a connection begins with: how, and whose certificate the other side must have.
+/// TLS settings of a connection, and the name required in the server's certificate; `None` for plaintext.
 pub(super) type Session = Option<(Arc<ClientConfig>, ServerName<'static>)>;
 
 /// A connection, encrypted or not.
 pub(super) trait Wire: AsyncRead + AsyncWrite + Send + Unpin {}
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> Wire for T {}
 
-/// Connects to `address`, a `host:port`. `Err` is the reason, with the remedy where there is one; `count` hears of a TLS session that
-/// either side refused.
+/// Connects to `address`, a `host:port`. The error is the reason, with a remedy if there is one. `count` is
+/// called if the TLS session fails on either side.
 pub(super) async fn dial(
     address: &str,
     session: Session,
@@ -39,7 +39,7 @@ pub(super) async fn dial(
 ) -> Result<Channel, String> {
     let wire = within(limit, "connecting", connect(address, session, count)).await?;
     let mut wire = Some(TokioIo::new(wire));
-    // Once: a channel that breaks is thrown away.
+    // The connection is given out once: a broken channel is replaced by a new dial.
     let connector = service_fn(move |_: Uri| {
         let wire = wire.take().ok_or_else(|| std::io::Error::from(std::io::ErrorKind::NotConnected));
         std::future::ready(wire)
@@ -65,7 +65,7 @@ async fn connect(address: &str, session: Session, count: impl Fn(Reason)) -> Res
     Ok(Box::new(tls.map_err(|error| format!("no TLS session ({error}): {REMEDY}"))?))
 }
 
-/// What comes of something that may not take longer.
+/// Awaits `work` for at most `limit`; `what` names it in the error.
 pub(super) async fn within<T>(
     limit: Duration,
     what: &str,
@@ -75,7 +75,7 @@ pub(super) async fn within<T>(
     ended.unwrap_or_else(|_| Err(format!("{what} took longer than {} ms", limit.as_millis())))
 }
 
-/// An error with what it comes from, which is where libraries say what went wrong.
+/// The text of an error with all its causes: libraries state the actual problem there.
 pub(super) fn causes(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut next = error.source();
@@ -89,7 +89,7 @@ pub(super) fn causes(error: &dyn std::error::Error) -> String {
     text
 }
 
-/// Whether this can be a `host:port` of peers.
+/// Checks that `address` can be the `host:port` of a peer.
 pub fn check(address: &str) -> Result<(), Error> {
     let port = address.rsplit_once(':').filter(|(host, _)| !host.is_empty() && !host.contains('/'));
     let port = port.and_then(|(_, port)| port.parse::<u16>().ok()).filter(|port| *port > 0);

@@ -1,12 +1,13 @@
 //! Registration and membership in etcd.
 //!
-//! A node is one key, `/pillion/<mesh>/nodes/<node>`, under one lease: alive is who keeps the lease alive, and the revision
-//! that created the key is what tells one registration from the next. Whoever has the key first has the name, until the lease
-//! ends, or a later life of the same node knows that the one which registered has ended.
+//! A node is one key, `/pillion/<mesh>/nodes/<node>`, under one lease. The node is alive while it renews the
+//! lease. The revision at which the key was created distinguishes one registration from the next. The first
+//! sidecar that creates the key has the name until the lease ends, or until a later life of the same node
+//! knows that the registered life has ended.
 //!
-//! A session is one connection to one endpoint. It lists what is registered and watches from there on; when it breaks, the
-//! last membership serves on, and the next session, at the next endpoint, lists anew: nothing depends on a history that
-//! etcd may have compacted.
+//! A session is one connection to one endpoint. It lists the registrations and watches from that revision on.
+//! When it breaks, the last membership stays in use, and the next session lists again at the next endpoint:
+//! nothing depends on a history that etcd may have compacted.
 
 mod cluster;
 
@@ -32,20 +33,20 @@ use crate::membership::{Identity, Registration};
 use crate::refusals::Reason;
 use crate::transport::{BootId, NodeId};
 
-/// Another version of a record is not read.
+/// Version of a record. Records of another version are ignored.
 const VERSION: u32 = 1;
-/// Bytes of a record at most: three addresses and a number.
+/// Maximum bytes of a record: three addresses and a number.
 const RECORD_BYTES_MAX: usize = 1024;
-/// etcd knows no shorter lease, and grants a longer one where its elections take longer.
+/// etcd grants no shorter lease, and a longer one if its elections take longer.
 const TTL_MIN: Duration = Duration::from_secs(1);
-/// Times that a lease is renewed before it would run out.
+/// Renewals of a lease within its time to live.
 const RENEWALS: u32 = 3;
 
-/// What a key holds.
+/// The value of a node's key, in JSON.
 #[derive(Debug, Deserialize, Serialize)]
 struct Record {
     version: u32,
-    /// In hexadecimal: not every reader of JSON has whole numbers of 64 bits.
+    /// In hexadecimal: some readers of JSON have no 64-bit integers.
     boot: String,
     control: String,
     tcp: String,
@@ -60,18 +61,18 @@ struct Session {
     prefix: String,
     lease: i64,
     ttl: Duration,
-    /// Whether the key is this node's.
+    /// True once the key has the record of this life.
     registered: bool,
 }
 
-/// Why a session has ended.
+/// The reason for the end of a session.
 enum End {
-    /// The caller has enough.
+    /// The node leaves the mesh.
     Left,
     Broken(String),
 }
 
-/// Keeps this node registered and its membership up to date, until `leaving`.
+/// Keeps this node registered and its membership up to date, until `leaving` is notified.
 pub(super) async fn register(shared: Arc<Shared>, etcd: Etcd, leaving: Arc<Notify>) {
     let limits = shared.config.limits;
     let mut lease = None;
@@ -115,7 +116,7 @@ async fn session(
         Err(why) = session.attend(renewal, watch) => return End::Broken(why),
         () = leaving.notified() => {}
     }
-    // The key goes with its lease: the others hear of it at once.
+    // The key ends with its lease, so the other nodes notice at once.
     let _ = session.call("the end of the lease", session.client.lease_client().revoke(session.lease)).await;
     End::Left
 }
@@ -123,7 +124,7 @@ async fn session(
 // === impl Session ===
 
 impl Session {
-    /// A session with a living lease, of which the membership was told all there is.
+    /// Opens a session: takes a lease, gives all registrations to the membership, and registers this node.
     async fn open(
         shared: &Arc<Shared>,
         etcd: &Etcd,
@@ -150,7 +151,7 @@ impl Session {
         Ok((session, renewal, watch))
     }
 
-    /// What etcd answers, within a time.
+    /// Returns the answer of etcd, or an error after `limits.etcd`.
     async fn call<T>(
         &self,
         what: &str,
@@ -160,7 +161,7 @@ impl Session {
         within(self.shared.config.limits.etcd, what, call).await
     }
 
-    /// The lease of the session before, if it still lives; else another.
+    /// Keeps the lease of the previous session if it still lives; otherwise takes a new one.
     async fn take_lease(
         &mut self,
         known: &mut Option<i64>,
@@ -178,7 +179,7 @@ impl Session {
         self.call("a lease", leases.keep_alive(self.lease)).await
     }
 
-    /// Tells the membership who is registered, and watches from there on.
+    /// Gives all registrations to the membership, and watches for changes from then on.
     async fn list(&mut self) -> Result<WatchStream, String> {
         let options = GetOptions::new().with_prefix().with_limit(MEMBERS_MAX as i64 + 1);
         let mut keys = self.client.kv_client();
@@ -191,20 +192,21 @@ impl Session {
         self.call("the watch", watches.watch(self.prefix.as_str(), Some(options))).await
     }
 
-    /// Writes this node's key, if no other life has it.
+    /// Writes this node's key, unless another life has it. The key of the former life is replaced.
     async fn put(&mut self) -> Result<(), String> {
         let mut found = self.claim().await?;
         if let Some(one) = &found
             && let former @ Some(_) = self.shared.config.former
             && self.boot(one) == former
         {
-            // Not written over: it would still be the registration that the life before had created.
+            // The key is deleted, not written over: otherwise it would keep the creation revision of the
+            // former life.
             self.replace(one, TxnOp::delete(self.key(), None)).await?;
             found = self.claim().await?;
         }
         self.registered = match found {
             None => true,
-            // This life's, perhaps under a lease of before.
+            // The key is from this life, perhaps under an earlier lease.
             Some(one) if self.boot(&one) == Some(self.shared.config.boot) => {
                 self.replace(&one, self.record()).await?
             }
@@ -221,7 +223,7 @@ impl Session {
         Ok(())
     }
 
-    /// Writes this node's key where there is none; else the key that there is.
+    /// Creates this node's key. Returns the existing key if there is one.
     async fn claim(&self) -> Result<Option<KeyValue>, String> {
         let key = self.key();
         let absent = Compare::create_revision(key.as_str(), CompareOp::Equal, 0);
@@ -234,7 +236,7 @@ impl Session {
         }
     }
 
-    /// Does something about this node's key if it is as it was found; whether it was.
+    /// Applies `by` to this node's key if the key is unchanged since `found`. Returns true if it was.
     async fn replace(&self, found: &KeyValue, by: TxnOp) -> Result<bool, String> {
         let unchanged = Compare::mod_revision(self.key(), CompareOp::Equal, found.mod_revision());
         let mut keys = self.client.kv_client();
@@ -252,12 +254,12 @@ impl Session {
         TxnOp::put(self.key(), record, Some(PutOptions::new().with_lease(self.lease)))
     }
 
-    /// The life that a key is of.
+    /// The life named in a registration.
     fn boot(&self, key: &KeyValue) -> Option<BootId> {
         self.read(key).map(|one| one.identity.boot)
     }
 
-    /// Renews the lease and takes what the watch tells, until something breaks.
+    /// Renews the lease and applies the events of the watch, until something breaks.
     async fn attend(
         &mut self,
         (mut keeper, mut renewed): (LeaseKeeper, LeaseKeepAliveStream),
@@ -293,7 +295,8 @@ impl Session {
         }
     }
 
-    /// A watch that fell behind what etcd has compacted begins anew.
+    /// Lists and watches again if etcd has compacted revisions which the watch had yet to read. Fails for any
+    /// other cancellation.
     async fn watch_again(&mut self, told: &WatchResponse) -> Result<WatchStream, String> {
         if told.compact_revision() == 0 {
             return Err(format!("the watch was cancelled: {}", told.cancel_reason()));
@@ -301,7 +304,7 @@ impl Session {
         self.list().await
     }
 
-    /// What has happened to keys.
+    /// Applies events of the watch. Registers this node again if its key was deleted.
     async fn take(&mut self, told: &WatchResponse) -> Result<(), String> {
         let own = self.key();
         let mut free = false;
@@ -312,7 +315,7 @@ impl Session {
                 free = event.event_type() == EventType::Delete;
             }
         }
-        // By its lease, or by hand; or another life had it.
+        // The key ended with its lease or was deleted by hand, or it was the key of another life.
         if free { self.put().await } else { Ok(()) }
     }
 
@@ -331,7 +334,8 @@ impl Session {
         }
     }
 
-    /// A registration, if it is one. What is none is told of and passed over.
+    /// Reads a registration. Returns `None` for a key or a record that is invalid; an invalid record is
+    /// counted and logged.
     fn read(&self, key: &KeyValue) -> Option<Registration> {
         let node = self.node(key)?;
         match Record::read(key.value()) {
@@ -353,7 +357,7 @@ impl Session {
     }
 }
 
-/// Ticks for ever, the first time after `period`, and never twice for a time that was missed.
+/// An interval whose first tick comes after one `period`. Missed ticks are not made up.
 fn every(period: Duration) -> Interval {
     let mut interval = tokio::time::interval(period);
     interval.set_missed_tick_behavior(MissedTickBehavior::Delay);

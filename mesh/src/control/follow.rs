@@ -1,4 +1,4 @@
-//! The side that follows: one task for each endpoint, which connects again and again.
+//! The following side: one task for each endpoint, which connects again after each failure.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -22,36 +22,38 @@ use crate::refusals::Reason;
 use crate::transport::{BootId, PeerNumber};
 use shm_protocol::random::Random;
 
-/// Changes of one peer that are taken in a second: a tenth of what the caller can apply. A peer that has more to tell is
-/// read less often, and tells fewer: what came and went again is not told.
+/// Changes per second taken from one peer: a tenth of the caller's rate. A peer with more changes is read
+/// less often and then sends fewer: it skips a block if it came and went.
 const CHANGES_PER_SECOND: u64 = 1 << 20;
 
-/// Changes that a snapshot or a list of promises counts as in the backlog: as many as the caller takes in at once.
+/// Places in the backlog for a snapshot or a list of promises: as many changes as the caller takes in at
+/// once.
 const WORD: usize = 1024;
 
-/// Pauses are cut short at most this often, so that nobody who follows again and again makes this node dial in a loop.
+/// Pauses are cut short at most this often. A peer cannot make this node dial in a loop by following again
+/// and again.
 const HURRY: Duration = Duration::from_secs(1);
 
-/// Characters of what a peer says of a failure.
+/// Maximum characters of a peer's error text.
 const WORDS_MAX: usize = 300;
 
-/// What is known from the streams before.
+/// The state of an endpoint from its earlier streams.
 struct Known {
-    /// Of this member, in this life, up to this sequence.
+    /// The member, its life, and the last sequence known of its feed.
     upto: Option<(PeerNumber, BootId, u64)>,
     thinning: Thinning,
 }
 
-/// The times of a member's renewals: it outgrew its filter, and all of it is asked for again. It is followed as before until then, so the
-/// pause costs only blocks beyond the filter.
+/// The times of a member's renewals. A renewal requests the whole inventory again, because it outgrew its
+/// filter. Until then the member is followed as before, so the pause costs only blocks beyond the filter.
 struct Renewals {
     back_off: BackOff,
     last: Instant,
     due: Option<Instant>,
 }
 
-/// Dials who is not followed as soon as there is a reason to: a stranger follows, who may be one of them and has begun just
-/// now, or a node is lost at one of its addresses.
+/// Cuts pauses short when an endpoint without a stream may be reachable: an unknown node follows and may be a
+/// listed peer that has just started, or a member is lost at one of its addresses.
 pub(super) async fn retry(shared: Arc<Shared>) {
     loop {
         shared.retry.notified().await;
@@ -60,7 +62,7 @@ pub(super) async fn retry(shared: Arc<Shared>) {
     }
 }
 
-/// A peer's stream, for ever.
+/// Follows a peer, forever. A notification of `anew` requests its whole inventory again.
 pub(super) async fn follow(shared: Arc<Shared>, endpoint: Endpoint, address: String, anew: Arc<Notify>) {
     let limits = shared.config.limits;
     let mut known = Known { upto: None, thinning: Thinning::NONE };
@@ -73,7 +75,7 @@ pub(super) async fn follow(shared: Arc<Shared>, endpoint: Endpoint, address: Str
         hurry.mark_unchanged();
         let mut up = None;
         let thinned = known.thinning > Thinning::NONE;
-        // Not all peers at once: each has two filters for a while.
+        // Spread over time, because a peer has two filters during its renewal.
         let renewal = limits.thinned / 1024 * (512 + (random.next() % 1024) as u32);
         let stream = stream(&shared, endpoint, &address, &mut known, &mut up);
         let failure = tokio::select! {
@@ -95,7 +97,8 @@ pub(super) async fn follow(shared: Arc<Shared>, endpoint: Endpoint, address: Str
                 shared.note(format!("the inventory of {address} is not followed: {why}"));
             }
             Failure::Unreached(_) => {}
-            // Its member is followed; should that end, this endpoint is tried at once.
+            // Another endpoint follows its member. After the end of its stream this endpoint is tried at
+            // once.
             Failure::Twin(..) | Failure::Elsewhere(_) => pause = limits.gone,
         }
         tokio::select! {
@@ -105,7 +108,7 @@ pub(super) async fn follow(shared: Arc<Shared>, endpoint: Endpoint, address: Str
     }
 }
 
-/// One stream, until it breaks. `up` is set when it is one.
+/// Runs one stream until it breaks. Sets `up` once the member is accepted.
 async fn stream(
     shared: &Arc<Shared>,
     endpoint: Endpoint,
@@ -132,10 +135,10 @@ async fn stream(
     .await?;
     let (identity, hears_waits) = greeting(shared, &mut replies).await?;
     let Some(number) = shared.hello(endpoint, &identity)? else {
-        // The node itself: this task is being ended.
+        // The peer is this node itself: the membership is about to end this task.
         std::future::pending().await
     };
-    // One that left and came back meanwhile is another member, of which nothing is known.
+    // A peer is another member after it left and came back meanwhile, with an unknown inventory.
     known.upto = known.upto.filter(|(of, boot, _)| (*of, *boot) == (number, identity.boot));
     *up = Some(Instant::now());
     let keys_max = keys_max(config.directory_bytes, shared.sharing());
@@ -150,7 +153,8 @@ async fn stream(
     }
 }
 
-/// Applies a member's messages to its filter until the stream ends, is silent for too long, or has a message that is no valid one.
+/// Applies a member's messages to its filter until the stream ends, is silent for too long, or has an invalid
+/// message.
 async fn hear(
     shared: &Shared,
     replies: &mut Streaming<FollowReply>,
@@ -177,7 +181,8 @@ async fn hear(
     }
 }
 
-/// Tells a member, for ever, whenever a request here waits for a block. That the member does not answer is for its stream to notice.
+/// Notifies a member whenever a request here waits for a block, forever. Failures are ignored: the stream of
+/// the member notices them.
 async fn say_waits(shared: &Shared, mut client: InventoryClient<Channel>) -> Infallible {
     let mut waits = shared.waits.subscribe();
     loop {
@@ -188,7 +193,8 @@ async fn say_waits(shared: &Shared, mut client: InventoryClient<Channel>) -> Inf
     }
 }
 
-/// The member that answers the greeting, and whether it has the method `Wait`; an error where it is of another mesh.
+/// Reads a member's greeting. Returns its identity, and true if it has the method `Wait`. Fails if the member
+/// belongs to another mesh.
 async fn greeting(shared: &Shared, replies: &mut Streaming<FollowReply>) -> Result<(Identity, bool), String> {
     match reply(shared, replies).await? {
         Reply::Hello(mesh, identity, hears_waits) if mesh == shared.config.mesh => {
@@ -218,17 +224,19 @@ async fn reply(shared: &Shared, replies: &mut Streaming<FollowReply>) -> Result<
     })
 }
 
-/// What a peer, or the connection to it, says of a failure: that may be anything.
+/// The error text of a peer or its connection, without control characters and cut to [`WORDS_MAX`]: a peer
+/// may send any text.
 pub(super) fn words(status: &Status) -> String {
     status.message().chars().filter(|char| !char.is_control()).take(WORDS_MAX).collect()
 }
 
-/// The time that so many changes should take.
+/// The least time for so many changes of one peer.
 fn rest(changes: usize) -> Duration {
     Duration::from_micros(changes as u64 * 1_000_000 / CHANGES_PER_SECOND)
 }
 
-/// Tells the caller as soon as there is room for it, and then takes the time that this should take.
+/// Hands a result to the caller once the backlog has room for it, then rests for the time its changes should
+/// take.
 async fn tell(shared: &Shared, number: PeerNumber, heard: Heard) {
     match heard {
         Heard::Nothing => tokio::task::yield_now().await,
@@ -252,8 +260,8 @@ async fn tell(shared: &Shared, number: PeerNumber, heard: Heard) {
 // === impl Renewals ===
 
 impl Renewals {
-    /// Returns when all is to be asked for again, after a pause. Pauses get longer where each filter is outgrown at once. A stream may break
-    /// meanwhile: the next one has the same time.
+    /// Returns when the whole inventory is to be requested again: after the filter was outgrown, and a pause.
+    /// Pauses grow if each new filter is outgrown at once. A broken stream does not change the due time.
     async fn next(&mut self, outgrown: &Notify) {
         let due = match self.due {
             Some(due) => due,
@@ -271,15 +279,15 @@ impl Renewals {
 // === impl Known ===
 
 impl Known {
-    /// As much of a peer's inventory as fits, where the part that was asked for has so many keys.
+    /// Chooses the largest part of an inventory within `max` keys. The part requested before has `keys` keys.
     fn fit(&mut self, keys: u64, max: usize) {
         let all = keys.saturating_mul(1 << self.thinning.power());
         let fits = |thinning: &Thinning| thinning.of(all) <= max as u64;
         self.thinning = (0..).map_while(Thinning::new).find(fits).unwrap_or(Thinning::MOST);
     }
 
-    /// An inventory begins. `Err` where there is room for more of it than was asked for: twice as much would fit with a
-    /// quarter to spare, so that it is not too much again soon.
+    /// Checks the size of an inventory when it begins. Returns `Err` if a larger part fits by now: twice as
+    /// many keys would leave a quarter of `max` free, so they are not too many again soon.
     fn use_room(&mut self, keys: u64, max: usize) -> Result<(), String> {
         if self.thinning == Thinning::NONE || keys.saturating_mul(2) > max as u64 / 4 * 3 {
             return Ok(());
@@ -291,7 +299,8 @@ impl Known {
         ))
     }
 
-    /// What follows from a message that could not be taken: all is asked for anew, and less of it where it is too much.
+    /// Handles a message that cannot be applied: the next stream requests everything again, or a smaller part
+    /// if it does not fit. Returns the reason as text.
     fn after(&mut self, unheard: Unheard) -> String {
         self.upto = None;
         if let Unheard::Memory { keys, max } = unheard {

@@ -1,4 +1,5 @@
-//! Names that stand for the addresses of many nodes, as that of a headless service in Kubernetes: resolved again and again.
+//! Names with the addresses of many nodes, such as the name of a headless service in Kubernetes. They are
+//! resolved again and again.
 
 use std::collections::BTreeSet;
 use std::fmt::Debug;
@@ -10,13 +11,13 @@ use std::time::Duration;
 use super::back_off::BackOff;
 use super::shared::Shared;
 
-/// Says which addresses a name has.
+/// Resolves names to addresses.
 pub trait Resolve: Debug + Send + Sync {
-    /// The addresses of a `host:port`. It may block: it is called on a thread that nothing else waits for.
+    /// Returns the addresses of a `host:port`. It may block: nothing else waits for its thread.
     fn resolve(&self, name: &str) -> io::Result<Vec<SocketAddr>>;
 }
 
-/// The system's resolver: /etc/hosts, DNS and what else nsswitch.conf names.
+/// The resolver of the system: /etc/hosts, DNS and other sources in nsswitch.conf.
 #[derive(Debug)]
 pub struct System;
 
@@ -26,7 +27,8 @@ impl Resolve for System {
     }
 }
 
-/// Keeps the endpoints of a listed name up to date. One that is an address by itself has that address for ever.
+/// Keeps the endpoints of a listed name up to date, forever. An IP address is its own only endpoint, and
+/// needs no further resolution.
 pub(super) async fn follow(shared: Arc<Shared>, name: String) {
     if let Ok(address) = name.parse() {
         return shared.resolved(&name, BTreeSet::from([address]));
@@ -61,13 +63,14 @@ pub(super) async fn follow(shared: Arc<Shared>, name: String) {
         };
         tokio::select! {
             () = tokio::time::sleep(pause) => {}
-            // A stranger may have an address that the name did not have yet.
+            // An unknown follower may have an address that is new for this name.
             _ = hurry.changed() => {}
         }
     }
 }
 
-/// The addresses of a name that count. A node listens at one address, so of two families it is the one that this node's is of.
+/// The usable addresses of a name. A node listens at one address, so of two families only the family of this
+/// node's address is used.
 async fn resolve(shared: &Shared, name: &str) -> Result<BTreeSet<SocketAddr>, String> {
     let (resolver, name) = (Arc::clone(&shared.config.resolver), name.to_owned());
     let resolved = tokio::task::spawn_blocking(move || resolver.resolve(&name)).await;

@@ -1,5 +1,5 @@
-//! What a node knows of namespaces: told to a peer that asks, and asked of all members at once. Nothing of it is followed or
-//! kept; only the last answer of this node is remembered for a moment, so that peers cannot make it count in a loop.
+//! Namespaces known to nodes: the answer to a peer, and the question to all members. Nothing is followed or
+//! kept, except the last answer of this node for a moment, so that peers cannot make it count in a loop.
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -24,40 +24,41 @@ use super::wire::{Malformed, REPLY_BYTES_MAX};
 use crate::refusals::Reason;
 use crate::transport::{BootId, NodeId};
 
-/// An answer is given to all who ask within this time after it was made.
+/// An answer is used again for this long.
 const REMEMBERED: Duration = Duration::from_secs(1);
-/// Members that are asked at a time: a connection and a decoded reply each.
+/// Members asked at the same time: each needs a connection and a decoded reply.
 const ASKED_MAX: usize = 32;
-/// Bytes of distinct facts that are taken of all answers together, and that a sidecar keeps of its own engines: thousands of
-/// namespaces of some 1 KB.
+/// Maximum bytes of distinct facts in all answers together, and of the facts that a sidecar keeps of its own
+/// engines: thousands of namespaces of some 1 KB.
 pub const FACTS_BYTES_MAX: usize = 4 << 20;
-/// Namespaces that are taken of all answers together, each counted as often as it is told.
+/// Maximum namespaces in all answers together. A namespace in several answers counts several times.
 const TOLD_MAX: usize = 1 << 16;
 
-/// What becomes known of namespaces.
+/// All namespaces of a node, once they are counted; `None` if the count failed.
 pub type Counted = Pin<Box<dyn Future<Output = Option<Vec<Namespace>>> + Send>>;
 
-/// Says what this node knows of namespaces.
+/// Lists the namespaces known to this node.
 pub trait Listing: Debug + Send + Sync {
-    /// All that it knows, with its blocks counted now; `None` where they cannot be. It must not block.
+    /// Returns all known namespaces, with their blocks counted now; `None` if the count failed. It must not
+    /// block.
     fn list(&self) -> Counted;
 }
 
-/// A node that knows no namespace.
+/// A node without namespaces.
 #[derive(Debug)]
 pub struct Unlisted;
 
-/// What a member has said of namespaces.
+/// The answer of a member.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Answer {
     pub peer: NodeId,
     /// Facts of equal digests are shared between answers.
     pub namespaces: Vec<Namespace>,
-    /// Why some of what it knows is not here, or all, with the remedy where there is one.
+    /// The reason if some or all of its namespaces are missing here, with a remedy if there is one.
     pub missing: Option<String>,
 }
 
-/// What is taken of the answers so far.
+/// Totals of the answers so far.
 #[derive(Default)]
 struct Taken {
     facts: BTreeMap<NamespaceDigest, Arc<Facts>>,
@@ -71,10 +72,10 @@ impl Listing for Unlisted {
     }
 }
 
-/// What this node tells a peer that asks.
+/// Returns this node's answer to a peer.
 pub(super) async fn tell(shared: &Arc<Shared>) -> Result<NamespacesReply, Status> {
     let shared = Arc::clone(shared);
-    // A task of its own: it goes on when who asked hangs up, so that the next one does not begin another count.
+    // The task continues if the client hangs up, so the next question does not start a second count.
     let told = tokio::spawn(async move {
         let mut last = shared.listed.lock().await;
         if let Some((at, reply)) = &*last
@@ -93,7 +94,7 @@ pub(super) async fn tell(shared: &Arc<Shared>) -> Result<NamespacesReply, Status
     told.await.ok().flatten().ok_or_else(busy)
 }
 
-/// Asks all members, for whoever waits at the other end.
+/// Asks all members and sends their answers to `reply`. Stops if nothing waits for them any more.
 pub(super) async fn ask_all(shared: Arc<Shared>, mut reply: oneshot::Sender<Vec<Answer>>) {
     let limit = shared.config.limits.namespaces;
     let (until, room) = (Instant::now() + limit, Arc::new(Semaphore::new(ASKED_MAX)));
@@ -127,7 +128,7 @@ pub(super) async fn ask_all(shared: Arc<Shared>, mut reply: oneshot::Sender<Vec<
     let _ = reply.send(answers);
 }
 
-/// What one member knows.
+/// Asks one member.
 async fn ask(shared: &Shared, (node, boot): (&NodeId, BootId), address: &str) -> Result<Listed, String> {
     let config = &shared.config;
     let session = shared.credentials.as_ref().map(|files| files.client(|text| shared.note(text)));
@@ -137,7 +138,7 @@ async fn ask(shared: &Shared, (node, boot): (&NodeId, BootId), address: &str) ->
         match status.code() {
             Code::Unimplemented => return "its release does not send its namespaces: upgrade it".into(),
             Code::FailedPrecondition => shared.count(Reason::Refused),
-            // It is longer than a reply may be.
+            // The reply exceeds the maximum length.
             Code::OutOfRange => shared.count(Reason::Malformed),
             _ => {}
         }
@@ -169,7 +170,7 @@ async fn ask(shared: &Shared, (node, boot): (&NodeId, BootId), address: &str) ->
 // === impl Taken ===
 
 impl Taken {
-    /// As much of a member's answer as there is room for.
+    /// Takes as much of a member's answer as there is room for.
     fn answer(&mut self, peer: NodeId, answered: Result<Listed, String>) -> Answer {
         let listed = match answered {
             Ok(listed) => listed,

@@ -1,4 +1,4 @@
-//! The side that is followed: connections, and what goes out on each.
+//! The serving side: connections of followers, and the messages sent on each.
 
 use std::collections::VecDeque;
 use std::io::ErrorKind;
@@ -33,57 +33,57 @@ use crate::refusals::Reason;
 use crate::sync::lock;
 use crate::tls::REMEDY;
 
-/// The time that a last message has to get out.
+/// Time for a last message to get out.
 const PARTING: Duration = Duration::from_secs(1);
-/// The pause when the kernel has no more descriptors.
+/// Pause if the kernel has no more descriptors.
 const EXHAUSTED: Duration = Duration::from_millis(100);
-/// Bytes of the headers of a request.
+/// Maximum bytes of the headers of a request.
 const HEADER_BYTES_MAX: u32 = 8 << 10;
-/// Calls of a connection at a time: the one that follows, and one that says that the follower waits.
+/// Calls of a connection at the same time: `Follow`, and `Wait` beside it.
 const CALLS_MAX: u32 = 2;
 
-/// Connections without a TLS session, enough for the peers that come back at one moment. Beyond it the oldest is hung up on: whoever
-/// reaches the port can have as many.
+/// Maximum connections without a TLS session, enough for the peers that come back at one moment. Beyond it
+/// the oldest is closed: any host that reaches the port can open so many.
 const STRANGERS_MAX: usize = 256;
 
-/// Connections that have no TLS session yet, the oldest first. Dropping the sender of one hangs up on it.
+/// Connections without a TLS session so far, the oldest first. Dropping a sender closes its connection.
 #[derive(Default)]
 struct Strangers(VecDeque<oneshot::Sender<()>>);
 
-/// How far a connection is.
+/// The progress of a connection.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 enum Phase {
-    /// Nothing was asked yet.
+    /// No request has come yet.
     Idle,
-    /// Something was asked, and is being answered.
+    /// A request has come and is being answered.
     Following,
     Ended,
-    /// The other side takes nothing.
+    /// The peer reads nothing.
     Stuck,
 }
 
-/// What serves one connection.
+/// The service of one connection.
 struct Connection {
     shared: Arc<Shared>,
     from: SocketAddr,
     phase: Arc<watch::Sender<Phase>>,
     follower: OnceLock<u64>,
-    /// The follower of it has said that it waits.
+    /// Notified when the follower of this connection waits for a block.
     waits: Arc<Notify>,
 }
 
-/// A follower, for as long as it is told.
+/// A follower's place in the pace, given up on drop.
 struct Turn {
     shared: Arc<Shared>,
     follower: u64,
-    /// It has said that it waits.
+    /// Notified when the follower waits for a block.
     waits: Arc<Notify>,
 }
 
-/// What goes out on a stream.
+/// The messages of a stream.
 struct Replies(mpsc::Receiver<FollowReply>);
 
-/// Takes connections, for ever.
+/// Accepts connections, forever.
 pub(super) async fn listen(shared: Arc<Shared>, listener: TcpListener) {
     let room = Arc::new(Semaphore::new(MEMBERS_MAX));
     let mut strangers = Strangers::default();
@@ -109,7 +109,8 @@ pub(super) async fn listen(shared: Arc<Shared>, listener: TcpListener) {
     }
 }
 
-/// The session of a connection; none where that failed, took too long, or `crowded` ended before.
+/// Establishes the session of a connection. Returns `None` if it fails, takes too long, or `crowded` ends
+/// before.
 async fn meet(
     shared: &Shared,
     tcp: TcpStream,
@@ -128,7 +129,7 @@ async fn meet(
     accepted.inspect_err(|why| _ = shared.note_rarely(format!("{from} is not served: {why}"))).ok()
 }
 
-/// One connection, until either side has enough of it.
+/// Serves one connection until either side ends it.
 async fn serve(shared: &Arc<Shared>, wire: Box<dyn Wire>, from: SocketAddr) {
     let limit = shared.config.limits.connect;
     let (phase, mut phases) = watch::channel(Phase::Idle);
@@ -140,7 +141,7 @@ async fn serve(shared: &Arc<Shared>, wire: Box<dyn Wire>, from: SocketAddr) {
     http.max_concurrent_streams(CALLS_MAX)
         .max_header_list_size(HEADER_BYTES_MAX)
         .max_send_buf_size(REPLY_BYTES_MAX);
-    // One that is frozen, or that has no network any more.
+    // HTTP/2 pings find a peer that is frozen or has lost its network.
     let silence = shared.config.limits.silence;
     http.timer(TokioTimer::new()).keep_alive_interval(silence).keep_alive_timeout(silence);
     tokio::select! {
@@ -161,14 +162,14 @@ async fn accept(shared: &Shared, tcp: TcpStream) -> Result<Box<dyn Wire>, String
     tcp.set_nodelay(true).map_err(|error| error.to_string())?;
     let Some(credentials) = &shared.credentials else { return Ok(Box::new(tcp)) };
     let tls = TlsAcceptor::from(credentials.server(|text| shared.note(text))).accept(tcp).await;
-    // Who hangs up in the middle was a probe, as often as not.
+    // A client that hangs up in the middle is often a probe.
     if tls.as_ref().is_err_and(|error| error.kind() != ErrorKind::UnexpectedEof) {
         shared.count(Reason::Certificate);
     }
     Ok(Box::new(tls.map_err(|error| format!("no TLS session ({error}): {REMEDY}"))?))
 }
 
-/// Returns when a connection has no more use; true where nothing was asked over it.
+/// Returns when a connection has no more use; true if no request came within `limit`.
 async fn enough(phases: &mut watch::Receiver<Phase>, limit: Duration) -> bool {
     let asked = phases.wait_for(|phase| *phase != Phase::Idle);
     if tokio::time::timeout(limit, asked).await.is_err() {
@@ -184,7 +185,7 @@ async fn enough(phases: &mut watch::Receiver<Phase>, limit: Duration) -> bool {
 // === impl Strangers ===
 
 impl Strangers {
-    /// What a new connection holds until it has its session; it ends where others need the room.
+    /// Adds a new connection. The returned receiver ends if the connection has to make room for others.
     fn enter(&mut self, shared: &Shared) -> oneshot::Receiver<()> {
         self.0.retain(|stranger| !stranger.is_closed());
         if self.0.len() >= STRANGERS_MAX {
@@ -222,7 +223,7 @@ impl Inventory for Connection {
             if stuck {
                 shared.count(Reason::Slow);
                 let silence_ms = shared.config.limits.silence.as_millis();
-                // The name is text that nobody has looked at.
+                // The name is unchecked text of the peer, so it is escaped.
                 shared.note_rarely(format!(
                     "{:?} follows this node and has read nothing for {silence_ms} ms: its connection was closed",
                     asked.node
@@ -247,7 +248,9 @@ impl Inventory for Connection {
     async fn wait(&self, _: Request<WaitRequest>) -> Result<Response<WaitReply>, Status> {
         let Some(follower) = self.follower.get() else {
             self.shared.count(Reason::Malformed);
-            return Err(Status::failed_precondition("who does not follow does not wait"));
+            return Err(Status::failed_precondition(
+                "Wait without a Follow on this connection: call Follow first",
+            ));
         };
         self.shared.wait(*follower);
         self.waits.notify_one();
@@ -256,7 +259,7 @@ impl Inventory for Connection {
 }
 
 impl Connection {
-    /// Takes a request, the one that its connection carries. `Err`: it is refused.
+    /// Begins the one request of this connection. Returns `Err` if it is refused.
     fn begin(&self, version: u32, mesh: &str, thinning: u32) -> Result<(), Status> {
         let first = self.phase.send_replace(Phase::Following) == Phase::Idle;
         let refused = if first {
@@ -267,7 +270,8 @@ impl Connection {
         refused.map_or(Ok(()), |(reason, why)| Err(self.refuse_call(reason, why)))
     }
 
-    /// The refusal of a follower with the name of a live member. It comes again and again: its log and this one say so once.
+    /// Refuses a follower with the name of a live member. It comes again and again, so its log and this one
+    /// have one line of it.
     fn refuse_name(&self, asked: &FollowRequest, holder: &str) -> Status {
         let (node, remedy) = (&asked.node, "give each its own --node-id");
         let text = format!(
@@ -290,7 +294,7 @@ impl Connection {
         Status::failed_precondition(why)
     }
 
-    /// Why a peer is not served, if it is not.
+    /// The reason to refuse a peer, or `None`.
     fn refusal(&self, version: u32, mesh: &str, thinning: u32) -> Option<(Reason, String)> {
         let own = &self.shared.config;
         if version != VERSION {
@@ -310,7 +314,8 @@ impl Connection {
     }
 }
 
-/// Tells a follower what this node keeps, until it hangs up: all of it without a rest, and then what changes. `Err`: it takes nothing.
+/// Sends this node's inventory to a follower until it hangs up: all of it without a rest, then its changes.
+/// Fails if the follower reads nothing.
 async fn tell(
     turn: Turn,
     asked: &FollowRequest,
@@ -326,7 +331,7 @@ async fn tell(
         reader = reader.hearing_promises();
     }
     let mut next = FollowReply::hello(&shared.config);
-    // When the last batch was told, behind which there was nothing.
+    // The time of the last batch after which the follower knew everything.
     let mut told: Option<Instant> = None;
     while tokio::time::timeout(limits.silence, replies.send(next)).await?.is_ok() {
         let sent = Instant::now();
@@ -345,7 +350,7 @@ async fn tell(
             let due = async {
                 match rested {
                     Some(rested) => tokio::time::sleep_until(rested).await,
-                    // The sender is shared: it is there.
+                    // The sender is in the shared state, so it is not dropped.
                     None => drop(published.changed().await),
                 }
             };

@@ -1,4 +1,4 @@
-//! Client and server of the messages of [`super::wire`], as gRPC has them.
+//! The generated gRPC client and server for the messages of [`super::wire`].
 #![allow(missing_docs, clippy::all, clippy::too_many_lines, reason = "written by tonic-build")]
 
 include!(concat!(env!("OUT_DIR"), "/pillion.mesh.v1.Inventory.rs"));

@@ -1,4 +1,5 @@
-//! What the tasks of a control share: the membership, whose steps are carried out here, and what this node publishes.
+//! The state shared by the tasks of a control thread: the membership, whose steps are carried out here, and
+//! the feed of this node.
 
 use std::collections::{BTreeSet, HashMap};
 use std::net::SocketAddr;
@@ -22,17 +23,17 @@ use crate::sync::{Rarely, lock, now};
 use crate::tls::Credentials;
 use crate::transport::{BootId, NodeId, PeerNumber};
 
-/// Changes that a follower may have missed and still go on: 8 MiB, some seconds of the fastest changes there are.
+/// Maximum changes missed by a follower that can resume: 8 MiB, some seconds at the highest rate.
 const REMEMBERED_CHANGES: usize = 1 << 20;
 
-/// What the tasks share.
+/// The state shared by the tasks.
 pub(super) struct Shared {
     pub(super) config: Config,
     pub(super) credentials: Option<Credentials>,
     pub(super) feed: Mutex<Feed>,
     /// Changes whenever the feed has another batch.
     pub(super) published: watch::Sender<()>,
-    /// What peers were told last of this node's namespaces, and when.
+    /// The last answer about this node's namespaces, and its time.
     pub(super) listed: tokio::sync::Mutex<Told>,
     pub(super) backlog: Backlog,
     up: Up,
@@ -41,30 +42,32 @@ pub(super) struct Shared {
     membership: Mutex<Membership>,
     streams: Mutex<HashMap<Endpoint, Following>>,
     follow: Follow,
-    /// Who is not followed may be reached now: a stranger follows, or a node was lost that answered at another address, too.
+    /// Notified when an endpoint without a stream may be reachable: an unknown node follows, or a lost node
+    /// had answered at another address, too.
     pub(super) retry: Notify,
-    /// Changes when pauses between attempts to follow are to end.
+    /// Changes to end the pauses between attempts to follow.
     pub(super) hurry: watch::Sender<()>,
-    /// Changes when peers are to hear that a request here waits for a block.
+    /// Changes when a request here waits for a block, and peers are to be notified.
     pub(super) waits: watch::Sender<()>,
-    /// The name and life of each follower in the log for having the name of a live member.
+    /// Followers already logged for having the name of a live member: the name and life of each.
     pub(super) told_twins: Mutex<BTreeSet<(String, u64)>>,
     began: Instant,
     rarely: Rarely,
 }
 
-/// An answer of this node; without a reply where its blocks could not be counted.
+/// An answer of this node, with its time; without a reply if the blocks were not counted in time.
 type Told = Option<(tokio::time::Instant, Option<NamespacesReply>)>;
 type Up = Box<dyn Fn(News) + Send + Sync>;
-/// Where the caller sees what becomes of the mesh: what it is told, and the figures that it looks at.
+/// The caller's side: its callback, and the figures it reads.
 pub(super) type Seen = (Up, Arc<Figures>);
 
-/// Follows an endpoint at an address, until it is aborted; a wake-up asks for all anew.
+/// Starts to follow an endpoint at an address, until the task is aborted; a notification requests the whole
+/// inventory again.
 pub(super) type Follow = fn(Arc<Shared>, Endpoint, String, Arc<Notify>) -> AbortHandle;
 
 struct Following {
     task: AbortHandle,
-    /// All is to be asked for anew.
+    /// Requests the whole inventory again.
     anew: Arc<Notify>,
 }
 
@@ -102,7 +105,7 @@ impl Shared {
         })
     }
 
-    /// Nobody is followed any more.
+    /// Ends all streams to peers.
     pub(super) fn unfollow_all(&self) {
         lock(&self.streams).drain().for_each(|(_, following)| following.task.abort());
     }
@@ -115,12 +118,12 @@ impl Shared {
         self.tell(News::Note(text));
     }
 
-    /// Counts a connection that came to nothing.
+    /// Counts a failed connection.
     pub(super) fn count(&self, reason: Reason) {
         self.config.refusals.count(reason);
     }
 
-    /// Notes something as frequent as connections: at most once a second. Returns whether it did.
+    /// Logs an event as frequent as connections, at most once a second. Returns true if it was logged.
     pub(super) fn note_rarely(&self, text: String) -> bool {
         let is_due = self.rarely.due();
         if is_due {
@@ -148,17 +151,18 @@ impl Shared {
         self.figures.show(&pace);
     }
 
-    /// A follower waits for a block.
+    /// Marks a follower as waiting for a block.
     pub(super) fn wait(&self, follower: u64) {
         lock(&self.pace).wait(follower, self.now_ms());
     }
 
-    /// How long a follower rests between two batches.
+    /// The time between two batches to a follower.
     pub(super) fn rest(&self, follower: u64) -> Duration {
         lock(&self.pace).rest(follower, self.now_ms())
     }
 
-    /// Peers are to hear that a request here waits, where they may have so many followers that it makes a difference.
+    /// Notifies peers of a waiting request here, if they may have so many followers that it makes a
+    /// difference.
     pub(super) fn say_that_one_waits(&self) {
         if pace::rest(self.config.limits.turn, self.sharing()) > pace::GATHER {
             self.waits.send_replace(());
@@ -167,13 +171,13 @@ impl Shared {
 
     // === membership ===
 
-    /// A listed name has these addresses now.
+    /// Sets the addresses of a listed name.
     pub(super) fn resolved(self: &Arc<Self>, name: &str, addresses: BTreeSet<SocketAddr>) {
         let steps = lock(&self.membership).resolved(self.now_ms(), name, addresses);
         self.carry_out(steps);
     }
 
-    /// A listed name resolved before and `is_one` that does not any more, or the other way round.
+    /// Counts a listed name as unresolved if `is_one`, and otherwise as resolved again.
     pub(super) fn count_unresolved(&self, is_one: bool) {
         let count = &self.figures.unresolved;
         if is_one {
@@ -193,27 +197,28 @@ impl Shared {
         lock(&self.membership).number(endpoint)
     }
 
-    /// Whether this life of a node is heard of.
+    /// True if the membership knows this life of a node.
     pub(super) fn knows(&self, node: &str, boot: u64) -> bool {
         lock(&self.membership).knows(node, boot)
     }
 
-    /// The live holder of a name, claimed by another life.
+    /// The live member with this name, if another life claims it.
     pub(super) fn name_holder(&self, node: &str, boot: u64) -> Option<String> {
         lock(&self.membership).name_holder(node, boot)
     }
 
-    /// Members: the name and life of each, and where it is followed.
+    /// The followed members: the name, life and control address of each.
     pub(super) fn members(&self) -> Vec<(NodeId, BootId, String)> {
         lock(&self.membership).followed()
     }
 
-    /// Among how many peers the directory's memory is divided.
+    /// The number of peers among which the directory's memory is divided.
     pub(super) fn sharing(&self) -> usize {
         lock(&self.membership).sharing()
     }
 
-    /// The stream of an endpoint is up: which member's it is, if anybody's, or why it is not wanted.
+    /// Marks the stream of an endpoint as up. Returns its member, if there is one, or the reason to end the
+    /// stream.
     pub(super) fn hello(
         self: &Arc<Self>,
         endpoint: Endpoint,
@@ -251,7 +256,7 @@ impl Shared {
         }
     }
 
-    /// All of a member is asked for anew.
+    /// Requests the whole inventory of a member again.
     pub(super) fn resync(&self, number: PeerNumber) {
         let endpoint = lock(&self.membership).endpoint(number);
         if let Some(following) =
@@ -264,13 +269,13 @@ impl Shared {
 
 #[cfg(feature = "etcd")]
 impl Shared {
-    /// These are registered, and no others.
+    /// Replaces all registrations.
     pub(super) fn registered(self: &Arc<Self>, all: Vec<Registration>) {
         let steps = lock(&self.membership).registered(all);
         self.carry_out(steps);
     }
 
-    /// This one is registered.
+    /// Adds a registration.
     pub(super) fn put(self: &Arc<Self>, one: Registration) {
         let steps = lock(&self.membership).put(one);
         self.carry_out(steps);

@@ -1,4 +1,4 @@
-//! The thread: one runtime, for all tasks of a control.
+//! The control thread: one runtime for all its tasks.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -21,25 +21,25 @@ use crate::sync::{lock, now};
 
 use crate::transport::PeerNumber;
 
-/// How often the membership is told the time.
+/// The period of the membership's clock.
 const TICK: Duration = Duration::from_millis(250);
 
-/// Names that are resolved at a time: the system's resolver blocks a thread for each.
+/// Names resolved at the same time: each blocks a thread in the system's resolver.
 const NAMES_MAX: usize = 32;
 
-/// What the caller orders. The queue has no limit because the thread that empties it never waits.
+/// Commands of the caller. Their queue has no limit because its thread never waits.
 pub(super) enum Command {
     Publish(Vec<Change>),
     Promise(Vec<Digest>),
     Resync(PeerNumber),
-    /// What members know of namespaces.
+    /// Asks members for their namespaces.
     Namespaces(oneshot::Sender<Vec<Answer>>),
-    /// A request here waits for a block that a peer may be about to have.
+    /// A request here waits for a block from a peer.
     Wait,
     Drain,
 }
 
-/// Everything that can fail is done here; what comes back is the thread.
+/// Does everything that can fail. Returns the body of the thread.
 pub(super) fn prepare(
     config: Config,
     listener: std::net::TcpListener,
@@ -54,18 +54,18 @@ pub(super) fn prepare(
         let _entered = runtime.enter();
         TcpListener::from_std(listener).map_err(unable)?
     };
-    // What the tasks share begins tasks that share it.
+    // The shared state starts tasks, and each shares it.
     let shared = Shared::new(config, credentials, seen, |shared, endpoint, address, anew| {
         tokio::spawn(follow::follow(shared, endpoint, address, anew)).abort_handle()
     });
     Ok(move || {
         runtime.block_on(run(shared, listener, orders));
-        // A name that is being resolved has a thread of its own, which is not waited for.
+        // The resolution of a name has a thread of its own; the runtime does not wait for it.
         runtime.shutdown_background();
     })
 }
 
-/// Until the caller has enough.
+/// Runs until the caller drains.
 async fn run(shared: Arc<Shared>, listener: TcpListener, mut orders: UnboundedReceiver<Command>) {
     tokio::spawn(serve::listen(Arc::clone(&shared), listener));
     tokio::spawn(follow::retry(Arc::clone(&shared)));

@@ -1,33 +1,38 @@
-//! What nodes say to each other about what they keep: the protocol.
+//! The protocol of inventories: messages between nodes about the blocks they keep.
 //!
-//! gRPC over HTTP/2 on the address of `--mesh-listen`; under mutual TLS (1.3) with the files that carry blocks too, unless
-//! the mesh is told to be plaintext. A peer follows by `pillion.mesh.v1.Inventory/Follow`: one [`FollowRequest`] and then a
-//! stream of [`FollowReply`] for as long as the connection lives. One connection carries one such stream.
+//! It is gRPC over HTTP/2 on the address of `--mesh-listen`, under mutual TLS 1.3 with the files of the block
+//! transport, or in plaintext in a mesh so configured. A peer follows by `pillion.mesh.v1.Inventory/Follow`:
+//! one [`FollowRequest`] and then a stream of [`FollowReply`] for as long as the connection lives. One
+//! connection carries one such stream.
 //!
-//! 1. The server looks at `version` and `mesh`, and refuses others with FAILED_PRECONDITION and a text that says why.
-//! 2. The first reply is [`Hello`]: who answers. A follower that meant another node, or another life, hangs up.
-//! 3. If the request names the life that answers and a sequence that its feed remembers, deltas follow from there. Else
-//!    [`Begin`] voids what the follower knew, and the digests follow in [`Chunk`]s, ascending, of which the last says so.
-//! 4. A [`Delta`] tells what changed: before the last chunk only of digests up to the last one told, as the later ones come
-//!    in their new state. Its `after` is the sequence that the follower is at; another one is a gap, and the follower asks
-//!    anew.
-//! 5. A [`Heartbeat`] comes when nothing else did for a second. A follower hangs up after 5 s of silence, and is hung up on
-//!    when it takes nothing for 5 s.
+//! 1. The server checks `version` and `mesh`, and refuses others with FAILED_PRECONDITION and a text with the
+//!    reason.
+//! 2. The first reply is [`Hello`], with the server's name and life. A follower hangs up if it expected
+//!    another node, or another life.
+//! 3. If the request names the server's life and a sequence in the memory of its feed, deltas follow from
+//!    there. Otherwise [`Begin`] voids the follower's knowledge, and all digests follow in [`Chunk`]s,
+//!    ascending; the last chunk is marked.
+//! 4. A [`Delta`] has changes: before the last chunk only of digests up to the last one sent, as the later
+//!    ones come in their new state. Its `after` is the sequence known to the follower; another one is a gap,
+//!    and the follower requests everything again.
+//! 5. A [`Heartbeat`] comes if no other message came for a second. A follower hangs up after 5 s of silence,
+//!    and the server closes a connection if its follower reads nothing for 5 s.
+//! 6. The more followers a server has, the longer each rests between two deltas ([`crate::pace`]). A follower
+//!    with a waiting request calls `pillion.mesh.v1.Inventory/Wait` beside its stream, and rests less for 2 s;
+//!    changes not sent to it so far come at once. It calls only a server with `hears_waits` in its greeting:
+//!    an older server accepts no call beside a stream.
+//! 7. [`Promises`] come to a follower with `hears_promises` in its request, behind the last chunk and all
+//!    deltas before: everything promised by this node's engines, as the digests of the last two keys of each
+//!    prompt. They replace the promises sent before, and end with the stream. An older follower does not
+//!    request them, and an older server does not send them.
 //!
-//! 6. The more followers a server has, the longer each rests between two deltas ([`crate::pace`]). One that waits for a block says so
-//!    by `pillion.mesh.v1.Inventory/Wait`, beside its stream, and rests less for 2 s; it is what it has not been told that comes at
-//!    once. Only a server whose greeting has `hears_waits` is asked: an older one takes no call beside a stream.
+//! A digest is XXH3-64 over namespace digest (16 bytes), group (u32, little-endian) and hash (32 bytes) of a
+//! block ([`Digest`]). With a thinning of n, only digests are sent whose n bits from bit 16 up are zero.
 //!
-//! 7. [`Promises`] come to a follower whose request has `hears_promises`, behind the last chunk and all deltas before: all that this
-//!    node's engines have promised to compute, of each prompt the digests of its last two keys. They replace those told before, and
-//!    end with the stream. An older follower does not ask for them, and an older server does not tell them.
+//! The method of [`namespaces`] returns a peer's namespaces.
 //!
-//! Digests are XXH3-64 over namespace digest (16 bytes), group (u32, little-endian) and hash (32 bytes) of a block
-//! ([`Digest`]). A thinning of n means that only digests are told of which n bits from bit 16 up are zero.
-//!
-//! What namespaces a peer knows is asked by another method, of [`namespaces`].
-//!
-//! A message has at most [`REPLY_BYTES_MAX`]; a longer one, an unknown kind, or one out of order ends the stream.
+//! A message has at most [`REPLY_BYTES_MAX`]; a longer one, an unknown kind, or one out of order ends the
+//! stream.
 
 #![allow(clippy::large_enum_variant, reason = "the oneof as prost wants it; one at a time")]
 
@@ -44,43 +49,43 @@ use crate::feed::{CHUNK_DIGESTS_MAX, Message};
 use crate::membership::Identity;
 use crate::transport::{BootId, NodeId};
 
-/// Another version is refused by both sides.
+/// Version of the protocol. Both sides refuse another one.
 pub const VERSION: u32 = 1;
-/// Bytes of a request at most: two names and a few numbers.
+/// Maximum bytes of a request: two names and a few numbers.
 pub const REQUEST_BYTES_MAX: usize = 4096;
-/// Bytes of a reply at most: a full chunk and its frame.
+/// Maximum bytes of a reply: a full chunk and its frame.
 pub const REPLY_BYTES_MAX: usize = CHUNK_DIGESTS_MAX * size_of::<u64>() + 4096;
 
-/// What a follower asks for.
+/// The request of a follower.
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct FollowRequest {
     #[prost(uint32, tag = "1")]
     pub version: u32,
-    /// The mesh that it is of.
+    /// The follower's mesh.
     #[prost(string, tag = "2")]
     pub mesh: String,
     #[prost(string, tag = "3")]
     pub node: String,
     #[prost(fixed64, tag = "4")]
     pub boot: u64,
-    /// The life of the server whose feed it knows in part, or zero.
+    /// The life of the server with a feed known in part, or zero.
     #[prost(fixed64, tag = "5")]
     pub known_boot: u64,
-    /// The sequence up to which it knows it.
+    /// The last sequence known of the feed.
     #[prost(uint64, tag = "6")]
     pub known_sequence: u64,
-    /// The thinning that it wants.
+    /// The thinning to use.
     #[prost(uint32, tag = "7")]
     pub thinning: u32,
-    /// Whether it knows [`Promises`].
+    /// True if the follower understands [`Promises`].
     #[prost(bool, tag = "8")]
     pub hears_promises: bool,
 }
 
-/// What a server says.
+/// A message of a server.
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct FollowReply {
-    /// One of them; none is malformed.
+    /// The message; a reply without one is malformed.
     #[prost(oneof = "Said", tags = "1, 2, 3, 4, 5, 6")]
     pub said: Option<Said>,
 }
@@ -105,30 +110,30 @@ pub enum Said {
 pub struct Hello {
     #[prost(uint32, tag = "1")]
     pub version: u32,
-    /// The mesh that it is of.
+    /// The server's mesh.
     #[prost(string, tag = "2")]
     pub mesh: String,
     #[prost(string, tag = "3")]
     pub node: String,
     #[prost(fixed64, tag = "4")]
     pub boot: u64,
-    /// Where it serves blocks over TCP: an IP address and a port.
+    /// Address of the block transport over TCP: an IP address and a port.
     #[prost(string, tag = "5")]
     pub tcp: String,
-    /// Where RDMA is arranged with it, in the same form; empty if it has no NICs.
+    /// Address at which RDMA is set up, in the same form; empty without NICs.
     #[prost(string, tag = "6")]
     pub rdma: String,
-    /// Whether it has the method `Wait`.
+    /// True if the server has the method `Wait`.
     #[prost(bool, tag = "7")]
     pub hears_waits: bool,
 }
 
-/// What was told before is void.
+/// Voids all digests sent before.
 #[derive(Clone, Copy, PartialEq, prost::Message)]
 pub struct Begin {
     #[prost(uint64, tag = "1")]
     pub sequence: u64,
-    /// About as many digests follow.
+    /// Approximate number of the digests to follow.
     #[prost(uint64, tag = "2")]
     pub keys: u64,
     #[prost(uint32, tag = "3")]
@@ -138,28 +143,28 @@ pub struct Begin {
 /// The next digests, ascending.
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct Chunk {
-    /// The sequence as of which they are kept.
+    /// The sequence at which these digests are current.
     #[prost(uint64, tag = "1")]
     pub sequence: u64,
     #[prost(fixed64, repeated, tag = "2")]
     pub digests: Vec<u64>,
-    /// Whether these were the last.
+    /// True for the last chunk.
     #[prost(bool, tag = "3")]
     pub last: bool,
 }
 
-/// What has changed: up to [`BATCH_CHANGES_MAX`](crate::feed::BATCH_CHANGES_MAX).
+/// Changes: up to [`BATCH_CHANGES_MAX`](crate::feed::BATCH_CHANGES_MAX).
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct Delta {
-    /// The sequence that the changes follow.
+    /// The sequence before the changes.
     #[prost(uint64, tag = "1")]
     pub after: u64,
-    /// The sequence that they lead to.
+    /// The sequence after the changes.
     #[prost(uint64, tag = "2")]
     pub sequence: u64,
     #[prost(fixed64, repeated, tag = "3")]
     pub removed: Vec<u64>,
-    /// Kept from now on.
+    /// Digests kept from now on.
     #[prost(fixed64, repeated, tag = "4")]
     pub added: Vec<u64>,
 }
@@ -167,7 +172,8 @@ pub struct Delta {
 #[derive(Clone, Copy, PartialEq, prost::Message)]
 pub struct Heartbeat {}
 
-/// All that is promised: up to [`PROMISES_MAX`](crate::feed::PROMISES_MAX). Of thinnings they know nothing.
+/// All promises of the node's engines: up to [`PROMISES_MAX`](crate::feed::PROMISES_MAX). No thinning applies
+/// to them.
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct Promises {
     #[prost(fixed64, repeated, tag = "1")]
@@ -178,30 +184,30 @@ pub struct Promises {
 #[derive(Clone, Copy, PartialEq, prost::Message)]
 pub struct WaitRequest {}
 
-/// It is heard: the follower counts as one that waits.
+/// The server counts the follower as waiting.
 #[derive(Clone, Copy, PartialEq, prost::Message)]
 pub struct WaitReply {}
 
-/// A reply, looked at.
+/// A checked reply.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum Reply {
-    /// Who answers, of which mesh, and whether it hears who waits.
+    /// The server's mesh and identity, and true if it has the method `Wait`.
     Hello(String, Identity, bool),
     Told(Message),
     Heartbeat,
 }
 
-/// What a reply should not be.
+/// A fault of a message.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 pub enum Malformed {
     #[error("bytes that are not a message")]
     Bytes,
-    /// None of the kinds.
+    /// The message has an unknown kind.
     #[error("a message of an unknown kind")]
     Kind,
     #[error("version {0} of the protocol, and this is version {VERSION}: run the same release on every node")]
     Version(u32),
-    /// A name, a life or an address that is none.
+    /// A name, a life or an address is invalid.
     #[error("a greeting with an invalid {0}")]
     Hello(&'static str),
     #[error("a message that is too long")]
@@ -213,7 +219,7 @@ pub enum Malformed {
 // === impl FollowRequest ===
 
 impl FollowRequest {
-    /// What this node asks for, if of that life it knows that much.
+    /// The request of this node. `known` is the life and the last sequence known of the server.
     pub(super) fn new(config: &Config, known: Option<(BootId, u64)>, thinning: Thinning) -> Self {
         let (known_boot, known_sequence) = known.map_or((0, 0), |(boot, sequence)| (boot.0.get(), sequence));
         Self {
@@ -232,7 +238,7 @@ impl FollowRequest {
 // === impl FollowReply ===
 
 impl FollowReply {
-    /// Who this node is.
+    /// The greeting of this node.
     pub(super) fn hello(config: &Config) -> Self {
         let said = Said::Hello(Hello {
             version: VERSION,
@@ -246,12 +252,12 @@ impl FollowReply {
         Self { said: Some(said) }
     }
 
-    /// That it is there.
+    /// A heartbeat.
     pub(super) fn heartbeat() -> Self {
         Self { said: Some(Said::Heartbeat(Heartbeat {})) }
     }
 
-    /// What arrived, looked at.
+    /// Checks a reply.
     pub fn hear(self) -> Result<Reply, Malformed> {
         let digests = |digests: Vec<u64>| digests.into_iter().map(Digest).collect();
         Ok(match self.said.ok_or(Malformed::Kind)? {
@@ -272,7 +278,7 @@ impl FollowReply {
         })
     }
 
-    /// The bytes that arrived, looked at.
+    /// Decodes and checks a reply.
     pub fn decode_and_hear(bytes: &[u8]) -> Result<Reply, Malformed> {
         decode::<Self>(bytes)?.hear()
     }
@@ -309,7 +315,7 @@ impl Hello {
     }
 }
 
-/// Who answers, if the version is this one and mesh, name and life are such.
+/// Checks the fields of a greeting; returns the server's name and life.
 fn greeter(version: u32, mesh: &str, node: String, boot: u64) -> Result<(NodeId, BootId), Malformed> {
     if version != VERSION {
         return Err(Malformed::Version(version));
@@ -322,7 +328,7 @@ fn greeter(version: u32, mesh: &str, node: String, boot: u64) -> Result<(NodeId,
     Ok((node, BootId(boot)))
 }
 
-/// The reply in these bytes.
+/// Decodes a reply.
 fn decode<R: prost::Message + Default>(bytes: &[u8]) -> Result<R, Malformed> {
     if bytes.len() > REPLY_BYTES_MAX {
         return Err(Malformed::Long);
@@ -330,7 +336,7 @@ fn decode<R: prost::Message + Default>(bytes: &[u8]) -> Result<R, Malformed> {
     R::decode(bytes).map_err(|_| Malformed::Bytes)
 }
 
-/// A thinning, if it is one.
+/// Checks a thinning.
 pub(super) fn thinning_of(power: u32) -> Result<Thinning, Malformed> {
     u8::try_from(power).ok().and_then(Thinning::new).ok_or(Malformed::Thinning)
 }

@@ -1,8 +1,8 @@
 //! How often a peer lacked its announced blocks.
 //!
-//! An inventory is always a little late, so each peer lacks a few. A peer with many announced blocks and none to give would
-//! otherwise hide the peers with these blocks. So the count decides the order of asking, before all else. It forbids nothing: it
-//! halves with time, and the only peer is asked.
+//! An inventory is always a little late, so each peer lacks a few. A peer with many announced blocks and none
+//! to give would otherwise hide the peers with these blocks. So the count comes first in the order of peers.
+//! It excludes no peer: it halves with time, and a request goes to the only peer at any count.
 
 /// The highest count: forgotten after 110 s.
 const COUNT_MAX: u32 = 1024;
@@ -21,7 +21,8 @@ pub(super) struct Absences {
 // === impl Absences ===
 
 impl Absences {
-    /// The place of the peer's level in the order of asking: 0 without absences, and one more for each doubling of their count.
+    /// The peer's level in the order of peers: 0 without absences, and one more for each doubling of their
+    /// count.
     pub(super) fn level(&self, now_ms: u64) -> u32 {
         u32::BITS - self.count_at(now_ms).leading_zeros()
     }

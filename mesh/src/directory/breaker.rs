@@ -1,37 +1,38 @@
-//! When a peer is not asked any more, and when it is tried again.
+//! Breakers: when requests to a faulty peer stop, and when it is tried again.
 
 use crate::transport::{Fault, Refusal, Stage};
 
-/// When a peer is left alone, and for how long.
+/// Limits for the faults of a peer.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Limits {
-    /// Strikes after which a peer is left alone, whatever ended well between them: a peer that spoils one block in ten is
-    /// no better than one that is away.
+    /// The breaker opens at this number of strikes, regardless of successes between them: a peer with a fault
+    /// in one block of ten is no better than an absent one.
     pub strikes_max: u32,
-    /// Milliseconds without a strike after which the earlier ones are forgiven.
+    /// Strikes are forgotten after so many milliseconds without another.
     pub forgive_ms: u64,
-    /// Milliseconds within which faults count as one strike: a connection that breaks fails all that was asked over it.
+    /// Milliseconds within which faults count as one strike: a broken connection fails all requests over it.
     pub strike_ms: u64,
-    /// Milliseconds after an answer of the peer within which a fetch that takes too long is no strike: it waited behind
+    /// Milliseconds after an answer of the peer within which a late fetch is no strike: it waited behind
     /// others, most of the time on this side.
     pub lively_ms: u64,
-    /// Bytes that come within the longest time of a fetch from all peers that give any meanwhile, who share this node's
-    /// link. One that gave less than an equal part of it is too slow, however lively: see [`super::Directory::late`].
+    /// Bytes expected within the longest time of a fetch from all giving peers together, since they share
+    /// this node's link. A peer with less than an equal part of them is too slow, even if it answers: see
+    /// [`super::Directory::late`].
     pub given_bytes_min: u64,
-    /// The first time that a peer is left alone for, milliseconds; doubled each time until its strikes are forgiven.
+    /// Milliseconds of the breaker's first open time; doubled each time until the strikes are forgotten.
     pub wait_ms_min: u64,
     pub wait_ms_max: u64,
 }
 
-/// What the end of a block says about the peer.
+/// The effect of a block's end on the breaker.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(super) enum Verdict {
-    /// It answers as it should, if only that it has no such block.
+    /// The peer answered correctly, even if it lacks the block.
     Good,
     Strike,
-    /// The fetch took too long, which is a strike unless the peer has answered just before.
+    /// The fetch took too long. A strike unless the peer has answered just before.
     Late,
-    /// Nothing: the end was this side's doing, or it has too much to do.
+    /// No effect: this side ended it, or the peer was busy.
     Nothing,
 }
 
@@ -40,8 +41,8 @@ enum State {
     Closed {
         strikes: u32,
     },
-    /// Left alone until then. From then on it is on trial: one fetch. If its first end is good the peer is asked again, with all its
-    /// strikes but the last.
+    /// No requests until then. From then on the peer is on trial with one fetch. If its first end is good,
+    /// requests go on, with all its strikes but the last.
     Open {
         until_ms: u64,
     },
@@ -51,11 +52,11 @@ enum State {
 #[derive(Clone, Debug)]
 pub(super) struct Breaker {
     state: State,
-    /// When the last strike was, or a trial that went well: its strikes are forgiven a while after.
+    /// The time of the last strike or good trial. Strikes are forgotten a while after it.
     struck_ms: Option<u64>,
-    /// When it last answered as it should.
+    /// The time of the last correct answer.
     answered_ms: Option<u64>,
-    /// How long the peer is left alone the next time.
+    /// Milliseconds of the next open time.
     wait_ms: u64,
     pub(super) trips_total: u64,
 }
@@ -108,7 +109,7 @@ impl Breaker {
         matches!(self.state, State::Open { .. })
     }
 
-    /// Whether the peer may be asked while it owes us `under_way` blocks.
+    /// True if the peer may get a request while `under_way` of its blocks have not ended.
     pub(super) fn lets_pass(&self, now_ms: u64, under_way: u32) -> bool {
         match self.state {
             State::Closed { .. } => true,
@@ -116,7 +117,7 @@ impl Breaker {
         }
     }
 
-    /// A block that the peer was asked for has ended. While the peer is left alone, ends of earlier fetches say nothing.
+    /// Records the end of a block. While the breaker is open, ends of earlier fetches have no effect.
     pub(super) fn ended(&mut self, verdict: Verdict, now_ms: u64, limits: &Limits) {
         let since_ms =
             |then_ms: Option<u64>| then_ms.map_or(u64::MAX, |then_ms| now_ms.saturating_sub(then_ms));
@@ -141,8 +142,8 @@ impl Breaker {
                 }
             }
             (State::Open { until_ms }, Verdict::Good) if until_ms <= now_ms => {
-                // The first block of a slow peer comes in time; the others may not. The time is set back so that a fault of
-                // this very moment is one more strike.
+                // The first block of a slow peer comes in time, but later ones may not. The time is set back,
+                // so a fault at this very moment is one more strike.
                 self.state = State::Closed { strikes: limits.strikes_max.saturating_sub(1) };
                 self.struck_ms = Some(now_ms.saturating_sub(limits.strike_ms));
             }
@@ -185,10 +186,7 @@ mod tests {
         breaker.ended(Verdict::Nothing, 610, &LIMITS);
         breaker.ended(Verdict::Good, 650, &LIMITS);
         struck(&mut breaker, &[660]);
-        assert!(
-            breaker.is_open() && !breaker.lets_pass(660, 0),
-            "what ends well between strikes excuses none"
-        );
+        assert!(breaker.is_open() && !breaker.lets_pass(660, 0), "a success between strikes forgives none");
         assert_eq!(breaker.trips_total, 1);
     }
 
@@ -235,7 +233,7 @@ mod tests {
         let mut breaker = tried();
         breaker.ended(Verdict::Good, 1_500, &LIMITS);
         struck(&mut breaker, &[1_549]);
-        assert!(!breaker.lets_pass(3_548, 0), "what ends well meanwhile does not shorten the wait");
+        assert!(!breaker.lets_pass(3_548, 0), "a success meanwhile does not shorten the wait");
         let mut breaker = tried();
         struck(&mut breaker, &[1_600]);
         assert!(!breaker.is_open(), "forgiven");

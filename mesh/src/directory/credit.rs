@@ -1,6 +1,6 @@
-//! How far promises are believed of one promiser: a peer, or an engine of this node.
+//! Credit of the promises of one promiser: a peer, or an engine of this node.
 
-/// Broken promises in a row until a promiser is not believed.
+/// A promiser has no credit after so many broken promises in a row.
 const BROKEN_MAX: u32 = 3;
 /// Milliseconds until one request tries such a promiser. Each further pause takes twice as long, up to the longest.
 const PAUSE_MS_MIN: u64 = 10_000;
@@ -28,7 +28,7 @@ impl Credit {
         self.broken_total
     }
 
-    /// Returns whether a request may try a promiser without credit: one does in each pause.
+    /// Returns true if a request may try a promiser without credit: one may in each pause.
     pub fn begin_trial(&mut self, now_ms: u64) -> bool {
         let is_due = self.until_ms <= now_ms;
         if is_due {
@@ -37,7 +37,8 @@ impl Credit {
         is_due
     }
 
-    /// A wait has ended without the promised block: returns whether the promiser is not believed from now on.
+    /// Records a wait without the promised block at its end. Returns true if the promiser has no credit from
+    /// now on.
     pub fn break_promise(&mut self, now_ms: u64) -> bool {
         self.broken_total += 1;
         self.in_row += 1;
@@ -48,7 +49,7 @@ impl Credit {
         is_last
     }
 
-    /// A wait has ended with the promised block of this promiser alone.
+    /// Records a wait with the promised block at its end, promised by this promiser alone.
     pub fn keep_promise(&mut self) {
         *self = Self { broken_total: self.broken_total, ..Self::default() };
     }

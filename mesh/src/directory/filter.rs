@@ -1,10 +1,11 @@
 //! A set of digests in two bytes each: a cuckoo filter (Fan and others, 2014) of 16-bit fingerprints, four to a bucket.
 //!
-//! - What was inserted and not removed is contained, whatever else happened: an insertion that finds no room changes
-//!   nothing.
-//! - What was not inserted is contained once in 8,200 times at a full filter (eight fingerprints are compared).
-//! - Of a thinned filter ([`Thinning`]) this holds for the digests that the thinning keeps.
-//! - A digest that was not inserted may not be removed: that could take another's fingerprint.
+//! - A digest inserted and not removed is contained, also after an insertion without room: such an insertion
+//!   changes nothing.
+//! - A digest not inserted is contained once in 8,200 times at a full filter (eight fingerprints are
+//!   compared).
+//! - A thinned filter ([`Thinning`]) keeps this promise for the digests kept by the thinning.
+//! - A digest not inserted must not be removed: the removal could take the fingerprint of another.
 
 use crate::digest::{Digest, Thinning};
 use shm_protocol::random::Random;
@@ -13,10 +14,10 @@ use shm_protocol::random::Random;
 const WAYS: usize = 4;
 /// A filter is full at this share of its places: beyond it, insertions move dozens of others and soon fail.
 const LOAD_MAX: (usize, usize) = (95, 100);
-/// Buckets at least: in a smaller filter chance fills a pair of buckets long before the rest.
+/// Minimum buckets: in a smaller filter chance fills a pair of buckets long before the rest.
 const BUCKETS_MIN: usize = 64;
-/// Fingerprints that an insertion moves at most. At the greatest load it moves some ten; of a thousand filters filled
-/// to it, none needed as many.
+/// Maximum fingerprints moved by an insertion. At the greatest load it moves some ten; of a thousand filters
+/// filled to it, none needed as many.
 const MOVES_MAX: usize = 512;
 /// Digests looked up side by side, so that their cache misses overlap.
 const BATCH: usize = 32;
@@ -32,7 +33,7 @@ pub struct Filter {
     random: Random,
 }
 
-/// A digest as a filter keeps it: its fingerprint, and one of the two buckets where that may lie.
+/// The form of a digest in a filter: its fingerprint, and one of the two buckets for it.
 #[derive(Copy, Clone, Debug)]
 struct Print {
     fingerprint: u16,
@@ -42,12 +43,12 @@ struct Print {
 // === impl Filter ===
 
 impl Filter {
-    /// An empty filter that takes at least `keys`.
+    /// An empty filter for at least `keys`.
     pub fn with_capacity(keys: usize) -> Self {
         Self::thinned(keys, Thinning::NONE)
     }
 
-    /// The same, for those digests alone that `thinning` keeps.
+    /// The same, for the digests kept by `thinning` alone.
     pub fn thinned(keys: usize, thinning: Thinning) -> Self {
         let buckets = (keys * LOAD_MAX.1).div_ceil(LOAD_MAX.0 * WAYS).max(BUCKETS_MIN);
         assert!(u32::try_from(buckets).is_ok(), "a filter's buckets are numbered in 32 bits");
@@ -55,7 +56,7 @@ impl Filter {
         Self { buckets: vec![0; buckets].into_boxed_slice(), keys: 0, thinning, random }
     }
 
-    /// Which digests it is for.
+    /// The thinning of its digests.
     pub fn thinning(&self) -> Thinning {
         self.thinning
     }
@@ -64,7 +65,7 @@ impl Filter {
         self.keys
     }
 
-    /// Whether it has none.
+    /// True without digests.
     pub fn is_empty(&self) -> bool {
         self.keys == 0
     }
@@ -73,7 +74,7 @@ impl Filter {
         Self::capacity_of(self.bytes())
     }
 
-    /// Keys that a filter of so many bytes takes.
+    /// Maximum keys of a filter of so many bytes.
     pub fn capacity_of(bytes: usize) -> usize {
         bytes / size_of::<u64>() * WAYS * LOAD_MAX.0 / LOAD_MAX.1
     }
@@ -82,7 +83,7 @@ impl Filter {
         self.buckets.len() * size_of::<u64>()
     }
 
-    /// Whether `digest` may have been inserted.
+    /// True if `digest` may have been inserted.
     #[inline]
     pub fn contains(&self, digest: Digest) -> bool {
         let Print { fingerprint, bucket } = self.print(digest);
@@ -90,10 +91,10 @@ impl Filter {
         self.holds(bucket, fingerprint) | self.holds(self.other(fingerprint, bucket), fingerprint)
     }
 
-    /// How many leading digests of `digests` may have been inserted.
+    /// The number of leading digests that may have been inserted.
     ///
-    /// Most lie in the first of their two buckets: so a batch is looked up in those first, side by side, and then the
-    /// rest of it in the others.
+    /// Most lie in the first of their two buckets. A batch is looked up in those first, side by side, and
+    /// then the rest of it in the others.
     pub fn leading(&self, digests: &[Digest]) -> usize {
         let mut found = 0;
         for batch in digests.chunks(BATCH) {
@@ -118,8 +119,9 @@ impl Filter {
         found
     }
 
-    /// Inserts a digest, once more if it is in already. False, and nothing is changed, where there is no room.
-    #[must_use = "what found no room is not contained"]
+    /// Inserts a digest, once more if it is in already. Returns false and changes nothing if there is no
+    /// room.
+    #[must_use = "a digest without room is not contained"]
     pub fn insert(&mut self, digest: Digest) -> bool {
         if self.keys >= self.capacity() {
             return false;
@@ -132,7 +134,7 @@ impl Filter {
         inserted
     }
 
-    /// Removes one insertion of a digest. False if there is none.
+    /// Removes one insertion of a digest. Returns false if there is none.
     pub fn remove(&mut self, digest: Digest) -> bool {
         let Print { fingerprint, bucket } = self.print(digest);
         let other = self.other(fingerprint, bucket);
@@ -147,8 +149,8 @@ impl Filter {
         Print { fingerprint: (digest.0 as u16).max(1), bucket }
     }
 
-    /// The other bucket of a fingerprint that may lie in `bucket`: the two add up to a number that follows from the
-    /// fingerprint, so it serves in both directions for any number of buckets.
+    /// The other bucket of a fingerprint in `bucket`. The two add up to a number derived from the
+    /// fingerprint, so the function is its own inverse for any number of buckets.
     #[inline]
     fn other(&self, fingerprint: u16, bucket: usize) -> usize {
         let sum = scale(u32::from(fingerprint).wrapping_mul(0x9e37_79b1), self.buckets.len());
@@ -176,8 +178,8 @@ impl Filter {
         zeros != 0
     }
 
-    /// Puts a fingerprint into a full bucket, and what lay there into its other bucket, and so on. Where that finds no
-    /// end, everything is put back.
+    /// Puts a fingerprint into a full bucket, moves the replaced one to its other bucket, and so on. Puts
+    /// everything back if this finds no free place.
     fn displace(&mut self, fingerprint: u16, bucket: usize) -> bool {
         let (mut fingerprint, mut bucket) = (fingerprint, bucket);
         let mut path = [(0, 0); MOVES_MAX];
@@ -202,13 +204,13 @@ impl Filter {
     }
 }
 
-/// A number below `range`, in proportion.
+/// Maps `value` in proportion to a number below `range`.
 #[inline]
 fn scale(value: u32, range: usize) -> usize {
     ((u64::from(value) * range as u64) >> u32::BITS) as usize
 }
 
-/// Not zero if one of the four places is; the lowest bit set then lies in the first of them.
+/// Not zero if one of the four places is free; the lowest bit set then lies in the first of them.
 #[inline]
 fn zeros(word: u64) -> u64 {
     word.wrapping_sub(ONES) & !word & (ONES << 15)
@@ -276,12 +278,12 @@ mod tests {
     #[test]
     fn an_insertion_that_finds_no_room_changes_nothing() {
         let mut filter = Filter::with_capacity(0);
-        // One fingerprint in one bucket: its two buckets take eight, or four where they are one.
+        // One fingerprint in one bucket: its two buckets take eight, or four if they are one.
         let same = Digest(5 << 60 | 77);
         while filter.insert(same) {}
         assert!(filter.len() == 8 || filter.len() == 4);
         let mut kept: Vec<Digest> = vec![same; filter.len()];
-        // Others whose only buckets are these are refused, and whoever is in stays in.
+        // Others with these buckets alone are refused, and digests already in stay in.
         for digest in digests(9).take(filter.capacity() * 2) {
             if filter.insert(digest) {
                 kept.push(digest);
@@ -301,7 +303,7 @@ mod tests {
             let mut filter = Filter::with_capacity(600);
             let mut model: HashMap<u64, usize> = HashMap::new();
             for _ in 0..10_000 {
-                // Few digests, so that many are in more than once and share fingerprints.
+                // Few digests, so many are in more than once and share fingerprints.
                 let number = random.next() % 800;
                 let digest = Digest(shm_protocol::random::mix(number % 400) & !0xfff0);
                 let count = model.entry(digest.0).or_default();

@@ -122,7 +122,8 @@ fn a_peer_that_fails_is_left_alone_then_tried_and_others_take_its_place() {
 
 const MIB: u64 = 1 << 20;
 
-/// Peers that give so many MiB each of three fetches, each of them late: how many of them are left alone then.
+/// Given three late fetches of each peer, with so many MiB from it: the number of peers whose breaker is open
+/// at the end.
 fn slow(given_mib: &[u64]) -> usize {
     let mut directory = directory(&[]);
     let peers: Vec<PeerNumber> = (0..given_mib.len() as u32).map(PeerNumber).collect();
@@ -178,7 +179,7 @@ fn a_promise_holds_until_another_word_of_its_peer_or_while_that_may_be_asked() {
     assert!(!directory.promise(A, vec![all[5], all[9]]), "one more");
     assert!(!directory.promise(C, vec![all[0]]), "no member");
     assert!(promised(&directory, 0, 0..6) && promised(&directory, 0, 9..10));
-    assert!(!promised(&directory, 0, 0..5), "what is told of a prompt is its last key, of members alone");
+    assert!(!promised(&directory, 0, 0..5), "a prompt is found by its last key, at members alone");
     assert_eq!(directory.peers().map(|peer| peer.promises).collect::<Vec<_>>(), [0, 2]);
     assert!(directory.promise(A, vec![all[9]]));
     assert!(!promised(&directory, 0, 0..6));
@@ -286,7 +287,7 @@ fn of_a_thinned_inventory_a_run_reaches_to_the_last_key_that_is_spoken_of() {
     assert_eq!(asked(&directory, 0, &all[kept[20]..]), []);
 }
 
-/// Against sets: what a set has, its filter has, and hardly more.
+/// Filters against sets: each filter has the blocks of its set, and hardly more.
 #[test]
 fn random_peers_are_found_by_what_they_have() {
     for seed in 0..10 {

@@ -1,4 +1,4 @@
-//! The side that is told.
+//! The receiving side of a feed.
 
 use thiserror::Error;
 
@@ -6,23 +6,24 @@ use super::{BATCH_CHANGES_MAX, CHUNK_DIGESTS_MAX, Message, PROMISES_MAX};
 use crate::digest::{Change, Digest, Thinning};
 use crate::directory::Filter;
 
-/// Keys that a filter has room for beyond those there are: each time a node grows by as much, all is told anew.
+/// Spare keys of a filter beyond its inventory. Each time a node grows by as many, its inventory is sent
+/// again.
 fn room(keys: usize) -> usize {
     keys / 8 + ROOM_MIN
 }
 
-/// For a node that has just begun: 34 KiB.
+/// The spare keys for a new node: 34 KiB.
 const ROOM_MIN: usize = 16_384;
 
-/// Keys that a follower of each of `peers` nodes may take, for all filters together to stay within `limit_bytes`: what has
-/// more is followed thinned, until it fits. Every peer gets the same share, so that one that joins changes little; and
-/// [`ROOM_MIN`] keys at least, because one that is not followed at all is of no use.
+/// Maximum keys of one follower: the filters of `peers` nodes then stay within `limit_bytes` together. A
+/// larger inventory is thinned until it fits. Every peer gets the same share, so a new peer changes little,
+/// and at least [`ROOM_MIN`] keys, because a peer without a filter is of no use.
 pub fn keys_max(limit_bytes: usize, peers: usize) -> usize {
     let share = Filter::capacity_of(limit_bytes / peers.max(1)).saturating_sub(ROOM_MIN);
     (share / 9 * 8).max(ROOM_MIN)
 }
 
-/// Takes what one node tells. After an error it is of no use: follow anew, from the beginning.
+/// Applies the messages of one node. After an error it is unusable: follow again, from the beginning.
 #[derive(Debug)]
 pub struct Follower {
     keys_max: usize,
@@ -31,7 +32,7 @@ pub struct Follower {
 
 #[derive(Debug)]
 enum State {
-    /// Waits for the beginning.
+    /// Waits for [`Message::Begin`].
     Idle,
     Gathering {
         filter: Filter,
@@ -45,22 +46,22 @@ enum State {
     },
 }
 
-/// What a message comes to.
+/// The effect of a message.
 #[derive(Debug)]
 pub enum Heard {
     Nothing,
-    /// All that the node has.
+    /// The whole inventory of the node.
     Snapshot(Filter),
-    /// What has changed since, in this order.
+    /// Changes since then, in this order.
     Changes(Vec<Change>),
-    /// All that the node promises.
+    /// All promises of the node.
     Promises(Vec<Digest>),
 }
 
-/// Why a message cannot be what a [`super::Feed`] tells, or cannot be kept.
+/// The reason why a message is not from a [`super::Feed`], or does not fit.
 #[derive(Copy, Clone, Debug, Eq, Error, PartialEq)]
 pub enum Unheard {
-    /// Neither the beginning nor after it.
+    /// The message comes before the beginning or after the end of an inventory.
     #[error("a part of an inventory that has not begun or is complete")]
     OutOfPlace,
     /// A message is missing.
@@ -68,32 +69,32 @@ pub enum Unheard {
     Gap {
         known: u64,
         after: u64,
-        /// What they lead to.
+        /// The sequence after the changes.
         sequence: u64,
     },
-    /// More in a message than there may be.
+    /// A message has too many digests.
     #[error("a message of {found} digests, of {max} at most")]
     Long {
         found: usize,
-        /// The most there may be.
+        /// The most allowed.
         max: usize,
     },
-    /// Digests that do not ascend, or twice.
+    /// The digests do not ascend, or one comes twice.
     #[error("digests out of order")]
     Order,
-    /// A change of a digest that was not told, or is not to be.
+    /// A change has a digest not announced before, or excluded by the thinning.
     #[error("a change of a digest that is not announced")]
     Foreign,
-    /// More than this side has memory for.
+    /// The inventory has more keys than its filter may have.
     #[error(
         "an inventory of {keys} keys, of which {max} fit: only a part of them is followed; raise --mesh-directory-size"
     )]
     Memory {
         keys: u64,
-        /// The most that are taken.
+        /// The most that fit.
         max: usize,
     },
-    /// It has grown by more than the filter has room for while it was told.
+    /// The inventory grew beyond its filter while it was sent.
     #[error("an inventory that outgrew its filter while it was sent")]
     Overfull,
 }
@@ -101,17 +102,18 @@ pub enum Unheard {
 // === impl Follower ===
 
 impl Follower {
-    /// Of a node whose inventory may have `keys_max` keys.
+    /// A follower of a node with at most `keys_max` keys.
     pub fn new(keys_max: usize) -> Self {
         Self { keys_max, state: State::Idle }
     }
 
-    /// Of a node of which all is known up to a sequence, from an earlier stream in the same life of it.
+    /// A follower with knowledge of all up to a sequence, from an earlier stream in the same life of the
+    /// node.
     pub fn resumed(keys_max: usize, sequence: u64, thinning: Thinning) -> Self {
         Self { keys_max, state: State::Following { sequence, thinning } }
     }
 
-    /// Up to where all is known: what a later stream may go on from.
+    /// The last sequence of everything known. A later stream may resume from it.
     pub fn known(&self) -> Option<u64> {
         match self.state {
             State::Following { sequence, .. } => Some(sequence),
@@ -119,7 +121,7 @@ impl Follower {
         }
     }
 
-    /// Takes the next message.
+    /// Applies the next message.
     pub fn hear(&mut self, message: Message) -> Result<Heard, Unheard> {
         match message {
             Message::Begin { sequence, keys, thinning } => self.begin(sequence, keys, thinning),
@@ -202,7 +204,7 @@ impl Follower {
     }
 }
 
-/// Applies changes to what was gathered.
+/// Applies changes to a filter still being filled.
 fn amend(filter: &mut Filter, changes: impl Iterator<Item = Change>) -> Result<(), Unheard> {
     for change in changes {
         match change {

@@ -26,7 +26,7 @@ fn feed_of(keys: u64) -> Feed {
     feed
 }
 
-/// One node's inventory as another has it.
+/// A copy of one node's inventory at a follower.
 struct Copy {
     reader: Reader,
     follower: Follower,
@@ -42,7 +42,7 @@ impl Copy {
         Self { reader, follower, filter: None, promises: None, snapshots: 0 }
     }
 
-    /// Hears the next message, if there is one.
+    /// Applies the next message, if there is one.
     fn step(&mut self, feed: &Feed) -> bool {
         let Some(message) = feed.next(&mut self.reader) else { return false };
         match self.follower.hear(message).expect("a feed's own message") {
@@ -74,7 +74,7 @@ fn amended(filter: &mut Filter, changes: &[Change]) {
     }
 }
 
-/// A copy has all of the model that its thinning keeps, and as many keys: so nothing else.
+/// The copy has all of the model within its thinning, and as many keys: nothing else.
 fn assert_equal(copy: &Copy, model: &HashSet<Digest>, what: &str) {
     let filter = copy.filter.as_ref().expect("told");
     let kept: Vec<&Digest> = model.iter().filter(|digest| filter.thinning().keeps(**digest)).collect();
@@ -95,7 +95,7 @@ fn a_follower_is_told_all_and_then_what_changes() {
     feed.apply(&removed(0..100));
     feed.apply(&added(80_000..80_050));
     copy.catch_up(&feed);
-    assert_equal(&copy, &model, "nothing is told before the batch is sealed");
+    assert_equal(&copy, &model, "nothing is sent before the batch is sealed");
     feed.seal();
     copy.catch_up(&feed);
     model.extend((80_000..80_050).map(digest));
@@ -111,13 +111,13 @@ fn promises_are_told_whole_behind_all_else_to_who_hears_them() {
     let mut deaf = feed.reader(Thinning::NONE, Some(feed.sequence));
     feed.promise(vec![digest(1)]);
     copy.catch_up(&feed);
-    assert_eq!(copy.promises, Some(vec![]), "what is promised is told with the next batch");
+    assert_eq!(copy.promises, Some(vec![]), "promises are sent with the next batch");
     assert!(feed.is_told(&copy.reader));
     feed.apply(&added(80_000..80_001));
     feed.promise(vec![digest(1), digest(2)]);
     feed.seal();
     assert!(!feed.is_told(&copy.reader));
-    // Of a thinned inventory, too.
+    // A resumed reader gets the new block first, then the promises.
     let expected = Message::Promises(vec![digest(1), digest(2)]);
     copy.reader = feed.reader(Thinning::NONE, Some(feed.sequence - 1)).hearing_promises();
     assert!(matches!(feed.next(&mut copy.reader), Some(Message::Delta { .. })), "the block first");
@@ -133,7 +133,7 @@ fn promises_are_told_whole_behind_all_else_to_who_hears_them() {
     feed.seal();
     assert_eq!(feed.next(&mut resumed), Some(Message::Promises(vec![])));
     assert!(matches!(feed.next(&mut deaf), Some(Message::Delta { .. })));
-    assert_eq!(feed.next(&mut deaf), None, "an older follower is told none");
+    assert_eq!(feed.next(&mut deaf), None, "an older follower gets none");
     feed.promise((0..PROMISES_MAX as u64 + 1).map(digest).collect());
     feed.seal();
     let told = feed.next(&mut resumed);
@@ -202,7 +202,7 @@ fn who_missed_too_much_is_told_all_anew_and_who_did_not_goes_on() {
         late.catch_up(&feed);
         assert_eq!(late.snapshots, 2 + round);
     }
-    assert_equal(&late, &(0..1100).map(digest).collect(), "told anew");
+    assert_equal(&late, &(0..1100).map(digest).collect(), "sent again");
 
     let mut ahead = feed.reader(Thinning::NONE, Some(feed.sequence + 1));
     assert!(matches!(feed.next(&mut ahead), Some(Message::Begin { .. })), "of another life");
@@ -249,7 +249,7 @@ fn malformed_inventories_are_refused_by_name() {
     let long: Vec<u64> = (0..=CHUNK_DIGESTS_MAX as u64).collect();
     assert!(matches!(hear(vec![begin(5), chunk(&long, true)]), Unheard::Long { .. }));
     assert!(matches!(hear(vec![begin(5), delta(5, 6, &long, &[])]), Unheard::Long { .. }));
-    // Many more than were announced: the filter was made for those.
+    // Far more than announced: the filter was made for fewer.
     let chunks = (0..20).map(|number| {
         let digests = (number * 1000..(number + 1) * 1000).map(|digest| digest << 40 | mix(digest) >> 32);
         chunk(&digests.collect::<Vec<_>>(), false)
@@ -281,7 +281,8 @@ fn a_large_mesh_is_thinned_until_it_fits() {
     assert_eq!(keys_max(0, 1000), keys_max(1 << 20, 1000), "something of everyone");
 }
 
-/// Any interleaving of changes, batches and readers at any speed, some of which break off: in the end every copy is the set.
+/// Any interleaving of changes, batches and readers at any speed, some of them interrupted: in the end every
+/// copy is the set.
 #[test]
 fn random_worlds_end_with_equal_sets() {
     for seed in 0..3 {
@@ -361,8 +362,9 @@ fn batches_that_a_follower_has_not_seen_are_told_as_one() {
     copy.catch_up(&feed);
     assert!(feed.is_told(&copy.reader));
     let model = (0..100).chain(200..202).chain(205..210).map(digest).collect();
-    assert_equal(&copy, &model, "what they come to");
-    // As far as a message has room: of batches that undo each other nothing is told, however many there are.
+    assert_equal(&copy, &model, "the sum of the batches");
+    // Batches are merged as far as a message has room: those that undo each other send nothing, however many
+    // there are.
     let most = BATCH_CHANGES_MAX as u64;
     for changes in [added(1000..1000 + most), removed(1000..1000 + most), added(1000..1001)] {
         feed.apply(&changes);

@@ -16,21 +16,21 @@ impl Vacancy {
         Self { since_ms: now_ms, why: None, told: false }
     }
 
-    /// An attempt has failed.
+    /// Records a failed attempt.
     pub(super) fn fail(&mut self, now_ms: u64, why: &Failure) {
         if self.why.as_ref().is_some_and(|before| discriminant(before) != discriminant(why)) {
-            // What an operator was told, or would have been, is not the reason any more.
+            // The operator's note, sent or due, has another reason by now.
             (self.since_ms, self.told) = (now_ms, false);
         }
         self.why = Some(why.clone());
     }
 
-    /// Whether this is a second address of a member, so that nobody is missing.
+    /// True if this is a second address of a member, so no node is missing here.
     pub(super) fn is_spare(&self) -> bool {
         matches!(self.why, Some(Failure::Elsewhere(_)))
     }
 
-    /// Whether this node answered here while it was followed elsewhere.
+    /// True if this node answered here while it was followed at another endpoint.
     pub(super) fn waits_for(&self, node: &NodeId) -> bool {
         matches!(&self.why, Some(Failure::Elsewhere(of) | Failure::Twin(of, _)) if of == node)
     }
@@ -39,8 +39,8 @@ impl Vacancy {
 // === impl Membership: listed names ===
 
 impl Membership {
-    /// A listed name has these addresses now, and no others; an address by itself is a name that has it. One's own are tried
-    /// again when the addresses of their name change.
+    /// Sets the addresses of a listed name; an IP address is a name with itself as its address. Addresses of
+    /// this node are tried again when the addresses of their name change.
     pub fn resolved(&mut self, now_ms: u64, name: &str, addresses: BTreeSet<SocketAddr>) -> Vec<Step> {
         let changed = self.names.get(name) != Some(&addresses);
         let mut steps = Vec::new();
@@ -66,8 +66,7 @@ impl Membership {
         steps
     }
 
-    /// Time has passed: who was silent for long is left, and of an endpoint that has had no member for long an operator is
-    /// told, once.
+    /// Removes listed members after long silence, and notes each endpoint without a member for long once.
     pub fn tick(&mut self, now_ms: u64) -> Vec<Step> {
         let gone_ms = self.gone_ms;
         let long = |since_ms: u64| now_ms >= since_ms.saturating_add(gone_ms);
@@ -94,12 +93,13 @@ impl Membership {
         steps
     }
 
-    /// Endpoints at which a node is expected and none is a member.
+    /// Endpoints without a member where a node is expected.
     pub fn empty(&self) -> usize {
         self.vacancies().filter(|vacancy| !vacancy.is_spare()).count()
     }
 
-    /// Endpoints among which the directory's memory is divided: those of members, and those at which one is still expected.
+    /// Endpoints among which the directory's memory is divided: those with a member, and those still expected
+    /// to get one.
     pub fn sharing(&self) -> usize {
         let expected = self.vacancies().filter(|vacancy| !vacancy.is_spare() && !vacancy.told);
         self.members().count() + expected.count()
@@ -120,7 +120,7 @@ impl Membership {
         self.names.values().any(|addresses| addresses.contains(&address))
     }
 
-    /// Makes endpoints of listed addresses that are none yet; and how many there is no room for.
+    /// Makes endpoints of new listed addresses. Returns the steps, and how many addresses had no room.
     fn open_listed(&mut self, now_ms: u64) -> (Vec<Step>, usize) {
         let known: BTreeSet<SocketAddr> = self.listed().map(|(_, address, _)| address).collect();
         let all: BTreeSet<SocketAddr> = self.names.values().flatten().copied().collect();

@@ -1,4 +1,4 @@
-//! Registrations in etcd: each is an endpoint, and its node a member for as long as it is registered.
+//! Registrations in etcd: each is an endpoint, and its node is a member for as long as it is registered.
 
 use std::collections::HashSet;
 
@@ -8,7 +8,7 @@ use crate::transport::NodeId;
 // === impl Membership: registrations ===
 
 impl Membership {
-    /// All registrations there are, whatever was known of: where etcd was restored from a backup, they are older than that.
+    /// Replaces all registrations. They may be older than the known ones, if etcd was restored from a backup.
     pub fn registered(&mut self, all: Vec<Registration>) -> Vec<Step> {
         for one in &all {
             if let Some((_, known)) = self.registration(&one.identity.node) {
@@ -24,7 +24,7 @@ impl Membership {
         steps
     }
 
-    /// A registration came to be, or was written anew.
+    /// Adds or updates a registration.
     pub fn put(&mut self, one: Registration) -> Vec<Step> {
         let node = &one.identity.node;
         if *node == self.own.0 {
@@ -53,7 +53,7 @@ impl Membership {
         steps
     }
 
-    /// A registration has ended, at this revision.
+    /// Removes a registration that ended at this revision.
     pub fn delete(&mut self, node: &NodeId, revision: i64) -> Vec<Step> {
         match self.registration(node) {
             Some((endpoint, known)) if known.created < revision => {

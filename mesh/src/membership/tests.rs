@@ -21,7 +21,7 @@ fn table() -> Membership {
     Membership::new((own.node, own.boot), GONE_MS)
 }
 
-/// What was told, and who is followed, in short words.
+/// The steps in short words.
 fn words(steps: impl IntoIterator<Item = Step>) -> Vec<String> {
     let word = |step| match step {
         Step::Tell(News::Joined { number, peer, .. }) => {
@@ -45,7 +45,7 @@ fn addresses(hosts: &[u8]) -> BTreeSet<SocketAddr> {
     hosts.iter().map(|host| address(*host)).collect()
 }
 
-/// Nodes at these addresses, each listed by itself.
+/// Lists these addresses, each under its own name.
 fn list(table: &mut Membership, hosts: std::ops::RangeInclusive<u8>) -> Vec<String> {
     hosts.flat_map(|host| words(table.resolved(0, &address(host).to_string(), addresses(&[host])))).collect()
 }
@@ -54,7 +54,7 @@ fn unreached() -> Failure {
     Failure::Unreached("connection refused".into())
 }
 
-/// A stream of an endpoint is up with this node; what follows from it.
+/// Brings up a stream of an endpoint with this node. Returns the steps in words.
 fn hello(table: &mut Membership, now_ms: u64, endpoint: u32, node: &str, boot: u64) -> Vec<String> {
     words(table.hello(now_ms, Endpoint(endpoint), &identity(node, boot)).unwrap())
 }
@@ -102,21 +102,21 @@ fn every_address_of_a_name_is_an_endpoint_for_as_long_as_it_is_listed_or_has_a_m
     assert_eq!(hello(&mut table, 0, 1, "a", 1), ["a joins as 1 in 1"]);
     assert_eq!(hello(&mut table, 0, 2, "b", 1), ["b joins as 2 in 1"]);
     assert_eq!(table.empty(), 1);
-    // What has no member goes, and what has one stays until that one is silent for long.
+    // An endpoint without a member goes; one with a member stays until the member is silent for long.
     assert_eq!(resolved(&mut table, &[1, 4]), ["unfollow 3", "follow 4 at 10.0.0.4:1"]);
     assert_eq!(words(table.down(0, Endpoint(2), &unreached())), ["2 is stale"]);
     assert!(hello(&mut table, 0, 2, "b", 1).is_empty(), "its stream may break and come back");
     table.down(0, Endpoint(2), &unreached());
     assert_eq!(words(table.tick(GONE_MS))[..2], ["2 leaves: Silent", "unfollow 2"]);
-    // Or until it is met at another address.
+    // Or until the member answers at another address.
     table.down(0, Endpoint(1), &unreached());
     assert_eq!(resolved(&mut table, &[4]), Vec::<String>::new());
     let moved = ["1 leaves: Restarted", "unfollow 1", "a joins as 3 in 1"];
     assert_eq!(hello(&mut table, 0, 4, "a", 1), moved);
-    // An address that has gone and answers as another node is of no use.
+    // The address is no longer listed, and another node there does not become a member.
     resolved(&mut table, &[5]);
     assert_eq!(hello(&mut table, 0, 4, "c", 1), ["3 leaves: Restarted", "unfollow 4"]);
-    // One that two names have stays while one of them has it.
+    // An address of two names stays while one of them has it.
     table.resolved(0, "others:1", addresses(&[5]));
     assert_eq!(resolved(&mut table, &[6]), ["follow 6 at 10.0.0.6:1"]);
     assert_eq!(words(table.resolved(0, "others:1", addresses(&[]))), ["unfollow 5"]);
@@ -151,7 +151,7 @@ fn a_name_has_one_listed_member_and_its_other_addresses_are_spare() {
     assert_eq!((table.empty(), table.sharing()), (1, 2), "nobody is missing there, and nobody gets a share");
     assert!(refused(&mut table, 2, "x", 2).to_string().contains("10.0.0.2:1: give each its own --node-id"));
     assert_eq!((table.empty(), table.sharing()), (2, 3));
-    // Where the first is silent, it has moved.
+    // The node has moved if the stream at its first address is down.
     assert_eq!(words(table.down(0, Endpoint(1), &unreached())), ["1 is stale", "Retry"]);
     assert_eq!(hello(&mut table, 0, 2, "x", 2), ["1 leaves: Restarted", "x joins as 2 in 2"]);
     assert_eq!(refused(&mut table, 1, "x", 2), Failure::Elsewhere(identity("x", 1).node));
@@ -173,7 +173,7 @@ fn an_endpoint_that_has_no_member_for_long_is_told_of_once() {
     let text = "10.0.0.4:1 (--peer pods:1) has had no member for 1 s: connection refused. Check that";
     assert!(told.len() == 1 && told[0].contains(text) && told[0].contains("--mesh-name"), "{told:?}");
     assert_eq!((table.tick(GONE_MS * 9).len(), table.empty(), table.sharing()), (0, 1, 1));
-    // Mended and lost again, it is told of again.
+    // An address mended and lost again is reported again.
     assert_eq!(hello(&mut table, 9000, 4, "b", 1), ["b joins as 2 in 1"]);
     assert_eq!((table.empty(), table.sharing()), (0, 2));
     table.down(10_000, Endpoint(4), &unreached());
@@ -195,7 +195,7 @@ fn endpoints_have_a_limit_that_is_told_of() {
     // There is room as soon as others go.
     let steps = words(table.resolved(0, "pods:1", all(3, ENDPOINTS_MAX)));
     assert_eq!(steps.len(), 6, "{steps:?}");
-    // And of members there are fewer.
+    // Members have a lower limit.
     for number in 0..MEMBERS_MAX as u32 {
         assert_eq!(hello(&mut table, 0, 4 + number, &format!("n{number}"), 1).len(), 1);
     }
@@ -211,16 +211,16 @@ fn a_registration_is_a_member_until_it_ends() {
     assert!(table.put(registration("self", 7, 3)).is_empty());
     assert_eq!(words(table.put(registration("a", 1, 5))), ["a joins as 1 in 1", "follow 1 at 10.0.0.1:1"]);
     assert!(table.put(registration("a", 1, 5)).is_empty(), "written again");
-    // Who answers there must be it.
+    // The node at that address must be the registered one.
     let endpoint = Endpoint(1);
     let wrong = |why: Result<Vec<Step>, Failure>| why.unwrap_err().to_string();
     assert!(wrong(table.hello(0, endpoint, &identity("a", 2))).contains("after a restart"));
     assert!(wrong(table.hello(0, endpoint, &identity("b", 1))).contains("b answers there"));
     assert!(table.hello(0, endpoint, &identity("a", 1)).unwrap().is_empty());
-    // Silence alone fences nobody.
+    // Silence alone removes no registered member.
     assert_eq!(words(table.down(0, endpoint, &unreached())), ["1 is stale"]);
     assert!(table.tick(u64::MAX).is_empty());
-    // What is older than the known is of no account.
+    // An older revision than the known is ignored.
     assert!(table.put(registration("a", 9, 4)).is_empty() && table.delete(&a, 5).is_empty());
     assert_eq!(words(table.delete(&a, 8)), ["1 leaves: Unregistered", "unfollow 1"]);
     assert!(table.delete(&a, 9).is_empty());
@@ -228,7 +228,7 @@ fn a_registration_is_a_member_until_it_ends() {
     let again = ["2 leaves: Restarted", "unfollow 2", "a joins as 3 in 2", "follow 3 at 10.0.0.1:1"];
     assert_eq!(words(table.put(registration("a", 2, 12))), again);
     assert_eq!(hello(&mut table, 0, 2, "a", 1), ["unfollow 2"]);
-    // A list says who is there, and so who is not.
+    // A list removes the members it does not name.
     let list = vec![registration("b", 1, 14), registration("self", 1, 2)];
     let steps = words(table.registered(list.clone()));
     assert_eq!(
@@ -264,7 +264,7 @@ fn a_mesh_has_a_limit() {
     assert_eq!(table.put(registration("more", 1, 9999)).len(), 2);
 }
 
-/// What the caller and the tasks believe, from the steps alone.
+/// The state of the caller and the tasks, from the steps alone.
 #[derive(Default)]
 struct Believed {
     members: BTreeMap<PeerNumber, NodeId>,

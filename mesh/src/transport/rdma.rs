@@ -1,14 +1,15 @@
-//! Blocks by RDMA: the side that asks READs them out of the owner's pool, whose processor moves no byte.
+//! Blocks by RDMA: the reading side READs them out of the owner's pool; the owner's processor moves no byte.
 //!
-//! Asks, grants and the end of each lease go over the streams of the TCP transport ([`super::tcp`]): its greeting, TLS,
-//! limits and back-off are these. Each stream has a queue pair ([`verbs`]), which lives and dies with it, on a NIC of
-//! either side ([`pairing`]). The owner ends a lease that is late by destroying the queue pair before it gives the slots
-//! back, so that a late READ fails instead of reading what lies there next.
+//! Asks, grants and the end of each lease go over the streams of the TCP transport ([`super::tcp`]), with its
+//! greeting, TLS, limits and back-off. Each stream has a queue pair ([`verbs`]) of the same lifetime, on a
+//! NIC of either side ([`pairing`]). The owner ends a late lease by destroying the queue pair before it gives
+//! the slots back, so a late READ fails instead of reading the next content of the slot.
 //!
-//! Until both sides have registered their pools, and for good where one of them cannot, blocks follow on the streams as
-//! over TCP: a side without a queue pair says so in its place, and the stream is made anew once in a while.
+//! Until both sides have registered their pools, and permanently if one of them cannot, blocks follow on the
+//! streams as over TCP: a side without a queue pair sends InStream instead, and the stream is made again once
+//! in a while.
 //!
-//! What travels by RDMA is neither encrypted nor authenticated, and a member whose queue pair stands can read all of the
+//! RDMA traffic has no encryption or authentication, and a member with a live queue pair can read all of the
 //! pool: see docs/decisions/0015.
 
 mod fetch;
@@ -37,59 +38,59 @@ use super::{Fault, Fetch, Granted, Peer, PeerNumber, Stage, Transport, Up};
 use crate::Error;
 use crate::sync::{lock, now};
 
-/// Queue pairs of each NIC to each peer, unless told otherwise: one reads while the other's blocks are summed.
+/// Default queue pairs of each NIC to each peer: one reads while the other's blocks are summed.
 pub const QPS_PER_PEER_DEFAULT: usize = 2;
-/// How long a peer may read what was granted, unless told otherwise: some hundred times what a piece of 4 MiB takes.
+/// Default time for a peer to read granted blocks: some hundred times the time of a piece of 4 MiB.
 pub const LEASE_DEFAULT: Duration = Duration::from_secs(5);
-/// How long a stream on which blocks follow is kept before a queue pair is asked for again: a connection costs some
-/// milliseconds.
+/// Time for which a stream with blocks in it is kept before a queue pair is requested again: a connection
+/// costs some milliseconds.
 const AGAIN: Duration = Duration::from_secs(10);
 
-/// How blocks are carried.
+/// Settings of the RDMA transport.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// How asks and grants travel: over as many streams as there are queue pairs, whatever number this gives. Its security
-    /// does not hold for blocks read by RDMA: anybody on the way may read those.
+    /// Settings for asks and grants. The number of streams is ignored: there are as many as queue pairs. Its
+    /// security does not cover blocks read by RDMA: any host on the path may read those.
     pub tcp: tcp::Config,
-    /// Names of the NICs, such as mlx5_0; as many on every node.
+    /// Names of the NICs, such as mlx5_0; the same number on every node.
     pub nics: Vec<String>,
-    /// Queue pairs of each NIC to each peer; as many on every node.
+    /// Queue pairs of each NIC to each peer; the same number on every node.
     pub qps_per_peer: usize,
-    /// How long a peer may read what was granted.
+    /// Time for a peer to read granted blocks.
     pub lease: Duration,
 }
 
-/// The transport at work. Dropping it ends everything, as it does [`Tcp`].
+/// The running transport. Dropping it ends everything, as with [`Tcp`].
 pub struct Rdma {
     tcp: Tcp,
     queues: Arc<OnceLock<Queues>>,
 }
 
-/// By RDMA as soon as that can be, and on the streams themselves until then.
+/// Carries blocks by RDMA once both sides can, and on the streams themselves until then.
 #[derive(Default)]
 struct Ways {
-    /// Once the NICs have registered the pool.
+    /// Set once the NICs have registered the pool.
     queues: Arc<OnceLock<Queues>>,
-    /// Peers of which it was noted that they have not registered theirs.
+    /// Peers already noted for not having registered their pools.
     late: Mutex<BTreeSet<PeerNumber>>,
 }
 
-/// A stream on which blocks follow.
+/// A stream with blocks in it, until a queue pair is possible.
 struct Meanwhile {
     stream: Box<dyn Fetching>,
     queues: Arc<OnceLock<Queues>>,
-    /// When there may be a queue pair instead.
+    /// The time of the next attempt to get a queue pair.
     until: Instant,
 }
 
-/// What makes the queue pairs, of NICs that have registered the pool.
+/// Makes queue pairs, of NICs with a registered pool.
 struct Queues {
     nics: Arc<[Nic]>,
     qps_per_peer: usize,
     lease: Duration,
 }
 
-/// Whether these NICs can be used: as [`Rdma::start`] finds them.
+/// Checks that these NICs can be used, as [`Rdma::start`] does.
 pub fn check(nics: &[String]) -> Result<(), Error> {
     verbs::open(nics).map(drop)
 }
@@ -97,7 +98,7 @@ pub fn check(nics: &[String]) -> Result<(), Error> {
 // === impl Config ===
 
 impl Config {
-    /// Two queue pairs of each of these NICs to each peer.
+    /// Settings with two queue pairs of each of these NICs to each peer.
     pub fn new(tcp: tcp::Config, nics: Vec<String>) -> Self {
         Self { tcp, nics, qps_per_peer: QPS_PER_PEER_DEFAULT, lease: LEASE_DEFAULT }
     }
@@ -125,8 +126,8 @@ impl Config {
 // === impl Rdma ===
 
 impl Rdma {
-    /// Opens the NICs and listens, and serves and fetches from then on: over TCP until they have registered the pool, which
-    /// goes on behind. `up` as for [`Tcp::start`].
+    /// Opens the NICs, listens, serves and fetches: over TCP until the NICs have registered the pool in the
+    /// background. `up` as for [`Tcp::start`].
     pub fn start(
         config: Config,
         blocks: Blocks,
@@ -150,12 +151,12 @@ impl Rdma {
         Ok(Self { tcp, queues })
     }
 
-    /// Where peers connect to.
+    /// The listening address.
     pub fn address(&self) -> SocketAddr {
         self.tcp.address()
     }
 
-    /// Whether the NICs have registered the pool.
+    /// True once the NICs have registered the pool.
     pub fn ready(&self) -> bool {
         self.queues.get().is_some()
     }
@@ -190,7 +191,7 @@ impl Transport for Rdma {
 // === impl Queues ===
 
 impl Queues {
-    /// What this side says of the queue pair that stream `number` has on NIC `nic`.
+    /// This side's message about the queue pair of stream `number` on NIC `nic`.
     fn queue(&self, number: u16, nic: usize, end: QueueEnd, key: u32) -> Queue {
         Queue { pairs: self.qps_per_peer as u16, number, nics: self.nodes(), nic: nic as u16, end, key }
     }
@@ -199,7 +200,7 @@ impl Queues {
         self.nics.iter().map(|nic| nic.node).collect()
     }
 
-    /// Whether the other side has as many of everything.
+    /// True if the peer has the same number of NICs and queue pairs.
     fn fits(&self, other: &Queue) -> bool {
         (other.nics.len(), other.pairs.into()) == (self.nics.len(), self.qps_per_peer)
             && usize::from(other.number) < self.nics.len() * self.qps_per_peer

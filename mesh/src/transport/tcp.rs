@@ -1,9 +1,9 @@
 //! Blocks over TCP: some streams to each peer, each with a thread that blocks.
 //!
-//! A stream goes one way: the side that connects asks, the other answers ([`frame`]). A fetch is cut into pieces, which the
-//! streams of its peer take as they have room, so that a slow one takes less. Between the pool and the socket nothing
-//! is copied, except by TLS. Where the bytes do not follow on the stream (`rdma`), the rest is the same: who is at
-//! the other end, what is asked, granted and late ([`carriage`]).
+//! A stream goes one way: the connecting side asks, the other side answers ([`frame`]). A fetch is cut into
+//! pieces. The streams of its peer take them as they have room, so a slow one takes fewer. Nothing is copied
+//! between the pool and the socket, except by TLS. If the bytes do not follow on the stream (`rdma`), the
+//! rest is the same: greeting, asks, grants and limits ([`carriage`]).
 
 pub(super) mod carriage;
 pub(super) mod fetch;
@@ -40,60 +40,62 @@ use crate::sync::{Rarely, lock};
 use crate::tls::Credentials;
 pub use crate::tls::{Security, Tls};
 
-/// Streams to each peer, unless told otherwise.
+/// Default streams to each peer.
 pub const STREAMS_DEFAULT: usize = 4;
-/// The most streams to a peer: each is a thread on both sides.
+/// Maximum streams to a peer: each is a thread on both sides.
 pub const STREAMS_MAX: usize = 64;
-/// The longest that dropping the transport waits for its threads: longer than any of them waits for the kernel.
+/// Maximum time for dropping the transport to wait for its threads: longer than any of them waits in the
+/// kernel.
 const STOP_MAX: Duration = Duration::from_secs(5);
 
-/// How blocks are carried.
+/// Settings of the TCP transport.
 #[derive(Clone, Debug)]
 pub struct Config {
     pub node: NodeId,
-    /// This life of it.
+    /// This life of the node.
     pub boot: BootId,
-    /// Where peers connect to.
+    /// The listening address for peers.
     pub listen: SocketAddr,
     /// Streams to each peer, 1 to [`STREAMS_MAX`].
     pub streams: usize,
-    /// Who may connect, and who may read along.
+    /// TLS files, or plaintext.
     pub security: Security,
-    /// How long anything may take.
+    /// Time limits and pauses.
     pub limits: Limits,
-    /// Where it is counted whom this node turns away, and who it.
+    /// Counts refusals by this node and refusals of this node.
     pub refusals: Arc<RefusalCounts>,
 }
 
-/// How long anything may take.
+/// Time limits and pauses of the transport.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Limits {
     pub connect: Duration,
     /// TLS and the first frames.
     pub handshake: Duration,
-    /// From an ask, or the block before it, to a block's begin.
+    /// From an ask, or the end of the block before, to the begin of a block.
     pub first_byte: Duration,
-    /// A part of a block: 256 KiB, or what is left of it.
+    /// For a part of a block: 256 KiB, or the rest of it.
     pub progress: Duration,
-    /// From a grant to the end of its ask, on the side that serves: slots are held for as long. More than any fetch takes, which is
-    /// given up after 2 s and a limit of progress: what it had asked for by then is read on for nobody.
+    /// From a grant to the end of its ask, on the serving side, which holds the slots for as long. More than
+    /// any fetch takes: a fetch ends after 2 s and a limit of progress, and the rest of its asks is read and
+    /// dropped.
     pub whole: Duration,
-    /// A stream without work is closed after this; the side that serves it waits twice as long.
+    /// A stream without work is closed after this time; its serving side waits twice as long.
     pub idle: Duration,
-    /// The pause after a failure; doubled at each further one.
+    /// The pause after a failure; doubled at each further failure.
     pub back_off_min: Duration,
     /// The longest such pause.
     pub back_off_max: Duration,
 }
 
-/// The transport at work. Dropping it ends everything: fetches as [`Fault::Stopped`](super::Fault::Stopped), grants
-/// with their release.
+/// The running transport. Dropping it ends everything: fetches as [`Fault::Stopped`](super::Fault::Stopped),
+/// grants with their release.
 pub struct Tcp {
     pub(super) shared: Arc<Shared>,
     address: SocketAddr,
 }
 
-/// What the threads share.
+/// State shared by the threads.
 pub(super) struct Shared {
     pub(super) config: Config,
     carriage: Box<dyn Carriage>,
@@ -106,7 +108,7 @@ pub(super) struct Shared {
     pub(super) threads: Threads,
     /// Ends the listener's wait.
     bell: OwnedFd,
-    /// Nothing new is taken on.
+    /// True if nothing new is accepted.
     draining: AtomicBool,
     stopping: AtomicBool,
     rarely: Rarely,
@@ -119,7 +121,7 @@ fn eventfd() -> Result<OwnedFd, Error> {
 // === impl Config ===
 
 impl Config {
-    /// Four streams to each peer, reached at any free port of loopback alone.
+    /// Settings with four streams to each peer, listening at a free port of loopback alone.
     pub fn new(node: NodeId, boot: BootId, security: Security) -> Self {
         let listen = (Ipv4Addr::LOCALHOST, 0).into();
         let (limits, refusals) = Default::default();
@@ -145,8 +147,8 @@ impl Default for Limits {
 // === impl Tcp ===
 
 impl Tcp {
-    /// Listens, and serves and fetches from then on. `blocks` is the pool that offsets name. `up` is called on threads of
-    /// the transport, and on the caller's within its calls, and must not wait.
+    /// Listens, serves and fetches. `blocks` is the pool to which offsets refer. `up` is called on threads of
+    /// the transport, and on the caller's thread within its calls, and must not wait.
     pub fn start(
         config: Config,
         blocks: Blocks,
@@ -155,7 +157,7 @@ impl Tcp {
         Self::with(Box::new(InStream), config, blocks, Box::new(up))
     }
 
-    /// As [`Tcp::start`], where blocks may travel beside the streams.
+    /// As [`Tcp::start`], for a carriage whose blocks may travel beside the streams.
     pub(super) fn with(
         carriage: Box<dyn Carriage>,
         config: Config,
@@ -189,7 +191,7 @@ impl Tcp {
         Ok(tcp)
     }
 
-    /// Where peers connect to.
+    /// The listening address.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
@@ -237,7 +239,7 @@ impl Drop for Tcp {
         members.iter().for_each(|link| link.close());
         shared.fetches.stop();
         shared.served.hang_up(|_| true);
-        // One that is stuck in the kernel is left to it.
+        // A thread stuck in the kernel is abandoned.
         shared.threads.join(STOP_MAX);
     }
 }
@@ -253,17 +255,17 @@ impl Shared {
         self.tell(Up::Note(text));
     }
 
-    /// Counts a connection or an ask that came to nothing.
+    /// Counts a failed connection or ask.
     pub(super) fn count(&self, reason: Reason) {
         self.config.refusals.count(reason);
     }
 
-    /// The same of one that broke, where that is a refusal.
+    /// Counts a broken connection if its fault is a refusal.
     pub(super) fn count_fault(&self, fault: Fault) {
         fault.reason().into_iter().for_each(|reason| self.count(reason));
     }
 
-    /// Notes something that happens as often as somebody connects: at most once a second.
+    /// Logs an event as frequent as connections, at most once a second.
     pub(super) fn note_rarely(&self, text: String) {
         if self.rarely.due() {
             self.note(text);
@@ -283,7 +285,7 @@ impl Shared {
     }
 }
 
-/// Ends what a thread waits for on this connection.
+/// Ends every wait of a thread on this connection.
 fn cut(stream: &TcpStream) {
     let _ = stream.shutdown(Shutdown::Both);
 }

@@ -1,4 +1,4 @@
-//! Certificates, made for a test, and the files that hold them.
+//! Certificates for a test, and their files.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use mesh::tls::Tls;
 use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair, date_time_ymd};
 
-/// The name that every node's certificate carries.
+/// The name in every node's certificate.
 pub(crate) const NAME: &str = "pillion.mesh";
 
 pub(crate) struct Authority {
@@ -29,7 +29,7 @@ impl Authority {
         Self { pem, issuer: Issuer::new(params, key) }
     }
 
-    /// A certificate that ends in this year, and its key.
+    /// A certificate with its end in this year, and its key.
     pub(crate) fn issue(&self, name: &str, year: i32) -> (String, String) {
         let mut params = CertificateParams::new([name.to_owned()]).unwrap();
         params.not_before = date_time_ymd(2020, 1, 1);
@@ -57,7 +57,7 @@ impl Folder {
         folder
     }
 
-    /// As a secret is replaced: each file under its name at once.
+    /// Replaces each file atomically, as a secret is replaced.
     pub(crate) fn write(&self, by: &Authority, ca: &Authority, name: &str, year: i32) {
         let (certificate, key) = by.issue(name, year);
         for (file, text) in [("tls.crt", &certificate), ("tls.key", &key), ("ca.crt", &ca.pem)] {

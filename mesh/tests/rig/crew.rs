@@ -1,4 +1,4 @@
-//! Nodes of a mesh as far as its control goes: what each publishes, and what it is told of the others.
+//! Control planes of nodes for tests: the blocks each publishes, and the events it gets of the others.
 
 use std::collections::{HashMap, HashSet};
 use std::net::{Ipv4Addr, SocketAddr};
@@ -19,7 +19,7 @@ use shm_protocol::random::mix;
 
 use super::{LONG, WATCHDOG, boot, node, now};
 
-/// Limits that no test reaches, however busy the machine is, with pauses that it can wait for.
+/// Limits beyond the reach of any test, even on a busy machine, with short pauses.
 pub(crate) fn patient() -> Limits {
     Limits {
         connect: LONG,
@@ -36,7 +36,7 @@ pub(crate) fn patient() -> Limits {
     }
 }
 
-/// An address of loopback that no other test has: the process and a counter are in it.
+/// An address of loopback for one test alone, from the process and a counter.
 pub(crate) fn address() -> SocketAddr {
     static COUNT: AtomicU32 = AtomicU32::new(0);
     let number = std::process::id() << 8 | (COUNT.fetch_add(1, Ordering::Relaxed) + 1);
@@ -55,12 +55,12 @@ pub(crate) fn removed(numbers: std::ops::Range<u64>) -> Vec<Change> {
     numbers.map(|number| Change::Removed(digest(number))).collect()
 }
 
-/// How a node is started.
+/// Settings of a node.
 #[derive(Clone)]
 pub(crate) struct Plan {
     pub(crate) name: &'static str,
     pub(crate) life: u64,
-    /// The life before, which is known to have ended.
+    /// The life before, known to have ended.
     pub(crate) former: Option<u64>,
     pub(crate) listen: SocketAddr,
     pub(crate) members: Members,
@@ -72,22 +72,22 @@ pub(crate) struct Plan {
     pub(crate) directory_bytes: usize,
 }
 
-/// What a node knows of a member.
+/// A member as known to a node.
 pub(crate) struct Member {
     pub(crate) peer: Peer,
     pub(crate) rdma: Option<SocketAddr>,
     pub(crate) filter: Option<Filter>,
-    /// The last keys of the prompts that this member promises, and how many messages have told them.
+    /// The last keys of the prompts promised by this member, and the number of messages with promises.
     pub(crate) promises: (Vec<Digest>, u32),
     overfull: bool,
-    /// It was asked for anew.
+    /// Its inventory was requested again.
     resync: bool,
     pub(crate) snapshots: u32,
     pub(crate) stale: u32,
     pub(crate) batches: u32,
 }
 
-/// What a node was told.
+/// All events of a node.
 #[derive(Default)]
 pub(crate) struct Seen {
     pub(crate) members: HashMap<PeerNumber, Member>,
@@ -122,7 +122,7 @@ impl Plan {
         }
     }
 
-    /// One of those at `all`.
+    /// A node that lists the addresses in `all`.
     pub(crate) fn listing(name: &'static str, listen: SocketAddr, all: &[SocketAddr]) -> Self {
         Self::new(name, listen, Members::Static(all.iter().map(SocketAddr::to_string).collect()))
     }
@@ -166,12 +166,12 @@ impl Crew {
         self.control().publish(changes);
     }
 
-    /// What its members say of their namespaces.
+    /// The namespaces of its members.
     pub(crate) fn ask(&self) -> Vec<Answer> {
         self.control().asker().ask().blocking_recv().expect("it is in the mesh")
     }
 
-    /// Ends it, without a word to anybody but etcd.
+    /// Ends the node, without notice to other nodes but etcd.
     pub(crate) fn stop(&mut self) {
         self.control = None;
     }
@@ -199,25 +199,25 @@ impl Crew {
         self.wait(&format!("{name} in life {life}"), |seen| seen.number(name, life))
     }
 
-    /// Waits for a member to be one no more.
+    /// Waits until a member has left.
     pub(crate) fn left(&self, number: PeerNumber) -> Parting {
         self.wait(&format!("the parting of {number:?}"), |seen| {
             seen.left.iter().find(|(left, ..)| *left == number).map(|(.., why)| *why)
         })
     }
 
-    /// Waits until a member is known to keep these, and none of those.
+    /// Waits until a member is known to keep `these`, and not `those`.
     pub(crate) fn keeps(&self, number: PeerNumber, these: std::ops::Range<u64>, those: std::ops::Range<u64>) {
         self.wait(&format!("what {number:?} keeps"), |seen| {
             let filter = seen.members.get(&number)?.filter.as_ref()?;
             let keeps = these.clone().all(|number| filter.contains(digest(number)));
-            // A filter may err, rarely.
+            // A filter has rare false positives.
             let wrong = those.clone().filter(|number| filter.contains(digest(*number))).count() as u64;
             (keeps && wrong * 100 <= those.end - those.start).then_some(())
         });
     }
 
-    /// Waits until so many connections came to nothing for this reason.
+    /// Waits for so many failed connections with this reason.
     pub(crate) fn refused(&self, reason: Reason, at_least: u64) {
         super::wait_refused(&self.refusals, reason, at_least);
     }
@@ -235,7 +235,7 @@ impl Seen {
         self.members.iter().find(|(_, member)| who(member)).map(|(number, _)| *number)
     }
 
-    /// As the data thread does with a filter that has no more room.
+    /// Requests the inventories of overfull filters again, as the data thread does.
     fn ask_anew(&mut self, control: &Control) {
         for (number, member) in
             self.members.iter_mut().filter(|(_, member)| member.overfull && !member.resync)
@@ -245,7 +245,7 @@ impl Seen {
         }
     }
 
-    /// What the interface promises is checked with everything that is told.
+    /// Checks the promises of the interface with every event.
     fn hear(&mut self, news: News) {
         match news {
             News::Joined { number, peer, rdma } => {
@@ -283,7 +283,7 @@ impl Seen {
                         _ if member.overfull => true,
                         Change::Added(digest) => !filter.insert(digest),
                         Change::Removed(digest) => {
-                            assert!(filter.remove(digest), "what goes was there");
+                            assert!(filter.remove(digest), "a removed block was there");
                             false
                         }
                     };
@@ -291,7 +291,7 @@ impl Seen {
             }
             News::Promises { number, promises, .. } => {
                 let member = self.member(number);
-                assert!(member.filter.is_some(), "promises come behind all that is kept");
+                assert!(member.filter.is_some(), "promises come behind the inventory");
                 member.promises = (promises, member.promises.1 + 1);
             }
             News::Stale { number } => self.member(number).stale += 1,

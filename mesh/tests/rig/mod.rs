@@ -27,14 +27,14 @@ use shm_protocol::random::Random;
 use shm_protocol::region::{Access, Region};
 use xxhash_rust::xxh3::xxh3_64;
 
-/// The longest a test waits for anything.
+/// Maximum time for a test to wait for anything.
 pub(crate) const WATCHDOG: Duration = Duration::from_secs(60);
-/// Long enough for every fetch of a test that is not about limits.
+/// Long enough for every fetch of a test without limits of its own.
 pub(crate) const LONG: Duration = Duration::from_secs(30);
 /// Slots of a pool, and the bytes of each.
 const SLOTS: (u64, u64) = (512, 512 << 10);
 
-/// Limits that no test reaches, however busy the machine is, with pauses that it can wait for.
+/// Limits beyond the reach of any test, even on a busy machine, with short pauses.
 pub(crate) fn patient() -> Limits {
     Limits {
         connect: LONG,
@@ -62,7 +62,7 @@ pub(crate) fn label(number: u64, bytes: u32) -> Label {
     Label { namespace: NamespaceDigest([7; 16]), group: 0, hash, bytes }
 }
 
-/// The bytes of a block: pages that differ from those of any other block, and from each other.
+/// The bytes of a block: its pages differ from each other and from those of any other block.
 pub(crate) fn content(label: &Label) -> Vec<u8> {
     let mut random = Random(label.hash.words()[0]);
     let page: Vec<u8> = (0..512).flat_map(|_| random.next().to_le_bytes()).collect();
@@ -74,16 +74,16 @@ pub(crate) fn content(label: &Label) -> Vec<u8> {
     bytes
 }
 
-/// How a node answers what it is asked for.
+/// The way a node answers asks.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(crate) enum Owner {
-    /// With what it keeps.
+    /// It grants the blocks it keeps, at once.
     Grants,
-    /// When it is told to.
+    /// It waits until the test grants.
     Waits,
 }
 
-/// What a node has seen and keeps.
+/// Events and blocks of a node.
 #[derive(Default)]
 pub(crate) struct Seen {
     pub(crate) done: HashMap<(u64, u32), Vec<Result<u64, Fault>>>,
@@ -91,16 +91,16 @@ pub(crate) struct Seen {
     pub(crate) connected: Vec<(PeerNumber, BootId)>,
     pub(crate) notes: Vec<String>,
     pub(crate) checksums: Vec<(SlotRef, u64)>,
-    /// How often each ask was released, and what was sent of it.
+    /// The releases of each ask, each with the number of blocks sent.
     pub(crate) released: HashMap<u64, Vec<u32>>,
     pub(crate) asked: Vec<(u64, PeerNumber, Vec<Label>)>,
     kept: HashMap<Label, (SlotRef, Option<u64>)>,
-    /// Other bytes lie where the kept blocks lay: none is granted.
+    /// Other bytes lie in the places of the kept blocks: none is granted.
     scribbled: bool,
     free: Vec<u64>,
 }
 
-/// Hears what a transport tells.
+/// The receiver of a transport's events.
 pub(crate) type Tell = Box<dyn Fn(Up) + Send + Sync>;
 
 struct Shared {
@@ -120,14 +120,14 @@ pub(crate) struct Node {
     refusals: Arc<RefusalCounts>,
 }
 
-/// So many bytes that a transport takes for a pool.
+/// Memory of so many bytes as a pool.
 pub(crate) fn pool(bytes: u64) -> Blocks {
     let fd = rustix::fs::memfd_create("rig", MemfdFlags::CLOEXEC).unwrap();
     rustix::fs::ftruncate(&fd, bytes).unwrap();
     Blocks::new(Arc::new(Region::map(fd.as_fd(), bytes as usize, Access::ReadWrite).unwrap()))
 }
 
-/// A pool whose second half is not there.
+/// A pool without its second half.
 pub(crate) fn torn_pool(bytes: u64) -> Blocks {
     let fd = rustix::fs::memfd_create("rig", MemfdFlags::CLOEXEC).unwrap();
     rustix::fs::ftruncate(&fd, bytes / 2).unwrap();
@@ -205,12 +205,12 @@ impl Node {
         &***self.transport.as_ref().unwrap()
     }
 
-    /// For whoever must not borrow the node. To be dropped before it.
+    /// The transport for a closure that must not borrow the node. Drop it before the node.
     pub(crate) fn transport_shared(&self) -> Arc<Box<dyn Transport>> {
         Arc::clone(self.transport.as_ref().unwrap())
     }
 
-    /// Waits until so many connections came to nothing for this reason.
+    /// Waits for so many failed connections with this reason.
     pub(crate) fn refused(&self, reason: Reason, at_least: u64) {
         wait_refused(&self.refusals, reason, at_least);
     }
@@ -219,15 +219,15 @@ impl Node {
         self.address
     }
 
-    /// This node as a member.
+    /// This node as a peer.
     pub(crate) fn as_peer(&self) -> Peer {
         Peer { node: self.name.clone(), boot: Some(self.boot), address: self.address() }
     }
 
-    /// Ends the transport, at once; all that it told has been heard then.
+    /// Ends the transport at once. All its events have been handled at the return.
     pub(crate) fn kill(&mut self) {
         if let Some(mut transport) = self.transport.take() {
-            // The thread that decides has it for a moment while it grants.
+            // The deciding thread holds it for a moment while it grants.
             let transport = loop {
                 match Arc::try_unwrap(transport) {
                     Ok(whole) => break whole,
@@ -246,7 +246,7 @@ impl Node {
         self.shared.seen.lock().unwrap().free.pop().expect("a test needs fewer slots")
     }
 
-    /// Keeps a block, with a checksum that is known or not.
+    /// Keeps a block, with or without a known checksum.
     pub(crate) fn keep(&self, label: Label, known: bool) {
         let (offset, bytes) = (self.slot(), content(&label));
         assert!(self.blocks.fill(offset, &bytes));
@@ -254,12 +254,12 @@ impl Node {
         self.shared.seen.lock().unwrap().kept.insert(label, (slot, known.then(|| xxh3_64(&bytes))));
     }
 
-    /// Writes other bytes where every kept block lies.
+    /// Writes other bytes into the slot of every kept block.
     pub(crate) fn scribble(&self) {
         self.overwrite(true, |label| vec![0xa5; label.bytes as usize]);
     }
 
-    /// Puts the kept blocks back.
+    /// Restores the kept blocks.
     pub(crate) fn restore(&self) {
         self.overwrite(false, content);
     }
@@ -273,7 +273,7 @@ impl Node {
         });
     }
 
-    /// Begins a fetch; its ticket, and where the blocks go.
+    /// Begins a fetch. Returns its ticket and its slots.
     pub(crate) fn fetch(&mut self, peer: u32, labels: &[Label], deadline: Duration) -> Fetching {
         self.ticket += 1;
         let blocks: Vec<_> = labels.iter().map(|label| (*label, self.slot())).collect();
@@ -282,7 +282,7 @@ impl Node {
         fetching
     }
 
-    /// What became of each block. The slots are free again; those of blocks that came hold them.
+    /// Waits for the end of each block. The slots are free again; those of arrived blocks still hold them.
     pub(crate) fn ends(&self, fetching: &Fetching) -> Vec<Result<(), Fault>> {
         let count = fetching.blocks.len();
         let results = self.wait("all ends", |seen| {
@@ -302,13 +302,13 @@ impl Node {
         results.into_iter().map(|result| result.map(drop)).collect()
     }
 
-    /// Fetches, and what became of it.
+    /// Fetches blocks and waits for their ends.
     pub(crate) fn get(&mut self, peer: u32, labels: &[Label], deadline: Duration) -> Vec<Result<(), Fault>> {
         let fetching = self.fetch(peer, labels, deadline);
         self.ends(&fetching)
     }
 
-    /// Waits for something to have been seen.
+    /// Waits until `found` returns something.
     pub(crate) fn wait<T>(&self, what: &str, mut found: impl FnMut(&mut Seen) -> Option<T>) -> T {
         let end = now() + WATCHDOG;
         let mut seen = self.shared.seen.lock().unwrap();
@@ -326,13 +326,14 @@ impl Node {
         look(&mut self.shared.seen.lock().unwrap())
     }
 
-    /// Grants what was asked and is not granted yet.
+    /// Grants an ask.
     pub(crate) fn grant(&self, ask: u64, labels: &[Label]) {
         let granted = self.seen(|seen| seen.grant(ask, labels));
         self.transport().grant(granted);
     }
 
-    /// Every slot came back once, and every grant was released once: called when nothing is under way any more.
+    /// Checks that every slot came back once and every grant was released once. Requires that nothing is
+    /// under way.
     pub(crate) fn check_ends(&self) {
         self.seen(|seen| {
             assert!(
@@ -343,7 +344,7 @@ impl Node {
         });
     }
 
-    /// Every ask that was granted has been released, once.
+    /// Waits until every ask was released, and checks that each was released once.
     pub(crate) fn check_releases(&self) {
         self.wait("all releases", |seen| {
             let all = seen.asked.iter().all(|(ask, ..)| seen.released.contains_key(ask));
@@ -410,7 +411,7 @@ impl Shared {
     }
 }
 
-/// Two nodes that know each other: each is peer 1 of the other.
+/// Two nodes as members of each other: each is peer 1 of the other.
 pub(crate) fn pair(limits: Limits) -> (Node, Node) {
     let one = Node::new("one", Security::Plaintext, limits);
     let other = Node::new("other", Security::Plaintext, limits);
@@ -418,8 +419,9 @@ pub(crate) fn pair(limits: Limits) -> (Node, Node) {
     (one, other)
 }
 
-/// Both nodes keep a block of each of these sizes, and each fetches the other's three times: every block ends well, a checksum
-/// that nobody knew (those of `one`) is computed once, one that was known never, and both sides gave back what they were given.
+/// Both nodes keep a block of each of these sizes, and each fetches the other's three times. Every block
+/// arrives, an unknown checksum (the blocks of `one`) is computed once, a known one never, and both sides
+/// give back their slots.
 pub(crate) fn exchange(one: &mut Node, other: &mut Node, sizes: &[u32]) {
     let labels: Vec<_> = sizes.iter().zip(1..).map(|(bytes, number)| label(number, *bytes)).collect();
     labels.iter().for_each(|label| one.keep(*label, false));

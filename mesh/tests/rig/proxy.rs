@@ -1,4 +1,4 @@
-//! A TCP proxy that does to a stream what networks do, at chosen bytes of it.
+//! A TCP proxy with troubles of real networks, at chosen bytes of a stream.
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -8,17 +8,17 @@ use std::time::Duration;
 
 use shm_protocol::random::Random;
 
-/// Bytes that are passed on at once.
+/// Bytes passed on at once.
 const CHUNK: usize = 16 << 10;
-/// How often a stalled stream looks whether the test has ended.
+/// Time between two checks of a stalled stream for the end of the test.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// What happens to one direction of a stream.
+/// A trouble of one direction of a stream.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) enum Trouble {
-    /// The byte at this place is changed by these bits.
+    /// These bits of the byte at this place change.
     Flip(u64, u8),
-    /// From this byte on nothing passes, for ever.
+    /// From this byte on nothing passes.
     Stall(u64),
     /// From this byte on, so many bytes pass at a time, with a pause after each.
     Drip(u64, usize, Duration),
@@ -26,11 +26,11 @@ pub(crate) enum Trouble {
     Cut(u64),
     /// This direction ends at this byte.
     HalfClose(u64),
-    /// Every chunk comes so much later.
+    /// Every chunk is late by this time.
     Delay(Duration),
 }
 
-/// What happens to both directions of a connection.
+/// The troubles of both directions of a connection.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub(crate) struct Troubles {
     pub(crate) up: Vec<Trouble>,
@@ -107,7 +107,7 @@ impl Proxy {
         Self { address, shared }
     }
 
-    /// What happens to connections made from now on.
+    /// Sets the troubles of new connections.
     pub(crate) fn trouble(&self, troubles: Troubles) {
         *self.shared.troubles.lock().unwrap() = troubles;
     }
@@ -139,7 +139,7 @@ impl Shared {
             self.streams.lock().unwrap().push(from.try_clone().unwrap());
             let own = Arc::clone(self);
             std::thread::spawn(move || {
-                // An error is a side that has gone: the other hears of it.
+                // One side has gone, so the other is closed too.
                 if own.pump(&from, &to, &troubles).is_none() {
                     let _ = (from.shutdown(Shutdown::Both), to.shutdown(Shutdown::Both));
                 }
@@ -147,14 +147,14 @@ impl Shared {
         }
     }
 
-    /// Passes bytes on; `None` where both directions end.
+    /// Passes bytes on. Returns `None` if both directions are to end.
     fn pump(&self, mut from: &TcpStream, mut to: &TcpStream, troubles: &[Trouble]) -> Option<()> {
         let mut buffer = [0; CHUNK];
         let mut at = 0;
         loop {
             let (mut len, mut pause) = (CHUNK, Duration::ZERO);
             for trouble in troubles {
-                // What begins later begins at the begin of a chunk.
+                // Troubles from a byte on begin at the start of a chunk.
                 match trouble {
                     Trouble::Flip(..) => {}
                     Trouble::Delay(delay) => pause += *delay,

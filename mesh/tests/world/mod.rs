@@ -1,4 +1,4 @@
-//! A mesh in virtual time: nodes that replace their blocks, feeds that are read, and observers that follow all of them.
+//! A mesh in virtual time: nodes replace their blocks, and observers read the feeds of all of them.
 //! Everything follows from the seed.
 
 use std::collections::{BTreeMap, HashMap};
@@ -9,12 +9,12 @@ use mesh::feed::{Feed, Follower, Heard, Message, Reader};
 use mesh::transport::PeerNumber;
 use shm_protocol::random::{Random, mix};
 
-/// What a message costs beside its digests: protobuf and gRPC frames, HTTP/2, a TLS record, TCP and IP headers.
+/// Bytes of a message beside its digests: protobuf and gRPC frames, HTTP/2, a TLS record, TCP and IP headers.
 pub(crate) const FRAME_BYTES: u64 = 150;
-/// Keys that an observer asks for at once.
+/// Keys of one probe.
 const QUERY: u64 = 64;
 const PROBE_EVERY_MS: u64 = 5;
-/// Changes are gathered for so long, whatever the rest between two batches.
+/// Time for which changes are gathered, independent of the rest between two batches.
 const GATHER_MS: u64 = mesh::pace::GATHER.as_millis() as u64;
 
 /// The size and the pace of a mesh.
@@ -22,52 +22,52 @@ const GATHER_MS: u64 = mesh::pace::GATHER.as_millis() as u64;
 pub(crate) struct Setup {
     pub(crate) nodes: u32,
     pub(crate) blocks: u64,
-    /// Of the nodes, those that follow all others.
+    /// Number of nodes that follow all others.
     pub(crate) observers: usize,
-    /// Blocks that a node replaces in a second, of a thousand.
+    /// Blocks replaced by a node in a second, of a thousand.
     pub(crate) replaced_per_mille: u64,
     pub(crate) batch_ms: u64,
-    /// The slowest message; the fastest takes a millisecond.
+    /// Time of the slowest message; the fastest takes a millisecond.
     pub(crate) latency_ms_max: u64,
     pub(crate) thinning: Thinning,
     pub(crate) seed: u64,
 }
 
-/// What was seen, all observers together.
+/// Totals over all observers.
 #[derive(Debug, Default)]
 pub(crate) struct Seen {
     pub(crate) messages: u64,
     pub(crate) bytes: u64,
     pub(crate) changes: u64,
-    /// From a change until an observer has it.
+    /// Times from a change to its arrival at an observer.
     pub(crate) staleness_ms: Vec<u64>,
     pub(crate) probes: u64,
-    /// Peers that were named and do not have the first key: never had it, or have it no more.
+    /// Candidates without the first key: they never had it, or no longer have it.
     pub(crate) named_wrongly: u64,
     pub(crate) named_late: u64,
-    /// Keys of the longest run named, of probes for what a node has; and keys asked for by those.
+    /// Keys of the longest run found, in probes for a node's blocks, and the keys of these probes.
     pub(crate) found: u64,
     pub(crate) asked: u64,
 }
 
 struct Node {
     feed: Feed,
-    /// Blocks from `first` up to `end` are kept; numbers of a node are never used twice.
+    /// Blocks from `first` up to `end` are kept; a node uses each number once.
     first: u64,
     end: u64,
-    /// Thousandths of a block that are due.
+    /// Thousandths of a block due.
     due: u64,
-    /// When the last change of a digest was.
+    /// The time of each digest's last change.
     changed_ms: HashMap<Digest, u64>,
     readers: Vec<Reader>,
-    /// In each millisecond with this remainder it tells what has changed.
+    /// The remainder of the milliseconds at which it sends its changes.
     phase_ms: u64,
 }
 
 struct Observer {
     directory: Directory,
     followers: Vec<Follower>,
-    /// When the last message on its way from each node arrives: a stream keeps its order.
+    /// The arrival of the last message on its way from each node: a stream keeps its order.
     arrival_ms: Vec<u64>,
 }
 
@@ -77,7 +77,7 @@ pub(crate) struct World {
     random: Random,
     nodes: Vec<Node>,
     observers: Vec<Observer>,
-    /// By time of arrival and number: node, observer, message.
+    /// Keyed by time of arrival and number: node, observer, message.
     on_the_way: BTreeMap<(u64, u64), (usize, usize, Message)>,
     sent: u64,
     pub(crate) seen: Seen,
@@ -98,7 +98,7 @@ fn digests(message: &Message) -> u64 {
 }
 
 impl World {
-    /// A mesh in which every observer has every snapshot.
+    /// A mesh whose observers all have every snapshot.
     pub(crate) fn new(setup: Setup) -> Self {
         let random = Random(setup.seed);
         let (nodes, observers) = (Vec::new(), Vec::new());
@@ -128,12 +128,12 @@ impl World {
         world
     }
 
-    /// Goes on for a time, in which blocks are replaced and observers ask.
+    /// Runs for a time, with replaced blocks and probes.
     pub(crate) fn run(&mut self, ms: u64) {
         self.step(ms, true);
     }
 
-    /// Goes on without anything new until everything is told and has arrived.
+    /// Runs without new changes until everything has arrived.
     pub(crate) fn settle(&mut self) {
         self.step(GATHER_MS + 2 * self.setup.batch_ms + self.setup.latency_ms_max, false);
         assert!(self.on_the_way.is_empty());
@@ -212,7 +212,7 @@ impl World {
         }
     }
 
-    /// Asks once for what one node has, and once for what none has.
+    /// Probes once for blocks of one node, and once for blocks of none.
     fn probe(&mut self, observer: usize) {
         let at = self.draw(u64::from(self.setup.nodes)) as usize;
         let first = self.nodes[at].first + self.draw(self.setup.blocks - QUERY);
@@ -224,14 +224,14 @@ impl World {
             self.seen.asked += QUERY;
             self.seen.found += u64::from(found);
         }
-        // What was evicted a moment ago may still be named.
+        // A candidate may still have a block evicted a moment ago.
         if let Some(gone) = self.nodes[at].first.checked_sub(1) {
             let gone = gone - self.draw(16).min(gone);
             self.ask(observer, at, gone, &run(gone));
         }
     }
 
-    /// The longest run that is named, of keys that node `at` has from number `first` on, or nobody.
+    /// The longest run found of keys at node `at` from number `first` on, or of keys without a node.
     fn ask(&mut self, observer: usize, at: usize, first: u64, keys: &[Digest]) -> u32 {
         let candidates = self.observers[observer].directory.probe(self.now_ms, keys);
         self.seen.probes += 1;
@@ -244,7 +244,7 @@ impl World {
         candidates.first().map_or(0, |candidate| candidate.run)
     }
 
-    /// Whether every observer knows all that every other node has, and nothing else.
+    /// Checks that every observer knows all blocks of every other node, and nothing else.
     pub(crate) fn assert_equal(&self) {
         for (number, observer) in self.observers.iter().enumerate() {
             for (at, peer) in observer.directory.peers().enumerate().filter(|(at, _)| *at != number) {

@@ -12,13 +12,13 @@ use crate::tls;
 /// A cluster of etcd.
 #[derive(Clone, Debug)]
 pub struct Etcd {
-    /// Each `http://host:port` or `https://host:port`; the first to answer is used.
+    /// Each is `http://host:port` or `https://host:port`. The first to answer is used.
     pub endpoints: Vec<String>,
-    /// Certificates of the authority of etcd's certificate, in PEM. Needed for https.
+    /// Certificates of the authority of etcd's certificate, in PEM. Required for https.
     pub ca: Option<PathBuf>,
-    /// This node's certificate for etcd and its key, in PEM, where etcd wants one.
+    /// This node's certificate for etcd and its key, in PEM, if etcd requires one.
     pub certificate: Option<(PathBuf, PathBuf)>,
-    /// A user and the file with the password, where etcd wants them.
+    /// A user and the file with the password, if etcd requires them.
     pub user: Option<(String, PathBuf)>,
     /// How long a registration outlives its node, in whole seconds.
     pub ttl: Duration,
@@ -27,7 +27,7 @@ pub struct Etcd {
 // === impl Etcd ===
 
 impl Etcd {
-    /// Whether these can be endpoints and files of etcd.
+    /// Checks the endpoints and their files.
     pub(in crate::control) fn check(&self) -> Result<(), Error> {
         let all = self.endpoints.iter().try_for_each(|endpoint| self.endpoint(endpoint).map(drop));
         if self.endpoints.is_empty() {
@@ -40,7 +40,7 @@ impl Etcd {
         all
     }
 
-    /// Where an endpoint is, and how a connection to it begins. Files are read now.
+    /// The address of an endpoint, and its TLS settings. Reads the certificates at each call.
     pub(in crate::control) fn endpoint(&self, endpoint: &str) -> Result<(String, Session), Error> {
         let wrong = |problem| Error::Address { address: endpoint.into(), problem };
         let Some((scheme, rest)) = endpoint.split_once("://") else {
@@ -67,7 +67,7 @@ impl Etcd {
         }
     }
 
-    /// The user's name and password, read now.
+    /// Reads the password file; returns the user's name and password.
     pub(in crate::control) fn credentials(&self) -> Result<Option<(String, String)>, Error> {
         self.user.as_ref().map(|(user, file)| Ok((user.clone(), password(file)?))).transpose()
     }

@@ -1,8 +1,9 @@
-//! The second method, `pillion.mesh.v1.Inventory/Namespaces`: one [`NamespacesRequest`] and one [`NamespacesReply`] over a
-//! connection of their own.
+//! The second method, `pillion.mesh.v1.Inventory/Namespaces`: one [`NamespacesRequest`] and one
+//! [`NamespacesReply`] over a connection of their own.
 //!
-//! The server looks at `version` and `mesh` as it does for a follower. Its reply has at most [`REPLY_BYTES_MAX`]: what is
-//! kept least is left out first, and counted. A release without the method answers UNIMPLEMENTED.
+//! The server checks `version` and `mesh` as for a follower. Its reply has at most [`REPLY_BYTES_MAX`]:
+//! namespaces with the fewest blocks are left out first, and counted. A release without the method answers
+//! UNIMPLEMENTED.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -15,17 +16,17 @@ use shm_protocol::namespace::{self, Facts};
 use super::{Config, Malformed, REPLY_BYTES_MAX, VERSION, decode, greeter};
 use crate::transport::{BootId, NodeId};
 
-/// Room for all of a reply but its namespaces: two names and a few numbers.
+/// Room for the other fields of a reply: two names and a few numbers.
 const FRAME_BYTES: usize = 1024;
 /// The tag and the length before a namespace.
 const NAMESPACE_FRAME_BYTES: usize = 8;
 
-/// What who asks says of itself.
+/// The request of a client, with its name and life.
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct NamespacesRequest {
     #[prost(uint32, tag = "1")]
     pub version: u32,
-    /// The mesh that it is of.
+    /// The client's mesh.
     #[prost(string, tag = "2")]
     pub mesh: String,
     #[prost(string, tag = "3")]
@@ -34,12 +35,12 @@ pub struct NamespacesRequest {
     pub boot: u64,
 }
 
-/// What a node knows of namespaces.
+/// The namespaces known to a node.
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct NamespacesReply {
     #[prost(uint32, tag = "1")]
     pub version: u32,
-    /// The mesh that it is of.
+    /// The node's mesh.
     #[prost(string, tag = "2")]
     pub mesh: String,
     #[prost(string, tag = "3")]
@@ -48,7 +49,7 @@ pub struct NamespacesReply {
     pub boot: u64,
     #[prost(message, repeated, tag = "5")]
     pub namespaces: Vec<NamespaceTold>,
-    /// Namespaces for which there was no room.
+    /// Number of namespaces left out for lack of room.
     #[prost(uint64, tag = "6")]
     pub left_out: u64,
 }
@@ -57,10 +58,11 @@ pub struct NamespacesReply {
 pub struct NamespaceTold {
     #[prost(bytes = "vec", tag = "1")]
     pub digest: Vec<u8>,
-    /// None where no engine of it has connected in the node's life; then `block_bytes` and `shards` are zero.
+    /// Empty if no engine of the namespace has connected in the node's life; then `block_bytes` and `shards`
+    /// are zero.
     #[prost(btree_map = "string, string", tag = "2")]
     pub facts: BTreeMap<String, String>,
-    /// Of a block, all shards.
+    /// Bytes of a block, all shards together.
     #[prost(uint64, tag = "3")]
     pub block_bytes: u64,
     #[prost(uint32, tag = "4")]
@@ -72,45 +74,46 @@ pub struct NamespaceTold {
     // Tag 7 had tokens of prompts until 0.2.
 }
 
-/// What a node knows of a namespace.
+/// A namespace known to a node.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Namespace {
     pub digest: NamespaceDigest,
-    /// `None` where no engine of it has connected in the node's life.
+    /// `None` if no engine of the namespace has connected in the node's life.
     pub stated: Option<Stated>,
-    /// Blocks that are kept in memory.
+    /// Blocks in memory.
     pub memory_blocks: u64,
     pub disk_blocks: u64,
 }
 
-/// What the engines of a namespace state.
+/// Statements of a namespace's engines.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Stated {
-    /// Their digest is the namespace's.
+    /// Their digest is the digest of the namespace.
     pub facts: Arc<Facts>,
-    /// Of a block, all shards.
+    /// Bytes of a block, all shards together.
     pub block_bytes: u64,
     pub shards: u32,
 }
 
-/// A reply, looked at.
+/// A checked reply.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Listed {
     pub mesh: String,
     pub node: NodeId,
     pub boot: BootId,
-    /// No digest is among them twice.
+    /// Each digest occurs once.
     pub namespaces: Vec<Namespace>,
-    /// Namespaces that were dropped: facts of another digest, too many of them, blocks of no size, or told twice.
+    /// Number of namespaces dropped: facts of another digest, too many of them, blocks of no size, or a
+    /// repeated digest.
     pub wrong: usize,
-    /// Namespaces for which there was no room.
+    /// Number of namespaces left out by the server for lack of room.
     pub left_out: u64,
 }
 
 // === impl NamespacesRequest ===
 
 impl NamespacesRequest {
-    /// That of this node.
+    /// The request of this node.
     pub(in crate::control) fn new(config: &Config) -> Self {
         let node = config.node.as_str().into();
         Self { version: VERSION, mesh: config.mesh.clone(), node, boot: config.boot.0.get() }
@@ -120,7 +123,8 @@ impl NamespacesRequest {
 // === impl NamespacesReply ===
 
 impl NamespacesReply {
-    /// What this node knows: as many as there is room for, those first of which it keeps most.
+    /// The reply of this node, with the namespaces of most blocks first. The others are left out when there
+    /// is no more room.
     pub(in crate::control) fn new(config: &Config, mut all: Vec<Namespace>) -> Self {
         all.sort_by_key(|namespace| std::cmp::Reverse(namespace.memory_blocks + namespace.disk_blocks));
         let (mut namespaces, mut left_out, mut room) = (Vec::new(), 0, REPLY_BYTES_MAX - FRAME_BYTES);
@@ -138,7 +142,7 @@ impl NamespacesReply {
         Self { version: VERSION, mesh, node, boot, namespaces, left_out }
     }
 
-    /// What arrived, looked at.
+    /// Checks a reply.
     pub fn hear(self) -> Result<Listed, Malformed> {
         let (node, boot) = greeter(self.version, &self.mesh, self.node, self.boot)?;
         let (told, mut seen) = (self.namespaces.len(), BTreeSet::new());
@@ -148,7 +152,7 @@ impl NamespacesReply {
         Ok(Listed { mesh: self.mesh, node, boot, namespaces, wrong, left_out: self.left_out })
     }
 
-    /// The bytes that arrived, looked at.
+    /// Decodes and checks a reply.
     pub fn decode_and_hear(bytes: &[u8]) -> Result<Listed, Malformed> {
         decode::<Self>(bytes)?.hear()
     }

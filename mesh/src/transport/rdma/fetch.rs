@@ -1,4 +1,4 @@
-//! One connection to a peer that is read from: asks go out, leases come in, READs bring the blocks.
+//! The reading side of one connection to a peer: asks go out, leases come in, READs bring the blocks.
 
 use std::collections::VecDeque;
 use std::io::ErrorKind;
@@ -21,9 +21,9 @@ use crate::transport::tcp::piece::{PIECE_BYTES_MAX, Piece};
 use crate::transport::tcp::wire::{Broken, Wire};
 use crate::transport::{Fault, Stage};
 
-/// Bytes that a stream has asked for and that have not been read: what it has asked is granted while it reads the rest.
+/// Maximum bytes asked for and unread: the peer grants the next asks while this side reads.
 const ASKED_BYTES_MAX: u64 = ASKS_MAX as u64 * PIECE_BYTES_MAX;
-/// Bytes of a READ: in them lies what a limit of progress means.
+/// Bytes of a READ, to which the limit of progress applies.
 const PART_BYTES: u32 = 1 << 20;
 
 pub(super) struct Reader {
@@ -33,32 +33,32 @@ pub(super) struct Reader {
     link: Arc<Link>,
     /// The remote key of the peer's pool.
     key: u32,
-    /// In the order asked, in which they are lent, read and given back.
+    /// Loans in the order of their asks, in which they are lent, read and given back.
     loans: VecDeque<Loan>,
-    /// Loans that have ended: the number of the first one above.
+    /// Number of ended loans: the number of the first one above.
     ended: u64,
-    /// Blocks that are to be read, by loan and place.
+    /// Blocks to read, by loan and place.
     todo: VecDeque<(u64, usize)>,
     /// READs under way, in order, by loan and place.
     reads: VecDeque<(u64, usize)>,
     begun: u64,
-    /// When the last READ ended, or the first one began.
+    /// The time of the last end of a READ, or of the first one's begin.
     read_at: Instant,
     completions: Vec<Completion>,
-    /// A completion will be told of.
+    /// True if the next completion makes the queue's descriptor readable.
     armed: bool,
 }
 
-/// Blocks that were asked for together.
+/// Blocks of one ask.
 struct Loan {
     piece: Piece,
     state: State,
-    /// When it came into that state.
+    /// The time at which it entered that state.
     since: Instant,
-    /// Until when READs have surely ended within the lease: it began after we had asked.
+    /// READs that end before this time are within the lease: the lease began after the ask was sent.
     until: Instant,
     blocks: Vec<Reading>,
-    /// Blocks that have not been read.
+    /// Number of blocks still to read.
     left: usize,
 }
 
@@ -66,22 +66,23 @@ struct Loan {
 enum State {
     Asked,
     Lent,
-    /// The peer was told that all is read.
+    /// The peer has a Read for it.
     Read,
 }
 
-/// A block that is read.
+/// A block being read.
 struct Reading {
     place: Place,
-    /// Bytes of it for which READs have begun.
+    /// Bytes of it with READs begun.
     begun: u32,
     /// READs of it under way.
     arriving: u32,
-    /// What lies in the slot now, unless the lease did not stand.
+    /// The content of the slot if the lease stood.
     result: Option<Result<u64, Fault>>,
 }
 
-/// A queue pair whose other end lends, and the remote key there; none where the peer has no queue pairs yet.
+/// Sets up a queue pair to the peer. Returns it with the peer's remote key, or `None` if the peer has no
+/// queue pairs yet.
 pub(super) fn meet(
     queues: &Queues,
     number: usize,
@@ -117,7 +118,7 @@ pub(super) fn meet(
 // === impl Reader ===
 
 impl Reader {
-    /// A stream and its queue pair.
+    /// A reader over a stream and its queue pair.
     pub(super) fn new(
         (queue, key): (verbs::Queue, u32),
         shared: &Arc<Shared>,
@@ -141,7 +142,7 @@ impl Reader {
         }
     }
 
-    /// A piece that waits, if there is room to ask for it.
+    /// The next waiting piece, if there is room to ask for it.
     fn more(&self) -> Option<Piece> {
         let unread = |loan: &&Loan| loan.state != State::Read;
         let bytes: u64 = self.loans.iter().filter(unread).map(|loan| loan.piece.bytes()).sum();
@@ -162,14 +163,14 @@ impl Reader {
         sent.map_err(|broken| broken.fault(Stage::Progress))
     }
 
-    /// Takes the frames that are there. False if there are none.
+    /// Handles the frames received. Returns false if there were none.
     fn hear(&mut self) -> Result<bool, Fault> {
         let mut heard = false;
         while self.readable()? {
             let until = now() + self.shared.config.limits.progress;
             match self.wire.frame(until).map_err(|broken| broken.fault(Stage::Progress))? {
                 Frame::Lent(lent) => self.lent(lent)?,
-                // The queue pair is gone with the lease.
+                // The queue pair ended with the lease.
                 Frame::Stood(_, false) => return Err(Fault::Absent),
                 Frame::Stood(turn, true) => self.stood(turn)?,
                 Frame::Refused(refusal) => return Err(Fault::Refused(refusal)),
@@ -212,7 +213,7 @@ impl Reader {
         Ok(())
     }
 
-    /// The lease of the first loan stood until all was read: its blocks are whole.
+    /// The lease of the first loan stood until the end of its READs: its blocks are whole.
     fn stood(&mut self, turn: Turn) -> Result<(), Fault> {
         let read = |loan: &mut Loan| loan.state == State::Read && loan.turn() == turn;
         let loan = self.loans.pop_front_if(read).ok_or(Fault::Malformed("the end of an unknown lease"))?;
@@ -226,7 +227,7 @@ impl Reader {
         Ok(())
     }
 
-    /// Begins READs as far as there is room. False if there was nothing to begin.
+    /// Begins READs as far as there is room. Returns false if there was nothing to begin.
     fn begin(&mut self) -> Result<bool, Fault> {
         let mut begun = false;
         while self.reads.len() < READS_MAX
@@ -235,7 +236,7 @@ impl Reader {
             let loan = &mut self.loans[(number - self.ended) as usize];
             let index = loan.piece.indexes.start + at as u32;
             let (fetch, block) = (&loan.piece.fetch, &mut loan.blocks[at]);
-            // One that was stopped before it began has ended; one that has begun ends with its READs.
+            // A block stopped before its begin has ended; a begun one ends with its READs.
             let wanted = if block.begun == 0 { fetch.begin(index) } else { fetch.stopped().is_none() };
             if !wanted {
                 self.todo.pop_front();
@@ -264,7 +265,8 @@ impl Reader {
         Ok(begun)
     }
 
-    /// Takes the READs that have ended; the next ones begin before the blocks of these are summed. False if none has.
+    /// Handles ended READs. The next ones begin before the checksums of these. Returns false if none has
+    /// ended.
     fn reap(&mut self) -> Result<bool, Fault> {
         let mut completions = std::mem::take(&mut self.completions);
         self.queue.reap(&mut completions);
@@ -275,7 +277,7 @@ impl Reader {
         let mut arrived = Vec::new();
         for completion in completions.drain(..) {
             if completion.status != 0 {
-                // That the lease is over may be known already.
+                // The frame with the end of the lease may be here already.
                 self.hear()?;
                 return Err(failure(completion.status));
             }
@@ -296,7 +298,7 @@ impl Reader {
         Ok(true)
     }
 
-    /// Gives back what has been read, in order.
+    /// Gives back loans whose blocks are read, in order.
     fn give_back(&mut self) -> Result<(), Fault> {
         while let Some(loan) = self.loans.iter_mut().find(|loan| loan.state != State::Read) {
             if loan.state != State::Lent || loan.left > 0 {
@@ -312,7 +314,7 @@ impl Reader {
     /// Waits for a frame or a completion.
     fn wait(&mut self) -> Result<(), Fault> {
         if !self.armed {
-            // What has come meanwhile is looked for once more.
+            // Completions from before the arming are looked for once more.
             self.armed = true;
             return self.queue.arm().map_err(|error| Fault::Peer(error.kind()));
         }
@@ -323,7 +325,7 @@ impl Reader {
             State::Lent => None,
             State::Read => Some((loan.since + limits.progress, Stage::Progress)),
         });
-        // However well READs go on.
+        // This limit holds even while READs go on.
         let held = self.loans.iter().filter_map(Loan::held_in_vain_since);
         let held = held.map(|since| (since + limits.progress, Stage::Progress));
         let awaited = answer.chain(reading).chain(held);
@@ -335,7 +337,7 @@ impl Reader {
                 Ok(())
             }
             Ok(false) => Err(Fault::Timeout(stage)),
-            // What it said before it hung up counts.
+            // Frames sent before the peer hung up count.
             Err(Broken::Eof) => self.readable().map(drop),
             Err(broken) => Err(broken.fault(stage)),
         }
@@ -347,7 +349,8 @@ impl Fetching for Reader {
         matches!(self.wire.readable(), Ok(false))
     }
 
-    /// Asks for `piece` and for what waits behind it, as far as there is room, until all has been read and given back.
+    /// Asks for `piece` and waiting pieces behind it, as far as there is room, until all are read and given
+    /// back.
     fn run(&mut self, piece: Piece) -> Result<(), Fault> {
         let mut next = Some(piece);
         loop {
@@ -369,7 +372,7 @@ impl Fetching for Reader {
 
     fn hang_up(self: Box<Self>) -> Vec<Piece> {
         let Self { queue, loans, .. } = *self;
-        // First: from now on no READ writes a slot.
+        // Dropped first: from then on no READ writes a slot.
         drop(queue);
         loans.into_iter().map(|loan| loan.piece).collect()
     }
@@ -387,13 +390,13 @@ impl Loan {
         self.since = now();
     }
 
-    /// Since when its fetch is stopped while slots of it are held.
+    /// The time since which its fetch is stopped while its slots are held; `None` otherwise.
     fn held_in_vain_since(&self) -> Option<Instant> {
         let held = self.blocks.iter().any(|block| block.arriving > 0 || block.result.is_some());
         self.piece.fetch.stopped_at().filter(|_| held)
     }
 
-    /// No READ of this block is under way any more, nor will be.
+    /// Ends a block without READs under way or to come.
     fn settle(&mut self, at: usize, shared: &Shared) {
         let (index, block) = (self.piece.indexes.start + at as u32, &mut self.blocks[at]);
         let (fetch, place) = (&self.piece.fetch, &block.place);
@@ -415,7 +418,7 @@ impl Loan {
     }
 }
 
-/// What the end of a READ that failed means.
+/// The fault for a failed READ's status.
 fn failure(status: u32) -> Fault {
     use rdma_mummy_sys::ibv_wc_status as wc;
     Fault::Peer(match status {
@@ -443,7 +446,7 @@ mod tests {
         let piece = Piece::new(&fetch, 0..1);
         let mut loan =
             Loan { piece, state: State::Lent, since: begun, until: begun, blocks: vec![block], left: 1 };
-        assert!(fetch.begin(0) && loan.held_in_vain_since().is_none(), "it is wanted");
+        assert!(fetch.begin(0) && loan.held_in_vain_since().is_none(), "the fetch is not stopped");
         fetch.stop(Fault::Timeout(Stage::Whole));
         let stopped = loan.held_in_vain_since().expect("a READ writes its slot");
         assert!((begun..=now()).contains(&stopped));

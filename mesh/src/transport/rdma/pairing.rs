@@ -1,7 +1,7 @@
-//! Which NIC of the one side talks to which of the other: pure, and the same on both sides.
+//! Pairs of NICs, one of each side. Pure, with the same result on both sides.
 
-/// For each NIC of the side that asks, the one of the side that serves. Those on the same NUMA node go together as far as
-/// both are known, the rest in order. Both sides have as many.
+/// For each NIC of the reading side, a NIC of the serving side. NICs of the same NUMA node are paired as far
+/// as both nodes are known, the rest in order. Both sides have the same number.
 pub(super) fn pair(asking: &[Option<u16>], serving: &[Option<u16>]) -> Vec<usize> {
     let mut taken = vec![false; serving.len()];
     let mut pairs: Vec<Option<usize>> = asking
@@ -28,7 +28,7 @@ mod tests {
         assert_eq!(pair(&[none, none, none], &[none, none, none]), [0, 1, 2]);
         assert_eq!(pair(&[Some(0), Some(1)], &[Some(1), Some(0)]), [1, 0]);
         assert_eq!(pair(&[Some(0), Some(0), Some(1)], &[Some(1), Some(0), Some(0)]), [1, 2, 0]);
-        // More of one node than the other side has; and unknown ones.
+        // More of one node than on the other side, and unknown ones.
         assert_eq!(pair(&[Some(0), Some(0), Some(0)], &[Some(1), Some(0), Some(1)]), [1, 0, 2]);
         assert_eq!(pair(&[none, Some(3), Some(2)], &[Some(2), none, Some(3)]), [1, 2, 0]);
     }

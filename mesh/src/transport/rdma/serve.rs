@@ -1,4 +1,4 @@
-//! One connection of a peer that reads, and its thread: it lends slots, and takes them back in time.
+//! The serving side of one connection, and its thread: it lends slots, and takes them back in time.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -17,25 +17,25 @@ use crate::transport::tcp::serve::part;
 use crate::transport::tcp::wire::{Broken, Wire};
 use crate::transport::{Label, Refusal};
 
-/// A member's connection. Its queue pair goes first: from then on nothing of what is released can be read.
+/// A member's connection. Its queue pair is dropped first: from then on no released slot can be read.
 struct Lender<'a> {
     _queue: verbs::Queue,
     asks: Asks<'a>,
-    /// When the leases of the first asks end.
+    /// The ends of the leases of the first asks.
     lent: VecDeque<Instant>,
     lease: Duration,
     shared: &'a Shared,
 }
 
-/// How a connection ended.
+/// The reason for the end of a connection.
 enum End {
-    /// Nothing was asked for long.
+    /// No ask came for long.
     Idle,
-    /// This lease was over before the peer had read.
+    /// The lease of this ask ended before the peer had read its blocks.
     Late(Turn),
 }
 
-/// Until the peer hangs up, is late or malformed, or nothing was asked for long.
+/// Serves until the peer hangs up, is late or malformed, or sends no ask for long.
 pub(super) fn serve(queues: &Queues, theirs: &Queue, shared: &Shared, link: &Arc<Link>, mut wire: Wire) {
     let queue = match meet(queues, theirs, shared, link, &mut wire) {
         Ok(Some(queue)) => queue,
@@ -66,7 +66,7 @@ pub(super) fn serve(queues: &Queues, theirs: &Queue, shared: &Shared, link: &Arc
     }
 }
 
-/// The queue pair for a peer that says which one it has; none where it was refused.
+/// Makes the queue pair for a peer's queue pair. Returns `None` if the peer was refused.
 fn meet(
     queues: &Queues,
     theirs: &Queue,
@@ -102,8 +102,8 @@ fn meet(
     }
 }
 
-/// Says that a lease is over, and waits until the peer has hung up: what is closed with bytes unread is reset, and the
-/// peer would not hear it.
+/// Sends the end of a lease, and waits until the peer has hung up: a socket closed with unread bytes is
+/// reset, and the peer would not get the frame.
 fn tell_late(shared: &Shared, wire: &mut Wire, turn: Turn) {
     let until = now() + shared.config.limits.progress;
     if wire.send_frame(&Frame::Stood(turn, false), false, until).is_ok() {
@@ -140,7 +140,7 @@ impl Lender<'_> {
             }
             let end = self.lent.front().copied();
             if end.is_some_and(|end| end <= now()) {
-                let late = self.asks.answered(0).expect("what is lent was granted");
+                let late = self.asks.answered(0).expect("a lent block was granted");
                 return Ok(End::Late(turn_of(&late.ask)));
             }
             let until = end.unwrap_or_else(|| now() + limits.idle * 2);
@@ -150,21 +150,21 @@ impl Lender<'_> {
         }
     }
 
-    /// Tells where the blocks of the next ask lie. False where the caller must grant first.
+    /// Sends the places of the next ask's blocks. Returns false if the caller has yet to grant it.
     fn lend(&mut self, wire: &mut Wire) -> Result<bool, Broken> {
         let shared = self.shared;
         let Some(asked) = self.asks.answered(self.lent.len()) else { return Ok(false) };
         let places: Vec<_> =
             asked.ask.labels.iter().enumerate().map(|(at, label)| place(shared, asked, at, label)).collect();
         let turn = turn_of(&asked.ask);
-        // It begins before the peer hears of it.
+        // The lease begins before the peer gets it.
         self.lent.push_back(now() + self.lease);
         let lent = Lent { turn, lease_ms: self.lease.as_millis() as u32, places };
         wire.send_frame(&Frame::Lent(lent), false, now() + shared.config.limits.progress)?;
         Ok(true)
     }
 
-    /// The peer has read what was lent first. False where that was over.
+    /// Ends the first lease after the peer has read its blocks. Returns false if it was over.
     fn take_back(&mut self, turn: Turn) -> Result<bool, Broken> {
         let lent = self.lent.pop_front();
         let asked = self.asks.answered(0).filter(|asked| turn_of(&asked.ask) == turn);

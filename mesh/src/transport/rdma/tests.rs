@@ -1,4 +1,4 @@
-//! Where the pool is not registered: no NIC is needed for that.
+//! Streams with an unregistered pool; these tests need no NIC.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -18,11 +18,11 @@ use crate::transport::{BootId, Done, Grant, Label, NodeId};
 
 const LONG: Duration = Duration::from_secs(30);
 const BOOT: BootId = BootId(NonZeroU64::MIN);
-/// The other is this to each.
+/// The number of the other node on each side.
 const PEER: PeerNumber = PeerNumber(1);
 const POOL_BYTES: usize = 1 << 20;
 const BLOCK_BYTES: usize = 300_000;
-/// Where the owner has the block, and where it goes.
+/// Offset of the block in the owner's pool, and of the slot it goes to.
 const KEPT: u64 = 4096;
 pub(super) const FREE: u64 = 512 << 10;
 
@@ -63,7 +63,7 @@ impl Node {
         self.tcp.join(PEER, Peer { node: node(name), boot: Some(BOOT), address });
     }
 
-    /// Waits for the ask for the block, and grants it.
+    /// Waits for the ask, and grants its block.
     fn grant(&self) {
         assert!(self.blocks.fill(KEPT, &content()));
         let Up::Asked { ask, .. } = self.ups.recv_timeout(LONG).unwrap() else { panic!("nothing was asked") };
@@ -72,7 +72,7 @@ impl Node {
     }
 }
 
-/// The other end of a connection, spoken by hand.
+/// The other end of a connection, written by hand.
 struct Hand(TcpStream);
 
 impl Hand {
@@ -136,13 +136,13 @@ fn a_queue_pair_that_cannot_be_met_is_answered_by_blocks_on_the_stream() {
     let mut came = vec![0; BLOCK_BYTES];
     reader.0.read_exact(&mut came).unwrap();
     assert!(came == content());
-    // Who does not say first how blocks are to come is hung up on.
+    // A peer that does not say first how its blocks come is hung up on.
     let mut wrong = Hand::greet(&owner);
     wrong.ask();
     assert_eq!(wrong.hear(), Frame::Refused(crate::transport::Refusal::Malformed));
 }
 
-/// A stream that stands.
+/// A stream without end.
 struct Stands;
 
 impl Fetching for Stands {

@@ -1,5 +1,5 @@
-//! NICs, the pool's registration with them, and queue pairs that read from a peer's pool. libibverbs is opened when it is
-//! first asked for; a machine without it has no NICs.
+//! NICs, the pool's registration with them, and queue pairs to read from a peer's pool. libibverbs is opened
+//! at the first use; a machine without it has no NICs.
 
 #![allow(unsafe_code, reason = "verbs take addresses; each block says why they are good")]
 
@@ -29,18 +29,18 @@ use sideway::ibverbs::queue_pair::{
 use crate::Error;
 use crate::transport::tcp::frame::lease::QueueEnd;
 
-/// READs of a queue pair under way: 16 MiB in its parts of 1 MiB, several times what a link of 400 Gbit/s holds, and what
-/// a NIC can have under way of one queue pair.
+/// Maximum READs of a queue pair under way: 16 MiB in parts of 1 MiB, several times the content of a link of
+/// 400 Gbit/s, and the most a NIC supports for one queue pair.
 pub(super) const READS_MAX: usize = 16;
-/// A lost packet is sent again after 4.1 us << 14, thus 67 ms, this many times; seven would be for ever.
+/// A lost packet is sent again after 4.1 us << 14, thus 67 ms, this many times; seven would be without end.
 const TIMEOUT: u8 = 14;
 const RETRIES: u8 = 4;
 const HOPS_MAX: u8 = 64;
 
-/// A port of this machine, and the pool as it knows it.
+/// A port of this machine, and the pool as registered with it.
 pub(super) struct Nic {
     name: String,
-    /// The NUMA node that it hangs on, where that is known.
+    /// Its NUMA node, if known.
     pub(super) node: Option<u16>,
     context: Arc<DeviceContext>,
     domain: Arc<ProtectionDomain>,
@@ -48,38 +48,37 @@ pub(super) struct Nic {
     lid: u16,
     mtu: Mtu,
     gid: GidEntry,
-    /// READs of a queue pair under way at once: as the side that is read, and as the one that reads.
+    /// READs of a queue pair under way at once: as the side being read, and as the reading side.
     reads_in: u8,
     reads_out: u8,
     pool: OnceLock<Pool>,
 }
 
-/// The region goes before the mapping that it stands for.
+/// A registered pool. The region is dropped before the mapping it refers to.
 struct Pool {
     region: Arc<MemoryRegion>,
     blocks: Blocks,
 }
 
-/// A queue pair, either the end that reads or the one that is read. Once it is dropped the NIC touches no memory for it
-/// any more.
+/// A queue pair, on the reading side or the side being read. After its drop the NIC touches no memory for it.
 pub(super) struct Queue {
     nics: Arc<[Nic]>,
     nic: usize,
-    /// `None` while it is dropped.
+    /// `None` during the drop.
     pair: Option<BasicQueuePair>,
     completions: Arc<BasicCompletionQueue>,
     channel: Arc<CompletionChannel>,
     packet: u32,
 }
 
-/// A READ has ended.
+/// The end of a READ.
 pub(super) struct Completion {
     pub(super) read: u64,
-    /// As verbs number it: zero is success.
+    /// Status as in verbs: zero is success.
     pub(super) status: u32,
 }
 
-/// These NICs; an error that names those there are where one is missing or cannot be used.
+/// Opens these NICs. The error lists all NICs present if one of these is missing or unusable.
 pub(super) fn open(names: &[String]) -> Result<Vec<Nic>, Error> {
     let wrong = |name: &str, problem: String, present: Vec<String>| Error::Nic {
         name: name.into(),
@@ -107,7 +106,7 @@ pub(super) fn open(names: &[String]) -> Result<Vec<Nic>, Error> {
         .collect()
 }
 
-/// A device by its name, and what is wrong with it.
+/// The name of a device, with its fault if it is unusable.
 fn described(device: &Device<'_>) -> String {
     match Nic::open(device) {
         Ok(nic) => nic.name,
@@ -157,12 +156,13 @@ impl Nic {
         })
     }
 
-    /// Registers the pool, which pins it: seconds for each 100 GiB. Once.
+    /// Registers the pool, which pins it: seconds for each 100 GiB. At most once.
     pub(super) fn register(&self, blocks: &Blocks) -> Result<(), String> {
         let (bytes, access) = (blocks.len() as usize, AccessFlags::LocalWrite | AccessFlags::RemoteRead);
         let base = blocks.address(0, bytes).expect("a pool begins at its begin").as_ptr() as usize;
-        // SAFETY: the mapping has these bytes and stays until `blocks`, kept beside the region, is dropped after it; who
-        // reads or writes them through the NIC has been given their slots, by the contract of `Blocks`.
+        // SAFETY: the mapping has these bytes and stays until `blocks`, kept beside the region, is dropped
+        // after it; every reader or writer of them through the NIC owns their slots, by the contract of
+        // `Blocks`.
         let registered = unsafe { self.domain.reg_mr(base, bytes, access) };
         let region = registered.map_err(|error| {
             let source = match &error.0 {
@@ -182,13 +182,13 @@ impl Nic {
         Ok(())
     }
 
-    /// The remote key of the pool, which it has registered.
+    /// The remote key of the registered pool.
     pub(super) fn key(&self) -> u32 {
         self.pool.get().expect("a NIC that has the pool").region.rkey()
     }
 }
 
-/// Whence packets come: on Ethernet a RoCE v2 address, of IPv4 before IPv6 before a link's own.
+/// The source address of packets: on Ethernet a RoCE v2 address, IPv4 before IPv6 before a link-local one.
 fn gid(context: &Arc<DeviceContext>, port: u8, attributes: &PortAttr) -> Result<GidEntry, String> {
     let table = context.query_gid_table().map_err(|error| format!("has no addresses ({error})"))?;
     let ethernet = attributes.link_layer() == LinkLayer::Ethernet;
@@ -207,7 +207,7 @@ fn gid(context: &Arc<DeviceContext>, port: u8, attributes: &PortAttr) -> Result<
 // === impl Queue ===
 
 impl Queue {
-    /// A queue pair of a NIC that has registered the pool; of no use yet.
+    /// A queue pair of a NIC with a registered pool, not connected yet.
     pub(super) fn new(nics: &Arc<[Nic]>, nic: usize) -> io::Result<Self> {
         let own = &nics[nic];
         let channel = own.context.create_comp_channel().map_err(other)?;
@@ -225,12 +225,12 @@ impl Queue {
         init.setup_state(QueuePairState::Init).setup_pkey_index(0).setup_port(own.port);
         init.setup_access_flags(AccessFlags::LocalWrite | AccessFlags::RemoteRead);
         pair.modify(&init).map_err(other)?;
-        // A packet of a connection that is gone is not taken for one of this.
+        // Random, so a packet of an earlier connection is not accepted in this one.
         let packet = RandomState::new().build_hasher().finish() as u32 & 0xff_ffff;
         Ok(Self { nics: Arc::clone(nics), nic, pair: Some(pair), completions, channel, packet })
     }
 
-    /// Where the other side connects to.
+    /// The end for the peer to connect to.
     pub(super) fn end(&self) -> QueueEnd {
         let nic = self.nic();
         QueueEnd {
@@ -243,7 +243,7 @@ impl Queue {
         }
     }
 
-    /// Lets the queue pair at that end read.
+    /// Lets the queue pair at `end` read from this one.
     pub(super) fn lend(&mut self, end: &QueueEnd) -> io::Result<()> {
         let nic = self.nic();
         let mut path = AddressHandleAttribute::new();
@@ -257,7 +257,7 @@ impl Queue {
         self.pair().modify(&ready).map_err(other)
     }
 
-    /// Makes it read from the queue pair at that end, which lends already.
+    /// Lets this queue pair read from the one at `end`, already prepared by `lend`.
     pub(super) fn connect(&mut self, end: &QueueEnd) -> io::Result<()> {
         self.lend(end)?;
         let reads = self.nic().reads_out.min(end.reads);
@@ -267,8 +267,8 @@ impl Queue {
         self.pair().modify(&ready).map_err(other)
     }
 
-    /// Begins a READ of `len` bytes at the peer's `address` into the pool at `offset`. The range is the NIC's until the
-    /// READ has ended or this is dropped. At most [`READS_MAX`] are under way.
+    /// Begins a READ of `len` bytes at the peer's `address` into the pool at `offset`. The range belongs to
+    /// the NIC until the READ has ended or this is dropped. At most [`READS_MAX`] are under way.
     pub(super) fn read(
         &mut self,
         number: u64,
@@ -282,8 +282,9 @@ impl Queue {
         let local = pool.region.lkey();
         let mut guard = self.pair().start_post_send();
         let read = guard.construct_wr(number, WorkRequestFlags::Signaled).setup_read(key, address);
-        // SAFETY: the range lies in the registered pool, which `self` keeps, and is the caller's own by the contract of
-        // `Blocks` until the READ has ended, which the caller waits for, or drops `self`, which ends it.
+        // SAFETY: the range lies in the registered pool, which `self` keeps, and is the caller's own by the
+        // contract of `Blocks` until the READ has ended; the caller waits for its end, or drops `self`, which
+        // ends it.
         unsafe { read.setup_sge(local, into, len) };
         guard.post().map_err(|error| match error {
             PostSendError::InvalidWorkRequest(error)
@@ -294,15 +295,16 @@ impl Queue {
         })
     }
 
-    /// Takes all completions there are.
+    /// Takes all completions.
     pub(super) fn reap(&self, into: &mut Vec<Completion>) {
-        // To its end: what is left in a poller when it is dropped is lost.
+        // Read to the end: a poller drops the completions left in it.
         for completion in self.completions.start_poll().into_iter().flatten() {
             into.push(Completion { read: completion.wr_id(), status: completion.status() });
         }
     }
 
-    /// From now on a completion can be waited for; those before are to be taken once more.
+    /// Makes the next completion readable at the descriptor. Completions from before are to be taken once
+    /// more.
     pub(super) fn arm(&self) -> io::Result<()> {
         // SAFETY: the handle is used while `self` keeps the queue.
         let queue = unsafe { self.completions.cq() };
@@ -313,7 +315,7 @@ impl Queue {
         }
     }
 
-    /// Forgets what was waited for.
+    /// Discards events of completions.
     pub(super) fn disarm(&self) {
         // SAFETY: the handle is used while `self` keeps the channel.
         let channel = unsafe { self.channel.comp_channel() };
@@ -321,7 +323,7 @@ impl Queue {
         let mut context = std::ptr::null_mut();
         // SAFETY: a live channel that does not block, and two words of ours to write to.
         while unsafe { ibv_get_cq_event(channel.as_ptr(), &raw mut queue, &raw mut context) } == 0 {
-            // SAFETY: the event names the one completion queue of this channel, which `self` keeps.
+            // SAFETY: the event names the one completion queue of this channel, kept by `self`.
             unsafe { ibv_ack_cq_events(queue, 1) };
         }
     }
@@ -345,8 +347,8 @@ impl AsFd for Queue {
 impl Drop for Queue {
     fn drop(&mut self) {
         let pair = self.pair.take();
-        // Slots are given away in the belief that no NIC touches them: where a queue pair cannot be destroyed (sideway
-        // panics then), only the process's end keeps that true.
+        // Slots are given away on the promise of no further access by a NIC. If a queue pair cannot be
+        // destroyed (sideway panics then), only the end of the process keeps the promise.
         if catch_unwind(AssertUnwindSafe(|| drop(pair))).is_err() {
             std::process::abort();
         }

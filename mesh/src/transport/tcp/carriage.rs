@@ -1,4 +1,4 @@
-//! How the bytes of a block get from the slot that was granted into the one that waits for them.
+//! Ways for the bytes of a block from the granted slot to the slot of the fetch.
 
 use std::sync::Arc;
 
@@ -8,9 +8,9 @@ use super::piece::Piece;
 use super::wire::Wire;
 use crate::transport::Fault;
 
-/// Makes both ends of a stream, once the two sides know each other.
+/// Makes both ends of a stream, after the greeting.
 pub(in crate::transport) trait Carriage: Send + Sync {
-    /// Stream `number` to a member, as the side that asks.
+    /// Makes the asking end of stream `number` to a member.
     fn fetch(
         &self,
         number: usize,
@@ -19,16 +19,17 @@ pub(in crate::transport) trait Carriage: Send + Sync {
         wire: Wire,
     ) -> Result<Box<dyn Fetching>, Fault>;
 
-    /// A stream of a member, as the side that answers, until it ends.
+    /// Serves a member's stream as the answering end, until it ends.
     fn serve(&self, shared: &Shared, link: Arc<Link>, wire: Wire);
 }
 
-/// A connected stream of the side that asks.
+/// The asking end of a connected stream.
 pub(in crate::transport) trait Fetching: Send {
-    /// Whether the peer has neither hung up nor spoken while nothing was asked.
+    /// True unless the peer hung up, or sent something without an ask.
     fn quiet(&mut self) -> bool;
-    /// Fetches `piece` and what waits in the link meanwhile, until nothing does. After an error the stream is of no use.
+    /// Fetches `piece` and pieces waiting in the link meanwhile, until none waits. After an error the stream
+    /// is unusable.
     fn run(&mut self, piece: Piece) -> Result<(), Fault>;
-    /// Hangs up, so that nothing is written to a slot from now on, and gives back what was not fetched.
+    /// Hangs up, so no slot is written from now on. Returns the pieces not fetched.
     fn hang_up(self: Box<Self>) -> Vec<Piece>;
 }

@@ -1,4 +1,4 @@
-//! The side that fetches: what is under way, and the streams that carry it out.
+//! The fetching side: fetches under way, and the streams for them.
 
 mod exchange;
 mod stream;
@@ -17,14 +17,14 @@ use super::piece::{PIECE_BYTES_MAX, Piece, Running};
 use crate::sync::{lock, now};
 use crate::transport::{Done, Fault, Fetch, Label, Refusal, Stage, Up};
 
-/// Fetches under way at most: one for each of the requests that an engine runs, and as many again.
+/// Maximum fetches under way: one for each request of an engine, and as many again.
 const FETCHES_MAX: usize = 2048;
-/// Bytes that are not worth cutting.
+/// Fetches of fewer bytes are not cut.
 const PIECE_BYTES_MIN: u64 = 256 << 10;
-/// The longest that the clock sleeps without a fetch.
+/// Maximum sleep of the clock without a fetch.
 const SLEEP_MAX: Duration = Duration::from_secs(3600);
 
-/// The fetches under way, by ticket, and the time of each.
+/// The fetches under way, by ticket, with a clock for their limits.
 #[derive(Default)]
 pub(super) struct Fetches {
     table: Mutex<Table>,
@@ -34,7 +34,7 @@ pub(super) struct Fetches {
 #[derive(Default)]
 struct Table {
     running: HashMap<u64, Arc<Running>>,
-    /// When the clock looks next.
+    /// The time of the clock's next look.
     next: Option<Instant>,
 }
 
@@ -63,7 +63,7 @@ pub(super) fn post(shared: &Arc<Shared>, fetch: Fetch) {
     }
 }
 
-/// Ends all blocks of a fetch that has not begun.
+/// Ends all blocks of a fetch before its begin.
 fn refuse(shared: &Shared, fetch: &Fetch, refusal: Refusal) {
     for index in 0..fetch.blocks.len() as u32 {
         let result = Err(Fault::Refused(refusal));
@@ -72,7 +72,7 @@ fn refuse(shared: &Shared, fetch: &Fetch, refusal: Refusal) {
 }
 
 fn start_streams(shared: &Arc<Shared>, link: &Arc<Link>) -> bool {
-    // As long as one can be started, it goes on.
+    // One started thread is enough to go on.
     let start = |number: usize| {
         let stream = Stream::new(number, Arc::clone(shared), Arc::clone(link));
         shared.threads.spawn(format!("mesh-{}-{number}", link.number.0), move || stream.run())
@@ -80,7 +80,7 @@ fn start_streams(shared: &Arc<Shared>, link: &Arc<Link>) -> bool {
     (0..shared.config.streams).filter(|number| start(*number).is_ok()).count() > 0
 }
 
-/// Cuts a fetch so that every stream has a part of it, and none waits long behind a large piece.
+/// Cuts a fetch so that every stream gets a part of it, and none waits long behind a large piece.
 fn cut_up(fetch: &Arc<Running>, streams: usize) -> Vec<Piece> {
     let total: u64 = fetch.blocks.iter().map(|(label, _)| u64::from(label.bytes)).sum();
     let piece_bytes = total.div_ceil(streams as u64).clamp(PIECE_BYTES_MIN, PIECE_BYTES_MAX);
@@ -101,7 +101,7 @@ fn cut_up(fetch: &Arc<Running>, streams: usize) -> Vec<Piece> {
 // === impl Fetches ===
 
 impl Fetches {
-    /// False where too many are under way.
+    /// Returns false if too many are under way.
     fn insert(&self, running: &Arc<Running>) -> bool {
         let mut table = lock(&self.table);
         if table.running.len() >= FETCHES_MAX {
@@ -132,7 +132,7 @@ impl Fetches {
         self.bell.notify_all();
     }
 
-    /// The clock's thread: ends what is late.
+    /// The clock's thread: ends late fetches.
     pub(super) fn keep_time(&self, stopping: &AtomicBool) {
         let mut table = lock(&self.table);
         while !stopping.load(Ordering::Relaxed) {

@@ -1,4 +1,4 @@
-//! Frames of the TCP transport. Little-endian, of bounded length, all verified before they are believed.
+//! Frames of the TCP transport. Little-endian, of bounded length, and verified before use.
 //!
 //! ```text
 //! head  [magic u32][version u16][kind u16][body bytes u32][zero u32][check u64: XXH3-64 of the 16 bytes before and the body]
@@ -15,10 +15,11 @@
 //!       InStream nothing
 //! ```
 //!
-//! The side that connects says Hello and is answered by Welcome or Refused. Then it asks, and is answered by one Block
-//! for each block, in the order asked. A block's bytes lie outside the frame: its checksum is theirs. Where bytes travel by
-//! RDMA, both sides say Queue first, an Ask is answered by Lent, and when its blocks have been read, Read by Stood
-//! ([`lease`]); where one of them says InStream instead, blocks follow on the stream as above. The head and Refused are the same in every version, so that another one can be told of.
+//! The connecting side sends Hello, and gets Welcome or Refused. Then it sends Asks, and gets one Block for
+//! each block, in the order asked. A block's bytes lie outside the frame, with their checksum in it. With
+//! RDMA, both sides send Queue first, an Ask is answered by Lent, and after the READs of its blocks, Read by
+//! Stood ([`lease`]). If one side sends InStream instead, blocks follow on the stream as above. The head and
+//! Refused are the same in every version, so a peer of another version understands its refusal.
 
 pub mod lease;
 #[cfg(test)]
@@ -36,15 +37,16 @@ use self::lease::{Lent, Queue, Turn};
 use crate::transport::{BootId, Fault, Label, NODE_BYTES_MAX, NodeId, Refusal};
 
 pub const MAGIC: u32 = u32::from_le_bytes(*b"PILM");
-/// Version of these frames; another one is refused.
+/// Version of these frames. Another version is refused.
 pub const VERSION: u16 = 1;
 /// Bytes of a head.
 pub const HEAD_BYTES: usize = 24;
-/// Blocks of one Ask: what keeps a stream busy with the smallest blocks, and no frame longer than 15 KiB.
+/// Maximum blocks of one Ask: enough to keep a stream busy with the smallest blocks, in a frame of at most 15
+/// KiB.
 pub const ASK_BLOCKS_MAX: usize = 256;
-/// Asks of a stream that have not been answered whole.
+/// Maximum Asks of a stream without a whole answer.
 pub const ASKS_MAX: usize = 4;
-/// Bytes of a body: an Ask has the longest.
+/// Maximum bytes of a body: an Ask has the longest.
 pub const BODY_BYTES_MAX: usize = ASK_FIXED_BYTES + ASK_BLOCKS_MAX * LABEL_BYTES;
 
 const ASK_FIXED_BYTES: usize = 16;
@@ -63,7 +65,7 @@ const READ: u16 = 8;
 const STOOD: u16 = 9;
 const IN_STREAM: u16 = 10;
 
-/// The head of a frame whose body has not arrived yet.
+/// The head of a frame, before its body has arrived.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Head {
     kind: u16,
@@ -74,59 +76,59 @@ pub struct Head {
 
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum Frame {
-    /// Who connects, and whom it means.
+    /// The connecting node, and the node it expects.
     Hello(Hello),
-    /// The life of the node that answers.
+    /// The life of the answering node.
     Welcome(BootId),
     Refused(Refusal),
     Ask(Ask),
-    /// One block, or why it does not come.
+    /// One block, or the reason why it does not follow.
     Block(Block),
     /// This side's end of a queue pair.
     Queue(Queue),
-    /// Where the blocks of an Ask lie.
+    /// The places of an Ask's blocks.
     Lent(Lent),
-    /// The blocks of a Lent have been read: the lease may end.
+    /// The blocks of a Lent have been read: its lease may end.
     Read(Turn),
-    /// Whether the lease stood until that Read.
+    /// True if the lease stood until that Read.
     Stood(Turn, bool),
-    /// In the place of a Queue: this side has no queue pair, so blocks follow on the stream.
+    /// Sent instead of a Queue: this side has no queue pair, so blocks follow on the stream.
     InStream,
 }
 
-/// Who connects, and whom it means.
+/// The connecting node, and the node it expects.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Hello {
     pub node: NodeId,
     pub boot: BootId,
-    /// The node that it means.
+    /// The node it expects.
     pub wanted_node: NodeId,
-    /// The life of it that it means.
+    /// The life it expects.
     pub wanted_boot: Option<BootId>,
 }
 
-/// Blocks wanted, numbered from `first`.
+/// Blocks requested, numbered from `first`.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Ask {
-    /// The asking side's name for the fetch.
+    /// The asking side's number of the fetch.
     pub ticket: u64,
-    /// Number of the first block in it.
+    /// Number of the first block in the fetch.
     pub first: u32,
     pub labels: Vec<Label>,
 }
 
-/// One block, or why it does not come.
+/// One block, or the reason why it does not follow.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Block {
     pub ticket: u64,
-    /// The block's number in it.
+    /// The block's number in the fetch.
     pub index: u32,
     pub status: Status,
     pub bytes: u32,
     pub checksum: u64,
 }
 
-/// Whether a block follows.
+/// The state of a block in an answer.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum Status {
     Whole,
@@ -134,14 +136,14 @@ pub enum Status {
     Absent,
     /// The node is about to end.
     Draining,
-    /// As much is under way as may be.
+    /// The limit of requests under way is reached.
     Busy,
 }
 
-/// Bytes that are no frame. Nothing more can be read of the stream.
+/// Bytes that are not a frame. Nothing more can be read from the stream.
 #[derive(Copy, Clone, Debug, Eq, Error, PartialEq)]
 pub enum Malformed {
-    /// Another protocol, or bytes lost or turned on the way.
+    /// The bytes are from another protocol, or were lost or changed on the way.
     #[error("{0}")]
     Bytes(&'static str),
     /// A frame of another version.
@@ -149,13 +151,13 @@ pub enum Malformed {
     Version(u16),
 }
 
-/// Takes a body apart; every take is checked.
+/// Reads a body field by field; every read is checked.
 struct Reader<'a>(&'a [u8]);
 
 // === impl Head ===
 
 impl Head {
-    /// A head, if a body may follow.
+    /// Parses a head and checks it as far as possible without its body.
     pub fn parse(bytes: &[u8; HEAD_BYTES]) -> Result<Self, Malformed> {
         let mut reader = Reader(bytes);
         let checked = *bytes.first_chunk().expect("a head is longer");
@@ -178,7 +180,7 @@ impl Head {
         self.body_bytes as usize
     }
 
-    /// The frame of this head and its body.
+    /// Checks a body and decodes the frame of this head.
     pub fn decode(&self, body: &[u8]) -> Result<Frame, Malformed> {
         if body.len() != self.body_bytes() || check(&self.checked, body) != self.check {
             return Err(Malformed::Bytes("a frame whose checksum does not match"));
@@ -243,7 +245,7 @@ impl Frame {
         head[CHECKED_BYTES..].copy_from_slice(&check.to_le_bytes());
     }
 
-    /// What this frame is, to a peer that expected another.
+    /// Names this frame in the fault of a peer that sent it unexpectedly.
     pub fn unexpected(&self) -> &'static str {
         match self {
             Self::Hello(_) => "a Hello out of turn",
@@ -300,7 +302,7 @@ impl Block {
     }
 }
 
-/// The order is the wire's: a new reason goes to the end.
+/// The wire has this order: a new reason goes to the end.
 const REASONS: [Refusal; 10] = [
     Refusal::Malformed,
     Refusal::Version(0),
@@ -328,7 +330,7 @@ fn encode_refusal(refusal: Refusal, out: &mut Vec<u8>) -> u16 {
 // === impl Status ===
 
 impl Status {
-    /// What it means for a block that does not follow.
+    /// The fault of a block that does not follow; `None` if it follows.
     pub(in crate::transport) fn missing(self) -> Option<Fault> {
         match self {
             Self::Whole => None,

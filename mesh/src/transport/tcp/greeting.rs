@@ -1,4 +1,4 @@
-//! Who is at the other end: TLS, then names and lives, before anything else is said.
+//! Greetings of a connection: TLS, then the names and lives of both nodes, before any other frame.
 
 use std::net::TcpStream;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::transport::{BootId, Fault, Refusal, Stage};
 
 // === the side that connects ===
 
-/// A connection to a member, and the life of it that answered.
+/// Connects to a member. Returns the connection, and the life that answered.
 pub(super) fn connect(shared: &Shared, link: &Link) -> Result<(Wire, BootId), Fault> {
     let limits = &shared.config.limits;
     let stream = TcpStream::connect_timeout(&link.peer.address, limits.connect);
@@ -56,7 +56,8 @@ fn greet(
 
 // === the side that is connected to ===
 
-/// A connection of a member, told Welcome; or nothing, after the other side was told why and it was noted.
+/// Greets a connection of a member with Welcome. Returns `None` if it was refused, after the refusal was sent
+/// and noted.
 pub(super) fn answer(shared: &Shared, stream: &Arc<TcpStream>) -> Option<(Wire, Arc<Link>)> {
     let until = now() + shared.config.limits.handshake;
     let from = stream.peer_addr().map_or_else(|_| "somebody".into(), |address| address.to_string());
@@ -72,7 +73,7 @@ pub(super) fn answer(shared: &Shared, stream: &Arc<TcpStream>) -> Option<(Wire, 
             shared.note_rarely(format!("no TLS session with {from} ({error}): {REMEDY}"));
             None
         }
-        // Who connects and says nothing, as a probe does, is not worth a word.
+        // A client that connects and sends nothing, such as a probe, is not noted.
         Err(Broken::Eof) => None,
         Err(broken) => {
             let fault = broken.fault(Stage::Handshake);
@@ -115,7 +116,7 @@ fn admit(shared: &Shared, stream: &Arc<TcpStream>, until: Instant) -> Result<Adm
     }
 }
 
-/// What a peer is told about bytes that are no frame.
+/// The refusal for a peer's malformed bytes.
 pub(super) fn refusal(malformed: &Malformed) -> Refusal {
     match malformed {
         Malformed::Bytes(_) => Refusal::Malformed,
@@ -123,7 +124,8 @@ pub(super) fn refusal(malformed: &Malformed) -> Refusal {
     }
 }
 
-/// The member that says Hello, if it means this life of this node and is in the life that is a member.
+/// The member named in a Hello. Fails unless the Hello expects this life of this node and comes from the
+/// member's life.
 fn judge(shared: &Shared, hello: &Hello) -> Result<Arc<Link>, Refusal> {
     if shared.draining() {
         return Err(Refusal::Draining);

@@ -1,4 +1,4 @@
-//! Blocks whose bytes follow on the stream itself.
+//! The carriage whose blocks follow on the stream itself.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use super::{Shared, fetch, serve};
 use crate::refusals::Reason;
 use crate::transport::Fault;
 
-/// The bytes follow on the stream itself.
+/// Blocks follow on the stream itself.
 pub(in crate::transport) struct InStream;
 
 // === impl InStream ===

@@ -1,4 +1,4 @@
-//! A peer as it is fetched from: what waits for its streams, and how they fare.
+//! A peer on the fetching side: pieces waiting for its streams, and the state of the streams.
 
 use std::collections::VecDeque;
 use std::net::TcpStream;
@@ -10,7 +10,7 @@ use super::{Limits, cut};
 use crate::sync::{lock, now};
 use crate::transport::{BootId, Fault, Peer, PeerNumber};
 
-/// Blocks that may wait for a peer's streams: 32 GiB of 2 MiB.
+/// Maximum blocks waiting for a peer's streams: 32 GiB of 2 MiB.
 pub(super) const WAITING_MAX: usize = 1 << 14;
 
 pub(in crate::transport) struct Link {
@@ -27,23 +27,23 @@ struct State {
     waiting_blocks: usize,
     /// The connection of each stream.
     streams: Vec<Option<Arc<TcpStream>>>,
-    /// Whether the streams' threads run.
+    /// True if the streams' threads run.
     started: bool,
-    /// The last failure, until something is answered again, and when it may be tried again.
+    /// The last failure, until the next answer, and the end of the pause after it.
     failed: Option<(Fault, Instant)>,
     pause: Duration,
-    /// The life that answered last, until a failure.
+    /// The life of the last answer, until a failure.
     boot: Option<BootId>,
 }
 
-/// What a stream does next.
+/// The next step of a stream.
 pub(super) enum Next {
     Piece(Piece),
-    /// End these: the peer cannot be reached.
+    /// End these pieces: the peer cannot be reached.
     Fail(Vec<Piece>, Fault),
-    /// Nothing came for long.
+    /// No piece came for long.
     Idle,
-    /// End: the peer has left.
+    /// End the thread: the peer has left.
     Closed,
 }
 
@@ -64,14 +64,14 @@ impl Link {
         Self { number, peer, state: Mutex::new(state), bell: Condvar::new() }
     }
 
-    /// Starts the threads, once. False where that failed: it is tried again the next time.
+    /// Starts the threads, once. Returns false if that failed; the next call tries again.
     pub(super) fn start(&self, start: impl FnOnce() -> bool) -> bool {
         let mut state = lock(&self.state);
         state.started = state.started || start();
         state.started
     }
 
-    /// Lets pieces wait for a stream; back where there is no room, or the peer has left.
+    /// Adds waiting pieces. Returns them as the error if there is no room, or the peer has left.
     pub(super) fn push(&self, pieces: Vec<Piece>) -> Result<(), Vec<Piece>> {
         let mut state = lock(&self.state);
         let blocks: usize = pieces.iter().map(Piece::blocks).sum();
@@ -81,7 +81,7 @@ impl Link {
         state.waiting_blocks += blocks;
         let wake = pieces.len().min(state.streams.len());
         state.waiting.extend(pieces);
-        // One that pauses after a failure takes nothing, so that all must hear of it.
+        // A stream in its pause takes no piece, so all streams must wake.
         let all = state.failed.is_some();
         drop(state);
         if all {
@@ -92,12 +92,12 @@ impl Link {
         Ok(())
     }
 
-    /// A piece, if one waits.
+    /// A waiting piece, if there is one.
     pub(in crate::transport) fn try_next(&self) -> Option<Piece> {
         lock(&self.state).pop()
     }
 
-    /// Waits for what a stream is to do.
+    /// Waits for the next step of a stream.
     pub(super) fn next(&self, connected: bool, idle: Duration) -> Next {
         let mut state = lock(&self.state);
         let until = now() + idle;
@@ -108,7 +108,7 @@ impl Link {
             }
             let pausing = state.failed.filter(|(_, end)| !connected && now < *end);
             match pausing {
-                // Another stream may do better.
+                // A connected stream may take the pieces.
                 Some((_, end)) if state.connected() => {
                     state = self.wait(state, end - now);
                     continue;
@@ -133,7 +133,8 @@ impl Link {
         self.bell.wait_timeout(state, limit).unwrap_or_else(PoisonError::into_inner).0
     }
 
-    /// A stream is connected. The life that answered, if that is news; `None` if the peer has left meanwhile.
+    /// Records a connected stream. Returns the life that answered if it is new; `None` if the peer has left
+    /// meanwhile.
     pub(super) fn connected(
         &self,
         stream: usize,
@@ -149,39 +150,39 @@ impl Link {
         Some(news.then_some(boot))
     }
 
-    /// A stream is not connected any more.
+    /// Records the end of a stream's connection.
     pub(super) fn disconnected(&self, stream: usize) {
         lock(&self.state).streams[stream] = None;
     }
 
-    /// Something was answered: the next failure is a first one.
+    /// Ends the pause after an answer: the next failure is a first one.
     pub(in crate::transport) fn answered(&self) {
         let mut state = lock(&self.state);
         state.failed = None;
         state.pause = Duration::ZERO;
     }
 
-    /// A stream failed: what is not connected pauses.
+    /// Records a failed stream. Streams without a connection pause.
     pub(super) fn failed(&self, fault: Fault, limits: &Limits) {
         let mut state = lock(&self.state);
         let now = now();
-        // What breaks fails all streams at about one moment.
+        // All streams fail together at one fault of the peer.
         if state.failed.is_none_or(|(_, end)| end <= now) {
             state.pause = (state.pause * 2).clamp(limits.back_off_min, limits.back_off_max);
         }
         state.failed = Some((fault, now + state.pause));
         state.boot = None;
         drop(state);
-        // Pieces may wait that nobody will take now.
+        // Waiting pieces may have no stream to take them now.
         self.bell.notify_all();
     }
 
-    /// Whether the peer is still a member.
+    /// True while the peer is a member.
     pub(in crate::transport) fn open(&self) -> bool {
         lock(&self.state).open
     }
 
-    /// The peer has left: streams are cut, and what waits ends.
+    /// Ends everything after the peer has left: streams are cut, and waiting pieces end.
     pub(super) fn close(&self) {
         let mut state = lock(&self.state);
         state.open = false;
@@ -201,7 +202,7 @@ impl State {
         self.streams.iter().any(Option::is_some)
     }
 
-    /// The next piece of which something is still wanted.
+    /// The next piece of a fetch that is not stopped.
     fn pop(&mut self) -> Option<Piece> {
         loop {
             let piece = self.waiting.pop_front()?;

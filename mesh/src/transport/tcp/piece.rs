@@ -1,4 +1,4 @@
-//! What is under way of a fetch, and the pieces that its streams share.
+//! A fetch under way, and its pieces, which the streams share.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
@@ -10,9 +10,11 @@ use super::frame::{Ask, Frame};
 use crate::sync::now;
 use crate::transport::{Done, Fault, Label, Up};
 
-/// Bytes of a piece: enough that asking costs nothing, few enough that the streams end together.
+/// Maximum bytes of a piece: enough to make the cost of an ask negligible, few enough for the streams to end
+/// together.
 pub(in crate::transport) const PIECE_BYTES_MAX: u64 = 4 << 20;
-/// States of a block. A slot is given back by who leaves `WAITING` or `ARRIVING` for `ENDED`, thus once.
+/// States of a block. Its slot is given back by the change from `WAITING` or `ARRIVING` to `ENDED`, thus
+/// once.
 const WAITING: u8 = 0;
 const ARRIVING: u8 = 1;
 const ENDED: u8 = 2;
@@ -24,12 +26,12 @@ pub(in crate::transport) struct Running {
     states: Box<[AtomicU8]>,
     left: AtomicUsize,
     until: Instant,
-    /// Why it ends early, and since when.
+    /// The fault of its early end, and its time.
     stopped: OnceLock<(Fault, Instant)>,
     shared: Arc<Shared>,
 }
 
-/// Blocks of a fetch that one stream asks for together.
+/// Blocks of a fetch in one ask.
 pub(in crate::transport) struct Piece {
     pub(in crate::transport) fetch: Arc<Running>,
     pub(in crate::transport) indexes: Range<u32>,
@@ -38,7 +40,7 @@ pub(in crate::transport) struct Piece {
 // === impl Running ===
 
 impl Running {
-    /// All of its blocks wait.
+    /// A fetch with all its blocks waiting.
     pub(in crate::transport) fn begin_all(
         shared: &Arc<Shared>,
         ticket: u64,
@@ -56,30 +58,30 @@ impl Running {
         })
     }
 
-    /// When it ends at the latest.
+    /// The time of its end at the latest.
     pub(super) fn until(&self) -> Instant {
         self.until
     }
 
-    /// The block's bytes are about to be written. False if it has ended.
+    /// Marks a block as arriving, before its bytes are written. Returns false if it has ended.
     pub(in crate::transport) fn begin(&self, index: u32) -> bool {
         self.change(index, WAITING, ARRIVING)
     }
 
-    /// A block that has not begun ends.
+    /// Ends a block before its begin.
     pub(in crate::transport) fn end_waiting(&self, index: u32, fault: Fault) {
         if self.change(index, WAITING, ENDED) {
             self.tell(index, Err(fault));
         }
     }
 
-    /// A block whose bytes were written ends.
+    /// Ends a block after its bytes were written.
     pub(in crate::transport) fn end(&self, index: u32, result: Result<u64, Fault>) {
         assert!(self.change(index, ARRIVING, ENDED), "one stream writes a block");
         self.tell(index, result);
     }
 
-    /// All ends early: what has not begun now, the rest when its stream looks.
+    /// Ends everything early: waiting blocks now, arriving ones when their stream looks.
     pub(in crate::transport) fn stop(&self, fault: Fault) {
         let _ = self.stopped.set((fault, now()));
         (0..self.blocks.len() as u32).for_each(|index| self.end_waiting(index, fault));
@@ -95,12 +97,13 @@ impl Running {
     }
 
     fn change(&self, index: u32, from: u8, to: u8) -> bool {
-        // SYNC POINT(slot): who ends a block has all that its stream wrote; the caller hears of it through `tell`.
+        // SYNC POINT(slot): the end of a block acquires all bytes its stream wrote; `tell` hands it to the
+        // caller.
         self.states[index as usize].compare_exchange(from, to, Ordering::AcqRel, Ordering::Relaxed).is_ok()
     }
 
     fn tell(&self, index: u32, result: Result<u64, Fault>) {
-        // Before it is told: who hears of the last one may use the ticket again.
+        // Before the call: after the last end the caller may use the ticket again.
         self.left.fetch_sub(1, Ordering::AcqRel);
         self.shared.tell(Up::Done(Done { ticket: self.ticket, index, result }));
     }
@@ -121,12 +124,12 @@ impl Piece {
         self.indexes.len()
     }
 
-    /// Whether the fetch still wants it.
+    /// True if the fetch is not stopped.
     pub(super) fn wanted(&self) -> bool {
         self.fetch.stopped().is_none()
     }
 
-    /// Ends what is left of it. Nothing writes its slots any more.
+    /// Ends the rest of its blocks. No stream may write their slots any more.
     pub(super) fn end_all(&self, fault: Fault) {
         for index in self.indexes.clone() {
             if self.fetch.change(index, ARRIVING, ENDED) {

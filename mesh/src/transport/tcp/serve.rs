@@ -1,4 +1,4 @@
-//! The side that serves: who is connected, what they have asked for, and what was granted.
+//! The serving side: connections, their asks, and the grants for them.
 
 pub(in crate::transport) mod asks;
 mod stream;
@@ -20,21 +20,22 @@ use crate::refusals::Reason;
 use crate::sync::lock;
 use crate::transport::{Fault, Granted, MEMBERS_MAX, PeerNumber, Stage, Up};
 
-/// Connections of peers: of every member as many as it opens by default. Each is a thread and takes 40 KiB, more with TLS. Beyond it a
-/// peer is told what to lower.
+/// Maximum connections of peers: the default number of every member. Each is a thread and takes 40 KiB, more
+/// with TLS. Beyond it a peer is refused with a remedy.
 const CONNECTIONS_MAX: usize = MEMBERS_MAX * STREAMS_DEFAULT;
-/// Connections of one peer: twice what it opens, since some that it has given up may not have ended here. Beyond it its oldest is hung up
-/// on.
+/// Maximum connections of one peer: twice [`STREAMS_MAX`], since some it has closed may not have ended here.
+/// Beyond it its oldest one is closed.
 const PEER_CONNECTIONS_MAX: usize = 2 * STREAMS_MAX;
-/// Connections that have not said yet who they are. Beyond it the one that says nothing for the longest is hung up on: whoever reaches
-/// the port can have as many.
+/// Maximum connections before their greeting. Beyond it the oldest of them is closed: any host that reaches
+/// the port can open so many.
 const GREETINGS_MAX: usize = 64;
-/// Asks that the caller has not answered, at most; beyond it peers are told that this side is busy.
+/// Maximum asks without an answer of the caller. Beyond it peers get
+/// [`Status::Busy`](super::frame::Status::Busy).
 const ASKS_MAX: usize = 4096;
-/// Pause of the listener when the kernel gives it no connection for want of memory or descriptors.
+/// Pause of the listener if the kernel has no memory or descriptors for a connection.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Connections, and asks that wait for the caller.
+/// Connections, and asks waiting for the caller.
 #[derive(Default)]
 pub(super) struct Served(Mutex<Table>);
 
@@ -42,13 +43,13 @@ pub(super) struct Served(Mutex<Table>);
 struct Table {
     streams: HashMap<u64, Connected>,
     asks: HashMap<u64, Waiting>,
-    /// Numbers of streams and asks; never used again.
+    /// The last number of a stream or an ask; no number is used twice.
     last: u64,
 }
 
 struct Connected {
     stream: Arc<TcpStream>,
-    /// `None` until it has said who it is.
+    /// `None` until its greeting.
     peer: Option<PeerNumber>,
 }
 
@@ -57,14 +58,14 @@ struct Waiting {
     blocks: usize,
 }
 
-/// Where grants for a stream arrive.
+/// The grants for a stream.
 struct Desk {
     /// `None` once the stream has ended.
     granted: Mutex<Option<Vec<Granted>>>,
     bell: OwnedFd,
 }
 
-/// Takes connections, each with a thread of its own, until everything ends.
+/// Accepts connections, each with a thread of its own, until the transport stops.
 pub(super) fn listen(shared: &Arc<Shared>, listener: &TcpListener) {
     while !shared.stopping() {
         let mut fds = [PollFd::new(listener, PollFlags::IN), PollFd::new(&shared.bell, PollFlags::IN)];
@@ -91,7 +92,7 @@ fn welcome(shared: &Arc<Shared>, stream: TcpStream) {
     let run = move || {
         if let Some((wire, link)) = greeting::answer(&thread, &stream)
             && thread.served.admitted(number, link.number)
-            // One that left meanwhile was not found by who hung up on its streams.
+            // Leaving closes only connections of admitted peers, so a peer that left meanwhile is found here.
             && link.open()
         {
             thread.carriage.serve(&thread, link, wire);
@@ -105,7 +106,7 @@ fn welcome(shared: &Arc<Shared>, stream: TcpStream) {
     }
 }
 
-/// Parts with a peer whose connection broke: one that sent what none sends is told, and told of.
+/// Ends a broken connection. A peer with malformed bytes gets a refusal, and is noted.
 pub(in crate::transport) fn part(shared: &Shared, link: &Link, wire: &mut Wire, broken: &Broken) {
     let fault = broken.fault(Stage::Progress);
     if let Broken::Malformed(malformed) = broken {
@@ -123,7 +124,7 @@ pub(in crate::transport) fn part(shared: &Shared, link: &Link, wire: &mut Wire, 
 // === impl Served ===
 
 impl Served {
-    /// Hands a grant to the stream that asked, or gives it back if that has ended.
+    /// Hands a grant to the stream of its ask, or releases it if the stream has ended.
     pub(super) fn grant(&self, granted: Granted, tell: &dyn Fn(Up)) {
         let ask = granted.ask;
         let waiting = lock(&self.0).asks.remove(&ask).expect("an ask is answered once");
@@ -143,7 +144,7 @@ impl Served {
             .for_each(|connected| cut(&connected.stream));
     }
 
-    /// The number of a connection, and whether another one had to go for it.
+    /// Adds a connection. Returns its number, and true if another one was closed for it.
     fn connected(&self, stream: &Arc<TcpStream>) -> (u64, bool) {
         let mut table = lock(&self.0);
         let crowded = table.make_room(None, GREETINGS_MAX);
@@ -153,13 +154,13 @@ impl Served {
         (number, crowded)
     }
 
-    /// Whether no more peers' connections are served.
+    /// True if the limit of peers' connections is reached.
     pub(super) fn full(&self) -> bool {
         let known = lock(&self.0).streams.values().filter(|connected| connected.peer.is_some()).count();
         known >= CONNECTIONS_MAX
     }
 
-    /// A connection is a peer's. False where it had to go meanwhile.
+    /// Assigns a connection to a peer after its greeting. Returns false if it was closed meanwhile.
     fn admitted(&self, stream: u64, peer: PeerNumber) -> bool {
         let mut table = lock(&self.0);
         table.make_room(Some(peer), PEER_CONNECTIONS_MAX);
@@ -173,7 +174,7 @@ impl Served {
         lock(&self.0).streams.remove(&stream);
     }
 
-    /// The number of a new ask; `None` where too many wait.
+    /// The number of a new ask; `None` if too many wait.
     fn ask(&self, desk: &Arc<Desk>, blocks: usize) -> Option<u64> {
         let mut table = lock(&self.0);
         if table.asks.len() >= ASKS_MAX {
@@ -189,7 +190,8 @@ impl Served {
 // === impl Table ===
 
 impl Table {
-    /// Hangs up on the oldest connection of `peer`, or of who has not said who it is, where there are `max`. Whether there were.
+    /// Closes the oldest connection of `peer`, or of those before their greeting, if there are `max`. Returns
+    /// true if there were.
     fn make_room(&mut self, peer: Option<PeerNumber>, max: usize) -> bool {
         let same = self.streams.iter().filter(|(_, connected)| connected.peer == peer);
         let same: Vec<u64> = same.map(|(number, _)| *number).collect();
@@ -205,7 +207,7 @@ impl Table {
 // === impl Desk ===
 
 impl Desk {
-    /// False once the stream has ended.
+    /// Adds a grant. Returns false if the stream has ended.
     fn put(&self, granted: Granted) -> bool {
         let mut state = lock(&self.granted);
         let Some(queue) = &mut *state else { return false };
@@ -219,7 +221,7 @@ impl Desk {
         lock(&self.granted).as_mut().map(std::mem::take).unwrap_or_default()
     }
 
-    /// What was put and not taken; nothing can be put from now on.
+    /// Takes the remaining grants. No grant can be added from now on.
     fn close(&self) -> Vec<Granted> {
         lock(&self.granted).take().unwrap_or_default()
     }
@@ -245,7 +247,7 @@ mod tests {
         }
         assert_eq!([&peer, &silent[0], &silent[1]].map(|stream| is_cut(stream)), [false, true, false]);
         assert!(!served.admitted(numbers[0], PeerNumber(1)) && served.admitted(numbers[1], PeerNumber(1)));
-        assert!(!served.connected(&connection()).1, "one of them has said who it is");
+        assert!(!served.connected(&connection()).1, "one of them was admitted");
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! One connection: plain or TLS, every call with the time by which it must have ended.
+//! One connection, plain or with TLS. Every call has a time limit.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::TcpStream;
@@ -16,10 +16,10 @@ use super::frame::{BODY_BYTES_MAX, Frame, HEAD_BYTES, Head, Malformed, VERSION};
 use crate::sync::now;
 use crate::transport::{Fault, Refusal, Stage};
 
-/// Bytes that are taken at once: with their checksum they stay in a core's second-level cache. They are also what must
-/// have moved, in either direction, within a limit of progress.
+/// Bytes handled at once: with their checksum they stay in a core's second-level cache. So many must move, in
+/// either direction, within a limit of progress.
 pub(super) const CHUNK_BYTES: usize = 256 << 10;
-/// Bytes that TLS decrypts into before they go to the pool, and that are read of a block nobody wants any more.
+/// Bytes that TLS decrypts before they go to the pool, or read at once of a dropped block.
 const SCRATCH_BYTES: usize = 64 << 10;
 
 pub(in crate::transport) struct Wire {
@@ -27,11 +27,11 @@ pub(in crate::transport) struct Wire {
     tls: Option<Box<rustls::Connection>>,
     /// A body; grown once.
     body: Vec<u8>,
-    /// Empty until it is needed.
+    /// Empty until first used.
     scratch: Vec<u8>,
 }
 
-/// Why nothing more can be read or written.
+/// The reason why nothing more can be read or written.
 #[derive(Debug)]
 pub(in crate::transport) enum Broken {
     Timeout,
@@ -44,7 +44,7 @@ pub(in crate::transport) enum Broken {
 // === impl Broken ===
 
 impl Broken {
-    /// What it means for a block, in this stage.
+    /// The fault for a block in this stage.
     pub(in crate::transport) fn fault(&self, stage: Stage) -> Fault {
         match self {
             Self::Timeout => Fault::Timeout(stage),
@@ -52,7 +52,7 @@ impl Broken {
             Self::Io(kind) => Fault::Peer(*kind),
             Self::Malformed(Malformed::Bytes(what)) => Fault::Malformed(what),
             Self::Malformed(Malformed::Version(version)) => Fault::Refused(Refusal::Version(*version)),
-            // Before the handshake has ended it is about who the other is, afterwards about bytes that were changed.
+            // An error during the handshake concerns the peer's identity, a later one changed bytes.
             Self::Tls(_) if stage == Stage::Handshake => Fault::Refused(Refusal::Certificate),
             Self::Tls(rustls::Error::AlertReceived(_)) => Fault::Refused(Refusal::Certificate),
             Self::Tls(_) => Fault::Malformed("records that TLS does not accept"),
@@ -85,7 +85,7 @@ impl From<rustls::Error> for Broken {
 // === impl Wire ===
 
 impl Wire {
-    /// A connection over `stream`, with TLS if there is a session for it.
+    /// A connection over `stream`, with TLS if `tls` has a session.
     pub(super) fn new(stream: Arc<TcpStream>, tls: Option<rustls::Connection>) -> io::Result<Self> {
         stream.set_nodelay(true)?;
         Ok(Self { stream, tls: tls.map(Box::new), body: Vec::new(), scratch: Vec::new() })
@@ -95,7 +95,7 @@ impl Wire {
         &self.stream
     }
 
-    /// Ends TLS's own handshake.
+    /// Completes the handshake of TLS.
     pub(super) fn handshake(&mut self, until: Instant) -> Result<(), Broken> {
         while self.tls.as_ref().is_some_and(|tls| tls.is_handshaking()) {
             self.flush_tls(until)?;
@@ -118,7 +118,7 @@ impl Wire {
         frame
     }
 
-    /// Sends a frame; `more` says that bytes follow at once.
+    /// Sends a frame; with `more`, bytes follow at once.
     pub(in crate::transport) fn send_frame(
         &mut self,
         frame: &Frame,
@@ -133,7 +133,7 @@ impl Wire {
         sent
     }
 
-    /// Tells why nothing will follow, if that can be told without waiting.
+    /// Sends a refusal if that needs no wait.
     pub(in crate::transport) fn refuse(&mut self, refusal: Refusal) {
         let refusal = if let Refusal::Version(_) = refusal { Refusal::Version(VERSION) } else { refusal };
         let _ = self.stream.set_nonblocking(true);
@@ -144,8 +144,8 @@ impl Wire {
         self.send_some(bytes, bytes.len(), more, until).map(drop)
     }
 
-    /// Sends at least `least` of the bytes, and tells how many went. The kernel is offered all, which costs it less than
-    /// part after part; it takes fewer when the time has passed.
+    /// Sends at least `least` of the bytes, and returns how many it sent. The kernel gets all at once, which
+    /// costs less than part after part; it takes fewer at the time limit.
     pub(super) fn send_some(
         &mut self,
         bytes: &[u8],
@@ -168,7 +168,7 @@ impl Wire {
                 }
             };
             sent += taken;
-            // What TLS has taken goes out when more cannot be taken, or at the end.
+            // Bytes in TLS's buffer go out when it is full, or at the end.
             if taken == 0 || (sent == bytes.len() && !more) {
                 self.flush_tls(until)?;
             }
@@ -203,7 +203,7 @@ impl Wire {
         Ok(())
     }
 
-    /// Reads bytes that nobody wants any more.
+    /// Reads and drops bytes.
     pub(super) fn discard(&mut self, len: usize, until: Instant) -> Result<(), Broken> {
         let mut left = len;
         while left > 0 {
@@ -212,8 +212,7 @@ impl Wire {
         Ok(())
     }
 
-    /// Waits until the peer has sent something or hung up, or there is something to read from `bell`. False when `until`
-    /// passes.
+    /// Waits until the peer has sent something or hung up, or `bell` is readable. Returns false at `until`.
     pub(in crate::transport) fn wait(
         &mut self,
         listen: bool,
@@ -236,7 +235,7 @@ impl Wire {
         }
     }
 
-    /// Whether bytes of the peer are there to be read. An error if it has hung up.
+    /// True if the peer's bytes can be read. Fails if it has hung up.
     pub(in crate::transport) fn readable(&mut self) -> Result<bool, Broken> {
         if self.buffered()? {
             return Ok(true);
@@ -278,7 +277,7 @@ impl Wire {
         read
     }
 
-    /// At least one byte.
+    /// Reads at least one byte.
     fn read_some(&mut self, into: &mut [u8], until: Instant) -> Result<usize, Broken> {
         loop {
             let read = match &mut self.tls {
@@ -309,7 +308,7 @@ impl Wire {
             read => drop(read?),
         }
         if let Err(error) = tls.process_new_packets() {
-            // The peer is told why.
+            // The alert with the reason goes to the peer.
             let _ = tls.write_tls(&mut &*self.stream);
             return Err(error.into());
         }
@@ -329,7 +328,7 @@ impl Wire {
     }
 }
 
-/// What is left of a limit.
+/// The rest of a time limit.
 fn left(until: Instant) -> Result<std::time::Duration, Broken> {
     let left = until.saturating_duration_since(now());
     if left.is_zero() { Err(Broken::Timeout) } else { Ok(left) }

@@ -1,5 +1,5 @@
-//! What the transport relies on of a NIC, on the two ends of a wire; skipped, aloud, where there is none (`make test-rdma`
-//! makes one).
+//! Properties of a NIC needed by the transport, tested at the two ends of a wire. Skipped with a message
+//! without one (`make test-rdma` makes one).
 
 use std::io::Write;
 use std::os::fd::AsFd;
@@ -16,10 +16,10 @@ use super::*;
 
 const BYTES: usize = 4 << 20;
 
-/// Set where the devices must be there.
+/// Set if the devices must be present.
 const MUST: &str = "PILLION_TEST_RDMA";
 
-/// A node with a pool of its own, whose bytes tell where they are.
+/// A node with a pool of its own; each byte depends on its position.
 struct End {
     nics: Arc<[Nic]>,
     blocks: Blocks,
@@ -73,7 +73,7 @@ fn ends() -> Option<(End, End)> {
     Some((End::on("rxe0", 1), End::on("rxe1", 2)))
 }
 
-/// A queue pair of `one` that reads from one of `other`.
+/// A queue pair of `one`, reading from one of `other`.
 fn connected(one: &End, other: &End) -> (Queue, Queue) {
     let (mut reads, mut lends) = (one.queue(), other.queue());
     lends.lend(&reads.end()).unwrap();
@@ -81,7 +81,7 @@ fn connected(one: &End, other: &End) -> (Queue, Queue) {
     (reads, lends)
 }
 
-/// The next completion, waited for as the transport does.
+/// Waits for the next completion, as the transport does.
 fn next(queue: &Queue) -> Completion {
     let mut completions = Vec::new();
     loop {
@@ -118,7 +118,7 @@ fn a_read_brings_the_bytes_and_no_others() {
         assert!(after[into..end] == *other.bytes(from, len as usize), "the bytes");
         assert!(after[..into] == before[..into] && after[end..] == before[end..], "no others");
     }
-    // As many as may be under way, in order.
+    // The maximum under way, in order.
     for number in 0..READS_MAX as u64 {
         reads.read(number, number << 10, 1 << 10, other.key(), other.address(number << 11)).unwrap();
     }
@@ -170,7 +170,7 @@ fn a_late_read_fails_once_the_owner_has_dropped_its_queue_pair() {
     let (mut reads, lends) = connected(&one, &other);
     reads.read(1, 0, 4096, other.key(), other.address(0)).unwrap();
     assert_eq!(status(&reads), 0);
-    // The lease ends; the slot holds something else from now on, which another peer may read.
+    // The lease ends. From now on the slot holds another content, which another peer may read.
     drop(lends);
     assert!(other.blocks.fill(0, &[0xa5; 4096]));
     let (mut others, _lends) = connected(&one, &other);
@@ -198,7 +198,8 @@ fn a_queue_pair_that_is_dropped_writes_nothing_any_more() {
     }
 }
 
-/// What the transport does not use yet, and hardware must do: WRITE, WRITE with a word, gather and scatter.
+/// Operations not used by the transport yet, but required of the hardware: WRITE, WRITE with a word, gather
+/// and scatter.
 #[test]
 fn writes_arrive_and_say_so() {
     let Some((one, other)) = ends() else { return };
@@ -243,7 +244,7 @@ fn writes_arrive_and_say_so() {
     assert_eq!(arrived, Some((77, 0, 0xc0_ffee)));
     assert!(target.bytes((2 << 20) + 3, 9000).unwrap() == one.bytes(70_000, 9000));
 
-    // Scattered into three places, of which the queue pair takes one alone: refused, nothing sent.
+    // Scattered into three places, beyond the one allowed by the queue pair: refused, nothing sent.
     let mut guard = active.pair().start_post_send();
     let read = guard.construct_wr(3, WorkRequestFlags::Signaled).setup_read(other.key(), other.address(0));
     // SAFETY: as above; the ranges are this test's own.

@@ -1,4 +1,4 @@
-//! One connection to a peer that is fetched from: asks go out, blocks follow.
+//! The fetching side of one connection to a peer: asks go out, blocks follow.
 
 use std::collections::VecDeque;
 use std::hash::Hasher;
@@ -15,25 +15,25 @@ use crate::transport::tcp::piece::{PIECE_BYTES_MAX, Piece, Running};
 use crate::transport::tcp::wire::{Broken, CHUNK_BYTES, Wire};
 use crate::transport::{Fault, Stage};
 
-/// Bytes that a stream has asked for and that have not come: two pieces, so that the peer looks up the second while it
-/// sends the first.
+/// Maximum bytes asked for and not received: two pieces, so the peer looks up the second while it sends the
+/// first.
 const ASKED_BYTES_MAX: u64 = 2 * PIECE_BYTES_MAX;
 
 pub(in crate::transport::tcp) struct Exchange {
     shared: Arc<Shared>,
     link: Arc<Link>,
     wire: Wire,
-    /// Pieces asked for, in order; the first one's range begins at the block that comes next.
+    /// Pieces asked for, in order. The range of the first one begins at the next block.
     flight: VecDeque<Piece>,
-    /// Bytes of blocks that were asked for and have not come.
+    /// Bytes of blocks asked for and not received.
     asked_bytes: u64,
 }
 
-/// What became of a block's bytes.
+/// The result of receiving a block's bytes.
 enum Received {
-    /// They are there, and this is their checksum.
+    /// All have arrived; their checksum.
     Whole(u64),
-    /// The fetch was stopped, and this is left of them.
+    /// The fetch was stopped, with so many of them left.
     Stopped(Fault, usize),
 }
 
@@ -44,7 +44,7 @@ impl Fetching for Exchange {
         matches!(self.wire.readable(), Ok(false))
     }
 
-    /// Asks for `piece` and for what waits behind it, as far as there is room, until all has come.
+    /// Asks for `piece` and waiting pieces behind it, as far as there is room, until all have come.
     fn run(&mut self, piece: Piece) -> Result<(), Fault> {
         let mut next = Some(piece);
         loop {
@@ -77,7 +77,7 @@ impl Exchange {
         Self { shared, link, wire, flight: VecDeque::new(), asked_bytes: 0 }
     }
 
-    /// A piece that waits, if there is room to ask for it.
+    /// The next waiting piece, if there is room to ask for it.
     fn more(&self) -> Option<Piece> {
         let room = self.flight.len() < ASKS_MAX && self.asked_bytes + PIECE_BYTES_MAX <= ASKED_BYTES_MAX;
         room.then(|| self.link.try_next()).flatten()
@@ -100,7 +100,7 @@ impl Exchange {
         }
     }
 
-    /// The next block is the one that comes next.
+    /// Moves on to the next block.
     fn advance(&mut self) {
         let Some(piece) = self.flight.front_mut() else { return };
         piece.indexes.start += 1;
@@ -110,7 +110,7 @@ impl Exchange {
         }
     }
 
-    /// Takes what follows a Block frame.
+    /// Handles a Block frame and its bytes.
     fn take(&mut self, fetch: &Running, block: &Block, offset: u64) -> Result<(), Fault> {
         let (index, len) = (block.index, block.bytes as usize);
         if let Some(fault) = block.status.missing() {
@@ -135,7 +135,7 @@ impl Exchange {
                     Broken::Eof => Fault::Short,
                     broken => broken.fault(Stage::Progress),
                 };
-                // A stream that broke because the peer has left was stopped.
+                // The peer has left, so the stream was stopped.
                 let cause = if self.link.open() { fault } else { Fault::Stopped };
                 fetch.end(index, Err(fetch.stopped().unwrap_or(cause)));
                 Err(fault)
@@ -143,7 +143,7 @@ impl Exchange {
         }
     }
 
-    /// Fills the slot; each part is summed while it is in cache.
+    /// Fills the slot; each part is summed while it is in the cache.
     fn receive(&mut self, fetch: &Running, offset: u64, len: usize) -> Result<Received, Broken> {
         let mut hash = XxHash3_64::new();
         let mut at = 0;
@@ -166,7 +166,7 @@ impl Exchange {
         Ok(Received::Whole(hash.finish()))
     }
 
-    /// Reads bytes that nobody wants any more: the stream stays of use.
+    /// Reads and drops bytes of an ended block: the stream stays usable.
     fn discard(&mut self, len: usize) -> Result<(), Fault> {
         let mut left = len;
         while left > 0 {

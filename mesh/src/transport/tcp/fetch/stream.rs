@@ -1,4 +1,4 @@
-//! One stream to a peer that is fetched from, and its thread.
+//! One stream to a peer on the fetching side, and its thread.
 
 use std::sync::Arc;
 
@@ -23,7 +23,7 @@ impl Stream {
         Self { number, shared, link, connected: None }
     }
 
-    /// Until the peer has left.
+    /// Runs until the peer has left.
     pub(super) fn run(mut self) {
         let idle = self.shared.config.limits.idle;
         loop {
@@ -37,16 +37,16 @@ impl Stream {
         self.hang_up();
     }
 
-    /// What was asked for over the connection and has not ended.
+    /// Disconnects. Returns the pieces asked for and not ended.
     fn hang_up(&mut self) -> Vec<Piece> {
         let Some(connected) = self.connected.take() else { return Vec::new() };
         self.link.disconnected(self.number);
         connected.hang_up()
     }
 
-    /// Carries out a piece, and whatever waits meanwhile.
+    /// Fetches a piece, and pieces waiting meanwhile.
     fn carry(&mut self, piece: Piece) {
-        // The peer closes what was idle for long: that is no failure.
+        // The peer closes an idle stream: no failure.
         if self.connected.as_mut().is_some_and(|connected| !connected.quiet()) {
             self.hang_up();
         }
@@ -61,7 +61,7 @@ impl Stream {
         }
         let Some(connected) = &mut self.connected else { return };
         if let Err(fault) = connected.run(piece) {
-            // A stream that broke because the peer has left was stopped.
+            // The peer has left, so the stream was stopped.
             let fault = if self.link.open() { fault } else { Fault::Stopped };
             let owed = self.hang_up();
             self.failed(fault);
@@ -83,7 +83,7 @@ impl Stream {
 
     fn failed(&self, fault: Fault) {
         self.link.failed(fault, &self.shared.config.limits);
-        // That a lease has ended is nobody's failure.
+        // The end of a lease is not a failure.
         if self.link.open() && fault != Fault::Absent {
             self.shared.count_fault(fault);
             self.shared.tell(Up::PeerDown { peer: self.link.number, fault });

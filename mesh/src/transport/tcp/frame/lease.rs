@@ -1,31 +1,31 @@
-//! Frames of a stream whose blocks travel by RDMA: the ends of its queue pair, and leases of slots that may be read.
+//! Frames of a stream with blocks by RDMA: the ends of its queue pair, and leases of slots to read.
 
 use super::{ASK_BLOCKS_MAX, Frame, LENT, Malformed, QUEUE, Reader, Status, status_of};
 use crate::transport::Refusal;
 
-/// NICs of a node at most: two for each GPU of a large host.
+/// Maximum NICs of a node: two for each GPU of a large host.
 pub const NICS_MAX: usize = 16;
-/// The longest lease: beyond it a peer that hangs keeps too much.
+/// Maximum time of a lease: a longer one would let a hanging peer hold too many slots.
 pub const LEASE_MS_MAX: u32 = 60_000;
 /// Bytes of the longest body, that of a Lent.
 pub(super) const BODY_BYTES_MAX: usize = 24 + ASK_BLOCKS_MAX * 24;
 
 const UNKNOWN: u16 = u16::MAX;
 
-/// This side's end of a queue pair, and what both sides must have alike.
+/// This side's end of a queue pair, and the numbers to be equal on both sides.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Queue {
     /// Queue pairs of each NIC to a peer.
     pub pairs: u16,
     /// Number of the stream.
     pub number: u16,
-    /// This side's NICs: the NUMA node of each, where it is known.
+    /// The NUMA node of each of this side's NICs, if known.
     pub nics: Vec<Option<u16>>,
-    /// The one of them that has the queue pair.
+    /// The NIC with the queue pair.
     pub nic: u16,
-    /// Where the other end connects to.
+    /// The end for the peer to connect to.
     pub end: QueueEnd,
-    /// The remote key of the pool; of the side that lends.
+    /// The remote key of the lending side's pool.
     pub key: u32,
 }
 
@@ -40,22 +40,22 @@ pub struct QueueEnd {
     pub lid: u16,
     /// The port's MTU as verbs number it: 1 is 256 bytes, 5 is 4096.
     pub mtu: u8,
-    /// READs that it can have under way at once.
+    /// Maximum READs under way at once.
     pub reads: u8,
     /// The port's global id.
     pub gid: [u8; 16],
 }
 
-/// Which Ask is meant.
+/// Identifies an Ask.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Turn {
-    /// The asking side's name for the fetch.
+    /// The asking side's number of the fetch.
     pub ticket: u64,
-    /// Number of the first block in it.
+    /// Number of the first block in the fetch.
     pub first: u32,
 }
 
-/// The answer to an Ask: where its blocks lie, until the lease ends.
+/// The answer to an Ask: the places of its blocks, until the lease ends.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Lent {
     pub turn: Turn,
@@ -65,21 +65,21 @@ pub struct Lent {
     pub places: Vec<Place>,
 }
 
-/// Where a block lies, or why it cannot be read.
+/// The place of a block, or the reason why it cannot be read.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Place {
     /// Its address in the owner's memory.
     pub address: u64,
     pub checksum: u64,
     pub bytes: u32,
-    /// Whether there is one.
+    /// [`Status::Whole`] if the block can be read.
     pub status: Status,
 }
 
 // === impl Queue ===
 
 impl Queue {
-    /// What the other side is told when its own differs: that many NICs, and queue pairs of each.
+    /// The refusal for a peer with other numbers: these numbers of NICs and queue pairs.
     pub fn mismatch(&self) -> Refusal {
         Refusal::Queues { nics: self.nics.len() as u8, pairs: self.pairs as u8 }
     }

@@ -1,4 +1,4 @@
-//! What a member has asked for over one connection, and what the caller has granted of it.
+//! Asks of a member over one connection, and the caller's grants for them.
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
@@ -16,8 +16,8 @@ use crate::transport::tcp::link::Link;
 use crate::transport::tcp::{Shared, eventfd};
 use crate::transport::{Grant, Granted, Label, Up};
 
-/// Asks of one connection, in the order asked, in which they are answered. Dropping them releases what was granted; what
-/// is granted from then on is released where it is granted.
+/// Asks of one connection, in the order of their answers. Dropping them releases their grants; later grants
+/// are released at once.
 pub(in crate::transport) struct Asks<'a> {
     shared: &'a Shared,
     link: Arc<Link>,
@@ -25,12 +25,12 @@ pub(in crate::transport) struct Asks<'a> {
     flight: VecDeque<Asked>,
 }
 
-/// What a peer has asked for.
+/// An ask of a peer, with its answer.
 pub(in crate::transport) struct Asked {
     pub(in crate::transport) ask: Ask,
     answer: Answer,
     pub(in crate::transport) at: usize,
-    /// Blocks of them that the peer has, whole.
+    /// Number of its blocks sent whole.
     pub(in crate::transport) sent: u32,
 }
 
@@ -53,17 +53,17 @@ impl<'a> Asks<'a> {
         Ok(Self { shared, link, desk, flight: VecDeque::new() })
     }
 
-    /// Rings when the caller has granted something.
+    /// Readable after a grant of the caller.
     pub(in crate::transport) fn bell(&self) -> &OwnedFd {
         &self.desk.bell
     }
 
-    /// Whether nothing more may be asked before something has ended.
+    /// True if no ask is accepted before another one has ended.
     pub(in crate::transport) fn full(&self) -> bool {
         self.flight.len() >= ASKS_MAX
     }
 
-    /// Takes what the caller has granted since.
+    /// Takes new grants of the caller.
     pub(in crate::transport) fn hear(&mut self) {
         let _ = rustix::io::read(&self.desk.bell, &mut [0u8; 8]);
         for granted in self.desk.take() {
@@ -97,12 +97,12 @@ impl<'a> Asks<'a> {
         }
     }
 
-    /// The ask that is `at` from the front, if the caller has answered it.
+    /// The ask at position `at`, if the caller has answered it.
     pub(in crate::transport) fn answered(&mut self, at: usize) -> Option<&mut Asked> {
         self.flight.get_mut(at).filter(|asked| !matches!(asked.answer, Answer::Waiting(_)))
     }
 
-    /// The front one has ended.
+    /// Ends the first ask.
     pub(in crate::transport) fn end(&mut self) {
         if let Some(asked) = self.flight.pop_front() {
             self.release(&asked);
@@ -127,7 +127,7 @@ impl Drop for Asks<'_> {
 // === impl Asked ===
 
 impl Asked {
-    /// Since when slots are held for it.
+    /// The time since which slots are held for it.
     pub(in crate::transport) fn since(&self) -> Option<Instant> {
         match self.answer {
             Answer::Granted { since, .. } => Some(since),
@@ -135,7 +135,7 @@ impl Asked {
         }
     }
 
-    /// What the caller has granted of block `at`, or why it is not to be had. The caller has answered.
+    /// The grant for block `at`, or the status without one. Requires an answer of the caller.
     pub(in crate::transport) fn grant(&self, at: usize) -> Result<Grant, Status> {
         match &self.answer {
             Answer::Granted { granted, .. } => granted.slots[at].ok_or(Status::Absent),
@@ -145,8 +145,8 @@ impl Asked {
     }
 }
 
-/// The bytes of a granted slot, and their checksum; the caller is told of one that nobody knew. None of a pool that has lost
-/// bytes: a checksum made of what is there now would call it right.
+/// The bytes of a granted slot and their checksum; the caller gets a checksum unknown before. Fails for a
+/// pool that has lost bytes: a checksum of its present bytes would call them right.
 pub(in crate::transport) fn granted<'a>(
     shared: &'a Shared,
     label: &Label,

@@ -1,4 +1,4 @@
-//! One connection of a peer that asks, and its thread: asks come in, blocks follow.
+//! The serving side of one connection, and its thread: asks come in, blocks follow.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -30,7 +30,7 @@ impl<'a> Stream<'a> {
         Ok(Self { shared, link, wire, asks })
     }
 
-    /// Until the peer hangs up, is late or malformed, or nothing was asked for long.
+    /// Serves until the peer hangs up, is late or malformed, or sends no ask for long.
     pub(in crate::transport::tcp) fn run(mut self) {
         if let Err(broken) = self.serve() {
             serve::part(self.shared, &self.link, &mut self.wire, &broken);
@@ -56,7 +56,7 @@ impl<'a> Stream<'a> {
         }
     }
 
-    /// Answers one block. False where the caller must answer first.
+    /// Answers one block. Returns false if the caller has yet to answer.
     fn answer(&mut self) -> Result<bool, Broken> {
         let Some(asked) = self.asks.answered(0) else { return Ok(false) };
         let at = asked.at;
@@ -81,7 +81,7 @@ impl<'a> Stream<'a> {
         Ok(true)
     }
 
-    /// When a part must have been sent, of an ask for which slots are held `since` then.
+    /// The limit for a part of an ask's block. `since` is the time at which its slots were granted.
     fn until(&self, since: Option<Instant>) -> Instant {
         let Limits { progress, whole, .. } = self.shared.config.limits;
         let part = now() + progress;

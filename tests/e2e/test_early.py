@@ -1,7 +1,7 @@
 """Blocks of another pod go on to the engine while later ones are still on the wire.
 
-See docs/decisions/0017-loads-begin-while-later-blocks-are-still-arriving.md. The wire stops after the first parts of the blocks,
-so the test sees the state in between.
+See docs/decisions/0017-loads-begin-while-later-blocks-are-still-arriving.md. The wire stops after the first parts of the
+blocks, so the test sees the state in between.
 """
 
 from __future__ import annotations

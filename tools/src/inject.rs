@@ -51,7 +51,7 @@ pub struct InjectOptions {
     /// Container that runs vLLM; needed if several containers may
     #[arg(long, value_name = "NAME")]
     pub container: Option<String>,
-    /// Who copies blocks on a GPU: the engine, or the faster sidecar. The sidecar needs the GPU, by the engine's
+    /// Side that copies blocks on a GPU: the engine, or the faster sidecar. The sidecar needs the GPU, by the engine's
     /// resource claim or the nodes' NVIDIA runtime
     #[arg(long, value_enum, default_value = "engine")]
     pub copy: CopySide,

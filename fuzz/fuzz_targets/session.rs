@@ -21,10 +21,10 @@ use shm_protocol::message::{Kind, Message, Slot, Status};
 use shm_protocol::region::Access;
 use shm_protocol::ring::RingMemory;
 use shm_protocol::session::{RegionRing, Ring, SessionMemory};
-use sidecar::clients::session::Session;
+use sidecar::clients::session::ClientSession;
 use sidecar::config::SsdAdmission;
 use sidecar::copiers::Copiers;
-use sidecar::core::{Action, CopyId, Core, Event, JobEnd, TierJob, disk_tier};
+use sidecar::core::{Action, CopyId, Core, CoreEvent, JobEnd, TierJob, disk_tier};
 use tiers::dram::{self, Dram};
 use tiers::ssd::{self, DeviceGeometry, DeviceJob, JobDone, JobFault, Recovered, SegmentLog};
 
@@ -37,7 +37,7 @@ const INSTRUCTIONS_MAX: usize = 400;
 
 /// A peer's session and the peer's own view of its memory.
 struct Peer {
-    session: Session,
+    session: ClientSession,
     memory: SessionMemory,
     tail: u32,
 }
@@ -155,7 +155,7 @@ impl World {
             segments_read: 8,
             last: true,
         };
-        world.handle(Event::Transferred { tier: 0, ends: vec![JobEnd::Recovered(found)] });
+        world.handle(CoreEvent::Transferred { tier: 0, ends: vec![JobEnd::Recovered(found)] });
         world
     }
 
@@ -164,7 +164,7 @@ impl World {
         let Some(job) = self.jobs.pop_front() else { return false };
         let result = if ok { Ok(()) } else { Err(JobFault::Corrupt("fuzz")) };
         let done = JobDone { device: 0, ticket: job.ticket, micros: 1, result };
-        self.handle(Event::Transferred { tier: 0, ends: vec![JobEnd::Disk(done)] });
+        self.handle(CoreEvent::Transferred { tier: 0, ends: vec![JobEnd::Disk(done)] });
         true
     }
 
@@ -183,13 +183,13 @@ impl World {
         } else {
             None
         };
-        let session = Session::new(memory.clone(), socket, eventfd(), rank);
+        let session = ClientSession::new(memory.clone(), socket, eventfd(), rank);
         self.peers.insert(id, Peer { session, memory, tail: 0 });
         let hello = Hello::new("fuzz".into(), 2, role);
-        self.handle(Event::Connected { session: id, hello: Box::new(hello) });
+        self.handle(CoreEvent::Connected { session: id, hello: Box::new(hello) });
     }
 
-    fn handle(&mut self, event: Event) {
+    fn handle(&mut self, event: CoreEvent) {
         self.core.handle(Duration::from_millis(self.now_ms), event, &mut self.out);
         let mut closing = Vec::new();
         while !self.out.is_empty() {
@@ -220,7 +220,7 @@ impl World {
             while let Some(session) = closing.pop() {
                 if self.peers.remove(&session).is_some() {
                     let now = Duration::from_millis(self.now_ms);
-                    self.core.handle(now, Event::Disconnected { session }, &mut self.out);
+                    self.core.handle(now, CoreEvent::Disconnected { session }, &mut self.out);
                 }
             }
         }
@@ -231,28 +231,28 @@ impl World {
         let ids: Vec<u64> = self.peers.keys().copied().collect();
         for id in ids {
             let Some(peer) = self.peers.get_mut(&id) else { continue };
-            let mut broken = peer.session.look().is_err();
+            let mut broken = peer.session.look_at_ring().is_err();
             while let Some(peer) = self.peers.get_mut(&id).filter(|_| !broken) {
-                match peer.session.read() {
-                    Ok(Some(request)) => self.handle(Event::Message { session: id, request }),
+                match peer.session.read_message() {
+                    Ok(Some(request)) => self.handle(CoreEvent::Message { session: id, request }),
                     Ok(None) => break,
                     Err(_) => broken = true,
                 }
             }
             let Some(peer) = self.peers.get_mut(&id) else { continue };
-            peer.session.release();
+            peer.session.release_read();
             if broken {
                 self.peers.remove(&id);
-                self.handle(Event::Disconnected { session: id });
+                self.handle(CoreEvent::Disconnected { session: id });
             } else if peer.session.rank().is_none() {
                 let void_below = peer.session.void_below();
-                self.handle(Event::Drained { session: id, void_below });
+                self.handle(CoreEvent::Drained { session: id, void_below });
             } else if let Some((start, done)) = peer.session.moved_fences() {
-                self.handle(Event::Fences { session: id, start, done });
+                self.handle(CoreEvent::Fences { session: id, start, done });
             }
         }
         if let Some(session) = self.core.behind() {
-            self.handle(Event::Behind { session });
+            self.handle(CoreEvent::Behind { session });
         }
     }
 
@@ -260,15 +260,15 @@ impl World {
         let ids: Vec<u64> = self.peers.keys().copied().collect();
         for id in ids {
             if self.peers.remove(&id).is_some() {
-                self.handle(Event::Disconnected { session: id });
+                self.handle(CoreEvent::Disconnected { session: id });
             }
         }
         while let Some(copy) = self.copies.pop_front() {
-            self.handle(Event::Copied { copy, ok: true });
+            self.handle(CoreEvent::Copied { copy, ok: true });
         }
         while self.end_job(true) {}
         self.now_ms += 1_000_000;
-        self.handle(Event::Tick);
+        self.handle(CoreEvent::Tick);
         while self.end_job(true) {}
         let stats = self.core.stats();
         assert_eq!((stats.sessions, stats.leases, self.core.busy()), (0, 0, false));
@@ -300,7 +300,7 @@ fuzz_target!(|bytes: &[u8]| {
             (1, Some(_)) => {
                 let session = whose.expect("it was found");
                 world.peers.remove(&session);
-                world.handle(Event::Disconnected { session });
+                world.handle(CoreEvent::Disconnected { session });
             }
             (2, Some(peer)) => post(peer, &input.slot()),
             (3, Some(peer)) => {
@@ -322,12 +322,12 @@ fuzz_target!(|bytes: &[u8]| {
             (6, _) => {
                 if let Some(copy) = world.copies.pop_front() {
                     let ok = input.byte() & 1 == 1;
-                    world.handle(Event::Copied { copy, ok });
+                    world.handle(CoreEvent::Copied { copy, ok });
                 }
             }
             (7, _) => {
                 world.now_ms += u64::from(input.byte()) * 10;
-                world.handle(Event::Tick);
+                world.handle(CoreEvent::Tick);
             }
             (8, Some(peer)) => peer.memory.write_block_id(input.byte().into(), input.byte().into()),
             (9 | 10, _) => world.turn(),

@@ -21,7 +21,7 @@ use clap::{CommandFactory, Parser, Subcommand};
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::SignalFd;
 use rustix::event::{PollFd, PollFlags};
-use sidecar::config::{self, Config, ConfigError, Level, LogFormat, Options};
+use sidecar::config::{self, ConfigError, LogFormat, ServeConfig, ServeOptions, Severity};
 use sidecar::error::StartError;
 use sidecar::logging::{self, LogLevel};
 use sidecar::runtime::server::Server;
@@ -54,7 +54,7 @@ enum Command {
         #[arg(long, hide = true)]
         below_init: bool,
         #[command(flatten)]
-        options: Box<Options>,
+        options: Box<ServeOptions>,
     },
     /// Query or control a running sidecar; see docs/configuration.md.
     Ctl(ctl::CtlOptions),
@@ -122,9 +122,9 @@ fn run_command(command: Command) -> anyhow::Result<ExitCode> {
             if below_init {
                 init::die_with_parent()?;
             }
-            let file = config.as_deref().map(Options::read).transpose()?.unwrap_or_default();
+            let file = config.as_deref().map(ServeOptions::read_file).transpose()?.unwrap_or_default();
             let config = options.or(file).complete()?;
-            let log = logging::start(config.log_level, config.log_format);
+            let log = logging::start_logging(config.log_level, config.log_format);
             Ok(serve_until_signal(&config, log).map_or_else(
                 |error| {
                     tracing::error!("{}", error_text(&error));
@@ -162,7 +162,7 @@ fn run_command(command: Command) -> anyhow::Result<ExitCode> {
             Ok(ExitCode::SUCCESS)
         }
         Command::Bench(options) => {
-            logging::start(Level::Warn, LogFormat::Text);
+            logging::start_logging(Severity::Warn, LogFormat::Text);
             print_answer(&bench::run_bench(&options, print_answer)?);
             Ok(ExitCode::SUCCESS)
         }
@@ -180,7 +180,7 @@ fn run_command(command: Command) -> anyhow::Result<ExitCode> {
 /// Runs the router until a signal ends it. SIGHUP has its files read again.
 fn run_router(options: router::RouteOptions) -> anyhow::Result<ExitCode> {
     heap::return_large_blocks();
-    logging::start(options.log_level, options.log_format);
+    logging::start_logging(options.log_level, options.log_format);
     let signals = signals(&[Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP])?;
     let (tell, told) = oneshot::channel();
     let reload = Arc::new(Notify::new());
@@ -238,11 +238,11 @@ fn examine(options: &doctor::DoctorOptions) -> ExitCode {
     }
 }
 
-fn serve_until_signal(config: &Config, log: LogLevel) -> anyhow::Result<()> {
+fn serve_until_signal(config: &ServeConfig, log: LogLevel) -> anyhow::Result<()> {
     let signals = signals(&[Signal::SIGTERM, Signal::SIGINT])?;
     // A write beyond RLIMIT_FSIZE is an error of this write.
     SigSet::from(Signal::SIGXFSZ).thread_block().context("cannot block signals")?;
-    for name in config::mistyped(&reference::list_variables(&Arguments::command())) {
+    for name in config::find_mistyped(&reference::list_variables(&Arguments::command())) {
         tracing::warn!("the environment variable {name} belongs to no option: correct its name, or unset it");
     }
     let server = Server::start(config, log)?;
@@ -268,7 +268,7 @@ fn signals(watched: &[Signal]) -> anyhow::Result<SignalFd> {
 
 /// Waits for SIGTERM, SIGINT or an operator's word (true), or for a thread that ended (false).
 fn wait_for_end(signals: &SignalFd, server: &Server) -> anyhow::Result<bool> {
-    let (ended, asked) = (server.ended(), server.asked());
+    let (ended, asked) = (server.end_signal(), server.asked());
     let mut watched = [
         PollFd::new(signals, PollFlags::IN),
         PollFd::new(&ended, PollFlags::IN),

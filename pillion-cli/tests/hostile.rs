@@ -1,13 +1,13 @@
 //! Broken and hostile engines against a `pillion` process. Each is closed with a reason; the engine beside it is served
 //! on with every byte right, the process lives, and nothing of the other is left.
 
+#[path = "hostile/admission.rs"]
+mod admission;
 mod client;
 #[path = "hostile/control.rs"]
 mod control;
 #[path = "hostile/death.rs"]
 mod death;
-#[path = "hostile/doorway.rs"]
-mod doorway;
 #[path = "hostile/floods.rs"]
 mod floods;
 #[path = "hostile/hoards.rs"]

@@ -19,7 +19,7 @@ use super::requests::PARAMS;
 use super::tokens::PromptSizes;
 use super::usage::Usage;
 use super::{Router, watch};
-use sidecar::pages::connections::first;
+use sidecar::pages::connections::run_until;
 
 /// An engine that has answered no prompt for so long is not waited for alone any more: the one that answers is asked, which knows by its
 /// sidecar whether the prompt is promised. It computes after a second where it is not. With a look and [`USAGE_TIME_MAX`] a client waits 5 s
@@ -202,7 +202,7 @@ impl Router {
         let limit = Duration::from_millis(self.options.prefill_timeout.as_millis());
         let breaks = Arc::clone(&asked.breaks);
         let ask = watch::ask_within(&engine, asked, limit);
-        let answer = first(ask, left_behind(&engine, begin, began)).await;
+        let answer = run_until(ask, left_behind(&engine, begin, began)).await;
         let answer = answer.unwrap_or(Err(ForwardError::Silent(watch::SILENCE_MAX)));
         breaks.count_break(&answer);
         share.note_answer(code_of(answer.as_ref().map(Response::status)));

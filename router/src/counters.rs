@@ -7,7 +7,7 @@ use prometheus::{IntCounter, IntCounterVec, Registry, TextEncoder};
 use super::figures::merge_families;
 use super::forward::ForwardError;
 use super::prompt::Whole;
-use sidecar::pages::metrics::figures::{counter, counters};
+use sidecar::pages::metrics::figures::{register_counter, register_counters};
 
 /// Counters of one router, all of them there before the first prompt.
 #[derive(Debug)]
@@ -61,19 +61,19 @@ impl RouteCounters {
     pub(super) fn new() -> Result<Self, prometheus::Error> {
         let registry = Registry::new();
         let prompts = "Requests by where they went. Prompts: pair, or why to one engine alone. Others: stored, everywhere (all engines), other (one engine), refused.";
-        let prompts = counters(&registry, "route_prompts_total", prompts, &["way"])?;
+        let prompts = register_counters(&registry, "route_prompts_total", prompts, &["way"])?;
         let failures = "Prompts that the engine asked to compute them did not, by reason; the one that answers computed them.";
-        let failures = counters(&registry, "route_prefill_failures_total", failures, &["reason"])?;
+        let failures = register_counters(&registry, "route_prefill_failures_total", failures, &["reason"])?;
         let retries =
             "Prompts that were asked for once more, since the engine that answers had given them up.";
-        let retries = counter(&registry, "route_retries_total", retries)?;
+        let retries = register_counter(&registry, "route_retries_total", retries)?;
         let first_tokens = "Streams that began with the token of the engine that computed the prompt.";
-        let first_tokens = counter(&registry, "route_first_tokens_total", first_tokens)?;
+        let first_tokens = register_counter(&registry, "route_first_tokens_total", first_tokens)?;
         let refused = "Requests refused; memory, client: bodies took all of --request-memory, or a client's half; slow: the body came too slowly; connections: too many clients.";
-        let refused = counters(&registry, "route_requests_refused_total", refused, &["reason"])?;
+        let refused = register_counters(&registry, "route_requests_refused_total", refused, &["reason"])?;
         let lines_dropped =
             "Lines of the access log that were not written, since standard output is read too slowly.";
-        let lines_dropped = counter(&registry, "route_access_lines_dropped_total", lines_dropped)?;
+        let lines_dropped = register_counter(&registry, "route_access_lines_dropped_total", lines_dropped)?;
         for way in Whole::ALL.map(Whole::name).into_iter().chain([PAIR, OTHER, EVERYWHERE, REFUSED]) {
             prompts.with_label_values(&[way]);
         }

@@ -10,7 +10,9 @@ use prometheus::proto::MetricFamily;
 use prometheus::{Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGauge, Registry};
 
 use super::handed_over::HandedOver;
-use sidecar::pages::metrics::figures::{counter, counters_of, gauge, register_metric, show};
+use sidecar::pages::metrics::figures::{
+    counters_of, register_counter, register_gauge, register_metric, show_gauge,
+};
 
 /// Seconds: from the first token of a short prompt to the longest answer.
 const BUCKETS: [f64; 14] = [5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0];
@@ -48,12 +50,12 @@ impl EngineFigures {
         let labels = labels.map(|(name, value)| (name.to_owned(), value)).into();
         let registry = Registry::new_custom(None, Some(labels))?;
         let up = "State of the engine: 1 while it is asked, 0 while it is left alone after a failure.";
-        let up = gauge(&registry, "route_engine_up", up)?;
+        let up = register_gauge(&registry, "route_engine_up", up)?;
         let load =
             "Work under way: tokens that a prefill engine has still to compute, requests of a decode engine.";
-        let load = gauge(&registry, "route_engine_load", load)?;
+        let load = register_gauge(&registry, "route_engine_load", load)?;
         let open = "Requests under way at the engine.";
-        let open = gauge(&registry, "route_engine_open_requests", open)?;
+        let open = register_gauge(&registry, "route_engine_open_requests", open)?;
         let answers = "Answers of the engine by status class, or by the reason why there was none; dropped: the router hung up first.";
         let answers = counters_of(&registry, "route_engine_answers_total", answers, "code", &CODES)?;
         let duration = |part| {
@@ -64,7 +66,7 @@ impl EngineFigures {
         };
         let (first, whole) = (duration("first")?, duration("whole")?);
         let retries = "Prompts of the engine that were put to engines once more, since the decode engine had given them up.";
-        let retries = counter(&registry, "route_engine_retries_total", retries)?;
+        let retries = register_counter(&registry, "route_engine_retries_total", retries)?;
         let hand_overs = "Computed prompts at the decode engine, counted at both; taken: it had most of one; recomputed: it computed one again; unstated: it does not say.";
         let results = HandedOver::ALL.map(HandedOver::name);
         let hand_overs =
@@ -98,7 +100,7 @@ impl EngineFigures {
     /// The families of this engine, with its state as it is now.
     pub(super) fn gather(&self, is_up: bool, load: u64) -> Vec<MetricFamily> {
         self.up.set(is_up.into());
-        show(&self.load, load);
+        show_gauge(&self.load, load);
         self.registry.gather()
     }
 }

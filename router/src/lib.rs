@@ -74,7 +74,7 @@ pub use self::server::serve_router;
 use self::server::{make_answer, make_failure};
 use self::tls::RouteTls;
 use self::tokens::TokenBytes;
-use sidecar::config::{IpPort, Level, LogFormat, Size, Time};
+use sidecar::config::{IpPort, LogFormat, Severity, Size, Time};
 
 const REQUEST_ID: &str = "x-request-id";
 /// A longer body is read by a thread of its own: streams go on meanwhile.
@@ -176,7 +176,7 @@ pub struct RouteOptions {
     pub tls_key: Option<PathBuf>,
     /// Least severe messages: error, warn, info or debug
     #[arg(long, env = "PILLION_LOG_LEVEL", default_value = "info", value_name = "LEVEL")]
-    pub log_level: Level,
+    pub log_level: Severity,
     /// How log lines are written: text, or json for one object a line
     #[arg(long, env = "PILLION_LOG_FORMAT", default_value = "text", value_name = "FORMAT")]
     pub log_format: LogFormat,

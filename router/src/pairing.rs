@@ -16,7 +16,7 @@ use super::engine::{LoadShare, RouteEngine};
 use super::forward::{Answer, PromptAsked, RouteRequest, continue_stream};
 use super::prompt::Whole;
 use super::{AskOrder, Router, first_token, requests};
-use sidecar::pages::connections::first;
+use sidecar::pages::connections::run_until;
 
 /// By load, longer prompts wait for the prefill engine alone. A decode engine waits 30 s: at 2,000 tokens a second this many are done.
 const AT_ONCE_TOKENS_MAX: u64 = 65_536;
@@ -135,7 +135,7 @@ impl Router {
                 pending().await
             }
         };
-        first(computing.outcome(), stalled).await
+        run_until(computing.outcome(), stalled).await
     }
 
     /// Answers a prompt by the engine of `share` and a decode engine, `spared` only if there is no other. Also returns the decode engine if
@@ -174,12 +174,14 @@ impl Router {
         let known = computing.outcome();
         let waiting = asked.with(&requests::make_decode(fields, requests::make_params(None)));
         let awaited = engine.await_prompt(Instant::now());
-        let opened = first(self.open_answer(spared, waiting, Some(computing)), failing).await;
+        let opened = run_until(self.open_answer(spared, waiting, Some(computing)), failing).await;
         drop(awaited);
         // A decode engine may give the prompt up in the same moment: it waited without effect too.
         let failure = match &opened {
             Some((_, None)) => None,
-            _ => first(known, ready(())).await.and_then(|outcome| outcome.as_ref().as_ref().err().copied()),
+            _ => {
+                run_until(known, ready(())).await.and_then(|outcome| outcome.as_ref().as_ref().err().copied())
+            }
         };
         match (opened, failure.filter(|failure| failure.is_soon())) {
             (Some(opened), None) => opened,

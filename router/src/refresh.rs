@@ -11,7 +11,7 @@ use tokio::time::sleep;
 use super::listed::EngineList;
 use super::names::{self, Names};
 use super::{RouteOptions, Router};
-use sidecar::pages::connections::first;
+use sidecar::pages::connections::run_until;
 
 /// Keeps a router's engines up to date.
 #[derive(Debug)]
@@ -69,7 +69,7 @@ impl Refresher {
     pub(super) async fn refresh_forever(mut self, reload: Arc<Notify>) {
         let pause = Duration::from_millis(self.router.options.refresh_interval.as_millis());
         loop {
-            if first(sleep(pause), reload.notified()).await.is_none() {
+            if run_until(sleep(pause), reload.notified()).await.is_none() {
                 tracing::info!("SIGHUP: files are read, and names are resolved");
                 // The log repeats errors after a signal.
                 self.reported.clear();

@@ -35,7 +35,7 @@ use super::refresh::Refresher;
 use super::tls::TowardsClients;
 use super::{REQUEST_ID, RouteOptions, Router, connector};
 use sidecar::clients::listener;
-use sidecar::pages::connections::{Admitted, Connections, first};
+use sidecar::pages::connections::{Admitted, Connections, run_until};
 
 /// A request line and headers come in one packet; who takes longer is not served.
 const HEADER_TIME_MAX: Duration = Duration::from_secs(30);
@@ -113,13 +113,13 @@ pub fn serve_router(
         let clients = Clients { router: Arc::clone(&router), connections, ended };
         {
             let mut accepting = pin!(clients.accept_all(&listener));
-            first(accepting.as_mut(), end).await;
+            run_until(accepting.as_mut(), end).await;
             router.is_draining.store(true, Ordering::Relaxed);
             tracing::info!(
                 ?drain_time,
                 "draining: /health answers 503, and clients are accepted for a while"
             );
-            first(accepting, tokio::time::sleep(drain_time)).await;
+            run_until(accepting, tokio::time::sleep(drain_time)).await;
         }
         clients.accept_rest(listener)?;
         let _ = ending.send(());
@@ -214,7 +214,7 @@ impl ClientConnection {
                 }
             }
         };
-        first(serving, closing).await;
+        run_until(serving, closing).await;
     }
 }
 
@@ -225,7 +225,7 @@ async fn greet(
     mut ended: Receiver<()>,
 ) -> Option<TlsStream<TcpStream>> {
     let greeting = timeout(HEADER_TIME_MAX, TlsAcceptor::from(tls.current()).accept(stream));
-    first(greeting, ending(&mut ended, &AtomicBool::new(false))).await?.ok()?.ok()
+    run_until(greeting, ending(&mut ended, &AtomicBool::new(false))).await?.ok()?.ok()
 }
 
 /// Answers the requests of one connection.
@@ -265,7 +265,7 @@ async fn converse<S: AsyncRead + AsyncWrite + Unpin>(
             .max_buf_size(BUFFER_BYTES)
             .serve_connection(TokioIo::new(stream), service)
     );
-    if first(serving.as_mut(), ending(&mut ended, &has_asked)).await.is_none() {
+    if run_until(serving.as_mut(), ending(&mut ended, &has_asked)).await.is_none() {
         serving.as_mut().graceful_shutdown();
         let _ = serving.await;
     }

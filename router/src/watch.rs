@@ -9,7 +9,7 @@ use tokio::time::Instant;
 
 use super::engine::RouteEngine;
 use super::forward::{ForwardError, RouteRequest};
-use sidecar::pages::connections::first;
+use sidecar::pages::connections::run_until;
 
 /// How often an engine that has not answered yet is asked for a sign of life, and how long it may give none.
 const LOOK: Duration = Duration::from_secs(1);
@@ -30,7 +30,7 @@ pub(super) async fn await_living<T>(
     engine: &RouteEngine,
     work: impl Future<Output = Result<T, ForwardError>>,
 ) -> Result<T, ForwardError> {
-    first(work, silence(engine)).await.unwrap_or(Err(ForwardError::Silent(SILENCE_MAX)))
+    run_until(work, silence(engine)).await.unwrap_or(Err(ForwardError::Silent(SILENCE_MAX)))
 }
 
 /// Ends once the engine's server has not answered for too long, or could not be reached.

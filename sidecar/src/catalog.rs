@@ -15,30 +15,30 @@ use shm_protocol::handshake::WorkerHello;
 use shm_protocol::key::NamespaceDigest;
 use shm_protocol::namespace::{self, Facts, WEIGHTS_LIVE};
 
-use crate::compare::Difference;
-use crate::core::{Barred, Proof, SessionId, Standing, whole};
-use crate::pages::quotas::{Level, Levels};
+use crate::compare::BlockDifference;
+use crate::core::{Barred, EngineStanding, Proof, SessionId, find_whole_engine};
+use crate::pages::quotas::{Levels, QuotaLevel};
 
 /// The catalog as shared by the data thread and the control thread.
 #[derive(Clone, Debug, Default)]
-pub struct Shared(Arc<Mutex<Catalog>>);
+pub struct SharedCatalog(Arc<Mutex<Catalog>>);
 
 /// Known namespaces, the sessions that serve them, and the standing of their engines.
 #[derive(Debug, Default)]
 pub struct Catalog {
-    known: BTreeMap<NamespaceDigest, Known>,
+    known: BTreeMap<NamespaceDigest, CatalogNamespace>,
     /// The namespace of each connected worker session.
     members: BTreeMap<SessionId, NamespaceDigest>,
     /// Connected engines barred from a namespace.
     barred: Vec<Barred>,
     /// Engines that are served.
-    standings: Vec<Standing>,
+    standings: Vec<EngineStanding>,
     facts_bytes: usize,
     connects: u64,
 }
 
 #[derive(Debug)]
-struct Known {
+struct CatalogNamespace {
     facts: Arc<Facts>,
     /// Digest of the facts without `weights_live`, which the sidecar adds.
     stated: NamespaceDigest,
@@ -52,7 +52,7 @@ struct Known {
 
 /// The facts of an engine's namespace and the size of its blocks.
 #[derive(Clone, Debug)]
-pub struct Blocks {
+pub struct EngineBlocks {
     /// All facts of the namespace.
     pub facts: Arc<Facts>,
     /// Bytes of a block, over all shards.
@@ -63,7 +63,7 @@ pub struct Blocks {
 
 /// A namespace as the control socket shows it.
 #[derive(Debug, Serialize)]
-pub struct Entry {
+pub struct CatalogEntry {
     /// Facts stated by its engines.
     pub facts: Arc<Facts>,
     pub engines: usize,
@@ -77,16 +77,16 @@ pub struct Entry {
     pub proofs: BTreeMap<String, Option<Proof>>,
     /// Its connected engines that are barred: their KV differs from the kept KV.
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub barred: Vec<Closed>,
+    pub barred: Vec<BarredEngine>,
     /// Its quota, and the bytes in use.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub quota: Option<Level>,
+    pub quota: Option<QuotaLevel>,
 }
 
 /// An engine barred from a namespace. The other fields come from this engine's own check; they are absent if
 /// it was barred by the checks of others.
 #[derive(Debug, Serialize)]
-pub struct Closed {
+pub struct BarredEngine {
     pub engine: String,
     /// Difference between its KV and the kept KV.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -99,9 +99,9 @@ pub struct Closed {
     pub layer: Option<u32>,
 }
 
-// === impl Shared ===
+// === impl SharedCatalog ===
 
-impl Shared {
+impl SharedCatalog {
     /// Locks the catalog. Each thread holds the lock only for short work in memory.
     pub fn lock(&self) -> MutexGuard<'_, Catalog> {
         // Nothing under this lock can panic half-way.
@@ -120,11 +120,13 @@ impl Catalog {
         &self,
         engine: &str,
         worker: &WorkerHello,
-        blocks: Option<&Blocks>,
+        blocks: Option<&EngineBlocks>,
     ) -> Result<Option<String>, String> {
         let (bytes, stated) = (block_bytes(worker), stated(&worker.facts));
-        let other =
-            self.known.iter().find(|(_, known)| known.stated == stated && !known.has(bytes, worker.shards));
+        let other = self
+            .known
+            .iter()
+            .find(|(_, known)| known.stated == stated && !known.matches_sizes(bytes, worker.shards));
         if let Some((digest, known)) = other {
             return Err(format!(
                 "namespace {digest} has blocks of {} bytes in {} shards, and this engine states the same facts with \
@@ -133,18 +135,18 @@ impl Catalog {
                 known.block_bytes, known.shards, worker.shards
             ));
         }
-        let Some(Blocks { facts, .. }) = blocks else { return Ok(None) };
+        let Some(EngineBlocks { facts, .. }) = blocks else { return Ok(None) };
         match &worker.expects {
             Some(expected) if *expected != namespace::digest_facts(facts).to_string() => {
                 Err(self.explain_other(expected, facts))
             }
-            _ => Ok(self.note(engine, facts)),
+            _ => Ok(self.note_near_miss(engine, facts)),
         }
     }
 
     /// A hint for the user of an engine that enters the namespace of these facts: the nearest other
     /// namespace, if no session of the engine serves this one.
-    pub fn note(&self, engine: &str, facts: &Facts) -> Option<String> {
+    pub fn note_near_miss(&self, engine: &str, facts: &Facts) -> Option<String> {
         let digest = namespace::digest_facts(facts);
         let is_first = self.known.get(&digest).is_none_or(|known| !known.serves(engine));
         is_first.then(|| self.near_miss(engine, digest, facts)).flatten()
@@ -170,15 +172,16 @@ impl Catalog {
     /// groups are left out: they differ by design.
     fn near_miss(&self, engine: &str, digest: NamespaceDigest, facts: &Facts) -> Option<String> {
         let is_new = !self.known.contains_key(&digest);
-        let same =
-            |known: &Known, name: &str| facts.get(name).is_some() && facts.get(name) == known.facts.get(name);
+        let same = |known: &CatalogNamespace, name: &str| {
+            facts.get(name).is_some() && facts.get(name) == known.facts.get(name)
+        };
         let near = self.known.iter().filter(|(other, known)| {
             **other != digest
                 && !known.serves_another_group_of(engine)
                 && (is_new || !known.engines.is_empty())
                 && ["model", "weights", "config"].iter().any(|name| same(known, name))
         });
-        let distance = |known: &Known| namespace::list_differences(facts, &known.facts).len();
+        let distance = |known: &CatalogNamespace| namespace::list_differences(facts, &known.facts).len();
         let (other, known) = near.min_by_key(|(_, known)| (distance(known), u64::MAX - known.seen))?;
         Some(format!(
             "near miss: namespace {digest} of this engine shares no block with {other}, which {} served here: {}",
@@ -189,17 +192,17 @@ impl Catalog {
 
     /// Adds worker sessions of an engine to their namespace, and removes them from their previous one.
     /// Returns true if they are the engine's first sessions in the namespace.
-    pub fn enter(&mut self, sessions: &[SessionId], engine: &str, blocks: &Blocks) -> bool {
-        let Blocks { facts, block_bytes, shards } = blocks;
+    pub fn enter_sessions(&mut self, sessions: &[SessionId], engine: &str, blocks: &EngineBlocks) -> bool {
+        let EngineBlocks { facts, block_bytes, shards } = blocks;
         let digest = namespace::digest_facts(facts);
         let moved = sessions.iter().filter(|id| self.members.get(id).is_some_and(|served| *served != digest));
-        moved.copied().collect::<Vec<_>>().into_iter().for_each(|session| self.leave(session));
+        moved.copied().collect::<Vec<_>>().into_iter().for_each(|session| self.leave_session(session));
         self.connects += 1;
         let seen = self.connects;
         let known = self.known.entry(digest).or_insert_with(|| {
             self.facts_bytes += bytes_of(facts);
             let (facts, stated) = (Arc::clone(facts), stated(facts));
-            Known {
+            CatalogNamespace {
                 facts,
                 stated,
                 block_bytes: *block_bytes,
@@ -212,35 +215,35 @@ impl Catalog {
         let is_first = !known.serves(engine);
         known.engines.extend(sessions.iter().map(|session| (*session, engine.to_owned())));
         self.members.extend(sessions.iter().map(|session| (*session, digest)));
-        self.forget();
+        self.forget_idle();
         is_first
     }
 
     /// Removes a session that ended. Sessions of schedulers are not in the catalog.
-    pub fn leave(&mut self, session: SessionId) {
+    pub fn leave_session(&mut self, session: SessionId) {
         let Some(digest) = self.members.remove(&session) else { return };
         let known = self.known.get_mut(&digest).expect("served namespaces are not forgotten");
         known.engines.remove(&session);
-        self.forget();
+        self.forget_idle();
     }
 
     /// Replaces the lists of barred and served engines.
-    pub fn show_engines(&mut self, barred: Vec<Barred>, standings: Vec<Standing>) {
+    pub fn show_engines(&mut self, barred: Vec<Barred>, standings: Vec<EngineStanding>) {
         (self.barred, self.standings) = (barred, standings);
     }
 
-    pub fn entries(&self, quotas: &Levels) -> Vec<(NamespaceDigest, Entry)> {
-        let entry = |(digest, known): (&NamespaceDigest, &Known)| {
+    pub fn entries(&self, quotas: &Levels) -> Vec<(NamespaceDigest, CatalogEntry)> {
+        let entry = |(digest, known): (&NamespaceDigest, &CatalogNamespace)| {
             let barred = self.barred.iter().filter(|barred| barred.base == *digest);
             let standings = self.standings.iter().filter(|standing| standing.base == *digest);
-            let entry = Entry {
+            let entry = CatalogEntry {
                 facts: Arc::clone(&known.facts),
                 engines: known.engines.values().collect::<std::collections::BTreeSet<_>>().len(),
                 block_bytes: known.block_bytes,
                 shards: known.shards,
                 proofs: standings.map(|standing| (standing.engine.clone(), standing.proof)).collect(),
-                barred: barred.map(Closed::from).collect(),
-                quota: quotas.of(*digest),
+                barred: barred.map(BarredEngine::from).collect(),
+                quota: quotas.of_namespace(*digest),
             };
             (*digest, entry)
         };
@@ -249,7 +252,7 @@ impl Catalog {
 
     /// The facts and block sizes of each namespace.
     pub fn stated(&self) -> Vec<(NamespaceDigest, StatedFacts)> {
-        let stated = |known: &Known| StatedFacts {
+        let stated = |known: &CatalogNamespace| StatedFacts {
             facts: Arc::clone(&known.facts),
             block_bytes: known.block_bytes,
             shards: known.shards,
@@ -260,7 +263,7 @@ impl Catalog {
     /// Drops the namespaces without engines, the least recently served first, while all facts take more than
     /// `FACTS_BYTES_MAX`: a connect compares its facts with all of them, which takes some milliseconds.
     /// Namespaces of connected engines stay; the number of sessions bounds them.
-    fn forget(&mut self) {
+    fn forget_idle(&mut self) {
         while self.facts_bytes > FACTS_BYTES_MAX {
             let idle = self.known.iter().filter(|(_, known)| known.engines.is_empty());
             let Some((&oldest, _)) = idle.min_by_key(|(_, known)| known.seen) else { return };
@@ -270,23 +273,23 @@ impl Catalog {
     }
 }
 
-// === impl Entry ===
+// === impl CatalogEntry ===
 
-impl Entry {
+impl CatalogEntry {
     /// The entry of a namespace that only peers have.
-    pub fn of_peers(stated: &StatedFacts, quota: Option<Level>) -> Self {
+    pub fn of_peers(stated: &StatedFacts, quota: Option<QuotaLevel>) -> Self {
         let StatedFacts { facts, block_bytes, shards } = stated;
         let (facts, block_bytes, shards) = (Arc::clone(facts), *block_bytes, *shards);
         Self { facts, engines: 0, block_bytes, shards, proofs: BTreeMap::new(), barred: Vec::new(), quota }
     }
 }
 
-// === impl Closed ===
+// === impl BarredEngine ===
 
-impl From<&Barred> for Closed {
+impl From<&Barred> for BarredEngine {
     fn from(barred: &Barred) -> Self {
         // JSON has no infinity.
-        let amount = |worst: &Difference| worst.amount.min(f64::MAX);
+        let amount = |worst: &BlockDifference| worst.amount.min(f64::MAX);
         Self {
             engine: barred.engine.clone(),
             difference: barred.worst.as_ref().map(amount),
@@ -296,28 +299,29 @@ impl From<&Barred> for Closed {
     }
 }
 
-// === impl Known ===
+// === impl CatalogNamespace ===
 
-impl Known {
+impl CatalogNamespace {
     fn serves(&self, engine: &str) -> bool {
         self.engines.values().any(|other| other == engine)
     }
 
     fn serves_another_group_of(&self, engine: &str) -> bool {
-        whole(engine).is_some_and(|engine| self.engines.values().any(|other| whole(other) == Some(engine)))
+        find_whole_engine(engine)
+            .is_some_and(|engine| self.engines.values().any(|other| find_whole_engine(other) == Some(engine)))
     }
 
-    fn has(&self, block_bytes: u64, shards: u32) -> bool {
+    fn matches_sizes(&self, block_bytes: u64, shards: u32) -> bool {
         (self.block_bytes, self.shards) == (block_bytes, shards)
     }
 }
 
-// === impl Blocks ===
+// === impl EngineBlocks ===
 
-impl Blocks {
+impl EngineBlocks {
     /// The blocks of a worker from its handshake; `None` if its namespace also depends on the weights of
     /// other ranks.
-    pub fn of(world_size: u32, worker: &WorkerHello) -> Option<Self> {
+    pub fn of_worker(world_size: u32, worker: &WorkerHello) -> Option<Self> {
         let live = worker.live_weights.map(|live| live.0);
         let known = world_size == 1 || live.is_none();
         known.then(|| Self {

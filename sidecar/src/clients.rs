@@ -1,6 +1,6 @@
 //! Engine processes: their connections, hellos and sessions.
 
-pub mod greeter;
+pub mod handshakes;
 pub mod listener;
 pub mod refusals;
 pub mod session;

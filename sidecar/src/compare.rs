@@ -34,7 +34,7 @@ pub struct Layers(Vec<(u64, Number)>);
 
 /// The difference of two blocks in their worst layer, relative to the limit of each layer.
 #[derive(Copy, Clone, Debug, PartialEq)]
-pub struct Difference {
+pub struct BlockDifference {
     /// Number of the layer, from 0, among the layers with KV.
     pub layer: u32,
     /// The layer's number format.
@@ -47,7 +47,7 @@ pub struct Difference {
 // === impl Number ===
 
 impl Number {
-    /// The largest difference of correct KV in the first layers; [`Difference::limit`] extends it to deeper
+    /// The largest difference of correct KV in the first layers; [`BlockDifference::limit`] extends it to deeper
     /// layers. The table has results of `benches/run gpu/limits` on an H200 and vLLM's CPU build: both
     /// runners, eager and compiled, prompts computed whole, in chunks, in batches and token by token, 4 to 80
     /// layers, by the same measure. Column `right` has the largest difference of correct KV in all checks,
@@ -75,7 +75,7 @@ impl Number {
         }
     }
 
-    fn bytes(self) -> usize {
+    fn width_bytes(self) -> usize {
         match self {
             Self::Float32 => 4,
             Self::Float16 | Self::Bfloat16 => 2,
@@ -84,7 +84,7 @@ impl Number {
     }
 
     /// The format of a page of this torch dtype, in an engine of these facts.
-    fn of(dtype: &str, facts: &Facts) -> Self {
+    fn of_dtype(dtype: &str, facts: &Facts) -> Self {
         let fact = |name: &str| facts.get(name).map_or("", String::as_str);
         // vLLM stores fp8 as uint8. A page can be compared as numbers only if it has no scales or one scale
         // for the whole tensor.
@@ -104,7 +104,7 @@ impl Number {
         }
     }
 
-    fn decode(self, bytes: &[u8]) -> f32 {
+    fn decode_number(self, bytes: &[u8]) -> f32 {
         let half = |low: u8, high: u8| u16::from_le_bytes([low, high]);
         match (self, bytes) {
             (Self::Float32, &[a, b, c, d]) => f32::from_le_bytes([a, b, c, d]),
@@ -147,8 +147,10 @@ impl Number {
             return differing as f64 / kept.len() as f64;
         }
         let (mut squares, mut differences) = (0.0, 0.0);
-        for (one, other) in kept.chunks_exact(self.bytes()).zip(computed.chunks_exact(self.bytes())) {
-            let (a, b) = (f64::from(self.decode(one)), f64::from(self.decode(other)));
+        for (one, other) in
+            kept.chunks_exact(self.width_bytes()).zip(computed.chunks_exact(self.width_bytes()))
+        {
+            let (a, b) = (f64::from(self.decode_number(one)), f64::from(self.decode_number(other)));
             if one == other {
                 squares += if a.is_finite() { a * a } else { 0.0 };
             } else if a.is_finite() && b.is_finite() {
@@ -163,7 +165,7 @@ impl Number {
 }
 
 /// A difference or a limit in millionths, capped at `u32::MAX`.
-pub fn millionths(amount: f64) -> u32 {
+pub fn count_millionths(amount: f64) -> u32 {
     (amount * 1e6).round() as u32
 }
 
@@ -192,14 +194,19 @@ fn e4m3(bits: u8) -> f32 {
 impl Layers {
     /// The layers stated by an engine's facts; one layer of plain bytes if the facts state no layers of
     /// `shard_bytes` bytes in all.
-    pub fn of(facts: &Facts, shard_bytes: u64) -> Self {
+    pub fn of_facts(facts: &Facts, shard_bytes: u64) -> Self {
         let stated =
             facts.get("page_form").and_then(|text| page_form::parse_layers(text)).unwrap_or_default();
         let whole = stated.iter().try_fold(0u64, |bytes, layer| bytes.checked_add(layer.bytes));
         if stated.is_empty() || whole != Some(shard_bytes) {
             return Self(vec![(shard_bytes, Number::Byte)]);
         }
-        Self(stated.iter().map(|layer| (layer.bytes, Number::of(layer.dtype.as_text(), facts))).collect())
+        Self(
+            stated
+                .iter()
+                .map(|layer| (layer.bytes, Number::of_dtype(layer.dtype.as_text(), facts)))
+                .collect(),
+        )
     }
 
     /// True if any layer has a number format other than bytes.
@@ -243,9 +250,9 @@ impl Layers {
         shards: u32,
         kept: impl Fn(u64, &mut [u8]),
         computed: impl Fn(u64, &mut [u8]),
-    ) -> Difference {
+    ) -> BlockDifference {
         let (mut one, mut other) = (Vec::new(), Vec::new());
-        let mut worst = Difference { layer: 0, number: self.0[0].1, amount: 0.0 };
+        let mut worst = BlockDifference { layer: 0, number: self.0[0].1, amount: 0.0 };
         let mut from = 0;
         for _ in 0..shards {
             for (layer, &(bytes, number)) in (0..).zip(&self.0) {
@@ -254,16 +261,16 @@ impl Layers {
                 kept(from, &mut one);
                 computed(from, &mut other);
                 from += bytes;
-                worst = worst.max(Difference { layer, number, amount: number.difference(&one, &other) });
+                worst = worst.max(BlockDifference { layer, number, amount: number.difference(&one, &other) });
             }
         }
         worst
     }
 }
 
-// === impl Difference ===
+// === impl BlockDifference ===
 
-impl Difference {
+impl BlockDifference {
     /// The largest allowed difference: for numbers it grows with the square root of the layer's number.
     pub fn limit(&self) -> f64 {
         match self.number {

@@ -18,13 +18,13 @@ use std::path::{Path, PathBuf};
 pub use shm_protocol::transport::default_socket;
 use thiserror::Error;
 
-pub use self::control::{Control, ControlTcp, Token, default_control_socket, read_token};
+pub use self::control::{ControlEndpoints, ControlTcp, Token, default_control_socket, read_token};
 pub use self::disk::{Disk, SsdAdmission, SsdIo};
-pub use self::environment::mistyped;
+pub use self::environment::find_mistyped;
 pub use self::mesh::next_port;
-pub use self::mesh::{Mesh, MeshOptions, Nics, Tcp};
-use self::quotas::Quota;
-pub use self::values::{IpPort, Level, LogFormat, Size, Time, UseGpu};
+pub use self::mesh::{Mesh, MeshOptions, MeshTcp, Nics};
+use self::quotas::NamespaceQuota;
+pub use self::values::{IpPort, LogFormat, Severity, Size, Time, UseGpu};
 
 /// The default address of the admin pages.
 pub const HTTP_DEFAULT: IpPort = IpPort(SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 9440));
@@ -51,7 +51,18 @@ macro_rules! texts_of_the_file {
         }
     )*};
 }
-texts_of_the_file!(Disk, IpPort, Level, LogFormat, Quota, Size, SsdAdmission, SsdIo, Time, UseGpu);
+texts_of_the_file!(
+    Disk,
+    IpPort,
+    Severity,
+    LogFormat,
+    NamespaceQuota,
+    Size,
+    SsdAdmission,
+    SsdIo,
+    Time,
+    UseGpu
+);
 
 /// Parses the name of a named enum; the error lists all names.
 macro_rules! choices {
@@ -69,7 +80,7 @@ macro_rules! choices {
     )*};
 }
 choices! {
-    Level: "a log level",
+    Severity: "a log level",
     LogFormat: "a log format",
     SsdAdmission: "an admission rule",
     SsdIo: "a way to move bytes",
@@ -78,7 +89,7 @@ choices! {
 
 options! {
     /// Options of `pillion serve`, each as a flag and as a key of the file.
-    pub struct Options;
+    pub struct ServeOptions;
     /// The options with their defaults.
     pub struct SettledOptions;
 
@@ -145,7 +156,7 @@ options! {
     /// The namespace is 8 to 32 hex digits, or `others` for all namespaces without a quota of their own. At most 256
     /// quotas. The configuration file takes a list.
     #[arg(long, value_name = "NAMESPACE=SIZE", value_delimiter = ',')]
-    quota: Option<Vec<Quota>>,
+    quota: Option<Vec<NamespaceQuota>>,
     /// Group, by name or number, whose members may connect in addition to this user and root
     ///
     /// Members are processes with this primary group, and the group's users in /etc/group of the sidecar's container.
@@ -194,7 +205,7 @@ options! {
     ///
     /// Messages go to standard error.
     #[arg(long, value_name = "LEVEL")]
-    log_level: Option<Level> = Level::Info,
+    log_level: Option<Severity> = Severity::Info,
     /// Format of log lines: text, or json with one object a line
     ///
     /// An object holds timestamp, level, message, and the fields of the message.
@@ -204,15 +215,15 @@ options! {
 
 /// A complete configuration within its limits.
 #[derive(Clone, Debug)]
-pub struct Config {
+pub struct ServeConfig {
     pub socket: PathBuf,
     pub dram: Size,
     pub http: SocketAddr,
     /// Limits of namespaces.
-    pub quotas: Vec<Quota>,
+    pub quotas: Vec<NamespaceQuota>,
     /// The mesh of this node.
     pub mesh: Option<Mesh>,
-    pub control: Control,
+    pub control: ControlEndpoints,
     settled: SettledOptions,
 }
 
@@ -266,11 +277,11 @@ pub enum ConfigError {
     },
 }
 
-// === impl Options ===
+// === impl ServeOptions ===
 
-impl Options {
+impl ServeOptions {
     /// Reads a configuration file.
-    pub fn read(path: &Path) -> Result<Self, ConfigError> {
+    pub fn read_file(path: &Path) -> Result<Self, ConfigError> {
         let unreadable = |source| ConfigError::Unreadable { path: path.to_owned(), source };
         let malformed = |text: String| ConfigError::Malformed { path: path.to_owned(), text };
         let bytes = std::fs::metadata(path).map_err(unreadable)?.len();
@@ -281,7 +292,7 @@ impl Options {
         toml::from_str(&text).map_err(|error| malformed(error.to_string()))
     }
 
-    pub fn complete(self) -> Result<Config, ConfigError> {
+    pub fn complete(self) -> Result<ServeConfig, ConfigError> {
         let settled = self.settle();
         let (lease, handover) = (settled.lease_ttl, settled.handover_ttl);
         let rule = "10s to 600s: a shorter lease may end before its load is read";
@@ -295,8 +306,8 @@ impl Options {
         let socket = settled.socket.clone().unwrap_or_else(default_socket);
         let control = settled.control_socket.clone().unwrap_or_else(|| default_control_socket(&socket));
         let listen = settled.control_listen.map(|listen| listen.0);
-        let config = Config {
-            control: control::complete(control, listen, settled.control_token_file.as_deref())?,
+        let config = ServeConfig {
+            control: control::complete_control(control, listen, settled.control_token_file.as_deref())?,
             socket,
             dram: settled.dram.ok_or(ConfigError::DramMissing)?,
             http: settled.http.0,
@@ -304,9 +315,9 @@ impl Options {
             mesh: settled.mesh.clone().complete()?,
             settled,
         };
-        quotas::check(&config.quotas)?;
-        disk::check(&config.ssd)?;
-        memory::check(&config)?;
+        quotas::check_quotas(&config.quotas)?;
+        disk::check_disks(&config.ssd)?;
+        memory::check_memory(&config)?;
         Ok(config)
     }
 }
@@ -320,9 +331,9 @@ fn check_range(
     if valid { Ok(()) } else { Err(ConfigError::Range { option, value: value.to_string(), rule }) }
 }
 
-// === impl Config ===
+// === impl ServeConfig ===
 
-impl std::ops::Deref for Config {
+impl std::ops::Deref for ServeConfig {
     type Target = SettledOptions;
 
     fn deref(&self) -> &SettledOptions {
@@ -330,7 +341,7 @@ impl std::ops::Deref for Config {
     }
 }
 
-impl Config {
+impl ServeConfig {
     /// A warning for a sidecar with a GPU and little memory beside the pool in its container's limit.
     pub fn too_little_for_a_gpu(&self) -> Option<String> {
         memory::too_little_for_a_gpu(self)
@@ -341,7 +352,7 @@ impl Config {
 mod tests {
     use super::*;
 
-    fn parse(text: &str) -> Result<Options, toml::de::Error> {
+    fn parse(text: &str) -> Result<ServeOptions, toml::de::Error> {
         toml::from_str(text)
     }
 
@@ -349,7 +360,7 @@ mod tests {
     fn the_command_line_overrides_the_file() {
         let file =
             parse("dram = \"2MiB\"\nsocket = \"/a\"\nlease-ttl = \"12500ms\"\nhttp = \"[::1]:1\"").unwrap();
-        let flags = Options { dram: Some("4MiB".parse().unwrap()), ..Options::default() };
+        let flags = ServeOptions { dram: Some("4MiB".parse().unwrap()), ..ServeOptions::default() };
         let config = flags.or(file).complete().unwrap();
         assert_eq!(config.dram.as_bytes(), 4 << 20);
         assert_eq!(config.socket, Path::new("/a"));
@@ -364,8 +375,11 @@ mod tests {
         let config = file.clone().complete().unwrap();
         assert_eq!((config.ssd.len(), config.ssd_admission), (2, SsdAdmission::All));
         let admission = Some(SsdAdmission::SecondHit);
-        let flags =
-            Options { ssd: vec!["/z:1GiB".parse().unwrap()], ssd_admission: admission, ..Options::default() };
+        let flags = ServeOptions {
+            ssd: vec!["/z:1GiB".parse().unwrap()],
+            ssd_admission: admission,
+            ..ServeOptions::default()
+        };
         let config = flags.or(file).complete().unwrap();
         assert_eq!((config.ssd[0].path.to_str(), config.ssd.len()), (Some("/z"), 1));
         assert_eq!(config.ssd_admission, SsdAdmission::SecondHit);
@@ -376,7 +390,7 @@ mod tests {
     fn gpus_are_served_unless_switched_off() {
         let file = parse("dram = \"4MiB\"\nsocket = \"/a\"\ngpu = \"off\"").unwrap();
         assert_eq!(file.clone().complete().unwrap().gpu, UseGpu::Off);
-        let flags = Options { gpu: Some(UseGpu::Auto), ..Options::default() };
+        let flags = ServeOptions { gpu: Some(UseGpu::Auto), ..ServeOptions::default() };
         assert_eq!(flags.or(file).complete().unwrap().gpu, UseGpu::Auto);
         let error = parse("gpu = \"cuda:0\"").unwrap_err().to_string();
         assert!(error.contains("cuda:0") && error.contains("auto, off"), "{error}");
@@ -389,7 +403,8 @@ mod tests {
         let config = file.clone().complete().unwrap();
         assert!(config.hugepages);
         assert_eq!(config.quotas[1], "0123ABCD=2MiB".parse().unwrap());
-        let flags = Options { hugepages: Some(false), quota: Some(Vec::new()), ..Options::default() };
+        let flags =
+            ServeOptions { hugepages: Some(false), quota: Some(Vec::new()), ..ServeOptions::default() };
         let config = flags.or(file).complete().unwrap();
         assert!(!config.hugepages && config.quotas.is_empty());
         assert!(parse("quota = [\"1GiB\"]").unwrap_err().to_string().contains("others=5GiB"));
@@ -408,17 +423,22 @@ mod tests {
 
     #[test]
     fn what_is_missing_or_out_of_range_is_said() {
-        let socket = || Options { socket: Some("/a".into()), ..Options::default() };
+        let socket = || ServeOptions { socket: Some("/a".into()), ..ServeOptions::default() };
         assert!(matches!(socket().complete(), Err(ConfigError::DramMissing)));
-        let dram = || Options { dram: Some("4MiB".parse().unwrap()), ..socket() };
-        let view = Options { pool_view: Some("/view".into()), ..dram() };
+        let dram = || ServeOptions { dram: Some("4MiB".parse().unwrap()), ..socket() };
+        let view = ServeOptions { pool_view: Some("/view".into()), ..dram() };
         assert!(matches!(view.complete(), Err(ConfigError::ViewAlone)));
         for wrong in ["601s", "9999ms", "10ms", "0s"] {
-            let options = Options { lease_ttl: Some(wrong.parse().unwrap()), ..dram() };
+            let options = ServeOptions { lease_ttl: Some(wrong.parse().unwrap()), ..dram() };
             assert!(options.complete().unwrap_err().to_string().contains("10s to 600s"), "{wrong}");
         }
-        let many = Options { copy_threads: Some(33), ..dram() };
+        let many = ServeOptions { copy_threads: Some(33), ..dram() };
         assert!(many.complete().unwrap_err().to_string().contains("1 to 32"));
-        assert!(Options::read(Path::new("/nonexistent")).unwrap_err().to_string().contains("/nonexistent"));
+        assert!(
+            ServeOptions::read_file(Path::new("/nonexistent"))
+                .unwrap_err()
+                .to_string()
+                .contains("/nonexistent")
+        );
     }
 }

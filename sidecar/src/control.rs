@@ -34,14 +34,14 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::UnixListener;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-use self::refusals::{Cause, Refused, RefusedRequests};
+use self::refusals::{ControlRefusal, ControlRefusalCause, RefusedRequests};
 pub use self::requests::{ANSWER_TIME_MAX, EVICTION_TIME_MAX};
 use crate::catalog;
-use crate::clients::listener::{Listener, Use};
+use crate::clients::listener::{Listener, SocketUse};
 use crate::config::{self, ControlTcp, Token};
 use crate::control::inbox::Inbox;
 use crate::error::StartError;
-use crate::forecaster::Foretold;
+use crate::forecaster::ForecastCounts;
 use crate::logging::LogLevel;
 use crate::pages::quotas::Levels;
 
@@ -61,11 +61,11 @@ const CONNECTION_TIME_MAX: Duration = Duration::from_secs(120);
 #[derive(Debug)]
 pub struct Parts {
     pub inbox: Arc<Inbox>,
-    pub catalog: catalog::Shared,
+    pub catalog: catalog::SharedCatalog,
     /// The mesh, for requests to peers; `None` without a mesh.
     pub mesh: Option<NamespaceAsker>,
     pub quotas: Levels,
-    pub foretold: Foretold,
+    pub forecast: ForecastCounts,
     pub log: LogLevel,
 }
 
@@ -87,7 +87,7 @@ pub struct Sockets {
 
 /// Running servers, until the process ends; the UNIX socket is removed on drop.
 #[derive(Debug)]
-pub struct Served {
+pub struct ServedControl {
     _unix: Listener,
     tcp: Option<SocketAddr>,
     end: Arc<OwnedFd>,
@@ -95,11 +95,11 @@ pub struct Served {
 
 /// Marks an answer: the sidecar ends once it is sent.
 #[derive(Copy, Clone, Debug)]
-struct Last;
+struct EndMarker;
 
 /// A client, and its permission.
 #[derive(Clone, Debug)]
-enum Caller {
+enum ControlCaller {
     /// The reason of the refusal, if the client's user may not use the socket.
     Unix(Result<(), String>),
     /// The client must pass this token.
@@ -109,9 +109,9 @@ enum Caller {
 // === impl Sockets ===
 
 impl Sockets {
-    /// Binds both sockets. Connections are answered only after [`Sockets::serve`].
-    pub fn bind(control: &config::Control) -> Result<Self, StartError> {
-        let unix = Listener::bind(&control.socket, Use::Control, None)?;
+    /// Binds both sockets. Connections are answered only after [`Sockets::serve_sockets`].
+    pub fn bind(control: &config::ControlEndpoints) -> Result<Self, StartError> {
+        let unix = Listener::bind(&control.socket, SocketUse::Control, None)?;
         let bind = |ControlTcp { listen, token }: &ControlTcp| {
             let listener = TcpListener::bind(listen)
                 .map_err(|source| StartError::Control { address: *listen, source })?;
@@ -121,7 +121,7 @@ impl Sockets {
     }
 
     /// Serves both sockets on a new thread, and counts refused requests in `registry`.
-    pub fn serve(self, parts: Parts, registry: &Registry) -> Result<Served, StartError> {
+    pub fn serve_sockets(self, parts: Parts, registry: &Registry) -> Result<ServedControl, StartError> {
         let refusals = RefusedRequests::new(registry)?;
         let end = Arc::new(wait::make_eventfd().map_err(std::io::Error::from)?);
         let handler = Arc::new(Handler { parts, end: Arc::clone(&end), refusals });
@@ -136,27 +136,27 @@ impl Sockets {
             let beside = tcp.map(|(listener, token)| {
                 let tcp = tokio::net::TcpListener::from_std(listener)
                     .expect("a non-blocking listener of this process");
-                let accept = async move || Ok((tcp.accept().await?.0, Caller::Tcp(token.clone())));
+                let accept = async move || Ok((tcp.accept().await?.0, ControlCaller::Tcp(token.clone())));
                 tokio::spawn(serve_all(accept, Arc::clone(&handler)))
             });
             let accept = async move || {
                 let (stream, _) = unix.accept().await?;
-                let caller = Caller::Unix(Listener::permits_alone(&stream));
+                let caller = ControlCaller::Unix(Listener::permits_alone(&stream));
                 Ok((stream, caller))
             };
             serve_all(accept, handler).await;
             drop(beside);
         };
         thread::Builder::new().name("pillion-control".into()).spawn(move || runtime.block_on(serve))?;
-        Ok(Served { _unix: unix, tcp: bound, end })
+        Ok(ServedControl { _unix: unix, tcp: bound, end })
     }
 }
 
-// === impl Served ===
+// === impl ServedControl ===
 
-impl Served {
+impl ServedControl {
     /// A descriptor, readable once a client has requested the sidecar's end.
-    pub fn end(&self) -> BorrowedFd<'_> {
+    pub fn end_signal(&self) -> BorrowedFd<'_> {
         self.end.as_fd()
     }
 
@@ -168,15 +168,15 @@ impl Served {
 
 /// Serves the connections of `accept`, at most [`CONNECTIONS_MAX`] at once.
 async fn serve_all<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
-    accept: impl AsyncFn() -> std::io::Result<(S, Caller)>,
+    accept: impl AsyncFn() -> std::io::Result<(S, ControlCaller)>,
     handler: Arc<Handler>,
 ) {
-    let seats = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+    let permits = Arc::new(Semaphore::new(CONNECTIONS_MAX));
     loop {
-        let seat = Arc::clone(&seats).acquire_owned().await.expect("never closed");
+        let permit = Arc::clone(&permits).acquire_owned().await.expect("never closed");
         match accept().await {
             Ok((stream, caller)) => {
-                tokio::spawn(connection(stream, caller, Arc::clone(&handler), seat));
+                tokio::spawn(connection(stream, caller, Arc::clone(&handler), permit));
             }
             // The process has no descriptors left: a pause keeps the loop from spinning.
             Err(_) => tokio::time::sleep(Duration::from_millis(100)).await,
@@ -187,14 +187,14 @@ async fn serve_all<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
 /// Serves one connection until either side closes it or its time is over.
 async fn connection(
     stream: impl AsyncRead + AsyncWrite + Unpin,
-    caller: Caller,
+    caller: ControlCaller,
     handler: Arc<Handler>,
-    seat: OwnedSemaphorePermit,
+    permit: OwnedSemaphorePermit,
 ) {
     let last = AtomicBool::new(false);
     let service = service_fn(|request| async {
         let answer = handler.respond(&caller, request).await;
-        last.fetch_or(answer.extensions().get::<Last>().is_some(), Ordering::Relaxed);
+        last.fetch_or(answer.extensions().get::<EndMarker>().is_some(), Ordering::Relaxed);
         Ok::<_, Infallible>(answer)
     });
     let served = http1::Builder::new()
@@ -205,25 +205,27 @@ async fn connection(
     match tokio::time::timeout(CONNECTION_TIME_MAX, served).await {
         // A client may close its connection early.
         Ok(Ok(())) => {}
-        Ok(Err(error)) if error.is_timeout() => handler.refusals.count(Cause::Slow),
-        Ok(Err(error)) if error.is_parse() => handler.refusals.count(Cause::Malformed),
+        Ok(Err(error)) if error.is_timeout() => handler.refusals.count_refusal(ControlRefusalCause::Slow),
+        Ok(Err(error)) if error.is_parse() => handler.refusals.count_refusal(ControlRefusalCause::Malformed),
         Ok(Err(_)) => {}
-        Err(_) => handler.refusals.count(Cause::Slow),
+        Err(_) => handler.refusals.count_refusal(ControlRefusalCause::Slow),
     }
     // The client that requested the end has its answer by now, or has closed the connection.
     if last.into_inner() {
         wait::signal_eventfd(&handler.end);
     }
-    drop(seat);
+    drop(permit);
 }
 
-// === impl Caller ===
+// === impl ControlCaller ===
 
-impl Caller {
+impl ControlCaller {
     /// Refuses a client of another user or with a wrong token.
-    fn check(&self, request: &Request<Incoming>) -> Result<(), Refused> {
+    fn check_permission(&self, request: &Request<Incoming>) -> Result<(), ControlRefusal> {
         match self {
-            Self::Unix(permitted) => permitted.clone().map_err(|text| Refused::new(Cause::User, text)),
+            Self::Unix(permitted) => {
+                permitted.clone().map_err(|text| ControlRefusal::new(ControlRefusalCause::User, text))
+            }
             Self::Tcp(token) => {
                 let said = request.headers().get(AUTHORIZATION).and_then(|value| value.to_str().ok());
                 let said = said.and_then(|value| value.strip_prefix("Bearer "));
@@ -231,7 +233,7 @@ impl Caller {
                      Bearer TOKEN";
                 match said.is_some_and(|said| token.is(said)) {
                     true => Ok(()),
-                    false => Err(Refused::new(Cause::Token, text)),
+                    false => Err(ControlRefusal::new(ControlRefusalCause::Token, text)),
                 }
             }
         }
@@ -241,37 +243,39 @@ impl Caller {
 // === impl Handler ===
 
 impl Handler {
-    async fn respond(&self, caller: &Caller, request: Request<Incoming>) -> Response<String> {
-        let result = match caller.check(&request) {
+    async fn respond(&self, caller: &ControlCaller, request: Request<Incoming>) -> Response<String> {
+        let result = match caller.check_permission(&request) {
             Ok(()) => self.read_and_answer(request).await,
             Err(refused) => Err(refused),
         };
-        result.unwrap_or_else(|Refused { cause, text }| {
-            self.refusals.count(cause);
+        result.unwrap_or_else(|ControlRefusal { cause, text }| {
+            self.refusals.count_refusal(cause);
             tracing::debug!(cause = cause.name(), reason = text, "a control request was refused");
             page(cause.status(), &json!({ "error": text }))
         })
     }
 
-    async fn read_and_answer(&self, request: Request<Incoming>) -> Result<Response<String>, Refused> {
+    async fn read_and_answer(&self, request: Request<Incoming>) -> Result<Response<String>, ControlRefusal> {
         let (head, body) = request.into_parts();
         let body = Limited::new(body, BODY_BYTES_MAX).collect();
         let body = match tokio::time::timeout(BODY_TIME_MAX, body).await {
             Ok(Ok(body)) => body.to_bytes(),
             Ok(Err(error)) if error.is::<http_body_util::LengthLimitError>() => {
                 let text = format!("the request is too long: send at most {BODY_BYTES_MAX} bytes");
-                return Err(Refused::new(Cause::TooLarge, text));
+                return Err(ControlRefusal::new(ControlRefusalCause::TooLarge, text));
             }
-            Ok(Err(error)) => return Err(Refused::new(Cause::Malformed, error.to_string())),
+            Ok(Err(error)) => {
+                return Err(ControlRefusal::new(ControlRefusalCause::Malformed, error.to_string()));
+            }
             Err(_) => {
                 let text = format!(
                     "the body of the request did not arrive within {} s: send it faster",
                     BODY_TIME_MAX.as_secs()
                 );
-                return Err(Refused::new(Cause::Slow, text));
+                return Err(ControlRefusal::new(ControlRefusalCause::Slow, text));
             }
         };
-        self.answer(&head.method, head.uri.path(), &body).await
+        self.answer_request(&head.method, head.uri.path(), &body).await
     }
 }
 

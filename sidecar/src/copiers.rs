@@ -19,20 +19,20 @@ use shm_protocol::wait;
 use tiers::pool::Pool;
 
 use self::gpu::contexts::Contexts;
-use self::gpu::link::Links;
-use self::gpu::{Asked, GpuRank};
+use self::gpu::link::GpuLinks;
+use self::gpu::{GpuRank, GpuRankRequest};
 use self::host::{HostCopiers, HostRank};
 use self::staged::StagedRank;
-use crate::core::{CopyId, Direction, Findings, Inspection, Piece, SessionId};
+use crate::core::{CopyDirection, CopyId, Findings, Inspection, RankBlock, SessionId};
 use crate::memory::pinning::Pinned;
 use crate::system::wake::EndSignal;
 
 /// The memory of a worker session.
 #[derive(Clone, Debug)]
-pub struct Rank(Memory);
+pub struct Rank(RankMemory);
 
 #[derive(Clone, Debug)]
-enum Memory {
+enum RankMemory {
     Host(Arc<HostRank>),
     Gpu(Arc<GpuRank>),
     Staged(Arc<StagedRank>),
@@ -40,13 +40,13 @@ enum Memory {
 
 /// A batch of copies of one rank.
 #[derive(Debug)]
-pub struct Batch {
+pub struct CopyBatch {
     /// Its id in the core.
     pub copy: CopyId,
     /// The session of its engine's scheduler. Threads serve engines in turn.
     pub engine: SessionId,
-    pub direction: Direction,
-    pub pieces: Vec<Piece>,
+    pub direction: CopyDirection,
+    pub pieces: Vec<RankBlock>,
     /// For loads: the operation, stopped by a closed gate.
     pub load_op: u64,
     /// True if a step of the engine waits for it.
@@ -66,7 +66,7 @@ type Inspected = ((SessionId, u64), Findings);
 
 /// An event of a session's rank on a GPU.
 #[derive(Debug)]
-pub enum RankNews {
+pub enum RankEvent {
     /// Its memory was opened, or could not be: the error names the remedy.
     Opened(Result<Rank, String>),
     /// A copy of it is stuck behind a closed gate. Nothing more is copied, and copies in flight may never
@@ -80,21 +80,21 @@ pub struct Copiers {
     host: HostCopiers,
     pool: Arc<Pool>,
     pinned: Arc<Pinned>,
-    links: Links,
+    links: GpuLinks,
     contexts: Contexts<Gpu>,
-    ends: Ends,
+    ends: CopyEnds,
     finished: mpsc::Receiver<Finished>,
     inspected: mpsc::Receiver<Inspected>,
-    ranks: mpsc::Receiver<(SessionId, RankNews)>,
+    ranks: mpsc::Receiver<(SessionId, RankEvent)>,
     running: usize,
 }
 
 /// The senders of all results.
 #[derive(Clone, Debug)]
-struct Ends {
+struct CopyEnds {
     finished: mpsc::Sender<Finished>,
     inspected: mpsc::Sender<Inspected>,
-    ranks: mpsc::Sender<(SessionId, RankNews)>,
+    ranks: mpsc::Sender<(SessionId, RankEvent)>,
     wake: Arc<OwnedFd>,
 }
 
@@ -104,9 +104,9 @@ impl Rank {
     /// Stops further copies; running ones end within milliseconds.
     pub fn stop(&self) {
         match &self.0 {
-            Memory::Host(rank) => rank.stop(),
-            Memory::Gpu(rank) => rank.stop(),
-            Memory::Staged(rank) => rank.stop(),
+            RankMemory::Host(rank) => rank.stop(),
+            RankMemory::Gpu(rank) => rank.stop(),
+            RankMemory::Staged(rank) => rank.stop(),
         }
     }
 
@@ -114,15 +114,17 @@ impl Rank {
     /// engine broke the protocol.
     pub fn staged(&self, tag: u64, slot: u32, ok: bool) -> Result<(), String> {
         match &self.0 {
-            Memory::Host(_) | Memory::Gpu(_) => Err("a rank without a staging segment sent STAGED".into()),
-            Memory::Staged(rank) => rank.staged(tag, slot, ok),
+            RankMemory::Host(_) | RankMemory::Gpu(_) => {
+                Err("a rank without a staging segment sent STAGED".into())
+            }
+            RankMemory::Staged(rank) => rank.staged(tag, slot, ok),
         }
     }
 }
 
-// === impl Ends ===
+// === impl CopyEnds ===
 
-impl Ends {
+impl CopyEnds {
     /// Reports the end of a batch. Returns false once the receiver is gone.
     fn report(&self, finished: Finished) -> bool {
         let asked = self.finished.send(finished).is_ok();
@@ -131,7 +133,7 @@ impl Ends {
     }
 
     /// Reports the end of an inspection. Returns false once the receiver is gone.
-    fn tell(&self, inspected: Inspected) -> bool {
+    fn report_inspected(&self, inspected: Inspected) -> bool {
         let asked = self.inspected.send(inspected).is_ok();
         self.wake();
         asked
@@ -139,17 +141,17 @@ impl Ends {
 
     /// Reports the opened memory of a rank, or the reason of the failure.
     fn opened(&self, session: SessionId, rank: Result<Rank, String>) {
-        self.tell_of(session, RankNews::Opened(rank));
+        self.tell_of(session, RankEvent::Opened(rank));
     }
 
     /// Reports a stuck rank.
     fn parked(&self, session: SessionId, engine: String) {
-        self.tell_of(session, RankNews::Parked(engine));
+        self.tell_of(session, RankEvent::Parked(engine));
     }
 
-    fn tell_of(&self, session: SessionId, news: RankNews) {
+    fn tell_of(&self, session: SessionId, event: RankEvent) {
         // The receiver is gone when the sidecar ends.
-        let _ = self.ranks.send((session, news));
+        let _ = self.ranks.send((session, event));
         self.wake();
     }
 
@@ -163,7 +165,7 @@ impl Ends {
 impl Copiers {
     /// Starts `threads` threads for copies between host memory and `pool`. GPUs reach the `pinned` part of
     /// the pool.
-    pub fn start(
+    pub fn start_copiers(
         threads: usize,
         pool: &Arc<Pool>,
         pinned: &Arc<Pinned>,
@@ -172,19 +174,19 @@ impl Copiers {
         let wake = wait::make_eventfd()?;
         let ((sender, finished), (teller, inspected)) = (mpsc::channel(), mpsc::channel());
         let (herald, ranks) = mpsc::channel();
-        let ends = Ends { finished: sender, inspected: teller, ranks: herald, wake: Arc::new(wake) };
-        let host = HostCopiers::start(threads, pool, &ends, ended)?;
+        let ends = CopyEnds { finished: sender, inspected: teller, ranks: herald, wake: Arc::new(wake) };
+        let host = HostCopiers::start_threads(threads, pool, &ends, ended)?;
         let (pool, pinned) = (Arc::clone(pool), Arc::clone(pinned));
-        let (links, contexts) = (Links::new(), Contexts::new());
+        let (links, contexts) = (GpuLinks::new(), Contexts::new());
         Ok(Self { host, pool, pinned, links, contexts, ends, finished, inspected, ranks, running: 0 })
     }
 
     /// A rank in host memory, with its fence words in `words`.
     pub fn host_rank(memory: HostMemory, words: SessionMemory, socket: Arc<OwnedFd>) -> Rank {
-        Rank(Memory::Host(Arc::new(HostRank::new(memory, words, socket))))
+        Rank(RankMemory::Host(Arc::new(HostRank::new(memory, words, socket))))
     }
 
-    /// Starts opening a rank on a GPU; [`Copiers::rank_news`] has the result. The error names the remedy.
+    /// Starts opening a rank on a GPU; [`Copiers::next_rank_event`] has the result. The error names the remedy.
     pub fn open_gpu_rank(
         &self,
         (session, engine): (SessionId, &str),
@@ -195,14 +197,14 @@ impl Copiers {
     ) -> Result<(), String> {
         let cuda = worker.cuda.as_ref().expect("the caller saw it");
         let process = process.map(OwnedFd::try_clone).transpose();
-        GpuRank::start(Asked {
+        GpuRank::start_thread(GpuRankRequest {
             session,
             engine: engine.into(),
             worker: worker.clone(),
             memory: words.clone(),
             pool: self.pool.shared_region(),
             pinned: Arc::clone(&self.pinned),
-            seat: self.links.seat(cuda.uuid),
+            link_place: self.links.enter_rank(cuda.uuid),
             contexts: self.contexts.clone(),
             ends: self.ends.clone(),
             _socket: Arc::clone(socket),
@@ -216,7 +218,7 @@ impl Copiers {
     }
 
     /// The next event of a rank on a GPU.
-    pub fn rank_news(&self) -> Option<(SessionId, RankNews)> {
+    pub fn next_rank_event(&self) -> Option<(SessionId, RankEvent)> {
         self.ranks.try_recv().ok()
     }
 
@@ -226,9 +228,9 @@ impl Copiers {
     }
 
     /// Kills the process if a rank is stuck: a normal exit would wait in the driver for its copies.
-    pub fn end(&self) {
+    pub fn end_if_stuck(&self) {
         if self.parked() > 0 {
-            gpu::die("copies wait behind a gate that their engine closed");
+            gpu::end_process("copies wait behind a gate that their engine closed");
         }
     }
 
@@ -241,20 +243,20 @@ impl Copiers {
         words: &SessionMemory,
         socket: Arc<OwnedFd>,
     ) -> Result<Rank, String> {
-        let rank = StagedRank::start(staging, tags, slots, words, &self.pool, &self.ends, socket)?;
-        Ok(Rank(Memory::Staged(Arc::new(rank))))
+        let rank = StagedRank::start_thread(staging, tags, slots, words, &self.pool, &self.ends, socket)?;
+        Ok(Rank(RankMemory::Staged(Arc::new(rank))))
     }
 
     /// Takes a batch of a rank. If it is refused, or is empty, returns its end at once.
-    pub fn post(&mut self, rank: &Rank, batch: Batch) -> Option<Finished> {
+    pub fn post_batch(&mut self, rank: &Rank, batch: CopyBatch) -> Option<Finished> {
         let copy = batch.copy;
         if batch.pieces.is_empty() {
             return Some(Finished { copy, ok: true });
         }
         let taken = match &rank.0 {
-            Memory::Host(rank) => self.host.post(batch, Arc::clone(rank)),
-            Memory::Gpu(rank) => rank.post(batch),
-            Memory::Staged(rank) => rank.post(batch),
+            RankMemory::Host(rank) => self.host.post_batch(batch, Arc::clone(rank)),
+            RankMemory::Gpu(rank) => rank.post_batch(batch),
+            RankMemory::Staged(rank) => rank.post_batch(batch),
         };
         self.running += usize::from(taken);
         (!taken).then_some(Finished { copy, ok: false })

@@ -10,9 +10,9 @@ use shm_protocol::pool::slot_count;
 use tiers::dram;
 use tiers::forecast::{Forecast, ROOMS, SLOTS_MAX};
 
-use crate::core::Ended;
+use crate::core::FinishedRequest;
 use crate::error::StartError;
-use crate::pages::metrics::figures::{counter, counters, raise};
+use crate::pages::metrics::figures::{raise_counter, register_counter, register_counters};
 
 /// Largest number of queued requests.
 const WAITING_MAX: usize = 256;
@@ -22,13 +22,13 @@ const NICE: i32 = 19;
 /// The data thread's handle of the forecaster.
 #[derive(Debug)]
 pub struct Forecaster {
-    requests: SyncSender<Ended>,
-    foretold: Foretold,
+    requests: SyncSender<FinishedRequest>,
+    counts: ForecastCounts,
 }
 
 /// The counters of the forecast; all clones share them.
 #[derive(Clone, Debug)]
-pub struct Foretold {
+pub struct ForecastCounts {
     asked: IntCounter,
     /// A counter for each size, in the order of [`ROOMS`].
     found: Vec<IntCounter>,
@@ -38,34 +38,34 @@ pub struct Foretold {
 
 impl Forecaster {
     /// Starts the thread; it ends when this value is dropped.
-    pub fn start(registry: &Registry, config: &dram::DramConfig) -> Result<Self, StartError> {
-        let foretold = Foretold::new(registry)?;
-        let (config, shown) = (*config, foretold.clone());
+    pub fn start_thread(registry: &Registry, config: &dram::DramConfig) -> Result<Self, StartError> {
+        let counts = ForecastCounts::new(registry)?;
+        let (config, shown) = (*config, counts.clone());
         let (requests, to_play) = mpsc::sync_channel(WAITING_MAX);
         thread::Builder::new()
             .name("pillion-foretell".into())
             .spawn(move || play(&to_play, &config, &shown))?;
-        Ok(Self { requests, foretold })
+        Ok(Self { requests, counts })
     }
 
-    pub fn foretold(&self) -> Foretold {
-        self.foretold.clone()
+    pub fn counts(&self) -> ForecastCounts {
+        self.counts.clone()
     }
 
     /// Queues an ended request for the replay.
-    pub fn tell(&self, ended: Ended) {
+    pub fn record_request(&self, ended: FinishedRequest) {
         // The queue is full or the thread has failed. A skipped request changes only the forecast.
         let _ = self.requests.try_send(ended);
     }
 }
 
-fn play(requests: &Receiver<Ended>, config: &dram::DramConfig, foretold: &Foretold) {
+fn play(requests: &Receiver<FinishedRequest>, config: &dram::DramConfig, counts: &ForecastCounts) {
     if let Err(error) = rustix::process::nice(NICE) {
         tracing::warn!(%error, "hits of other pool sizes are forecast at the sidecar's own priority, because a lower \
              one was refused");
     }
     let mut forecast: Option<(u64, Forecast)> = None;
-    for Ended { namespace, block_bytes, keys, asked, ending } in requests {
+    for FinishedRequest { namespace, block_bytes, keys, asked, ending } in requests {
         let (bytes, forecast) = forecast.get_or_insert_with(|| {
             let by_segment = slot_count(config.segment_bytes, block_bytes).unwrap_or(1);
             let slots = config.pool_bytes / config.segment_bytes * u64::from(by_segment);
@@ -74,34 +74,34 @@ fn play(requests: &Receiver<Ended>, config: &dram::DramConfig, foretold: &Foreto
         // All slots of a scaled-down pool have one size.
         if *bytes == block_bytes {
             forecast.request(namespace, &keys, asked, ending);
-            foretold.show(forecast);
+            counts.show(forecast);
         }
     }
 }
 
-// === impl Foretold ===
+// === impl ForecastCounts ===
 
-impl Foretold {
+impl ForecastCounts {
     fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
         let asked = "Blocks requested by ended requests, replayed in simulated pools of other sizes.";
-        let asked = counter(registry, "forecast_blocks_total", asked)?;
+        let asked = register_counter(registry, "forecast_blocks_total", asked)?;
         let help = "Blocks that a pool of `dram` times the size of --dram would have found. endless: a pool that never \
              evicts. Divide by pillion_forecast_blocks_total.";
-        let found = counters(registry, "forecast_hit_blocks_total", help, &["dram"])?;
+        let found = register_counters(registry, "forecast_hit_blocks_total", help, &["dram"])?;
         let found = ROOMS.iter().map(|room| found.with_label_values(&[*room])).collect();
         Ok(Self { asked, found })
     }
 
     /// Requested blocks, and the hits in a pool of each size of [`ROOMS`].
-    pub fn blocks(&self) -> (u64, impl Iterator<Item = (&'static str, u64)>) {
+    pub fn block_counts(&self) -> (u64, impl Iterator<Item = (&'static str, u64)>) {
         let found = ROOMS.into_iter().zip(&self.found).map(|(room, found)| (room, found.get()));
         (self.asked.get(), found)
     }
 
     fn show(&self, forecast: &Forecast) {
-        raise(&self.asked, forecast.asked());
+        raise_counter(&self.asked, forecast.asked());
         for (counter, found) in self.found.iter().zip(forecast.found()) {
-            raise(counter, found);
+            raise_counter(counter, found);
         }
     }
 }
@@ -115,12 +115,12 @@ mod tests {
     #[test]
     fn requests_of_one_size_are_played() {
         let config = dram::DramConfig { pool_bytes: 64 << 20, segment_bytes: 2 << 20, lease_ttl_ms: 1000 };
-        let foretold = Foretold::new(&Registry::new()).unwrap();
+        let counts = ForecastCounts::new(&Registry::new()).unwrap();
         let (sender, requests) = mpsc::channel();
         let keys: Vec<BlockHash> = (0..10).map(|number| BlockHash([number; 32])).collect();
         for (block_bytes, asked) in [(1 << 20, 0..8), (1 << 20, 2..8), (1 << 19, 0..8)] {
             sender
-                .send(Ended {
+                .send(FinishedRequest {
                     namespace: 0,
                     block_bytes,
                     keys: keys.clone(),
@@ -130,8 +130,8 @@ mod tests {
                 .unwrap();
         }
         drop(sender);
-        play(&requests, &config, &foretold);
-        let (asked, found) = foretold.blocks();
+        play(&requests, &config, &counts);
+        let (asked, found) = counts.block_counts();
         assert_eq!((asked, found.collect()), (14, ROOMS.map(|room| (room, 6)).to_vec()));
     }
 }

@@ -11,23 +11,23 @@ use tracing_subscriber::registry::LookupSpan;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{Layer, Registry, fmt, reload};
 
-use crate::config::{Level, LogFormat};
+use crate::config::{LogFormat, Severity};
 
-/// The log's level; all clones share it. It is empty until [`start`] is called, and cannot be changed then.
+/// The log's level; all clones share it. It is empty until [`start_logging`] is called, and cannot be changed then.
 #[derive(Clone, Debug, Default)]
-pub struct LogLevel(Option<Arc<Mutex<State>>>);
+pub struct LogLevel(Option<Arc<Mutex<LogState>>>);
 
 #[derive(Debug)]
-struct State {
-    level: Level,
+struct LogState {
+    level: Severity,
     filter: reload::Handle<LevelFilter, Registry>,
 }
 
 /// Starts the log on standard error. A process calls it once.
-pub fn start(level: Level, format: LogFormat) -> LogLevel {
+pub fn start_logging(level: Severity, format: LogFormat) -> LogLevel {
     let (filter, handle) = reload::Layer::new(filter_of(level));
     tracing_subscriber::registry().with(filter).with(lines(format, std::io::stderr)).init();
-    LogLevel(Some(Arc::new(Mutex::new(State { level, filter: handle }))))
+    LogLevel(Some(Arc::new(Mutex::new(LogState { level, filter: handle }))))
 }
 
 /// Runs `work` and writes its messages of level info and above to standard output, at any level of the log.
@@ -49,26 +49,26 @@ where
     }
 }
 
-fn filter_of(level: Level) -> LevelFilter {
+fn filter_of(level: Severity) -> LevelFilter {
     match level {
-        Level::Error => LevelFilter::ERROR,
-        Level::Warn => LevelFilter::WARN,
-        Level::Info => LevelFilter::INFO,
-        Level::Debug => LevelFilter::DEBUG,
+        Severity::Error => LevelFilter::ERROR,
+        Severity::Warn => LevelFilter::WARN,
+        Severity::Info => LevelFilter::INFO,
+        Severity::Debug => LevelFilter::DEBUG,
     }
 }
 
 // === impl LogLevel ===
 
 impl LogLevel {
-    /// The current level; `None` if [`start`] was not called, as the process has another log.
-    pub fn get(&self) -> Option<Level> {
+    /// The current level; `None` if [`start_logging`] was not called, as the process has another log.
+    pub fn get(&self) -> Option<Severity> {
         let state = self.0.as_ref()?.lock().unwrap_or_else(PoisonError::into_inner);
         Some(state.level)
     }
 
     /// Changes the level and returns the previous one; `None` if the level cannot be changed.
-    pub fn set(&self, level: Level) -> Option<Level> {
+    pub fn set_level(&self, level: Severity) -> Option<Severity> {
         let mut state = self.0.as_ref()?.lock().unwrap_or_else(PoisonError::into_inner);
         state.filter.reload(filter_of(level)).ok()?;
         Some(std::mem::replace(&mut state.level, level))

@@ -4,10 +4,10 @@
 //! The module [`turn`] has the order of a turn.
 
 mod actions;
+mod admission;
 mod asks;
 mod checksums;
 mod disks;
-mod doorway;
 mod file_sizes;
 mod opening;
 mod peers;
@@ -27,23 +27,23 @@ use tiers::opener::Opener;
 use tiers::pool::Pool;
 
 use crate::catalog;
-use crate::clients::greeter::Greeter;
-use crate::clients::session::Session;
-use crate::control::inbox::{Asks, Inbox};
+use crate::clients::handshakes::Handshakes;
+use crate::clients::session::ClientSession;
+use crate::control::inbox::{Inbox, InboxAsks};
 use crate::copiers::{Copiers, Finished};
-use crate::core::{Action, Core, Event, SessionId, Took};
+use crate::core::{Action, Core, CoreEvent, SessionId, Took};
 use crate::forecaster::Forecaster;
 use crate::pages::heartbeat::Heartbeat;
 use crate::pages::metrics::{CloseReason, Metrics};
-use crate::pages::progress::Progress;
+use crate::pages::progress::StartProgress;
 use crate::ports::checksums::Checksums;
-use crate::ports::disks::Disks;
-use crate::ports::peers::Peers;
-use crate::system::clock::{Clock, millis};
-use crate::system::poller::{Poller, Source};
+use crate::ports::disks::DisksPort;
+use crate::ports::peers::PeersPort;
+use crate::system::clock::{Clock, count_millis};
+use crate::system::poller::{PollSource, Poller};
 
-use self::asks::Task;
-use self::doorway::Entrant;
+use self::admission::Entrant;
+use self::asks::AskTask;
 use self::turn::Turn;
 
 /// Interval of ticks of the core, and the largest age of a heartbeat while sessions exist.
@@ -73,24 +73,24 @@ pub struct Runtime {
     checksums: Option<Checksums>,
     /// True while blocks of earlier lives may still wait for verification.
     adopting: bool,
-    progress: Arc<Progress>,
+    progress: Arc<StartProgress>,
     terms: Terms,
     copiers: Copiers,
-    disks: Option<Disks>,
-    peers: Option<Peers>,
+    disks: Option<DisksPort>,
+    peers: Option<PeersPort>,
     forecaster: Option<Forecaster>,
-    greeter: Greeter,
+    handshakes: Handshakes,
     poller: Poller,
     metrics: Metrics,
-    catalog: catalog::Shared,
+    catalog: catalog::SharedCatalog,
     heartbeat: Heartbeat,
     inbox: Arc<Inbox>,
-    asks: Asks,
+    asks: InboxAsks,
     /// The unfinished part of a request.
-    task: Option<Task>,
+    task: Option<AskTask>,
     clock: Clock,
     now: Duration,
-    sessions: BTreeMap<SessionId, Session>,
+    sessions: BTreeMap<SessionId, ClientSession>,
     /// Clients with GPU memory still being opened.
     opening: BTreeMap<SessionId, Entrant>,
     /// Engines with a stuck rank.
@@ -104,7 +104,7 @@ pub struct Runtime {
     lost: bool,
     /// Copies refused by their threads.
     refused: Vec<Finished>,
-    events: Vec<Source>,
+    events: Vec<PollSource>,
     /// True if the core got an event since the last `Drained`.
     touched: bool,
     next_tick: Duration,
@@ -123,15 +123,15 @@ impl Runtime {
     pub fn new(
         core: Core,
         pool: Arc<Pool>,
-        progress: Arc<Progress>,
+        progress: Arc<StartProgress>,
         terms: Terms,
         copiers: Copiers,
-        greeter: Greeter,
+        handshakes: Handshakes,
         poller: Poller,
         metrics: Metrics,
-        catalog: catalog::Shared,
+        catalog: catalog::SharedCatalog,
         heartbeat: Heartbeat,
-        (inbox, asks): (Arc<Inbox>, Asks),
+        (inbox, asks): (Arc<Inbox>, InboxAsks),
     ) -> Self {
         Self {
             core,
@@ -145,7 +145,7 @@ impl Runtime {
             disks: None,
             peers: None,
             forecaster: None,
-            greeter,
+            handshakes,
             poller,
             metrics,
             catalog,
@@ -153,7 +153,7 @@ impl Runtime {
             inbox,
             asks,
             task: None,
-            clock: Clock::start(),
+            clock: Clock::start_now(),
             now: Duration::ZERO,
             sessions: BTreeMap::new(),
             opening: BTreeMap::new(),
@@ -175,7 +175,12 @@ impl Runtime {
     }
 
     /// Adds disks and a mesh, if the core has tiers for them, and the checksums of a pool file.
-    pub fn with(mut self, disks: Option<Disks>, peers: Option<Peers>, checksums: Option<Checksums>) -> Self {
+    pub fn with(
+        mut self,
+        disks: Option<DisksPort>,
+        peers: Option<PeersPort>,
+        checksums: Option<Checksums>,
+    ) -> Self {
         (self.disks, self.peers, self.checksums) = (disks, peers, checksums);
         self.show_tiers();
         self
@@ -192,20 +197,20 @@ impl Runtime {
     pub fn run(mut self, turns: Sender<Infallible>) {
         rest::sharpen_timers();
         let mut turn = Turn::default();
-        while !self.ended() {
-            self.turn(&mut turn);
-            let announced = self.announce();
+        while !self.has_ended() {
+            self.run_turn(&mut turn);
+            let announced = self.announce_blocks();
             let asked = self.answer_asks();
-            self.rest(turn.worked() || announced || asked);
+            self.rest_until_work(turn.worked() || announced || asked);
         }
         drop(turns);
-        self.sessions.values().filter_map(Session::rank).for_each(|rank| rank.stop());
-        self.publish();
+        self.sessions.values().filter_map(ClientSession::rank).for_each(|rank| rank.stop());
+        self.publish_stats();
         self.show_tiers();
-        self.copiers.end();
+        self.copiers.end_if_stuck();
     }
 
-    fn publish(&self) {
+    fn publish_stats(&self) {
         // Before the saved blocks: a reader that sees a saved block also sees the number of missing
         // checksums.
         if let Some(checksums) = &self.checksums {
@@ -226,18 +231,18 @@ impl Runtime {
         self.catalog.lock().show_engines(self.core.barred(), self.core.standings());
     }
 
-    fn ended(&mut self) -> bool {
+    fn has_ended(&mut self) -> bool {
         let Some(end_by) = self.end_by else {
             if let Some(grace) = self.inbox.grace() {
                 self.now = self.clock.now();
                 self.end_by = Some(self.now + grace);
-                self.greeter.close();
-                self.handle(Event::Drain);
+                self.handshakes.stop_listening();
+                self.handle(CoreEvent::Drain);
                 if !self.lost {
                     self.core.write_all(&mut self.out);
                     self.apply();
                 }
-                self.peers.iter().for_each(Peers::drain);
+                self.peers.iter().for_each(PeersPort::drain);
             }
             return false;
         };
@@ -250,33 +255,33 @@ impl Runtime {
     }
 
     /// Makes one turn: reads all sources and carries out the results.
-    fn turn(&mut self, turn: &mut Turn) {
+    fn run_turn(&mut self, turn: &mut Turn) {
         self.now = self.clock.now();
         self.heartbeat.beat();
         while turn.step(self) {}
         let waits = self.core.next_look_ms().is_some();
         if let Some(peers) = &mut self.peers {
-            peers.flush();
+            peers.flush_changes();
             if waits {
-                peers.wait(self.now);
+                peers.announce_wait(self.now);
             }
         }
         self.beat();
         if turn.worked() {
-            self.publish();
+            self.publish_stats();
         }
     }
 
     /// Announces findable blocks to each subscribed engine while its ring has room. Returns true if more are
     /// left.
-    fn announce(&mut self) -> bool {
+    fn announce_blocks(&mut self) -> bool {
         let Self { core, sessions, closing, .. } = self;
         let mut goes_on = false;
         for (&id, session) in sessions {
             let Some(asked) = session.asked_to_announce() else { continue };
             match session.room_to_announce() {
                 Ok(room) => {
-                    goes_on |= session.announce(core.announce(id, asked, room));
+                    goes_on |= session.push_announcements(core.announce(id, asked, room));
                     goes_on |= core.announces(id);
                 }
                 Err(violation) => closing.push((id, CloseReason::Malformed, violation.to_string())),
@@ -289,7 +294,7 @@ impl Runtime {
     /// Writes the heartbeat to all sessions, once a millisecond at most: a changed word costs the engine's
     /// cores a cache miss.
     fn beat(&mut self) {
-        let now_ms = millis(self.now);
+        let now_ms = count_millis(self.now);
         if now_ms != self.last_beat_ms {
             self.last_beat_ms = now_ms;
             self.sessions.values().for_each(|session| session.beat(now_ms));
@@ -312,13 +317,13 @@ impl Runtime {
             "the pool file was truncated, or memory was taken from it, while in use: no block is kept or found any \
              more. Restart this sidecar, and let no other program write to the file"
         );
-        self.handle(Event::Drain);
-        self.peers.iter().for_each(Peers::drain);
+        self.handle(CoreEvent::Drain);
+        self.peers.iter().for_each(PeersPort::drain);
     }
 
     /// Passes one event to the core and carries out its actions.
-    fn handle(&mut self, event: Event) {
-        self.touched |= turn::touches(&event);
+    fn handle(&mut self, event: CoreEvent) {
+        self.touched |= turn::touches_saves(&event);
         self.core.respond(self.now, event, &mut self.out);
         self.apply();
         self.time();
@@ -326,7 +331,7 @@ impl Runtime {
         self.apply();
         self.time();
         if let Some(forecaster) = &self.forecaster {
-            self.core.drain_ended().for_each(|ended| forecaster.tell(ended));
+            self.core.drain_ended().for_each(|ended| forecaster.record_request(ended));
         }
         self.close_sessions();
     }
@@ -351,7 +356,7 @@ impl Runtime {
                 rank.stop();
             }
             drop(session);
-            self.catalog.lock().leave(id);
+            self.catalog.lock().leave_session(id);
             self.metrics.session_closed(reason);
             match reason {
                 CloseReason::HangUp => tracing::info!(session = id, "session ended"),
@@ -362,7 +367,7 @@ impl Runtime {
                 }
             }
             self.touched = true;
-            self.core.handle(self.now, Event::Disconnected { session: id }, &mut self.out);
+            self.core.handle(self.now, CoreEvent::Disconnected { session: id }, &mut self.out);
             self.apply();
             self.time();
         }

@@ -9,7 +9,7 @@ use clap::{Args, Subcommand};
 use serde_json::{Value, json};
 
 pub use self::client::{ControlTarget, CtlError, FROZEN, send_request};
-use sidecar::config::{self, Level, default_control_socket, default_socket};
+use sidecar::config::{self, Severity, default_control_socket, default_socket};
 
 /// Bytes of the longest list of keys that is read from standard input: more than the sidecar takes.
 const INPUT_BYTES_MAX: u64 = 1 << 20;
@@ -58,7 +58,7 @@ pub enum CtlRequest {
     LogLevel {
         /// The new level. Without it the present level is printed.
         #[arg(value_name = "error|warn|info|debug")]
-        level: Option<Level>,
+        level: Option<Severity>,
     },
     /// Let the sidecar finish the work under way, write memory to disks, and end, as SIGTERM does.
     Drain,

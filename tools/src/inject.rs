@@ -290,7 +290,7 @@ fn checked(options: &InjectOptions) -> Result<(), InjectError> {
     #[derive(Parser)]
     struct Serve {
         #[command(flatten)]
-        _options: config::Options,
+        _options: config::ServeOptions,
     }
 
     if options.remove {

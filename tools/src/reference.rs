@@ -71,16 +71,16 @@ mod tests {
     use clap::Args;
 
     use super::*;
-    use sidecar::config::Options;
+    use sidecar::config::ServeOptions;
 
     #[test]
     fn every_key_is_one_of_the_file_and_every_option_of_the_file_has_one() {
-        let mut serve = Options::augment_args(Command::new("serve"));
+        let mut serve = ServeOptions::augment_args(Command::new("serve"));
         serve.build();
         let options = serve.get_arguments().filter(|option| option.get_id() != "help");
         let keys: Vec<_> = options.map(|option| file_key(&serve, option).unwrap()).collect();
         assert!(keys.contains(&"pool-path".to_owned()) && keys.contains(&"mesh.cert-name".to_owned()));
-        let taken = |key: &str| !toml::from_str::<Options>(&format!("{key} = {{}}")).is_err_and(unknown);
+        let taken = |key: &str| !toml::from_str::<ServeOptions>(&format!("{key} = {{}}")).is_err_and(unknown);
         for key in &keys {
             assert!(taken(key), "{key}");
         }
@@ -93,7 +93,8 @@ mod tests {
 
     #[test]
     fn an_option_is_described_by_all_its_names() {
-        let mut program = Command::new("pillion").subcommand(Options::augment_args(Command::new("serve")));
+        let mut program =
+            Command::new("pillion").subcommand(ServeOptions::augment_args(Command::new("serve")));
         program.build();
         let program = list_commands(&program);
         let serve = program[0]["options"].as_array().unwrap();

@@ -95,7 +95,7 @@ fn now() -> Instant {
 
 fn scrape_sidecar(http: SocketAddr) -> Result<Look, CtlError> {
     let page = send_request(&ControlTarget::Pages(http), "GET", "/metrics", "")?;
-    Ok(Look { at: now(), samples: Samples::read(&page) })
+    Ok(Look { at: now(), samples: Samples::parse_text(&page) })
 }
 
 /// Whether the user ends it, within the time between two pictures.

@@ -13,7 +13,7 @@ use shm_protocol::layout;
 use shm_protocol::message::{Kind, LOAD_BY_ENGINE, Message, SAVE_CHECKED, Status};
 use shm_protocol::request::{LoadEnd, SchedulerRequest, WorkerRequest};
 use shm_protocol::transport;
-use sidecar::config::{Options, UseGpu};
+use sidecar::config::{ServeOptions, UseGpu};
 
 const RUN: [u8; 16] = [7; 16];
 const SAVED: std::ops::Range<u32> = 1..71;
@@ -22,10 +22,10 @@ struct Sidecar(InProcess);
 
 impl Sidecar {
     fn start() -> Self {
-        Self::start_with(Options::default())
+        Self::start_with(ServeOptions::default())
     }
 
-    fn start_with(options: Options) -> Self {
+    fn start_with(options: ServeOptions) -> Self {
         Self(InProcess::start(options))
     }
 
@@ -211,7 +211,7 @@ fn a_rank_on_a_gpu_that_is_not_served_is_told_why() {
         Reply::Refused { reason, .. } => reason,
         Reply::Welcome(_) => panic!("no machine has a GPU of this name"),
     };
-    let without = Sidecar::start_with(Options { gpu: Some(UseGpu::Off), ..Options::default() });
+    let without = Sidecar::start_with(ServeOptions { gpu: Some(UseGpu::Off), ..ServeOptions::default() });
     let text = reason(&without, 1);
     assert!(text.contains("--gpu off"), "{text}");
     without.assert_serves();

@@ -19,7 +19,7 @@ use shm_protocol::message::{Kind, Message, Saved, StageRequest, Status};
 use shm_protocol::request::{Cancel, SchedulerRequest};
 use shm_protocol::ring::RingMemory;
 use shm_protocol::session::Ring;
-use sidecar::config::Options;
+use sidecar::config::ServeOptions;
 
 const RUN: [u8; 16] = [7; 16];
 /// Slots of a rank spoken by hand: fewer than the blocks it saves.
@@ -188,7 +188,7 @@ fn saving(sidecar: &InProcess, engine: &str, run: [u8; 16], count: usize) -> (Se
 
 #[test]
 fn an_engine_saves_and_loads_every_byte_itself() {
-    let sidecar = InProcess::start(Options::default());
+    let sidecar = InProcess::start(ServeOptions::default());
     let (keys, blocks) = (keys(100), (1..=100).collect::<Vec<u32>>());
     let mut first = Engine::start(&sidecar);
     blocks.iter().for_each(|block| first.kv.fill(*block, u64::from(*block) * 3));
@@ -225,7 +225,7 @@ fn few_slots_go_round() {
 }
 
 fn slots_that_go_round() -> Option<()> {
-    let sidecar = InProcess::start(Options::default());
+    let sidecar = InProcess::start(ServeOptions::default());
     let began = now();
     let (mut scheduler, mut rank) = saving(&sidecar, "engine", RUN, 70);
     let saved = rank.serve_all(began, &mut scheduler, 70)?;
@@ -249,7 +249,7 @@ fn a_block_that_is_not_what_was_asked_for_is_not_kept() {
 }
 
 fn another_block() -> Option<()> {
-    let sidecar = InProcess::start(Options::default());
+    let sidecar = InProcess::start(ServeOptions::default());
     let (mut scheduler, mut rank) = saving(&sidecar, "engine", RUN, 3);
     for turn in 0..3 {
         let stage = rank.session.stage();
@@ -281,7 +281,7 @@ fn a_block_that_is_reused_while_it_is_staged_is_not_kept() {
 }
 
 fn reused_block() -> Option<()> {
-    let sidecar = InProcess::start(Options::default());
+    let sidecar = InProcess::start(ServeOptions::default());
     let began = now();
     let (mut scheduler, mut rank) = saving(&sidecar, "engine", RUN, 3);
     let asked: Vec<StageRequest> = (0..3).map(|_| rank.session.stage()).collect();
@@ -309,7 +309,7 @@ fn answers_that_nobody_asked_for_end_the_session_and_its_save() {
         }),
     ];
     for (name, lie) in lies {
-        let sidecar = InProcess::start(Options::default());
+        let sidecar = InProcess::start(ServeOptions::default());
         let (mut scheduler, mut rank) = saving(&sidecar, "engine", RUN, 20);
         let stage = rank.session.stage();
         let told = lie(&rank, stage);
@@ -327,7 +327,7 @@ fn a_rank_that_is_gone_ends_its_saves_and_a_new_one_takes_its_place() {
 }
 
 fn rank_that_is_gone() -> Option<()> {
-    let sidecar = InProcess::start(Options::default());
+    let sidecar = InProcess::start(ServeOptions::default());
     let began = now();
     let (mut scheduler, mut rank) = saving(&sidecar, "engine", RUN, 20);
     if let Some(early) = rank.serve(&mut scheduler, 5) {
@@ -352,7 +352,7 @@ fn a_silent_rank_holds_up_nobody_and_its_saves_end() {
 }
 
 fn silent_rank() -> Option<()> {
-    let sidecar = InProcess::start(Options::default());
+    let sidecar = InProcess::start(ServeOptions::default());
     let (mut scheduler, mut silent) = saving(&sidecar, "silent", [1; 16], 20);
     let first = silent.session.stage();
     let began = now();
@@ -378,7 +378,7 @@ fn silent_rank() -> Option<()> {
 
 #[test]
 fn a_segment_that_is_too_small_or_shrinks_harms_nobody_else() {
-    let sidecar = InProcess::start(Options::default());
+    let sidecar = InProcess::start(ServeOptions::default());
     let worker = Kv::new().stated("tiny", 0, 1, Copier::Engine);
     let regions = vec![BlockRegion { fd: 0, offset: 4096, stride: 16_384, bytes: BLOCK_BYTES }];
     let role = Role::Worker(WorkerHello { regions, staging: Some(SLOTS), ..worker });

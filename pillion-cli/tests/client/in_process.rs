@@ -1,7 +1,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use sidecar::config::Options;
+use sidecar::config::ServeOptions;
 use sidecar::logging::LogLevel;
 use sidecar::runtime::server::Server;
 use tempfile::TempDir;
@@ -14,10 +14,10 @@ pub(crate) struct InProcess {
 }
 
 impl InProcess {
-    pub(crate) fn start(options: Options) -> Self {
+    pub(crate) fn start(options: ServeOptions) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let socket = folder.path().join("pillion.sock");
-        let options = Options {
+        let options = ServeOptions {
             socket: Some(socket.clone()),
             dram: Some("16MiB".parse().unwrap()),
             http: Some("127.0.0.1:0".parse().unwrap()),

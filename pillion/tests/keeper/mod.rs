@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use sidecar::config::Options;
+use sidecar::config::ServeOptions;
 use sidecar::logging::LogLevel;
 use sidecar::runtime::server::Server;
 use tempfile::TempDir;
@@ -25,11 +25,11 @@ impl Keeper {
 
     fn start_in(folder: TempDir) -> Self {
         let socket = folder.path().join("pillion.sock");
-        let options = Options {
+        let options = ServeOptions {
             socket: Some(socket.clone()),
             dram: Some("16MiB".parse().unwrap()),
             http: Some("127.0.0.1:0".parse().unwrap()),
-            ..Options::default()
+            ..ServeOptions::default()
         };
         let server = Server::start(&options.complete().unwrap(), LogLevel::default()).unwrap();
         Self { server: Some(server), socket, folder: Some(folder) }

@@ -22,11 +22,11 @@ fn worker(changed: &[(&str, &str)]) -> WorkerHello {
 }
 
 fn examine(catalog: &Catalog, engine: &str, worker: &WorkerHello) -> Result<Option<String>, String> {
-    catalog.examine(engine, worker, Blocks::of(2, worker).as_ref())
+    catalog.examine(engine, worker, EngineBlocks::of_worker(2, worker).as_ref())
 }
 
 fn enter(catalog: &mut Catalog, session: SessionId, engine: &str, worker: &WorkerHello) -> bool {
-    catalog.enter(&[session], engine, &Blocks::of(2, worker).unwrap())
+    catalog.enter_sessions(&[session], engine, &EngineBlocks::of_worker(2, worker).unwrap())
 }
 
 #[test]
@@ -72,7 +72,7 @@ fn the_closest_namespace_is_named_and_a_mistake_that_is_over_is_not() {
         "{note}"
     );
     enter(&mut catalog, 3, "c", &ours);
-    (1..=3).for_each(|session| catalog.leave(session));
+    (1..=3).for_each(|session| catalog.leave_session(session));
     assert_eq!(
         examine(&catalog, "c", &ours),
         Ok(None),
@@ -102,7 +102,7 @@ fn an_engine_that_claims_another_namespace_is_refused_with_both_descriptors() {
 fn blocks_of_another_size_or_of_other_shards_are_refused_with_both_numbers() {
     let mut catalog = Catalog::default();
     enter(&mut catalog, 1, "a", &worker(&[]));
-    catalog.leave(1);
+    catalog.leave_session(1);
     let reason = examine(&catalog, "b", &WorkerHello { regions: regions(1024), ..worker(&[]) }).unwrap_err();
     assert!(reason.contains("8192 bytes in 2 shards") && reason.contains("2048 bytes in 2"), "{reason}");
     let whole = WorkerHello { shards: 1, regions: regions(8192), ..worker(&[]) };
@@ -124,13 +124,13 @@ fn entries_count_engines_and_old_namespaces_make_room() {
     let [(digest, entry)] = entries.as_slice() else { panic!("{entries:?}") };
     assert_eq!((entry.engines, entry.block_bytes), (2, 8192));
     assert_eq!(*digest, namespace::digest_facts(&entry.facts));
-    catalog.leave(3);
+    catalog.leave_session(3);
     assert_eq!(catalog.entries(&Levels::default())[0].1.engines, 1);
     let large = "x".repeat(FACTS_BYTES_MAX / 4);
     for number in 0..8 {
         let worker = worker(&[("number", &number.to_string()), ("large", &large)]);
         enter(&mut catalog, 10 + number, "big", &worker);
-        catalog.leave(10 + number);
+        catalog.leave_session(10 + number);
     }
     let entries = catalog.entries(&Levels::default());
     assert_eq!(entries.len(), 4, "the namespace with an engine, and three idle ones");
@@ -142,16 +142,16 @@ fn entries_count_engines_and_old_namespaces_make_room() {
 fn an_engine_whose_weights_are_known_together_enters_once_it_is_bound() {
     let mut catalog = Catalog::default();
     let ours = WorkerHello { live_weights: Some(HelloDigest([7; 16])), ..worker(&[]) };
-    assert!(Blocks::of(2, &ours).is_none() && Blocks::of(1, &ours).is_some());
+    assert!(EngineBlocks::of_worker(2, &ours).is_none() && EngineBlocks::of_worker(1, &ours).is_some());
     let bound = |live| {
         let facts = namespace::complete_facts(&ours.facts, namespace::weights_live([Some(live); 2]));
-        Blocks { facts: Arc::new(facts), ..Blocks::of(1, &ours).unwrap() }
+        EngineBlocks { facts: Arc::new(facts), ..EngineBlocks::of_worker(1, &ours).unwrap() }
     };
-    assert!(catalog.enter(&[1, 2], "a", &bound([7; 16])));
-    assert_eq!(catalog.note("a", &bound([7; 16]).facts), None);
-    let note = catalog.note("b", &bound([8; 16]).facts).unwrap();
+    assert!(catalog.enter_sessions(&[1, 2], "a", &bound([7; 16])));
+    assert_eq!(catalog.note_near_miss("a", &bound([7; 16]).facts), None);
+    let note = catalog.note_near_miss("b", &bound([8; 16]).facts).unwrap();
     assert!(note.contains("weights_live is") && note.contains("the weights that run differ"), "{note}");
-    assert!(catalog.enter(&[1, 2], "a", &bound([8; 16])), "its weights changed");
+    assert!(catalog.enter_sessions(&[1, 2], "a", &bound([8; 16])), "its weights changed");
     let engines: Vec<usize> =
         catalog.entries(&Levels::default()).iter().map(|entry| entry.1.engines).collect();
     assert_eq!(engines.iter().sum::<usize>(), 1, "it left its previous namespace");

@@ -23,15 +23,15 @@ const PROBE_TIME_MAX: Duration = Duration::from_secs(1);
 pub enum ListenError {
     /// A live sidecar serves the path.
     #[error("another sidecar serves {0}: stop it, or pass another {option} PATH", option = .1.option())]
-    InUse(PathBuf, Use),
+    InUse(PathBuf, SocketUse),
     /// The path holds something other than a socket of this kind.
     #[error("{0} exists and is not a pillion socket: remove it, or pass another {option} PATH", option = .1.option())]
-    Foreign(PathBuf, Use),
+    Foreign(PathBuf, SocketUse),
     #[error("group {0} does not exist: pass a --socket-group that /etc/group lists, or its number")]
     Group(String),
     /// The folder belongs to another user.
     #[error("cannot {doing} {path}: {source}; pass another {option} PATH, in a folder that belongs to this user", option = wanted.option())]
-    Os { doing: &'static str, path: PathBuf, wanted: Use, source: std::io::Error },
+    Os { doing: &'static str, path: PathBuf, wanted: SocketUse, source: std::io::Error },
     /// This user is not in the group.
     #[error(
         "cannot give {path} to its group: {source}; pass a --socket-group that this user is in, in Kubernetes runAsGroup"
@@ -39,12 +39,12 @@ pub enum ListenError {
     Give { path: PathBuf, source: std::io::Error },
     /// The path is too long, or its folder belongs to another user.
     #[error("cannot listen on {path}: {source}; pass another {option} PATH", option = wanted.option())]
-    Listen { path: PathBuf, wanted: Use, source: std::io::Error },
+    Listen { path: PathBuf, wanted: SocketUse, source: std::io::Error },
 }
 
 /// The clients of a socket.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub enum Use {
+pub enum SocketUse {
     /// Engine processes, with records.
     Engines,
     /// Operators, with HTTP.
@@ -63,7 +63,7 @@ pub struct Listener {
 
 impl Listener {
     /// Binds `path`, and replaces the socket of a dead sidecar there.
-    pub fn bind(path: &Path, wanted: Use, group: Option<&str>) -> Result<Self, ListenError> {
+    pub fn bind(path: &Path, wanted: SocketUse, group: Option<&str>) -> Result<Self, ListenError> {
         let group = group.map(find_group).transpose()?;
         let folder = match path.parent() {
             Some(folder) if !folder.as_os_str().is_empty() => folder,
@@ -116,9 +116,9 @@ impl Listener {
     }
 }
 
-// === impl Use ===
+// === impl SocketUse ===
 
-impl Use {
+impl SocketUse {
     fn listen(self, path: &Path) -> std::io::Result<OwnedFd> {
         match self {
             Self::Engines => Ok(transport::listen_at(path)?),
@@ -126,7 +126,7 @@ impl Use {
         }
     }
 
-    fn connect(self, path: &Path) -> Result<(), Errno> {
+    fn probe_socket(self, path: &Path) -> Result<(), Errno> {
         match self {
             Self::Engines => transport::connect_socket(path, PROBE_TIME_MAX).map(drop),
             Self::Control => {
@@ -208,7 +208,7 @@ fn find_group(name: &str) -> Result<Group, ListenError> {
 }
 
 /// Removes the socket of a dead sidecar; fails at any other file and at a live socket.
-fn remove_stale(path: &Path, wanted: Use) -> Result<(), ListenError> {
+fn remove_stale(path: &Path, wanted: SocketUse) -> Result<(), ListenError> {
     let found = match std::fs::symlink_metadata(path) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
         found => found.map_err(os("look at", path, wanted))?,
@@ -216,7 +216,7 @@ fn remove_stale(path: &Path, wanted: Use) -> Result<(), ListenError> {
     if !found.file_type().is_socket() {
         return Err(ListenError::Foreign(path.to_owned(), wanted));
     }
-    match wanted.connect(path) {
+    match wanted.probe_socket(path) {
         Err(Errno::CONNREFUSED) => {
             std::fs::remove_file(path).map_err(os("remove the stale socket", path, wanted))
         }
@@ -229,7 +229,7 @@ fn remove_stale(path: &Path, wanted: Use) -> Result<(), ListenError> {
 fn os<E: Into<std::io::Error>>(
     doing: &'static str,
     path: &Path,
-    wanted: Use,
+    wanted: SocketUse,
 ) -> impl FnOnce(E) -> ListenError {
     move |source| ListenError::Os { doing, path: path.to_owned(), wanted, source: source.into() }
 }
@@ -252,7 +252,7 @@ mod tests {
     fn a_stale_socket_is_replaced_a_live_one_and_a_file_are_not() {
         let folder = tempfile::tempdir().unwrap();
         for (wanted, other, mode) in
-            [(Use::Engines, Use::Control, 0o660), (Use::Control, Use::Engines, 0o600)]
+            [(SocketUse::Engines, SocketUse::Control, 0o660), (SocketUse::Control, SocketUse::Engines, 0o600)]
         {
             let path = folder.path().join(format!("deeper/{mode}.sock"));
             let bind = |wanted| Listener::bind(&path, wanted, None);
@@ -272,7 +272,8 @@ mod tests {
             assert!(matches!(bind(wanted), Err(ListenError::Foreign(..))));
             assert_eq!(std::fs::read_to_string(&path).unwrap(), "precious");
         }
-        let long = Listener::bind(&folder.path().join("x".repeat(120)), Use::Control, None).unwrap_err();
+        let long =
+            Listener::bind(&folder.path().join("x".repeat(120)), SocketUse::Control, None).unwrap_err();
         assert!(long.to_string().contains("--control-socket"), "{long}");
     }
 

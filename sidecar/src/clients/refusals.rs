@@ -11,7 +11,7 @@ use crate::pages::metrics::figures::counters_of;
 
 shm_protocol::named! {
     /// Reason of a refused connection; the label of `pillion_connections_refused_total`.
-    pub enum Cause {
+    pub enum RefusalCause {
         /// The client belongs to another user.
         User = "user",
         /// No hello arrived in time.
@@ -38,7 +38,7 @@ shm_protocol::named! {
 #[derive(Clone, Debug)]
 pub struct RefusedConnections(IntCounterVec);
 
-impl From<&HandshakeError> for Cause {
+impl From<&HandshakeError> for RefusalCause {
     fn from(error: &HandshakeError) -> Self {
         match error {
             HandshakeError::Version { .. } => Self::Version,
@@ -59,18 +59,18 @@ impl RefusedConnections {
              protocol version; full: too many engine processes; namespace: other facts than the namespace it names; \
              contradiction: it contradicts its engine's other processes; memory: its memory cannot be opened or \
              mapped; resources: the sidecar has no descriptors or memory left.";
-        let causes = Cause::ALL.map(Cause::name);
+        let causes = RefusalCause::ALL.map(RefusalCause::name);
         Ok(Self(counters_of(registry, "connections_refused_total", help, "reason", &causes)?))
     }
 
     /// Counts a refusal that cannot be sent.
-    pub fn count(&self, cause: Cause) {
+    pub fn count_refusal(&self, cause: RefusalCause) {
         self.0.with_label_values(&[cause.name()]).inc();
     }
 
     /// Counts a refusal and sends its text to the process.
-    pub fn refuse(&self, socket: &OwnedFd, cause: Cause, text: String) {
-        self.count(cause);
+    pub fn send_refusal(&self, socket: &OwnedFd, cause: RefusalCause, text: String) {
+        self.count_refusal(cause);
         let reply = handshake::encode_record(&Reply::Refused { version: PROTOCOL_VERSION, reason: text });
         // A client that does not take the reply sees its closed socket instead.
         let _ = transport::send_record(socket, &reply, &[]);

@@ -18,7 +18,7 @@ use shm_protocol::wait;
 use thiserror::Error;
 
 use crate::copiers::Rank;
-use crate::core::Request;
+use crate::core::RingRequest;
 
 /// A client wrote a value against the protocol; its session ends.
 #[derive(Debug, Error)]
@@ -27,7 +27,7 @@ pub struct Violation(String);
 
 /// A session on the data thread.
 #[derive(Debug)]
-pub struct Session {
+pub struct ClientSession {
     memory: SessionMemory,
     submissions: Consumer<RegionRing>,
     /// Ring of a scheduler's session. A rank's completion ring belongs to its copier, for requests to the
@@ -61,9 +61,9 @@ impl From<RequestError> for Violation {
     }
 }
 
-// === impl Session ===
+// === impl ClientSession ===
 
-impl Session {
+impl ClientSession {
     /// A session in fresh memory; a worker's session has a `rank`.
     pub fn new(memory: SessionMemory, socket: Arc<OwnedFd>, doorbell: OwnedFd, rank: Option<Rank>) -> Self {
         Self {
@@ -86,26 +86,26 @@ impl Session {
         self.rank.as_ref()
     }
 
-    /// Reads the tail of the submission ring, up to which [`Session::read`] reads. Returns the number of
+    /// Reads the tail of the submission ring, up to which [`ClientSession::read_message`] reads. Returns the number of
     /// unread messages.
-    pub fn look(&mut self) -> Result<u32, Violation> {
+    pub fn look_at_ring(&mut self) -> Result<u32, Violation> {
         self.unread = self.submissions.ready().map_err(|error| Violation(error.to_string()))?;
         self.block_ids_left = BLOCK_IDS;
         Ok(self.unread)
     }
 
-    /// Messages seen by [`Session::look`] and not yet returned by [`Session::read`].
+    /// Messages seen by [`ClientSession::look_at_ring`] and not yet returned by [`ClientSession::read_message`].
     pub fn unread(&self) -> u32 {
         self.unread
     }
 
     /// True if the ring has messages, or its tail is invalid.
-    pub fn has_news(&mut self) -> bool {
+    pub fn has_messages(&mut self) -> bool {
         self.submissions.ready() != Ok(0)
     }
 
-    /// The next message seen by [`Session::look`].
-    pub fn read(&mut self) -> Result<Option<Request>, Violation> {
+    /// The next message seen by [`ClientSession::look_at_ring`].
+    pub fn read_message(&mut self) -> Result<Option<RingRequest>, Violation> {
         if self.unread == 0 {
             return Ok(None);
         }
@@ -113,18 +113,18 @@ impl Session {
         let slot = self.submissions.pop().expect("seen by look");
         let request = match &self.rank {
             None => self.read_scheduler(&slot)?,
-            Some(rank) => Request::Worker(read_worker(rank, &slot)?),
+            Some(rank) => RingRequest::Worker(read_worker(rank, &slot)?),
         };
         Ok(Some(request))
     }
 
     /// Frees the slots of the read messages for the engine. Called after their actions, which may write into
     /// the engine's chunks.
-    pub fn release(&self) {
+    pub fn release_read(&self) {
         self.submissions.release();
     }
 
-    fn read_scheduler(&mut self, slot: &Slot) -> Result<Request, Violation> {
+    fn read_scheduler(&mut self, slot: &Slot) -> Result<RingRequest, Violation> {
         let request = SchedulerRequest::decode_slot(slot)?;
         let (mut keys, mut blocks) = (Vec::new(), Vec::new());
         match &request {
@@ -135,7 +135,7 @@ impl Session {
             }
             _ => {}
         }
-        Ok(Request::Scheduler { request, keys, blocks })
+        Ok(RingRequest::Scheduler { request, keys, blocks })
     }
 
     fn read_keys(&self, append: &Append) -> Vec<BlockHash> {
@@ -237,9 +237,9 @@ impl Session {
         self.announcements.free().map(|room| room as usize).map_err(|error| Violation(error.to_string()))
     }
 
-    /// Announces blocks to a scheduler, at most [`Session::room_to_announce`] of them. Returns true if there
+    /// Announces blocks to a scheduler, at most [`ClientSession::room_to_announce`] of them. Returns true if there
     /// were any. The scheduler is not woken: it polls this ring.
-    pub fn announce(&mut self, announcements: impl Iterator<Item = Announcement>) -> bool {
+    pub fn push_announcements(&mut self, announcements: impl Iterator<Item = Announcement>) -> bool {
         announcements.for_each(|announcement| self.announcements.push(&announcement.encode_slot()));
         self.announcements.publish()
     }

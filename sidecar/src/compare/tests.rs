@@ -9,11 +9,11 @@ fn facts(list: &[(&str, &str)]) -> Facts {
 
 fn stated(page_form: &str, kv_dtype: &str, kv_quant: &str, bytes: u64) -> Layers {
     let facts = facts(&[("page_form", page_form), ("kv_dtype", kv_dtype), ("kv_quant", kv_quant)]);
-    Layers::of(&facts, bytes)
+    Layers::of_facts(&facts, bytes)
 }
 
 /// Compares two blocks of these layers.
-fn compared(layers: &Layers, shards: u32, kept: &[u8], computed: &[u8]) -> Difference {
+fn compared(layers: &Layers, shards: u32, kept: &[u8], computed: &[u8]) -> BlockDifference {
     let read = |from: &[u8], at: u64, out: &mut [u8]| out.copy_from_slice(&from[at as usize..][..out.len()]);
     layers.compare(shards, |at, out| read(kept, at, out), |at, out| read(computed, at, out))
 }
@@ -33,10 +33,10 @@ fn encode(number: Number, value: f64) -> Vec<u8> {
             ((bits + 0x7fff + (bits >> 16 & 1)) >> 16).to_le_bytes()[..2].to_vec()
         }
         _ => {
-            let width = number.bytes();
+            let width = number.width_bytes();
             let candidates = 0..1u32 << (8 * width);
             let distance = |bits: &u32| {
-                let decoded = f64::from(number.decode(&bits.to_le_bytes()[..width]));
+                let decoded = f64::from(number.decode_number(&bits.to_le_bytes()[..width]));
                 if decoded.is_finite() { (decoded - value).abs() } else { f64::MAX }
             };
             let best = candidates.min_by(|one, other| distance(one).total_cmp(&distance(other)));
@@ -79,7 +79,7 @@ fn what_says_nothing_or_does_not_fit_is_compared_by_its_bytes() {
     ] {
         assert_eq!(stated(text, "auto", "0", bytes).0, [(bytes, Number::Byte)], "{text}");
     }
-    assert_eq!(Layers::of(&Facts::new(), 7).0, [(7, Number::Byte)]);
+    assert_eq!(Layers::of_facts(&Facts::new(), 7).0, [(7, Number::Byte)]);
 }
 
 #[test]
@@ -108,22 +108,22 @@ fn a_dtype_means_a_number_unless_scales_lie_beside_it() {
 
 #[test]
 fn numbers_are_decoded_by_their_standards() {
-    let half = |bits: u16| Number::Float16.decode(&bits.to_le_bytes());
+    let half = |bits: u16| Number::Float16.decode_number(&bits.to_le_bytes());
     assert_eq!(
         [half(0x3c00), half(0xc000), half(0x7bff), half(0x0400)],
         [1.0, -2.0, 65504.0, 2f32.powi(-14)]
     );
     assert_eq!([half(0x0001), half(0x8000), half(0x7c00)], [2f32.powi(-24), -0.0, f32::INFINITY]);
     assert!(half(0x7e00).is_nan() && half(0xfc00) == f32::NEG_INFINITY);
-    let brain = |bits: u16| Number::Bfloat16.decode(&bits.to_le_bytes());
+    let brain = |bits: u16| Number::Bfloat16.decode_number(&bits.to_le_bytes());
     assert_eq!([brain(0x3f80), brain(0xc0a0)], [1.0, -5.0]);
-    let e4m3 = |bits: u8| Number::Float8E4m3.decode(&[bits]);
+    let e4m3 = |bits: u8| Number::Float8E4m3.decode_number(&[bits]);
     assert_eq!(
         [e4m3(0x38), e4m3(0x7e), e4m3(0x01), e4m3(0x88)],
         [1.0, 448.0, 2f32.powi(-9), -(2f32.powi(-6))]
     );
     assert!(e4m3(0x7f).is_nan() && e4m3(0xff).is_nan());
-    let e5m2 = |bits: u8| Number::Float8E5m2.decode(&[bits]);
+    let e5m2 = |bits: u8| Number::Float8E5m2.decode_number(&[bits]);
     assert_eq!(
         [e5m2(0x3c), e5m2(0x7b), e5m2(0x01), e5m2(0x7c)],
         [1.0, 57344.0, 2f32.powi(-16), f32::INFINITY]
@@ -192,10 +192,10 @@ fn the_worst_layer_of_all_shards_counts() {
     let found = with(32, &[6; 4]);
     assert_eq!((found.layer, found.number, found.amount), (2, Number::Byte, 0.5));
     assert!(!found.is_too_large() && with(32, &[6; 8]).is_too_large());
-    let deep = |layer, amount| Difference { layer, number: Number::Bfloat16, amount };
+    let deep = |layer, amount| BlockDifference { layer, number: Number::Bfloat16, amount };
     assert!(deep(0, 0.02).is_too_large() && !deep(79, 0.03).is_too_large() && deep(79, 0.12).is_too_large());
     assert_eq!(deep(79, 0.03).max(deep(1, 0.012)), deep(1, 0.012), "the larger part of its limit is worse");
-    let no_number = Difference { amount: f64::NAN, ..found };
+    let no_number = BlockDifference { amount: f64::NAN, ..found };
     assert!(no_number.is_too_large());
 }
 

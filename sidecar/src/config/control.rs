@@ -18,7 +18,7 @@ const OTHERS: u32 = 0o007;
 
 /// The control addresses.
 #[derive(Clone, Debug)]
-pub struct Control {
+pub struct ControlEndpoints {
     pub socket: PathBuf,
     pub tcp: Option<ControlTcp>,
 }
@@ -41,14 +41,14 @@ pub fn default_control_socket(socket: &Path) -> PathBuf {
 }
 
 /// Completes the control addresses. An address without a token, or a token without an address, is an error.
-pub(super) fn complete(
+pub(super) fn complete_control(
     socket: PathBuf,
     listen: Option<SocketAddr>,
     token_file: Option<&Path>,
-) -> Result<Control, ConfigError> {
+) -> Result<ControlEndpoints, ConfigError> {
     let tcp = match (listen, token_file) {
         (None, None) => None,
-        (Some(listen), Some(file)) => Some(ControlTcp { listen, token: Token::read(file)? }),
+        (Some(listen), Some(file)) => Some(ControlTcp { listen, token: Token::read_file(file)? }),
         (Some(_), None) => {
             let text = "--control-listen is given without a token, so everybody who reaches the address could drain \
                  this sidecar: pass --control-token-file FILE too";
@@ -59,7 +59,7 @@ pub(super) fn complete(
             return Err(ConfigError::Control(text.into()));
         }
     };
-    Ok(Control { socket, tcp })
+    Ok(ControlEndpoints { socket, tcp })
 }
 
 /// The token in a file, without surrounding white space. A file open to all users is an error.
@@ -93,18 +93,18 @@ pub fn read_token(path: &Path) -> Result<String, ConfigError> {
 // === impl Token ===
 
 impl Token {
-    pub fn read(path: &Path) -> Result<Self, ConfigError> {
-        Ok(Self::of(&read_token(path)?))
+    pub fn read_file(path: &Path) -> Result<Self, ConfigError> {
+        Ok(Self::of_text(&read_token(path)?))
     }
 
-    fn of(token: &str) -> Self {
+    fn of_text(token: &str) -> Self {
         Self(Sha256::digest(token).into())
     }
 
     /// True if `said` is the token. The time of the comparison does not depend on the token: whole digests
     /// are compared.
     pub fn is(&self, said: &str) -> bool {
-        let said = Self::of(said);
+        let said = Self::of_text(said);
         self.0.iter().zip(said.0).fold(0, |different, (one, other)| different | (one ^ other)) == 0
     }
 }
@@ -132,13 +132,13 @@ mod tests {
     fn a_token_is_long_and_nobody_else_s() {
         let folder = tempfile::tempdir().unwrap();
         let path = file(folder.path(), "  0123456789abcdef\n", 0o640);
-        let token = Token::read(&path).unwrap();
+        let token = Token::read_file(&path).unwrap();
         assert!(token.is("0123456789abcdef"));
         for other in ["", "0123456789abcdeg", "0123456789abcdef0", "0123456789abcde", " 0123456789abcdef"] {
             assert!(!token.is(other), "{other}");
         }
         assert!(!format!("{token:?}").contains("0123"));
-        let refused = |path: &Path| Token::read(path).unwrap_err().to_string();
+        let refused = |path: &Path| Token::read_file(path).unwrap_err().to_string();
         assert!(refused(&file(folder.path(), "0123456789abcdef", 0o644)).contains("chmod o-rwx"));
         assert!(refused(&file(folder.path(), "short", 0o600)).contains("openssl rand"));
         assert!(refused(&file(folder.path(), &"x".repeat(4097), 0o400)).contains("openssl rand"));
@@ -150,7 +150,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = file(folder.path(), "0123456789abcdef", 0o600);
         let listen = Some("127.0.0.1:1".parse().unwrap());
-        let complete = |listen, token: Option<&Path>| super::complete("/a".into(), listen, token);
+        let complete = |listen, token: Option<&Path>| super::complete_control("/a".into(), listen, token);
         assert!(complete(None, None).unwrap().tcp.is_none());
         assert!(complete(listen, Some(&path)).unwrap().tcp.is_some());
         assert!(complete(listen, None).unwrap_err().to_string().contains("--control-token-file FILE"));

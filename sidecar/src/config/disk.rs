@@ -50,7 +50,7 @@ shm_protocol::named! {
 }
 
 /// Refuses a path given twice, and more disks than [`DISKS_MAX`].
-pub(super) fn check(disks: &[Disk]) -> Result<(), ConfigError> {
+pub(super) fn check_disks(disks: &[Disk]) -> Result<(), ConfigError> {
     let wrong = |value: String, rule| Err(ConfigError::Range { option: "ssd", value, rule });
     if disks.len() > DISKS_MAX {
         return wrong(format!("given {} times", disks.len()), "given at most 32 times");
@@ -92,7 +92,7 @@ impl fmt::Display for Disk {
 
 impl SsdIo {
     /// The required backend; `None` allows both.
-    pub fn wanted(self) -> Option<Backend> {
+    pub fn wanted_backend(self) -> Option<Backend> {
         match self {
             Self::Auto => None,
             Self::IoUring => Some(Backend::IoUring),
@@ -124,17 +124,17 @@ mod tests {
             assert!(error.contains(told), "{wrong}: {error}");
         }
         assert!("twice".parse::<SsdAdmission>().unwrap_err().contains("all, second-hit"));
-        assert_eq!("io_uring".parse::<SsdIo>().unwrap().wanted(), Some(Backend::IoUring));
-        assert_eq!("auto".parse::<SsdIo>().unwrap().wanted(), None);
+        assert_eq!("io_uring".parse::<SsdIo>().unwrap().wanted_backend(), Some(Backend::IoUring));
+        assert_eq!("auto".parse::<SsdIo>().unwrap().wanted_backend(), None);
         assert!("aio".parse::<SsdIo>().unwrap_err().contains("auto, io_uring, threads"));
     }
 
     #[test]
     fn one_path_is_given_once() {
         let disks = |texts: &[&str]| texts.iter().map(|text| disk(text).unwrap()).collect::<Vec<_>>();
-        assert!(check(&disks(&["/a:1GiB", "/b:1GiB"])).is_ok());
-        let error = check(&disks(&["/a:1GiB", "/a:2GiB"])).unwrap_err().to_string();
+        assert!(check_disks(&disks(&["/a:1GiB", "/b:1GiB"])).is_ok());
+        let error = check_disks(&disks(&["/a:1GiB", "/a:2GiB"])).unwrap_err().to_string();
         assert!(error.contains("ssd is /a:2.0 GiB") && error.contains("a different path"), "{error}");
-        assert!(check(&vec![disk("/a:1GiB").unwrap(); 33]).unwrap_err().to_string().contains("32"));
+        assert!(check_disks(&vec![disk("/a:1GiB").unwrap(); 33]).unwrap_err().to_string().contains("32"));
     }
 }

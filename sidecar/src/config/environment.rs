@@ -20,7 +20,7 @@ const OF_SCRIPTS: [&str; 10] = [
 const OF_TESTS: &str = "TEST_";
 
 /// Names in this process's environment that are probably mistyped options; `options` has all valid names.
-pub fn mistyped(options: &BTreeSet<String>) -> Vec<String> {
+pub fn find_mistyped(options: &BTreeSet<String>) -> Vec<String> {
     let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
     names.filter(|name| is_mistyped(name, options)).collect()
 }

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use super::{Config, ConfigError, Size};
+use super::{ConfigError, ServeConfig, Size};
 
 /// Memory beside the pool, the mesh's directory and the disks' index: the DRAM index, session memory, stacks.
 const PROCESS_BYTES: u64 = 64 << 20;
@@ -31,7 +31,7 @@ const HUGE_PAGES: Kind =
     Kind { controller: "hugetlb", files: ["hugetlb.2MB.limit_in_bytes", "hugetlb.2MB.max"] };
 
 /// Refuses a pool beyond the limit: the kernel would kill this process.
-pub(super) fn check(config: &Config) -> Result<(), ConfigError> {
+pub(super) fn check_memory(config: &ServeConfig) -> Result<(), ConfigError> {
     let Ok(groups) = std::fs::read_to_string("/proc/self/cgroup") else { return Ok(()) };
     let (kind, beside) = if config.hugepages { (HUGE_PAGES, HEADER_BYTES) } else { (MEMORY, beside(config)) };
     let Some((limit, place)) = limit(&groups, &kind) else { return Ok(()) };
@@ -39,14 +39,14 @@ pub(super) fn check(config: &Config) -> Result<(), ConfigError> {
 }
 
 /// Memory beside the pool, estimated from the options with blocks of a common model's size on the disks.
-fn beside(config: &Config) -> u64 {
+fn beside(config: &ServeConfig) -> u64 {
     let directory = config.mesh.as_ref().map_or(0, |mesh| mesh.directory_bytes as u64);
     let disks: u64 = config.ssd.iter().map(|disk| disk.size.as_bytes()).sum();
     PROCESS_BYTES + directory + disks / BLOCK_BYTES * INDEX_BYTES
 }
 
 /// A warning for a sidecar with a GPU, if the limit leaves less beside the pool than its driver may take.
-pub(super) fn too_little_for_a_gpu(config: &Config) -> Option<String> {
+pub(super) fn too_little_for_a_gpu(config: &ServeConfig) -> Option<String> {
     let groups = std::fs::read_to_string("/proc/self/cgroup").ok()?;
     let (limit, place) = limit(&groups, &MEMORY)?;
     // Huge pages do not count to this limit.
@@ -79,7 +79,10 @@ fn within(limit: u64, place: String, dram: Size, beside: u64) -> Result<(), Conf
 
 /// The lowest limit of this process's control groups, and its file.
 fn limit(groups: &str, kind: &Kind) -> Option<(u64, String)> {
-    files(groups, kind).into_iter().filter_map(|file| Some((read(&file)?, file.display().to_string()))).min()
+    files(groups, kind)
+        .into_iter()
+        .filter_map(|file| Some((read_limit(&file)?, file.display().to_string())))
+        .min()
 }
 
 /// Files of possible limits, from the text of `/proc/self/cgroup`; in a container some of them do not exist.
@@ -103,14 +106,14 @@ fn files(text: &str, kind: &Kind) -> Vec<PathBuf> {
 }
 
 /// The limit in a file; `None` if the file is absent or says "max".
-fn read(file: &Path) -> Option<u64> {
+fn read_limit(file: &Path) -> Option<u64> {
     std::fs::read_to_string(file).ok()?.trim().parse().ok()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::Options;
+    use crate::config::ServeOptions;
 
     #[test]
     fn a_pool_as_large_as_the_limit_is_refused_with_what_it_needs() {
@@ -126,7 +129,7 @@ mod tests {
     fn a_mesh_and_disks_need_memory_beside_the_pool() {
         let beside = |more: &str| {
             let text = format!("dram = \"4MiB\"\n{more}");
-            beside(&toml::from_str::<Options>(&text).unwrap().complete().unwrap())
+            beside(&toml::from_str::<ServeOptions>(&text).unwrap().complete().unwrap())
         };
         assert_eq!(beside(""), 64 << 20);
         assert_eq!(beside("ssd = [\"/a:300GiB\", \"/b:100GiB\"]"), (64 << 20) + 200 * 1024 * 100);

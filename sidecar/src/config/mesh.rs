@@ -129,13 +129,13 @@ pub struct Mesh {
     /// Memory for the directory of all peers' blocks.
     pub directory_bytes: usize,
     /// Transport of blocks, except for peers reached by RDMA.
-    pub tcp: Tcp,
+    pub tcp: MeshTcp,
     /// Transport of blocks between nodes with NICs.
     pub rdma: Option<Nics>,
 }
 
 #[derive(Clone, Debug)]
-pub struct Tcp {
+pub struct MeshTcp {
     /// The address for peers' connections.
     pub listen: SocketAddr,
     /// Connections to each peer.
@@ -177,7 +177,7 @@ impl MeshOptions {
             ));
         }
         let settled = self.clone().settle();
-        let tcp = Tcp { listen: next_port(listen)?, streams: settled.tcp_streams };
+        let tcp = MeshTcp { listen: next_port(listen)?, streams: settled.tcp_streams };
         check_range("tcp-streams", tcp.streams, (1..=tcp::STREAMS_MAX).contains(&tcp.streams), "1 to 64")?;
         let rdma = self.rdma(tcp.listen, settled.qps_per_peer)?;
         let node = self.node_id.clone().map_or_else(host_name, Ok)?;

@@ -19,15 +19,15 @@ const OTHERS: &str = "others";
 /// A limit shared by some namespaces.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq)]
 #[serde(try_from = "String")]
-pub struct Quota {
-    pub whose: Whose,
+pub struct NamespaceQuota {
+    pub whose: QuotaNamespaces,
     /// Bytes for all their blocks together.
     pub size: Size,
 }
 
 /// The namespaces of a quota.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub enum Whose {
+pub enum QuotaNamespaces {
     /// The namespaces with these first hex digits, usually one.
     Named(String),
     /// All namespaces without a quota of their own.
@@ -35,7 +35,7 @@ pub enum Whose {
 }
 
 /// Refuses overlapping quotas: a namespace can have only one.
-pub(super) fn check(quotas: &[Quota]) -> Result<(), ConfigError> {
+pub(super) fn check_quotas(quotas: &[NamespaceQuota]) -> Result<(), ConfigError> {
     let range = |value: String, rule| Err(ConfigError::Range { option: "quota", value, rule });
     if quotas.len() > QUOTAS_MAX {
         return range(format!("given {} times", quotas.len()), "given at most 256 times");
@@ -50,16 +50,16 @@ pub(super) fn check(quotas: &[Quota]) -> Result<(), ConfigError> {
 }
 
 /// The index of a namespace's quota in `quotas`.
-pub fn of(quotas: &[Quota], namespace: NamespaceDigest) -> Option<usize> {
+pub fn find_quota(quotas: &[NamespaceQuota], namespace: NamespaceDigest) -> Option<usize> {
     let digits = namespace.to_string();
-    let named = |quota: &Quota| matches!(&quota.whose, Whose::Named(prefix) if digits.starts_with(prefix));
-    let others = || quotas.iter().position(|quota| quota.whose == Whose::Others);
+    let named = |quota: &NamespaceQuota| matches!(&quota.whose, QuotaNamespaces::Named(prefix) if digits.starts_with(prefix));
+    let others = || quotas.iter().position(|quota| quota.whose == QuotaNamespaces::Others);
     quotas.iter().position(named).or_else(others)
 }
 
-// === impl Whose ===
+// === impl QuotaNamespaces ===
 
-impl Whose {
+impl QuotaNamespaces {
     fn overlaps(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Named(one), Self::Named(other)) => one.starts_with(other) || other.starts_with(one),
@@ -68,7 +68,7 @@ impl Whose {
     }
 }
 
-impl fmt::Display for Whose {
+impl fmt::Display for QuotaNamespaces {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Named(digits) => formatter.write_str(digits),
@@ -77,9 +77,9 @@ impl fmt::Display for Whose {
     }
 }
 
-// === impl Quota ===
+// === impl NamespaceQuota ===
 
-impl FromStr for Quota {
+impl FromStr for NamespaceQuota {
     type Err = String;
     fn from_str(text: &str) -> Result<Self, String> {
         let wrong = |why: &str| {
@@ -91,8 +91,8 @@ impl FromStr for Quota {
         let hex = (DIGITS_MIN..=DIGITS).contains(&whose.len())
             && whose.bytes().all(|digit| digit.is_ascii_hexdigit());
         let whose = match whose {
-            OTHERS => Whose::Others,
-            _ if hex => Whose::Named(whose.to_ascii_lowercase()),
+            OTHERS => QuotaNamespaces::Others,
+            _ if hex => QuotaNamespaces::Named(whose.to_ascii_lowercase()),
             _ => {
                 return Err(wrong(
                     "a namespace is 32 hex digits, the first 8 or more of them, or \"others\"",
@@ -107,7 +107,7 @@ impl FromStr for Quota {
 mod tests {
     use super::*;
 
-    fn quotas(texts: &[&str]) -> Vec<Quota> {
+    fn quotas(texts: &[&str]) -> Vec<NamespaceQuota> {
         texts.iter().map(|text| text.parse().unwrap()).collect()
     }
 
@@ -118,11 +118,11 @@ mod tests {
         let of = |first: &[u8]| {
             let mut bytes = [0; 16];
             bytes[..first.len()].copy_from_slice(first);
-            of(&quotas, NamespaceDigest(bytes))
+            find_quota(&quotas, NamespaceDigest(bytes))
         };
         assert_eq!(of(&[0, 0, 0, 0xa]), Some(1));
         assert_eq!((of(&[0, 0, 0, 0xb]), of(&[0, 0, 0, 0xb, 1])), (Some(2), Some(0)));
-        assert_eq!(super::of(&quotas[1..], NamespaceDigest([7; 16])), None);
+        assert_eq!(super::find_quota(&quotas[1..], NamespaceDigest([7; 16])), None);
     }
 
     #[test]
@@ -135,23 +135,23 @@ mod tests {
             "*=1GiB",
             "0123456789abcdef0123456789abcdef0=1GiB",
         ] {
-            assert!(wrong.parse::<Quota>().unwrap_err().contains("others=5GiB"), "{wrong}");
+            assert!(wrong.parse::<NamespaceQuota>().unwrap_err().contains("others=5GiB"), "{wrong}");
         }
-        assert!("others=5".parse::<Quota>().unwrap_err().contains("30GiB"), "a size needs a unit");
+        assert!("others=5".parse::<NamespaceQuota>().unwrap_err().contains("30GiB"), "a size needs a unit");
     }
 
     #[test]
     fn a_namespace_has_one_quota() {
-        assert!(check(&quotas(&["others=1GiB", "0123456789=2GiB", "0123456780=2GiB"])).is_ok());
+        assert!(check_quotas(&quotas(&["others=1GiB", "0123456789=2GiB", "0123456780=2GiB"])).is_ok());
         for twice in [["others=1GiB", "others=2GiB"], ["0123456789=1GiB", "01234567=2GiB"]] {
             assert!(
-                check(&quotas(&twice)).unwrap_err().to_string().contains("once for a namespace"),
+                check_quotas(&quotas(&twice)).unwrap_err().to_string().contains("once for a namespace"),
                 "{twice:?}"
             );
         }
         let many: Vec<String> = (0..=QUOTAS_MAX).map(|number| format!("{number:08}=1GiB")).collect();
         let many: Vec<&str> = many.iter().map(String::as_str).collect();
-        assert!(check(&quotas(&many)).unwrap_err().to_string().contains("256"));
-        assert!(check(&quotas(&many[1..])).is_ok());
+        assert!(check_quotas(&quotas(&many)).unwrap_err().to_string().contains("256"));
+        assert!(check_quotas(&quotas(&many[1..])).is_ok());
     }
 }

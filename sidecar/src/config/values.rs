@@ -28,7 +28,7 @@ shm_protocol::named! {
     /// The least severe messages to log.
     #[derive(Deserialize)]
     #[serde(try_from = "String")]
-    pub enum Level {
+    pub enum Severity {
         /// Failures of the sidecar, or of its use by an engine.
         Error = "error",
         Warn = "warn",

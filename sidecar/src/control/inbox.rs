@@ -16,7 +16,7 @@ use shm_protocol::prefill::PrefillRate;
 use shm_protocol::wait;
 use tokio::sync::oneshot;
 
-use crate::core::Kept;
+use crate::core::KeptCounts;
 
 /// Queued requests; beyond this number the sidecar is busy. Each is small and taken within milliseconds.
 const ASKS_MAX: usize = 32;
@@ -29,11 +29,11 @@ pub type Reply<T> = oneshot::Sender<T>;
 
 /// A request to the data thread.
 #[derive(Debug)]
-pub enum Ask {
+pub enum ControlAsk {
     /// Counts of blocks in each place.
     Survey(Reply<Surveyed>),
     /// The places of these blocks, at most [`KEYS_MAX`].
-    Locate(NamespaceDigest, Vec<BlockHash>, Reply<Vec<Found>>),
+    Locate(NamespaceDigest, Vec<BlockHash>, Reply<Vec<FoundBlock>>),
     /// The rates of engines and of sources.
     Rates(Reply<KnownRates>),
     /// Eviction of all blocks of a namespace.
@@ -43,7 +43,7 @@ pub enum Ask {
 /// Blocks kept here, and the known blocks of peers.
 #[derive(Debug)]
 pub struct Surveyed {
-    pub namespaces: BTreeMap<NamespaceDigest, Kept>,
+    pub namespaces: BTreeMap<NamespaceDigest, KeptCounts>,
     /// True if the sidecar has disks.
     pub disks: bool,
     /// Each member's name and number of blocks; `None` without a mesh.
@@ -61,7 +61,7 @@ pub struct KnownRates {
 
 /// The places of one block; peers by name.
 #[derive(Debug)]
-pub struct Found {
+pub struct FoundBlock {
     pub memory: bool,
     pub disk: bool,
     pub peers: Vec<String>,
@@ -70,7 +70,7 @@ pub struct Found {
 /// The result of an eviction.
 #[derive(Copy, Clone, Debug)]
 pub enum Evicted {
-    Removed(Kept),
+    Removed(KeptCounts),
     /// The sidecar never kept a block of this namespace.
     Unknown,
     /// Blocks of earlier lives are still being recovered.
@@ -82,19 +82,19 @@ pub enum Evicted {
 pub struct Inbox {
     /// Milliseconds left for copies in flight after a request to end; zero without such a request.
     grace_ms: AtomicU64,
-    asks: SyncSender<Ask>,
+    asks: SyncSender<ControlAsk>,
     wake: OwnedFd,
 }
 
 /// The data thread's receiving side.
 #[derive(Debug)]
-pub struct Asks(Receiver<Ask>);
+pub struct InboxAsks(Receiver<ControlAsk>);
 
 /// Creates an inbox and its receiving side.
-pub fn inbox() -> Result<(Arc<Inbox>, Asks), Errno> {
+pub fn make_inbox() -> Result<(Arc<Inbox>, InboxAsks), Errno> {
     let (asks, taken) = sync_channel(ASKS_MAX);
     let inbox = Inbox { grace_ms: AtomicU64::new(0), asks, wake: wait::make_eventfd()? };
-    Ok((Arc::new(inbox), Asks(taken)))
+    Ok((Arc::new(inbox), InboxAsks(taken)))
 }
 
 // === impl Inbox ===
@@ -106,14 +106,14 @@ impl Inbox {
         (grace != 0).then(|| Duration::from_millis(grace))
     }
 
-    pub fn drain(&self, grace: Duration) {
+    pub fn request_drain(&self, grace: Duration) {
         self.grace_ms.store((grace.as_millis() as u64).max(1), Ordering::Relaxed);
         wait::signal_eventfd(&self.wake);
     }
 
     /// Queues a request without waiting. Returns false if the queue is full or the data thread has ended.
     #[must_use = "a request refused here gets no answer"]
-    pub fn ask(&self, ask: Ask) -> bool {
+    pub fn post_ask(&self, ask: ControlAsk) -> bool {
         let taken = self.asks.try_send(ask).is_ok();
         wait::signal_eventfd(&self.wake);
         taken
@@ -126,10 +126,10 @@ impl AsFd for Inbox {
     }
 }
 
-// === impl Asks ===
+// === impl InboxAsks ===
 
-impl Asks {
-    pub fn take(&self) -> Option<Ask> {
+impl InboxAsks {
+    pub fn take_ask(&self) -> Option<ControlAsk> {
         self.0.try_recv().ok()
     }
 }

@@ -9,20 +9,20 @@ use serde_json::{Value, json};
 use shm_protocol::key::NamespaceDigest;
 
 use super::Handler;
-use super::refusals::Refused;
+use super::refusals::ControlRefusal;
 use super::requests::ANSWER_TIME_MAX;
-use crate::catalog::Entry;
-use crate::control::inbox::{Ask, Surveyed};
-use crate::core::Kept;
+use crate::catalog::CatalogEntry;
+use crate::control::inbox::{ControlAsk, Surveyed};
+use crate::core::KeptCounts;
 use crate::pages::quotas::Levels;
 
 /// All known data of a namespace.
 #[derive(Serialize)]
-struct Shown {
+struct ShownNamespace {
     namespace: String,
     /// `None` if no engine of the namespace ever connected to this sidecar or to a peer with an answer.
     #[serde(flatten)]
-    entry: Option<Entry>,
+    entry: Option<CatalogEntry>,
     memory_blocks: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
     disk_blocks: Option<u64>,
@@ -41,7 +41,7 @@ struct AtPeer {
 
 /// A peer whose namespaces are missing in whole or in part, with the reason.
 #[derive(Serialize)]
-struct NotTold {
+struct MissingAnswer {
     peer: String,
     why: String,
 }
@@ -49,16 +49,17 @@ struct NotTold {
 /// Namespaces by digest while the answers are merged.
 struct Merged {
     disks: bool,
-    shown: BTreeMap<NamespaceDigest, Shown>,
+    shown: BTreeMap<NamespaceDigest, ShownNamespace>,
 }
 
 // === impl Handler ===
 
 impl Handler {
-    pub(super) async fn namespaces(&self) -> Result<Value, Refused> {
+    pub(super) async fn namespaces(&self) -> Result<Value, ControlRefusal> {
         // Peers count their blocks while this sidecar counts its own.
         let asked = self.parts.mesh.as_ref().map(NamespaceAsker::ask_members);
-        let Surveyed { namespaces: kept, disks, peers } = self.ask(ANSWER_TIME_MAX, Ask::Survey).await?;
+        let Surveyed { namespaces: kept, disks, peers } =
+            self.ask_data_thread(ANSWER_TIME_MAX, ControlAsk::Survey).await?;
         let answers = match asked {
             // An ending sidecar has left the mesh.
             Some(asked) => asked.await.unwrap_or_default(),
@@ -67,14 +68,14 @@ impl Handler {
         let entries = self.parts.catalog.lock().entries(&self.parts.quotas);
         let mut merged = Merged { disks, shown: BTreeMap::new() };
         entries.into_iter().for_each(|(digest, entry)| merged.at(digest).entry = Some(entry));
-        for (digest, Kept { memory, below: disk }) in kept {
+        for (digest, KeptCounts { memory, below: disk }) in kept {
             let shown = merged.at(digest);
             shown.memory_blocks = memory;
             shown.disk_blocks = disks.then_some(disk);
         }
-        let not_told = answers.into_iter().filter_map(|answer| merged.hear(answer, &self.parts.quotas));
-        let not_told: Vec<NotTold> = not_told.collect();
-        let namespaces: Vec<Shown> = merged.shown.into_values().collect();
+        let not_told = answers.into_iter().filter_map(|answer| merged.add_answer(answer, &self.parts.quotas));
+        let not_told: Vec<MissingAnswer> = not_told.collect();
+        let namespaces: Vec<ShownNamespace> = merged.shown.into_values().collect();
         let peer = |(peer, blocks)| json!({ "peer": peer, "blocks": blocks });
         let peers: Vec<Value> = peers.into_iter().flatten().map(peer).collect();
         Ok(json!({ "namespaces": namespaces, "peers": peers, "not_told": not_told }))
@@ -84,9 +85,9 @@ impl Handler {
 // === impl Merged ===
 
 impl Merged {
-    fn at(&mut self, digest: NamespaceDigest) -> &mut Shown {
+    fn at(&mut self, digest: NamespaceDigest) -> &mut ShownNamespace {
         let disk_blocks = self.disks.then_some(0);
-        self.shown.entry(digest).or_insert_with(|| Shown {
+        self.shown.entry(digest).or_insert_with(|| ShownNamespace {
             namespace: digest.to_string(),
             entry: None,
             memory_blocks: 0,
@@ -96,10 +97,11 @@ impl Merged {
     }
 
     /// Merges a peer's answer. Returns the reason if a part of it is missing.
-    fn hear(&mut self, answer: NamespacesAnswer, quotas: &Levels) -> Option<NotTold> {
+    fn add_answer(&mut self, answer: NamespacesAnswer, quotas: &Levels) -> Option<MissingAnswer> {
         let NamespacesAnswer { peer, namespaces, missing } = answer;
         let peer = peer.to_string();
-        let others = namespaces.into_iter().filter(|namespace| !self.take(&peer, namespace, quotas)).count();
+        let others =
+            namespaces.into_iter().filter(|namespace| !self.add_namespace(&peer, namespace, quotas)).count();
         let others = (others > 0).then(|| {
             format!(
                 "{others} of its namespaces have other block sizes than the same namespaces elsewhere, so their facts \
@@ -107,15 +109,17 @@ impl Merged {
             )
         });
         let whys: Vec<String> = missing.into_iter().chain(others).collect();
-        (!whys.is_empty()).then(|| NotTold { peer, why: whys.join("; ") })
+        (!whys.is_empty()).then(|| MissingAnswer { peer, why: whys.join("; ") })
     }
 
     /// Adds a peer's namespace. Returns false if its block size contradicts the known one.
-    fn take(&mut self, peer: &str, namespace: &NodeNamespace, quotas: &Levels) -> bool {
+    fn add_namespace(&mut self, peer: &str, namespace: &NodeNamespace, quotas: &Levels) -> bool {
         let NodeNamespace { digest, stated, memory_blocks, disk_blocks } = namespace;
         let shown = self.at(*digest);
         if let Some(stated) = stated {
-            let entry = shown.entry.get_or_insert_with(|| Entry::of_peers(stated, quotas.of(*digest)));
+            let entry = shown
+                .entry
+                .get_or_insert_with(|| CatalogEntry::of_peers(stated, quotas.of_namespace(*digest)));
             if (entry.block_bytes, entry.shards) != (stated.block_bytes, stated.shards) {
                 return false;
             }
@@ -151,14 +155,14 @@ mod tests {
     fn peers_that_know_a_namespace_are_under_it_and_who_contradicts_is_named() {
         let mut merged = Merged { disks: false, shown: BTreeMap::new() };
         let quotas = Levels::default();
-        assert!(merged.hear(answer("a", 64, 7), &quotas).is_none());
-        assert!(merged.hear(answer("b", 64, 0), &quotas).is_none());
-        let why = merged.hear(answer("c", 128, 9), &quotas).unwrap();
+        assert!(merged.add_answer(answer("a", 64, 7), &quotas).is_none());
+        assert!(merged.add_answer(answer("b", 64, 0), &quotas).is_none());
+        let why = merged.add_answer(answer("c", 128, 9), &quotas).unwrap();
         assert_eq!(why.peer, "c");
         assert!(why.why.starts_with("1 of its namespaces have other block sizes"), "{}", why.why);
         let late =
             NamespacesAnswer { namespaces: Vec::new(), missing: Some("late".into()), ..answer("d", 64, 1) };
-        assert_eq!(merged.hear(late, &quotas).unwrap().why, "late");
+        assert_eq!(merged.add_answer(late, &quotas).unwrap().why, "late");
         let shown: Vec<Value> =
             merged.shown.values().map(|shown| serde_json::to_value(shown).unwrap()).collect();
         let peer = |peer: &str, blocks: u64| json!({"peer": peer, "memory_blocks": blocks, "disk_blocks": 0});

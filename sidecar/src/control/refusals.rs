@@ -7,7 +7,7 @@ use crate::pages::metrics::figures::counters_of;
 
 shm_protocol::named! {
     /// Reason of a refused request; the label of `pillion_control_refused_total`.
-    pub(super) enum Cause {
+    pub(super) enum ControlRefusalCause {
         /// The client belongs to another user.
         User = "user",
         /// The token is missing or wrong.
@@ -33,8 +33,8 @@ shm_protocol::named! {
 
 /// A refusal; its text says what to change.
 #[derive(Debug)]
-pub(super) struct Refused {
-    pub(super) cause: Cause,
+pub(super) struct ControlRefusal {
+    pub(super) cause: ControlRefusalCause,
     pub(super) text: String,
 }
 
@@ -42,9 +42,9 @@ pub(super) struct Refused {
 #[derive(Debug)]
 pub(super) struct RefusedRequests(IntCounterVec);
 
-// === impl Cause ===
+// === impl ControlRefusalCause ===
 
-impl Cause {
+impl ControlRefusalCause {
     pub(super) fn status(self) -> StatusCode {
         match self {
             Self::User => StatusCode::FORBIDDEN,
@@ -60,10 +60,10 @@ impl Cause {
     }
 }
 
-// === impl Refused ===
+// === impl ControlRefusal ===
 
-impl Refused {
-    pub(super) fn new(cause: Cause, text: impl Into<String>) -> Self {
+impl ControlRefusal {
+    pub(super) fn new(cause: ControlRefusalCause, text: impl Into<String>) -> Self {
         Self { cause, text: text.into() }
     }
 }
@@ -77,11 +77,11 @@ impl RefusedRequests {
              not control this sidecar; path, method, malformed, too_large: an invalid request; slow: it did not arrive \
              in time; namespace: no such namespace; starting: blocks of an earlier sidecar are still being found; \
              busy, unanswered: the data thread has too much to do or is stuck.";
-        let causes = Cause::ALL.map(Cause::name);
+        let causes = ControlRefusalCause::ALL.map(ControlRefusalCause::name);
         Ok(Self(counters_of(registry, "control_refused_total", help, "reason", &causes)?))
     }
 
-    pub(super) fn count(&self, cause: Cause) {
+    pub(super) fn count_refusal(&self, cause: ControlRefusalCause) {
         self.0.with_label_values(&[cause.name()]).inc();
     }
 }

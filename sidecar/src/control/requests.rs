@@ -12,11 +12,11 @@ use shm_protocol::key::{BlockHash, NamespaceDigest};
 use shm_protocol::prefill::PrefillRate;
 use tokio::sync::oneshot;
 
-use super::refusals::{Cause, Refused};
-use super::{Handler, Last, page};
-use crate::config::Level;
-use crate::control::inbox::{Ask, Evicted, Found, KEYS_MAX, KnownRates, Reply};
-use crate::core::Kept;
+use super::refusals::{ControlRefusal, ControlRefusalCause};
+use super::{EndMarker, Handler, page};
+use crate::config::Severity;
+use crate::control::inbox::{ControlAsk, Evicted, FoundBlock, KEYS_MAX, KnownRates, Reply};
+use crate::core::KeptCounts;
 
 /// The data thread takes a request within milliseconds; counting ten million blocks takes 0.1 s.
 pub const ANSWER_TIME_MAX: Duration = Duration::from_secs(10);
@@ -58,86 +58,95 @@ fn rates_page(rates: &KnownRates) -> Value {
 // === impl Handler ===
 
 impl Handler {
-    pub(super) async fn answer(
+    pub(super) async fn answer_request(
         &self,
         method: &Method,
         path: &str,
         body: &[u8],
-    ) -> Result<Response<String>, Refused> {
+    ) -> Result<Response<String>, ControlRefusal> {
         let answer = match (method.as_str(), path) {
             ("GET", "/namespaces") => self.namespaces().await?,
             ("GET", "/forecast") => {
-                let (asked, found) = self.parts.foretold.blocks();
+                let (asked, found) = self.parts.forecast.block_counts();
                 json!({ "asked_blocks": asked, "hit_blocks": found.collect::<BTreeMap<_, _>>() })
             }
-            ("GET", "/rates") => rates_page(&self.ask(ANSWER_TIME_MAX, Ask::Rates).await?),
-            ("POST", "/lookup") => self.lookup(parse(body)?).await?,
-            ("POST", "/evict") => self.evict(parse(body)?).await?,
+            ("GET", "/rates") => rates_page(&self.ask_data_thread(ANSWER_TIME_MAX, ControlAsk::Rates).await?),
+            ("POST", "/lookup") => self.lookup(parse_body(body)?).await?,
+            ("POST", "/evict") => self.evict(parse_body(body)?).await?,
             ("GET", "/log-level") => self.show_level()?,
-            ("POST", "/log-level") => self.set_level(parse(body)?)?,
+            ("POST", "/log-level") => self.set_level(parse_body(body)?)?,
             ("POST", "/drain") => {
                 tracing::info!("the control socket asked this sidecar to drain");
                 return Ok(last(page(StatusCode::OK, &json!({ "draining": true }))));
             }
             (_, "/namespaces" | "/forecast" | "/rates" | "/lookup" | "/evict" | "/log-level" | "/drain") => {
-                return Err(Refused::new(
-                    Cause::Method,
+                return Err(ControlRefusal::new(
+                    ControlRefusalCause::Method,
                     format!("no such request: the requests are {PATHS}"),
                 ));
             }
-            _ => return Err(Refused::new(Cause::Path, format!("no such request: the requests are {PATHS}"))),
+            _ => {
+                return Err(ControlRefusal::new(
+                    ControlRefusalCause::Path,
+                    format!("no such request: the requests are {PATHS}"),
+                ));
+            }
         };
         Ok(page(StatusCode::OK, &answer))
     }
 
     /// Sends a request to the data thread, and waits for its answer.
-    pub(super) async fn ask<T>(
+    pub(super) async fn ask_data_thread<T>(
         &self,
         limit: Duration,
-        ask: impl FnOnce(Reply<T>) -> Ask,
-    ) -> Result<T, Refused> {
+        ask: impl FnOnce(Reply<T>) -> ControlAsk,
+    ) -> Result<T, ControlRefusal> {
         let (reply, answer) = oneshot::channel();
-        if !self.parts.inbox.ask(ask(reply)) {
-            return Err(Refused::new(Cause::Busy, "too many control requests are waiting: try again"));
+        if !self.parts.inbox.post_ask(ask(reply)) {
+            return Err(ControlRefusal::new(
+                ControlRefusalCause::Busy,
+                "too many control requests are waiting: try again",
+            ));
         }
         match tokio::time::timeout(limit, answer).await {
             Ok(Ok(answer)) => Ok(answer),
-            Ok(Err(_)) => {
-                Err(Refused::new(Cause::Unanswered, "the sidecar is ending: ask again once it has restarted"))
-            }
+            Ok(Err(_)) => Err(ControlRefusal::new(
+                ControlRefusalCause::Unanswered,
+                "the sidecar is ending: ask again once it has restarted",
+            )),
             Err(_) => {
                 let text = format!(
                     "the data thread has not answered for {} s: look at /healthz, and at the log. The request itself \
                      goes on",
                     limit.as_secs()
                 );
-                Err(Refused::new(Cause::Unanswered, text))
+                Err(ControlRefusal::new(ControlRefusalCause::Unanswered, text))
             }
         }
     }
 
-    async fn lookup(&self, Lookup { namespace, keys }: Lookup) -> Result<Value, Refused> {
+    async fn lookup(&self, Lookup { namespace, keys }: Lookup) -> Result<Value, ControlRefusal> {
         let digest = namespace_of(&namespace)?;
         if keys.len() > LOOKUP_KEYS_MAX {
             let text = format!("the request has {} keys: pass {LOOKUP_KEYS_MAX} at most", keys.len());
-            return Err(Refused::new(Cause::TooLarge, text));
+            return Err(ControlRefusal::new(ControlRefusalCause::TooLarge, text));
         }
         let hashes: Vec<BlockHash> = keys.iter().map(|key| hash_of(key)).collect::<Result<_, _>>()?;
-        let mut located: Vec<Found> = Vec::with_capacity(hashes.len());
+        let mut located: Vec<FoundBlock> = Vec::with_capacity(hashes.len());
         for part in hashes.chunks(KEYS_MAX) {
-            let ask = |reply| Ask::Locate(digest, part.to_vec(), reply);
-            located.extend(self.ask(ANSWER_TIME_MAX, ask).await?);
+            let ask = |reply| ControlAsk::Locate(digest, part.to_vec(), reply);
+            located.extend(self.ask_data_thread(ANSWER_TIME_MAX, ask).await?);
         }
-        let shown = keys.iter().zip(located).map(|(key, Found { memory, disk, peers })| {
+        let shown = keys.iter().zip(located).map(|(key, FoundBlock { memory, disk, peers })| {
             json!({ "key": key, "memory": memory, "disk": disk, "peers": peers })
         });
         Ok(json!({ "namespace": namespace, "keys": shown.collect::<Vec<Value>>() }))
     }
 
-    async fn evict(&self, Evict { namespace }: Evict) -> Result<Value, Refused> {
+    async fn evict(&self, Evict { namespace }: Evict) -> Result<Value, ControlRefusal> {
         let digest = namespace_of(&namespace)?;
-        match self.ask(EVICTION_TIME_MAX, |reply| Ask::Evict(digest, reply)).await? {
-            Evicted::Removed(Kept { memory, below: disk }) => {
+        match self.ask_data_thread(EVICTION_TIME_MAX, |reply| ControlAsk::Evict(digest, reply)).await? {
+            Evicted::Removed(KeptCounts { memory, below: disk }) => {
                 tracing::info!(namespace, memory, disk, "the control socket evicted a namespace");
                 Ok(json!({ "namespace": namespace, "memory_blocks": memory, "disk_blocks": disk }))
             }
@@ -145,23 +154,25 @@ impl Handler {
                 let text = format!(
                     "namespace {namespace} has no block here: pillion ctl namespaces lists those that have"
                 );
-                Err(Refused::new(Cause::Namespace, text))
+                Err(ControlRefusal::new(ControlRefusalCause::Namespace, text))
             }
             Evicted::Recovering => {
                 let text = "blocks of an earlier sidecar are still being found or verified: try again once /readyz says \
                      only ready and pillion_adoption_unverified_blocks is 0";
-                Err(Refused::new(Cause::Starting, text))
+                Err(ControlRefusal::new(ControlRefusalCause::Starting, text))
             }
         }
     }
 
-    fn show_level(&self) -> Result<Value, Refused> {
+    fn show_level(&self) -> Result<Value, ControlRefusal> {
         self.parts.log.get().map(|level| json!({ "level": level.name() })).ok_or_else(no_log)
     }
 
-    fn set_level(&self, SetLevel { level }: SetLevel) -> Result<Value, Refused> {
-        let level: Level = level.parse().map_err(|text: String| Refused::new(Cause::Malformed, text))?;
-        let before = self.parts.log.set(level).ok_or_else(no_log)?;
+    fn set_level(&self, SetLevel { level }: SetLevel) -> Result<Value, ControlRefusal> {
+        let level: Severity = level
+            .parse()
+            .map_err(|text: String| ControlRefusal::new(ControlRefusalCause::Malformed, text))?;
+        let before = self.parts.log.set_level(level).ok_or_else(no_log)?;
         tracing::info!(
             level = level.name(),
             before = before.name(),
@@ -174,45 +185,46 @@ impl Handler {
 /// Marks the last answer: the connection closes after it, then the sidecar ends.
 fn last(mut answer: Response<String>) -> Response<String> {
     answer.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
-    answer.extensions_mut().insert(Last);
+    answer.extensions_mut().insert(EndMarker);
     answer
 }
 
-fn no_log() -> Refused {
-    Refused::new(
-        Cause::Path,
+fn no_log() -> ControlRefusal {
+    ControlRefusal::new(
+        ControlRefusalCause::Path,
         "the log level of this process cannot be changed: only pillion serve supports it",
     )
 }
 
-fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, Refused> {
-    serde_json::from_slice(body).map_err(|error| Refused::new(Cause::Malformed, error.to_string()))
+fn parse_body<T: DeserializeOwned>(body: &[u8]) -> Result<T, ControlRefusal> {
+    serde_json::from_slice(body)
+        .map_err(|error| ControlRefusal::new(ControlRefusalCause::Malformed, error.to_string()))
 }
 
-fn namespace_of(text: &str) -> Result<NamespaceDigest, Refused> {
+fn namespace_of(text: &str) -> Result<NamespaceDigest, ControlRefusal> {
     let bytes = bytes_of(text).and_then(|bytes| bytes.try_into().ok());
     bytes.map(NamespaceDigest).ok_or_else(|| {
         let text = format!(
             "{:?} is not a namespace: write its 32 hex digits, as pillion ctl namespaces shows them",
-            begin(text)
+            shorten_text(text)
         );
-        Refused::new(Cause::Malformed, text)
+        ControlRefusal::new(ControlRefusalCause::Malformed, text)
     })
 }
 
-fn hash_of(text: &str) -> Result<BlockHash, Refused> {
+fn hash_of(text: &str) -> Result<BlockHash, ControlRefusal> {
     let hash = bytes_of(text).and_then(|bytes| BlockHash::from_slice(&bytes).ok());
     hash.ok_or_else(|| {
         let text = format!(
             "{:?} is not a key: write the 32 or 64 hex digits of a block's hash, as pillion keys prints them",
-            begin(text)
+            shorten_text(text)
         );
-        Refused::new(Cause::Malformed, text)
+        ControlRefusal::new(ControlRefusalCause::Malformed, text)
     })
 }
 
 /// The first 80 characters of a text, for an error.
-fn begin(text: &str) -> String {
+fn shorten_text(text: &str) -> String {
     text.chars().take(80).collect()
 }
 

@@ -36,10 +36,10 @@ use shm_protocol::layout::{
 use shm_protocol::region::{Access, Region};
 use shm_protocol::session::SessionMemory;
 
-use self::contexts::{Contexts, Place};
-use self::lane::{BATCH_BYTES_MAX, BATCH_BYTES_SHARED, End, Lane, Transfer};
-use self::link::{Seat, Turn};
-use super::{Batch, Ends, Memory, Rank};
+use self::contexts::{ContextPlace, Contexts};
+use self::lane::{BATCH_BYTES_MAX, BATCH_BYTES_SHARED, CopyEnd, GpuLane, PendingCopy};
+use self::link::{LinkPlace, RankTurn};
+use super::{CopyBatch, CopyEnds, Rank, RankMemory};
 use crate::core::{self, SessionId};
 use crate::memory::pinning::{Pinned, SLICE_BYTES};
 use crate::system::clock::Clock;
@@ -63,23 +63,23 @@ mod own {
 /// The data thread's handle of a rank's thread.
 #[derive(Debug)]
 pub(super) struct GpuRank {
-    work: Sender<Batch>,
+    work: Sender<CopyBatch>,
     stopped: Arc<AtomicBool>,
 }
 
 /// A rank with memory to open.
 #[derive(Debug)]
-pub(super) struct Asked {
+pub(super) struct GpuRankRequest {
     pub(super) session: SessionId,
     pub(super) engine: String,
     pub(super) worker: WorkerHello,
     pub(super) memory: SessionMemory,
     pub(super) pool: Arc<Region>,
     pub(super) pinned: Arc<Pinned>,
-    pub(super) seat: Seat,
+    pub(super) link_place: LinkPlace,
     pub(super) contexts: Contexts<Gpu>,
-    pub(super) ends: Ends,
-    /// Held until the memory is closed; see [`crate::clients::session::Session::socket`].
+    pub(super) ends: CopyEnds,
+    /// Held until the memory is closed; see [`crate::clients::session::ClientSession::socket`].
     pub(super) _socket: Arc<OwnedFd>,
     pub(super) process: Option<OwnedFd>,
 }
@@ -89,11 +89,11 @@ pub(super) struct Asked {
 struct Thread {
     load: CopyStream,
     save: CopyStream,
-    loads: Lane,
-    saves: Lane,
+    loads: GpuLane,
+    saves: GpuLane,
     /// Number of the last batch of loads known to have ended.
     loaded: u64,
-    words: Words,
+    words: GpuWords,
     cuts: Vec<u64>,
     stopped: Arc<AtomicBool>,
     clock: Clock,
@@ -101,8 +101,8 @@ struct Thread {
     stuck: Option<(Stuck, Duration)>,
     parked: bool,
     looked: Duration,
-    place: Place<Gpu>,
-    asked: Asked,
+    place: ContextPlace<Gpu>,
+    asked: GpuRankRequest,
 }
 
 /// A batch, by its number, whose end depends on the engine.
@@ -114,7 +114,7 @@ enum Stuck {
 
 /// Words that streams write and wait for.
 #[derive(Debug)]
-struct Words {
+struct GpuWords {
     header: Registered,
     loads: Registered,
     own: Registered,
@@ -124,20 +124,20 @@ struct Words {
 
 impl GpuRank {
     /// Starts a rank's thread. It opens the rank's memory, a driver call of unknown length, and reports the
-    /// result by [`Ends::opened`]. The error names the remedy.
-    pub(super) fn start(asked: Asked) -> Result<(), String> {
+    /// result by [`CopyEnds::opened`]. The error names the remedy.
+    pub(super) fn start_thread(asked: GpuRankRequest) -> Result<(), String> {
         let name = format!("pillion-gpu-{}", asked.worker.rank);
         let (session, ends) = (asked.session, asked.ends.clone());
         let run = move || {
             let (work, batches) = channel();
             let stopped = Arc::new(AtomicBool::new(false));
-            let thread = match Thread::open(asked, &stopped) {
+            let thread = match Thread::open_memory(asked, &stopped) {
                 Ok(thread) => thread,
                 Err(reason) => return ends.opened(session, Err(reason)),
             };
-            ends.opened(session, Ok(Rank(Memory::Gpu(Arc::new(Self { work, stopped })))));
+            ends.opened(session, Ok(Rank(RankMemory::Gpu(Arc::new(Self { work, stopped })))));
             let ran = catch_unwind(AssertUnwindSafe(|| thread.run(&batches)));
-            ran.unwrap_or_else(|_| die("the thread of a rank ended by a panic, printed above"));
+            ran.unwrap_or_else(|_| end_process("the thread of a rank ended by a panic, printed above"));
         };
         let started = thread::Builder::new().name(name).spawn(run);
         started.map(drop).map_err(|error| {
@@ -149,7 +149,7 @@ impl GpuRank {
     }
 
     /// Takes a batch. Returns `false` if the thread has ended.
-    pub(super) fn post(&self, batch: Batch) -> bool {
+    pub(super) fn post_batch(&self, batch: CopyBatch) -> bool {
         self.work.send(batch).is_ok()
     }
 
@@ -179,16 +179,16 @@ fn unopened(error: &CudaError) -> String {
 
 /// Kills this process. A broken context breaks all contexts of its process, and a stuck stream blocks a
 /// normal exit: both need a new process.
-pub(super) fn die(reason: &str) -> ! {
+pub(super) fn end_process(reason: &str) -> ! {
     tracing::error!(reason, "the sidecar ends and must be restarted: its GPU context is broken");
     // The driver's own clean-up would wait for the stuck stream.
     let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
     unreachable!("a process that was killed")
 }
 
-// === impl Words ===
+// === impl GpuWords ===
 
-impl Words {
+impl GpuWords {
     fn new(gpu: &Arc<Gpu>, memory: &SessionMemory) -> Result<Self, CudaError> {
         let session = memory.shared_region();
         let refused = |_| CudaError::missing("memfd_create", "no memory for a page of words");
@@ -203,7 +203,7 @@ impl Words {
     }
 
     /// SYNC POINT(device batch): acquire; the bytes of the batch are visible.
-    fn ended(&self, word: usize) -> u64 {
+    fn ended_batch(&self, word: usize) -> u64 {
         self.own.region().word64(word).load(Ordering::Acquire)
     }
 }
@@ -211,7 +211,7 @@ impl Words {
 // === impl Thread ===
 
 impl Thread {
-    fn open(asked: Asked, stopped: &Arc<AtomicBool>) -> Result<Self, String> {
+    fn open_memory(asked: GpuRankRequest, stopped: &Arc<AtomicBool>) -> Result<Self, String> {
         let worker = &asked.worker;
         let cuda = worker.cuda.as_ref().expect("the caller asked for a GPU");
         if cuda.pid == std::process::id() {
@@ -220,7 +220,7 @@ impl Thread {
         let gpus = asked.pinned.gpus()?;
         let gpu = gpus.iter().find(|gpu| gpu.uuid() == cuda.uuid).ok_or_else(no_such_gpu)?;
         let beside = || gpu.beside().map_err(|error| unopened(&error));
-        let place = asked.contexts.enter((cuda.uuid, cuda.pid), gpu, beside)?;
+        let place = asked.contexts.enter_rank((cuda.uuid, cuda.pid), gpu, beside)?;
         let gpu = place.context();
         let open = || -> Result<_, CudaError> {
             let open =
@@ -228,19 +228,19 @@ impl Thread {
             let imported = cuda.allocations.iter().map(open).collect::<Result<_, _>>()?;
             let blocks = Arc::new(DeviceBlocks::imported(imported, &worker.regions, worker.blocks));
             let stream = || CopyStream::new(gpu, &blocks, &asked.pool, SLICE_BYTES as u64);
-            Ok((stream()?, stream()?, Words::new(gpu, &asked.memory)?))
+            Ok((stream()?, stream()?, GpuWords::new(gpu, &asked.memory)?))
         };
         let (load, save, words) = open().map_err(|error| unopened(&error))?;
         Ok(Self {
             load,
             save,
-            loads: Lane::default(),
-            saves: Lane::default(),
+            loads: GpuLane::default(),
+            saves: GpuLane::default(),
             loaded: 0,
             words,
             cuts: cuda.cuts.clone(),
             stopped: Arc::clone(stopped),
-            clock: asked.seat.clock,
+            clock: asked.link_place.clock,
             stuck: None,
             parked: false,
             looked: Duration::ZERO,
@@ -249,11 +249,11 @@ impl Thread {
         })
     }
 
-    fn run(mut self, batches: &Receiver<Batch>) {
+    fn run(mut self, batches: &Receiver<CopyBatch>) {
         let mut open = true;
         while open || self.busy() {
-            open = self.take(batches, open);
-            let worked = self.turn().unwrap_or_else(|error| die(&error.to_string()));
+            open = self.take_batches(batches, open);
+            let worked = self.run_turn().unwrap_or_else(|error| end_process(&error.to_string()));
             if self.busy() {
                 self.look_after();
             }
@@ -268,35 +268,35 @@ impl Thread {
     }
 
     /// Takes posted batches, and waits for one if the thread is idle. Returns false once no more can come.
-    fn take(&mut self, batches: &Receiver<Batch>, open: bool) -> bool {
+    fn take_batches(&mut self, batches: &Receiver<CopyBatch>, open: bool) -> bool {
         if open && !self.busy() {
             match batches.recv() {
-                Ok(batch) => self.accept(batch),
+                Ok(batch) => self.accept_batch(batch),
                 Err(RecvError) => return false,
             }
         }
         loop {
             match batches.try_recv() {
-                Ok(batch) => self.accept(batch),
+                Ok(batch) => self.accept_batch(batch),
                 Err(TryRecvError::Empty) => return open,
                 Err(TryRecvError::Disconnected) => return false,
             }
         }
     }
 
-    fn accept(&mut self, batch: Batch) {
-        let Batch { copy, direction, pieces, load_op, awaited, .. } = batch;
-        let end = |piece: &core::Piece| piece.offset + self.block_bytes();
+    fn accept_batch(&mut self, batch: CopyBatch) {
+        let CopyBatch { copy, direction, pieces, load_op, awaited, .. } = batch;
+        let end = |piece: &core::RankBlock| piece.offset + self.block_bytes();
         let locked = pieces.iter().all(|piece| end(piece) <= self.asked.pinned.bytes());
         let blocks: Vec<_> = pieces.iter().map(|piece| (piece.block, piece.offset)).collect();
         let bytes = blocks.len() as u64 * self.block_bytes();
         let (lane, held) = match direction {
-            core::Direction::Load => (&mut self.loads, locked && !awaited),
-            core::Direction::Save => (&mut self.saves, false),
+            core::CopyDirection::Load => (&mut self.loads, locked && !awaited),
+            core::CopyDirection::Save => (&mut self.saves, false),
         };
-        let transfer = Transfer::new((copy, load_op), blocks, bytes, !held, self.clock.now());
+        let transfer = PendingCopy::new((copy, load_op), blocks, bytes, !held, self.clock.now());
         match locked {
-            true => lane.accept(transfer),
+            true => lane.accept_copy(transfer),
             // A copy from memory that is not locked would block inside the call, behind a word stored only
             // after it.
             false => lane.give_up(&transfer),
@@ -308,27 +308,27 @@ impl Thread {
     }
 
     /// Enqueues batches and reports ended copies. Returns true if there was any work.
-    fn turn(&mut self) -> Result<bool, CudaError> {
+    fn run_turn(&mut self) -> Result<bool, CudaError> {
         if self.stopped.load(Ordering::Relaxed) {
             self.loads.give_up_all();
             self.saves.give_up_all();
         }
         let mut worked = self.enqueue_load()?;
         worked |= self.enqueue_save()?;
-        let loaded = self.words.ended(own::LOADED);
+        let loaded = self.words.ended_batch(own::LOADED);
         if loaded != self.loaded {
             self.loaded = loaded;
-            self.asked.seat.ended();
+            self.asked.link_place.note_ended();
         }
-        let saved = self.words.ended(own::SAVED);
-        for end in self.loads.ended(loaded).into_iter().chain(self.saves.ended(saved)) {
+        let saved = self.words.ended_batch(own::SAVED);
+        for end in self.loads.take_ended(loaded).into_iter().chain(self.saves.take_ended(saved)) {
             self.report(end);
             worked = true;
         }
         Ok(worked)
     }
 
-    fn report(&self, end: End) {
+    fn report(&self, end: CopyEnd) {
         let us = (self.clock.now() - end.since).as_micros() as u64;
         let bytes = end.blocks as u64 * self.block_bytes();
         tracing::debug!(copy = end.finished.copy, ok = end.finished.ok, bytes, us, "copied");
@@ -337,26 +337,26 @@ impl Thread {
 
     fn enqueue_load(&mut self) -> Result<bool, CudaError> {
         if !self.loads.has_waiting() {
-            self.asked.seat.rest();
+            self.asked.link_place.note_idle();
             return Ok(false);
         }
         if !self.loads.has_room() {
             return Ok(false);
         }
-        let bytes_max = match self.asked.seat.turn() {
-            Turn::Alone => BATCH_BYTES_MAX,
-            Turn::Shared => BATCH_BYTES_SHARED,
-            Turn::Later => return Ok(false),
+        let bytes_max = match self.asked.link_place.ask_turn() {
+            RankTurn::Alone => BATCH_BYTES_MAX,
+            RankTurn::Shared => BATCH_BYTES_SHARED,
+            RankTurn::Later => return Ok(false),
         };
         let Some(mut transfer) = self.loads.next() else { return Ok(false) };
         if !gate::is_open(self.asked.memory.region(), transfer.op) {
             self.loads.give_up(&transfer);
             return Ok(true);
         }
-        let step = transfer.step(&self.cuts, bytes_max);
+        let step = transfer.next_step(&self.cuts, bytes_max);
         let (batch, whole) = (self.loads.batches + 1, step.blocks.end == transfer.blocks.len());
         let stream = self.load.stream();
-        let Words { header: fences, loads, own: page } = &self.words;
+        let GpuWords { header: fences, loads, own: page } = &self.words;
         stream.wait_at_least(page, own::GO, batch)?;
         stream.wait_at_least(loads, gate_word(transfer.op), gate::value_open_for(transfer.op))?;
         stream.write_word(fences, header::FENCE_STARTED, batch)?;
@@ -369,7 +369,7 @@ impl Thread {
         stream.write_word(page, own::LOADED, batch)?;
         // SYNC POINT(go): everything is enqueued.
         page.region().word64(own::GO).store(batch, Ordering::Release);
-        self.asked.seat.enqueued((cut.end - cut.start) * step.blocks.len() as u64);
+        self.asked.link_place.enqueued((cut.end - cut.start) * step.blocks.len() as u64);
         transfer.advance(&step);
         self.loads.fly(transfer, self.cuts.len());
         Ok(true)
@@ -379,7 +379,7 @@ impl Thread {
         let next = self.saves.has_room().then(|| self.saves.next()).flatten();
         let Some(mut transfer) = next else { return Ok(false) };
         let whole = [self.block_bytes()];
-        let step = transfer.step(&whole, BATCH_BYTES_MAX);
+        let step = transfer.next_step(&whole, BATCH_BYTES_MAX);
         self.save.enqueue(PoolDirection::ToPool, &(0..whole[0]), &transfer.blocks[step.blocks.clone()])?;
         self.save.stream().write_word(&self.words.own, own::SAVED, self.saves.batches + 1)?;
         transfer.advance(&step);
@@ -398,7 +398,7 @@ impl Thread {
         if now >= self.looked + HEALTH {
             self.looked = now;
             let health = self.load.stream().is_idle().and_then(|_| self.save.stream().is_idle());
-            health.unwrap_or_else(|error| die(&error.to_string()));
+            health.unwrap_or_else(|error| end_process(&error.to_string()));
             if self.engine_ended() {
                 // The engine has ended, and nothing reads its blocks any more.
                 let memory = self.asked.memory.region();
@@ -419,7 +419,7 @@ impl Thread {
     fn park(&mut self) {
         self.parked = true;
         self.place.park();
-        let Asked { session, engine, worker, ends, .. } = &self.asked;
+        let GpuRankRequest { session, engine, worker, ends, .. } = &self.asked;
         tracing::error!(
             session,
             engine,

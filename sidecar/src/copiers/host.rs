@@ -15,8 +15,8 @@ use shm_protocol::layout::header;
 use shm_protocol::session::SessionMemory;
 use tiers::pool::Pool;
 
-use super::{Batch, Ends, Finished};
-use crate::core::{Direction, Inspection, Piece, SessionId};
+use super::{CopyBatch, CopyEnds, Finished};
+use crate::core::{CopyDirection, Inspection, RankBlock, SessionId};
 use crate::system::wake::EndSignal;
 
 /// Blocks taken by a thread at once: enough to make the lock cheap, few enough to spread a batch over all
@@ -36,25 +36,25 @@ pub(super) struct HostRank {
     memory: HostMemory,
     words: SessionMemory,
     stopped: AtomicBool,
-    /// Held until the last copy ended; see [`crate::clients::session::Session::socket`].
+    /// Held until the last copy ended; see [`crate::clients::session::ClientSession::socket`].
     _socket: Arc<OwnedFd>,
 }
 
 /// The threads and their queues.
 #[derive(Debug)]
-pub(super) struct HostCopiers(Arc<Shared>);
+pub(super) struct HostCopiers(Arc<HostShared>);
 
 #[derive(Debug)]
-struct Shared {
+struct HostShared {
     pool: Arc<Pool>,
-    waiting: Mutex<Waiting>,
+    waiting: Mutex<WaitingTasks>,
     work: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct Waiting {
-    loads: Lane,
-    saves: Lane,
+struct WaitingTasks {
+    loads: TaskLane,
+    saves: TaskLane,
     /// Comparisons, bounded by the core for each engine, then a search for each copied save.
     inspections: VecDeque<Inspection>,
     /// Number of tasks taken.
@@ -63,33 +63,33 @@ struct Waiting {
 
 /// A thread's next work.
 #[derive(Debug)]
-enum Work {
-    Copy(Task),
+enum HostWork {
+    Copy(CopyTask),
     Inspect(Inspection),
 }
 
 /// The queues of engines with tasks, the next engine first.
 #[derive(Debug, Default)]
-struct Lane(VecDeque<Queue>);
+struct TaskLane(VecDeque<EngineQueue>);
 
 #[derive(Debug)]
-struct Queue {
+struct EngineQueue {
     engine: SessionId,
-    tasks: VecDeque<Task>,
+    tasks: VecDeque<CopyTask>,
     blocks: usize,
 }
 
 /// Pieces `from..to` of a batch.
 #[derive(Debug)]
-struct Task {
-    progress: Arc<Progress>,
+struct CopyTask {
+    progress: Arc<BatchProgress>,
     from: usize,
     to: usize,
 }
 
 #[derive(Debug)]
-struct Progress {
-    batch: Batch,
+struct BatchProgress {
+    batch: CopyBatch,
     rank: Arc<HostRank>,
     open: AtomicUsize,
     ok: AtomicBool,
@@ -109,7 +109,7 @@ impl HostRank {
     }
 
     /// Copies a block of load `op`. Returns `None` if the engine closed the gate for loads up to `op`.
-    fn load(&self, pool: &Pool, op: u64, piece: Piece) -> Option<Result<(), CopyError>> {
+    fn load_piece(&self, pool: &Pool, op: u64, piece: RankBlock) -> Option<Result<(), CopyError>> {
         let words = self.words.region();
         let copied = gate::write_unless_closed(words, op, || {
             self.memory.load_block(pool.region(), piece.offset, piece.block)
@@ -121,13 +121,13 @@ impl HostRank {
         copied
     }
 
-    fn copy(&self, pool: &Pool, batch: &Batch, piece: Piece) -> bool {
+    fn copy(&self, pool: &Pool, batch: &CopyBatch, piece: RankBlock) -> bool {
         if self.stopped.load(Ordering::Relaxed) {
             return false;
         }
         let copied = match batch.direction {
-            Direction::Save => self.memory.save_block(piece.block, pool.region(), piece.offset),
-            Direction::Load => match self.load(pool, batch.load_op, piece) {
+            CopyDirection::Save => self.memory.save_block(piece.block, pool.region(), piece.offset),
+            CopyDirection::Load => match self.load_piece(pool, batch.load_op, piece) {
                 Some(copied) => copied,
                 None => return false,
             },
@@ -143,14 +143,14 @@ impl HostRank {
 
 impl HostCopiers {
     /// Starts `threads` threads for copies from and to `pool`.
-    pub(super) fn start(
+    pub(super) fn start_threads(
         threads: usize,
         pool: &Arc<Pool>,
-        ends: &Ends,
+        ends: &CopyEnds,
         ended: &Arc<EndSignal>,
     ) -> std::io::Result<Self> {
-        let waiting = Mutex::new(Waiting::default());
-        let shared = Arc::new(Shared { pool: Arc::clone(pool), waiting, work: Condvar::new() });
+        let waiting = Mutex::new(WaitingTasks::default());
+        let shared = Arc::new(HostShared { pool: Arc::clone(pool), waiting, work: Condvar::new() });
         for number in 0..threads {
             let (shared, ends, ended) = (Arc::clone(&shared), ends.clone(), Arc::clone(ended));
             let name = format!("pillion-copy-{number}");
@@ -163,11 +163,11 @@ impl HostCopiers {
     }
 
     /// Queues a batch of at least one block. Returns `false` if there is no room.
-    pub(super) fn post(&self, batch: Batch, rank: Arc<HostRank>) -> bool {
+    pub(super) fn post_batch(&self, batch: CopyBatch, rank: Arc<HostRank>) -> bool {
         let count = batch.pieces.len();
-        let load = batch.direction == Direction::Load;
+        let load = batch.direction == CopyDirection::Load;
         let open = AtomicUsize::new(count.div_ceil(TASK_BLOCKS));
-        let progress = Arc::new(Progress { batch, rank, open, ok: AtomicBool::new(true) });
+        let progress = Arc::new(BatchProgress { batch, rank, open, ok: AtomicBool::new(true) });
         let mut waiting = self.0.waiting.lock().unwrap_or_else(PoisonError::into_inner);
         let (lane, blocks_max) = match load {
             true => (&mut waiting.loads, LOAD_BLOCKS_WAITING_MAX),
@@ -181,7 +181,7 @@ impl HostCopiers {
         let starts = (0..count).step_by(TASK_BLOCKS);
         queue.tasks.extend(starts.map(|from| {
             let to = count.min(from + TASK_BLOCKS);
-            Task { progress: Arc::clone(&progress), from, to }
+            CopyTask { progress: Arc::clone(&progress), from, to }
         }));
         drop(waiting);
         self.0.work.notify_all();
@@ -197,25 +197,25 @@ impl HostCopiers {
     }
 }
 
-// === impl Shared ===
+// === impl HostShared ===
 
-impl Shared {
-    fn work_all(&self, ends: &Ends) {
+impl HostShared {
+    fn work_all(&self, ends: &CopyEnds) {
         loop {
             let task = match self.next() {
-                Work::Copy(task) => task,
-                Work::Inspect(inspection) => {
+                HostWork::Copy(task) => task,
+                HostWork::Inspect(inspection) => {
                     // Notices a loss of the pool, as before a copy. The data thread checks the pool again
                     // afterwards.
                     self.pool.is_whole();
                     let findings = inspection.carry_out(|offset, out| self.pool.read_bytes(offset, out));
-                    if !ends.tell((inspection.save, findings)) {
+                    if !ends.report_inspected((inspection.save, findings)) {
                         return;
                     }
                     continue;
                 }
             };
-            let Progress { batch, rank, open, ok } = &*task.progress;
+            let BatchProgress { batch, rank, open, ok } = &*task.progress;
             // Notices a loss of the pool, and remembers it. After the copy a page that was cut off would
             // exist again, empty.
             self.pool.is_whole();
@@ -236,7 +236,7 @@ impl Shared {
         }
     }
 
-    fn next(&self) -> Work {
+    fn next(&self) -> HostWork {
         let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
             if let Some(work) = waiting.next() {
@@ -247,39 +247,39 @@ impl Shared {
     }
 }
 
-// === impl Waiting ===
+// === impl WaitingTasks ===
 
-impl Waiting {
-    fn next(&mut self) -> Option<Work> {
+impl WaitingTasks {
+    fn next(&mut self) -> Option<HostWork> {
         self.taken = self.taken.wrapping_add(1);
         let loads = &self.loads;
-        let of_others = |engine| !loads.has(engine);
-        let save = if self.taken.is_multiple_of(SAVES_TURN) { self.saves.take(of_others) } else { None };
-        let copy = save.or_else(|| self.loads.take(|_| true));
-        copy.map(Work::Copy)
-            .or_else(|| self.inspections.pop_front().map(Work::Inspect))
-            .or_else(|| self.saves.take(|_| true).map(Work::Copy))
+        let of_others = |engine| !loads.has_tasks(engine);
+        let save = if self.taken.is_multiple_of(SAVES_TURN) { self.saves.take_task(of_others) } else { None };
+        let copy = save.or_else(|| self.loads.take_task(|_| true));
+        copy.map(HostWork::Copy)
+            .or_else(|| self.inspections.pop_front().map(HostWork::Inspect))
+            .or_else(|| self.saves.take_task(|_| true).map(HostWork::Copy))
     }
 }
 
-// === impl Lane ===
+// === impl TaskLane ===
 
-impl Lane {
-    fn has(&self, engine: SessionId) -> bool {
+impl TaskLane {
+    fn has_tasks(&self, engine: SessionId) -> bool {
         self.0.iter().any(|queue| queue.engine == engine && !queue.tasks.is_empty())
     }
 
     /// The queue of an engine; a new one is last.
-    fn queue(&mut self, engine: SessionId) -> &mut Queue {
+    fn queue(&mut self, engine: SessionId) -> &mut EngineQueue {
         let at = self.0.iter().position(|queue| queue.engine == engine).unwrap_or_else(|| {
-            self.0.push_back(Queue { engine, tasks: VecDeque::new(), blocks: 0 });
+            self.0.push_back(EngineQueue { engine, tasks: VecDeque::new(), blocks: 0 });
             self.0.len() - 1
         });
         &mut self.0[at]
     }
 
     /// The next task of an engine accepted by `is_meant`. The engine goes last then.
-    fn take(&mut self, is_meant: impl Fn(SessionId) -> bool) -> Option<Task> {
+    fn take_task(&mut self, is_meant: impl Fn(SessionId) -> bool) -> Option<CopyTask> {
         self.0.retain(|queue| !queue.tasks.is_empty());
         let at = self.0.iter().position(|queue| is_meant(queue.engine))?;
         let mut queue = self.0.remove(at)?;
@@ -298,22 +298,23 @@ mod tests {
     use super::*;
 
     /// Queued tasks: a letter names the engine of each, a capital letter for loads.
-    fn waiting(tasks: &str) -> Waiting {
+    fn waiting(tasks: &str) -> WaitingTasks {
         let (_fd, words) = SessionMemory::create(PROTOCOL_VERSION, 1, 1).expect("a memfd");
         let memory = HostMemory::new(Vec::new(), &[], 0, Access::ReadOnly).expect("no blocks");
         let socket = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).expect("a descriptor");
         let rank = Arc::new(HostRank::new(memory, words, Arc::new(socket)));
-        let mut waiting = Waiting::default();
+        let mut waiting = WaitingTasks::default();
         for letter in tasks.chars() {
             let engine = letter.to_ascii_lowercase() as SessionId;
             let (lane, direction) = match letter.is_ascii_uppercase() {
-                true => (&mut waiting.loads, Direction::Load),
-                false => (&mut waiting.saves, Direction::Save),
+                true => (&mut waiting.loads, CopyDirection::Load),
+                false => (&mut waiting.saves, CopyDirection::Save),
             };
-            let batch = Batch { copy: 1, engine, direction, pieces: Vec::new(), load_op: 0, awaited: false };
+            let batch =
+                CopyBatch { copy: 1, engine, direction, pieces: Vec::new(), load_op: 0, awaited: false };
             let (open, ok) = (AtomicUsize::new(1), AtomicBool::new(true));
-            let progress = Arc::new(Progress { batch, rank: Arc::clone(&rank), open, ok });
-            lane.queue(engine).tasks.push_back(Task { progress, from: 0, to: 0 });
+            let progress = Arc::new(BatchProgress { batch, rank: Arc::clone(&rank), open, ok });
+            lane.queue(engine).tasks.push_back(CopyTask { progress, from: 0, to: 0 });
         }
         waiting
     }
@@ -322,12 +323,12 @@ mod tests {
     fn taken(tasks: &str) -> String {
         let mut waiting = waiting(tasks);
         let letters = std::iter::from_fn(|| match waiting.next()? {
-            Work::Copy(Task { progress, .. }) => {
+            HostWork::Copy(CopyTask { progress, .. }) => {
                 let letter = char::from(progress.batch.engine as u8);
-                let is_load = progress.batch.direction == Direction::Load;
+                let is_load = progress.batch.direction == CopyDirection::Load;
                 Some(if is_load { letter.to_ascii_uppercase() } else { letter })
             }
-            Work::Inspect(_) => unreachable!("none was posted"),
+            HostWork::Inspect(_) => unreachable!("none was posted"),
         });
         letters.collect()
     }

@@ -5,7 +5,7 @@
 //! slots. Before it writes a slot the rank stores the request's tag in the slot's word. If the word differs
 //! after the bytes were read, the bytes may belong to another request, such as one of a later session.
 
-mod desk;
+mod staging_slots;
 
 use std::os::fd::OwnedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -24,9 +24,9 @@ use shm_protocol::session::{RegionRing, Ring, SessionMemory};
 use shm_protocol::wait;
 use tiers::pool::Pool;
 
-use self::desk::{Desk, Filled, Turn};
-use super::{Batch, Ends};
-use crate::core::Direction;
+use self::staging_slots::{Filled, StagingSlots, StagingTurn};
+use super::{CopyBatch, CopyEnds};
+use crate::core::CopyDirection;
 use crate::system::clock::Clock;
 
 /// Interval of checks for a silent rank.
@@ -34,20 +34,20 @@ const LOOK: Duration = Duration::from_secs(1);
 
 /// The data thread's handle of a rank.
 #[derive(Debug)]
-pub(super) struct StagedRank(Arc<Shared>);
+pub(super) struct StagedRank(Arc<StagedShared>);
 
 #[derive(Debug)]
-struct Shared {
-    desk: Mutex<Desk>,
+struct StagedShared {
+    staging_slots: Mutex<StagingSlots>,
     work: Condvar,
     staging: HostMemory,
     /// The same file, for the words of its slots.
     tags: OwnedFd,
     words: SessionMemory,
     pool: Arc<Pool>,
-    ends: Ends,
+    ends: CopyEnds,
     clock: Clock,
-    /// Held until the last copy ended; see [`crate::clients::session::Session::socket`].
+    /// Held until the last copy ended; see [`crate::clients::session::ClientSession::socket`].
     socket: Arc<OwnedFd>,
 }
 
@@ -55,24 +55,24 @@ struct Shared {
 
 impl StagedRank {
     /// Starts the rank's thread.
-    pub(super) fn start(
+    pub(super) fn start_thread(
         staging: HostMemory,
         tags: OwnedFd,
         slots: u32,
         words: &SessionMemory,
         pool: &Arc<Pool>,
-        ends: &Ends,
+        ends: &CopyEnds,
         socket: Arc<OwnedFd>,
     ) -> Result<Self, String> {
-        let shared = Arc::new(Shared {
-            desk: Mutex::new(Desk::new(slots, first_tag()?)),
+        let shared = Arc::new(StagedShared {
+            staging_slots: Mutex::new(StagingSlots::new(slots, first_tag()?)),
             work: Condvar::new(),
             staging,
             tags,
             words: words.clone(),
             pool: Arc::clone(pool),
             ends: ends.clone(),
-            clock: Clock::start(),
+            clock: Clock::start_now(),
             socket,
         });
         let own = Arc::clone(&shared);
@@ -95,23 +95,23 @@ impl StagedRank {
     }
 
     /// Takes a batch. Returns `false` for loads, without room, and if the rank is silent.
-    pub(super) fn post(&self, batch: Batch) -> bool {
-        batch.direction == Direction::Save && {
-            let taken = self.0.desk().post(batch.copy, &batch.pieces);
+    pub(super) fn post_batch(&self, batch: CopyBatch) -> bool {
+        batch.direction == CopyDirection::Save && {
+            let taken = self.0.staging_slots().post_batch(batch.copy, &batch.pieces);
             self.0.work.notify_all();
             taken
         }
     }
 
     pub(super) fn staged(&self, tag: u64, slot: u32, ok: bool) -> Result<(), String> {
-        let answered = self.0.desk().staged(tag, slot, ok);
+        let answered = self.0.staging_slots().staged(tag, slot, ok);
         self.0.work.notify_all();
         answered
     }
 
     /// Stops further requests; blocks being moved still end.
     pub(super) fn stop(&self) {
-        self.0.desk().stop();
+        self.0.staging_slots().stop();
         self.0.work.notify_all();
     }
 }
@@ -132,49 +132,49 @@ fn first_tag() -> Result<u64, String> {
     }
 }
 
-// === impl Shared ===
+// === impl StagedShared ===
 
-impl Shared {
-    fn desk(&self) -> MutexGuard<'_, Desk> {
-        self.desk.lock().unwrap_or_else(PoisonError::into_inner)
+impl StagedShared {
+    fn staging_slots(&self) -> MutexGuard<'_, StagingSlots> {
+        self.staging_slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn run(&self, mut requests: Producer<RegionRing>) {
         loop {
-            let Some(Turn { asked, filled, ended }) = self.next() else { return };
-            if !asked.is_empty() && !self.ask(&mut requests, &asked) {
-                self.desk().stop();
+            let Some(StagingTurn { asked, filled, ended }) = self.next() else { return };
+            if !asked.is_empty() && !self.request_stages(&mut requests, &asked) {
+                self.staging_slots().stop();
                 // The data thread sees the hang-up and closes the session.
                 let _ = rustix::net::shutdown(&self.socket, Shutdown::Both);
             }
             for slot in filled {
                 let moved = self.empty(&slot);
-                self.desk().moved(&slot, moved);
+                self.staging_slots().moved(&slot, moved);
             }
             ended.into_iter().for_each(|finished| _ = self.ends.report(finished));
         }
     }
 
     /// Waits for the next work. Returns `None` once there will be no more.
-    fn next(&self) -> Option<Turn> {
-        let mut desk = self.desk();
+    fn next(&self) -> Option<StagingTurn> {
+        let mut staging_slots = self.staging_slots();
         loop {
-            let turn = desk.turn(self.clock.now());
+            let turn = staging_slots.next_turn(self.clock.now());
             if !turn.is_empty() {
                 return Some(turn);
             }
-            if desk.is_over() {
+            if staging_slots.is_over() {
                 return None;
             }
-            desk = match desk.is_asking() {
-                true => self.work.wait_timeout(desk, LOOK).unwrap_or_else(PoisonError::into_inner).0,
-                false => self.work.wait(desk).unwrap_or_else(PoisonError::into_inner),
+            staging_slots = match staging_slots.is_asking() {
+                true => self.work.wait_timeout(staging_slots, LOOK).unwrap_or_else(PoisonError::into_inner).0,
+                false => self.work.wait(staging_slots).unwrap_or_else(PoisonError::into_inner),
             };
         }
     }
 
     /// Sends requests to the rank. Returns `false` if its ring is full or malformed.
-    fn ask(&self, requests: &mut Producer<RegionRing>, asked: &[StageRequest]) -> bool {
+    fn request_stages(&self, requests: &mut Producer<RegionRing>, asked: &[StageRequest]) -> bool {
         // A slot is requested only after its last answer was read, so the ring of a correct rank has room for
         // all of them.
         if !requests.free().is_ok_and(|free| free as usize >= asked.len()) {

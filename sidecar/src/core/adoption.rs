@@ -47,7 +47,7 @@ pub(super) fn open_part(opened: OpenedSegment, Base { sources, cx, .. }: &mut Ba
                 Some((digest, known)) if digest == *namespace => known,
                 _ => {
                     let space = Space { digest: *namespace, block_bytes };
-                    let known = (cx.namespaces.adopt(space), cx.quotas.of(*namespace));
+                    let known = (cx.namespaces.adopt(space), cx.quotas.of_namespace(*namespace));
                     if let Some(number) = known.0 {
                         // Tiers may take its blocks before an engine of it connects.
                         sources.tell_tiers(Notice::Learned(number, *namespace, known.1), cx);
@@ -65,12 +65,12 @@ pub(super) fn open_part(opened: OpenedSegment, Base { sources, cx, .. }: &mut Ba
 
 impl Verification {
     /// Begins to verify requested blocks. Returns the begun ones.
-    pub(super) fn begin(&mut self, wanted: &[BlockKey], cx: &mut Context) -> Vec<BlockKey> {
+    pub(super) fn begin_blocks(&mut self, wanted: &[BlockKey], cx: &mut Context) -> Vec<BlockKey> {
         let mut begun = Vec::with_capacity(wanted.len());
         for key in wanted {
             // A key named twice is begun once.
             let Some(slot) = cx.dram.begin_verification(key) else { continue };
-            self.verify(*key, slot, cx);
+            self.verify_block(*key, slot, cx);
             begun.push(*key);
         }
         begun
@@ -80,21 +80,21 @@ impl Verification {
     pub(super) fn go_on(&mut self, cx: &mut Context) {
         while self.bytes < AHEAD_BYTES_MAX {
             let Some((key, slot)) = cx.dram.begin_next_verification() else { return };
-            self.verify(key, slot, cx);
+            self.verify_block(key, slot, cx);
         }
     }
 
-    fn verify(&mut self, key: BlockKey, slot: SlotRef, cx: &mut Context) {
+    fn verify_block(&mut self, key: BlockKey, slot: SlotRef, cx: &mut Context) {
         self.bytes += bytes_of(slot, &cx.dram);
         // The block takes no room of the pool beyond its own slot.
-        cx.arrivals.begin(key, slot, 0, Source::Memory);
-        cx.arrivals.send(&key, SourceLane::Pool, bytes_of(slot, &cx.dram), cx.now_ms);
+        cx.arrivals.begin_arrival(key, slot, 0, Source::Memory);
+        cx.arrivals.send_for(&key, SourceLane::Pool, bytes_of(slot, &cx.dram), cx.now_ms);
         cx.actions.push(Action::Verify { key, slot });
     }
 
     /// Ends the verification of a block. `whole`: its bytes match their checksum; `trusted`: nobody has
     /// distrusted it meanwhile. During a drain a mismatch is not counted or logged.
-    pub(super) fn end(&mut self, slot: SlotRef, whole: bool, trusted: bool, cx: &mut Context) {
+    pub(super) fn end_block(&mut self, slot: SlotRef, whole: bool, trusted: bool, cx: &mut Context) {
         self.bytes -= bytes_of(slot, &cx.dram);
         cx.dram.end_verification(slot, whole && trusted);
         if whole || cx.draining {

@@ -21,13 +21,13 @@ const WALK_BELOW: usize = 1024;
 
 #[derive(Debug)]
 pub(super) struct Announcer {
-    readers: BTreeMap<SessionId, Reader>,
+    readers: BTreeMap<SessionId, AnnouncerReader>,
     waiting_max: usize,
 }
 
 /// An engine with a request for announcements, and its unsent announcements.
 #[derive(Debug)]
-struct Reader {
+struct AnnouncerReader {
     basis: Basis,
     waiting: VecDeque<Announcement>,
     /// The position of the walk; `None` once all blocks are announced.
@@ -60,14 +60,14 @@ impl Announcer {
     }
 
     /// Announces changes at a source: with true a block may be found there from now on, with false no longer.
-    pub(super) fn note(&mut self, medium: Source, changes: impl Iterator<Item = (BlockKey, bool)>) {
+    pub(super) fn note_changes(&mut self, medium: Source, changes: impl Iterator<Item = (BlockKey, bool)>) {
         for (key, findable) in changes {
             for reader in self.readers.values_mut().filter(|reader| reader.is_of(&key)) {
                 let located = located(medium, &key);
                 let told = if findable { Announcement::Stored } else { Announcement::Removed };
                 reader.waiting.push_back(told(located));
                 if reader.waiting.len() > self.waiting_max {
-                    reader.begin(reader.basis.clone());
+                    reader.begin_again(reader.basis.clone());
                 }
             }
         }
@@ -87,10 +87,10 @@ impl Announcer {
         let reader = self.readers.entry(session).or_insert_with(|| {
             base.cx.dram.watch();
             base.sources.tell_tiers(Notice::Watched, &mut base.cx);
-            Reader::new(basis.clone())
+            AnnouncerReader::new(basis.clone())
         });
         if reader.basis != basis {
-            reader.begin(basis);
+            reader.begin_again(basis);
         }
         reader.walk(base);
         reader.waiting.drain(..room.min(reader.waiting.len()))
@@ -98,11 +98,11 @@ impl Announcer {
 
     /// True if [`Announcer::next`] has more blocks to announce, without any other event.
     pub(super) fn goes_on(&self, session: SessionId) -> bool {
-        let goes_on = |reader: &Reader| reader.walk.is_some() && reader.waiting.len() < WALK_BELOW;
+        let goes_on = |reader: &AnnouncerReader| reader.walk.is_some() && reader.waiting.len() < WALK_BELOW;
         self.readers.get(&session).is_some_and(goes_on)
     }
 
-    pub(super) fn leave(&mut self, session: SessionId) {
+    pub(super) fn forget_session(&mut self, session: SessionId) {
         self.readers.remove(&session);
     }
 }
@@ -111,12 +111,12 @@ fn located(medium: Source, key: &BlockKey) -> Located {
     Located { medium, group: key.group, hash: key.hash }
 }
 
-// === impl Reader ===
+// === impl AnnouncerReader ===
 
-impl Reader {
+impl AnnouncerReader {
     fn new(basis: Basis) -> Self {
         let mut reader = Self { basis: basis.clone(), waiting: VecDeque::new(), walk: None };
-        reader.begin(basis);
+        reader.begin_again(basis);
         reader
     }
 
@@ -125,7 +125,7 @@ impl Reader {
     }
 
     /// Begins again from the first block: earlier announcements may be wrong.
-    fn begin(&mut self, basis: Basis) {
+    fn begin_again(&mut self, basis: Basis) {
         self.walk = basis.namespace.map(|_| At::default());
         self.basis = basis;
         self.waiting.clear();
@@ -141,7 +141,7 @@ impl Reader {
         let (namespace, waiting) = (self.basis.namespace, &mut self.waiting);
         let next = at.step(base, |key, medium| {
             // The walk shows blocks still being written, too.
-            let there = medium == Source::Memory || base.sources.has(medium, key);
+            let there = medium == Source::Memory || base.sources.has_block(medium, key);
             if namespace == Some(key.namespace) && there {
                 waiting.push_back(Announcement::Stored(located(medium, key)));
             }

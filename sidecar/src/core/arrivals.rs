@@ -106,7 +106,7 @@ impl Arrivals {
     }
 
     /// Lets `waiter` wait for a block. Returns its slot; `None` if the block is late or not on its way.
-    pub(super) fn join(&mut self, key: &BlockKey, waiter: Waiter) -> Option<SlotRef> {
+    pub(super) fn join_waiter(&mut self, key: &BlockKey, waiter: Waiter) -> Option<SlotRef> {
         let coming = self.coming.get_mut(key).filter(|coming| !coming.late)?;
         coming.waiting.push(waiter);
         Some(coming.slot)
@@ -115,7 +115,7 @@ impl Arrivals {
     /// Does the same for an operation that may already wait for the block.
     pub(super) fn join_once(&mut self, key: &BlockKey, waiter: Waiter) -> Option<SlotRef> {
         let coming = self.coming.get(key)?;
-        if coming.waiting.contains(&waiter) { Some(coming.slot) } else { self.join(key, waiter) }
+        if coming.waiting.contains(&waiter) { Some(coming.slot) } else { self.join_waiter(key, waiter) }
     }
 
     /// True for a block of an earlier life under verification. Its slot already has the header of a whole
@@ -145,14 +145,14 @@ impl Arrivals {
     }
 
     /// Notes a block of `bytes` on its way into its slot.
-    pub(super) fn begin(&mut self, key: BlockKey, slot: SlotRef, bytes: u64, source: Source) {
+    pub(super) fn begin_arrival(&mut self, key: BlockKey, slot: SlotRef, bytes: u64, source: Source) {
         self.bytes += bytes;
         self.insert(key, Coming { source, bytes, ..Coming::new(slot) });
     }
 
     /// Notes a request to a source for a block on its way: to the first source, or to another one than
     /// before.
-    pub(super) fn send(&mut self, key: &BlockKey, lane: SourceLane, bytes: u64, now_ms: u64) {
+    pub(super) fn send_for(&mut self, key: &BlockKey, lane: SourceLane, bytes: u64, now_ms: u64) {
         let Some(coming) = self.coming.get_mut(key) else { return };
         let place = self.flows.begin_bytes(lane, bytes, now_ms);
         if let Some((before, bytes, _)) = coming.lane.replace((lane, bytes, place)) {
@@ -187,7 +187,7 @@ impl Arrivals {
     }
 
     /// Ends an arrival; `moved`: its bytes came. Returns true if the block may be kept, and its waiters.
-    pub(super) fn end(&mut self, key: &BlockKey, moved: bool, now_ms: u64) -> (bool, Vec<Waiter>) {
+    pub(super) fn end_arrival(&mut self, key: &BlockKey, moved: bool, now_ms: u64) -> (bool, Vec<Waiter>) {
         let coming = self.coming.remove(key).expect("a block ends once");
         self.bytes -= coming.bytes;
         if let Some((lane, bytes, _)) = coming.lane {

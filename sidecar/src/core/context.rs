@@ -8,13 +8,13 @@ use tiers::FillError;
 use tiers::dram::Dram;
 
 use super::arrivals::Arrivals;
-use super::event::{Action, Ended};
-use super::handover::{Kept, Lost, Produced};
+use super::event::{Action, FinishedRequest};
+use super::handover::{HandoverBlocks, Lost, Produced};
 use super::namespaces::{Binding, Namespaces};
-use super::quotas::Quotas;
-use super::stats::Stats;
+use super::quotas::CoreQuotas;
+use super::stats::CoreStats;
 use super::timing::{Timed, Took};
-use crate::system::clock::millis;
+use crate::system::clock::count_millis;
 
 /// Slots for so many blocks take some 10 ms, with the evictions for them.
 const CLAIMS_MAX: usize = 8192;
@@ -34,16 +34,16 @@ pub(super) struct Context {
     /// Blocks on their way into DRAM.
     pub(super) arrivals: Arrivals,
     /// Blocks kept in DRAM for other engines, until these have loaded them.
-    pub(super) kept: Kept,
+    pub(super) kept: HandoverBlocks,
     /// Blocks computed for other engines, and not kept.
     pub(super) lost: Lost,
     /// The begins and ends of saves in this event.
     pub(super) produced: Produced,
     pub(super) namespaces: Namespaces,
-    pub(super) quotas: Quotas,
+    pub(super) quotas: CoreQuotas,
     /// Limit of the blocks for which one event takes slots. The others wait for the next turn.
     pub(super) claims_max: usize,
-    pub(super) stats: Stats,
+    pub(super) stats: CoreStats,
     /// The actions so far, in their order.
     pub(super) actions: Vec<Action>,
     /// Operations ended since the event before.
@@ -52,7 +52,7 @@ pub(super) struct Context {
     /// capacity.
     pub(super) changes: Vec<(BlockKey, bool)>,
     /// Requests ended since the event before.
-    pub(super) ended: Vec<Ended>,
+    pub(super) ended: Vec<FinishedRequest>,
 }
 
 // === impl Context ===
@@ -60,7 +60,7 @@ pub(super) struct Context {
 impl Context {
     /// Returns the context of a core over an empty tier.
     pub(super) fn new(dram: Dram) -> Self {
-        let (arrivals, kept) = (Arrivals::new(&dram), Kept::new(&dram));
+        let (arrivals, kept) = (Arrivals::new(&dram), HandoverBlocks::new(&dram));
         let (now, now_ms, draining, opening, unread, lost, produced, namespaces, quotas, stats) =
             Default::default();
         let (claims_max, actions, over, changes) = (CLAIMS_MAX, Vec::new(), Vec::new(), Vec::new());
@@ -88,7 +88,7 @@ impl Context {
 
     /// Sets the time of the event.
     pub(super) fn set_now(&mut self, now: Duration) {
-        (self.now, self.now_ms) = (now, millis(now));
+        (self.now, self.now_ms) = (now, count_millis(now));
     }
 
     /// Notes the end of an operation begun at `since`.

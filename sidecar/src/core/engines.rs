@@ -22,7 +22,7 @@ use tiers::dram::{Dram, HolderId, Holdings};
 pub use self::bars::Barred;
 use self::bars::Bars;
 use self::proofs::Proofs;
-pub use self::proofs::{Proof, Standing};
+pub use self::proofs::{EngineStanding, Proof};
 use self::service::{Service, ServiceEvent};
 use super::namespaces::{Binding, Form, Space};
 use super::worth::LoadPatience;
@@ -35,15 +35,15 @@ const BLOCK_TOKENS: &str = "block_tokens";
 /// The sessions of all engines.
 #[derive(Debug, Default)]
 pub(super) struct Engines {
-    schedulers: BTreeMap<SessionId, Scheduler>,
-    workers: BTreeMap<SessionId, Worker>,
+    schedulers: BTreeMap<SessionId, SchedulerRole>,
+    workers: BTreeMap<SessionId, WorkerRole>,
     bars: Bars,
     proofs: Proofs,
 }
 
 /// The holdings of one engine.
 #[derive(Debug)]
-pub struct Holder<'a> {
+pub struct EngineHolder<'a> {
     /// The engine's own name for itself.
     pub engine: &'a str,
     pub state: EngineState,
@@ -79,7 +79,7 @@ pub(super) struct Waits {
 
 /// The scheduler role of one engine run.
 #[derive(Debug)]
-pub(super) struct Scheduler {
+pub(super) struct SchedulerRole {
     pub(super) engine: String,
     /// The tier's id for its holdings.
     pub(super) holder: HolderId,
@@ -116,7 +116,7 @@ pub(super) struct Scheduler {
 }
 
 #[derive(Debug)]
-pub(super) struct Worker {
+pub(super) struct WorkerRole {
     pub(super) rank: u32,
     pub(super) shard: u32,
     pub(super) shards: u32,
@@ -154,14 +154,14 @@ pub(super) struct Worker {
 }
 
 /// Returns the engine of a cache group, by the group's name: `ENGINE group N`.
-pub(crate) fn whole(engine: &str) -> Option<&str> {
+pub(crate) fn find_whole_engine(engine: &str) -> Option<&str> {
     let (whole, number) = engine.rsplit_once(" group ")?;
     number.parse::<u32>().is_ok().then_some(whole)
 }
 
-// === impl Scheduler ===
+// === impl SchedulerRole ===
 
-impl Scheduler {
+impl SchedulerRole {
     /// True for `pillion bench` and `pillion doctor`, which count as no engine.
     pub(super) fn is_probe(&self) -> bool {
         self.run == PROBE_RUN
@@ -169,13 +169,13 @@ impl Scheduler {
 
     /// True if it serves one cache group of several.
     fn is_group(&self) -> bool {
-        whole(&self.engine).is_some()
+        find_whole_engine(&self.engine).is_some()
     }
 }
 
-// === impl Worker ===
+// === impl WorkerRole ===
 
-impl Worker {
+impl WorkerRole {
     fn new(engine: String, world_size: u32, groups: Option<[u8; 16]>, hello: WorkerHello) -> Self {
         let shard_bytes = hello.block_bytes().expect("checked by the handshake");
         Self {
@@ -183,7 +183,7 @@ impl Worker {
             shard: hello.shard,
             shards: hello.shards,
             blocks: hello.blocks,
-            layers: Arc::new(Layers::of(&hello.facts, shard_bytes)),
+            layers: Arc::new(Layers::of_facts(&hello.facts, shard_bytes)),
             by_engine: hello.copy == Copier::Engine,
             since: 0,
             start: 0,
@@ -214,10 +214,10 @@ impl Worker {
 // === impl Engines ===
 
 impl Index<SessionId> for Engines {
-    type Output = Scheduler;
+    type Output = SchedulerRole;
 
     /// Returns a scheduler. The caller has checked the session.
-    fn index(&self, session: SessionId) -> &Scheduler {
+    fn index(&self, session: SessionId) -> &SchedulerRole {
         &self.schedulers[&session]
     }
 }
@@ -246,19 +246,19 @@ impl Engines {
 
     /// Returns the ids of salted namespaces, each with its unsalted namespace.
     pub(super) fn private_namespaces(&self) -> BTreeMap<u32, NamespaceDigest> {
-        let of = |scheduler: &'_ Scheduler| {
+        let of = |scheduler: &'_ SchedulerRole| {
             let now = scheduler.binding().or(scheduler.barred()).filter(Binding::is_private);
             now.into_iter().chain(scheduler.generations.iter().copied()).collect::<Vec<_>>()
         };
         self.schedulers.values().flat_map(of).map(|bound| (bound.namespace, bound.base)).collect()
     }
 
-    pub(super) fn holders<'a>(&'a self, dram: &'a Dram) -> impl Iterator<Item = Holder<'a>> {
+    pub(super) fn holders<'a>(&'a self, dram: &'a Dram) -> impl Iterator<Item = EngineHolder<'a>> {
         let mut seen = BTreeSet::new();
-        let holder = move |scheduler: &'a Scheduler| {
+        let holder = move |scheduler: &'a SchedulerRole| {
             let is_new = seen.insert(scheduler.holder);
-            Holder {
-                engine: whole(&scheduler.engine).unwrap_or(&scheduler.engine),
+            EngineHolder {
+                engine: find_whole_engine(&scheduler.engine).unwrap_or(&scheduler.engine),
                 state: scheduler.state(),
                 holdings: if is_new { dram.holdings(scheduler.holder) } else { Holdings::default() },
                 prefill: scheduler.prefill,
@@ -268,7 +268,7 @@ impl Engines {
     }
 
     /// Returns the ranks joined to a scheduler's run, each with its session; none if the scheduler is gone.
-    pub(super) fn ranks(&self, scheduler: SessionId) -> impl Iterator<Item = (SessionId, &Worker)> {
+    pub(super) fn ranks(&self, scheduler: SessionId) -> impl Iterator<Item = (SessionId, &WorkerRole)> {
         let ranks = self.schedulers.get(&scheduler).map(|scheduler| scheduler.ranks.iter().flatten());
         ranks.into_iter().flatten().map(|id| (*id, &self.workers[id]))
     }
@@ -284,7 +284,7 @@ impl Engines {
         for (session, scheduler) in &self.schedulers {
             let Some((rate, binding)) = scheduler.prefill.zip(scheduler.binding()) else { continue };
             let Some(tokens) = self.block_tokens(*session) else { continue };
-            let name = whole(&scheduler.engine).unwrap_or(&scheduler.engine);
+            let name = find_whole_engine(&scheduler.engine).unwrap_or(&scheduler.engine);
             let (_, bytes) = rates.entry(name).or_insert((rate, 0.0));
             *bytes += binding.block_bytes() as f64 / f64::from(tokens.max(1));
         }
@@ -315,27 +315,27 @@ impl Engines {
     /// Returns the name of a scheduler's engine.
     pub(super) fn name(&self, scheduler: SessionId) -> Option<&str> {
         let engine = &self.schedulers.get(&scheduler)?.engine;
-        Some(whole(engine).unwrap_or(engine))
+        Some(find_whole_engine(engine).unwrap_or(engine))
     }
 
     /// True if every rank has joined a scheduler's run, and `is` holds for each.
-    pub(super) fn every_rank(&self, scheduler: SessionId, is: impl Fn(&Worker) -> bool) -> bool {
+    pub(super) fn every_rank(&self, scheduler: SessionId, is: impl Fn(&WorkerRole) -> bool) -> bool {
         self[scheduler].ranks.iter().all(|id| id.is_some_and(|id| is(&self.workers[&id])))
     }
 
     /// Returns the scheduler's session and the rank of a worker, if its scheduler has connected.
-    pub(super) fn place(&self, worker: SessionId) -> Option<(SessionId, u32)> {
+    pub(super) fn run_place(&self, worker: SessionId) -> Option<(SessionId, u32)> {
         let worker = self.workers.get(&worker)?;
         Some((worker.scheduler?, worker.rank))
     }
 
-    fn scheduler(&mut self, session: SessionId) -> &mut Scheduler {
+    fn scheduler(&mut self, session: SessionId) -> &mut SchedulerRole {
         self.schedulers.get_mut(&session).expect("the caller checked")
     }
 
     /// Adds a session. Returns, for a scheduler, the workers already joined to its run. Fails if the run has
     /// another scheduler.
-    pub(super) fn connect(
+    pub(super) fn connect_session(
         &mut self,
         session: SessionId,
         hello: Hello,
@@ -357,7 +357,7 @@ impl Engines {
         let groups = groups.map(|groups| groups.0);
         let run = match role {
             Role::Worker(worker) => {
-                self.workers.insert(session, Worker::new(engine, world_size, groups, worker));
+                self.workers.insert(session, WorkerRole::new(engine, world_size, groups, worker));
                 return Ok(Vec::new());
             }
             Role::Scheduler { run } => run,
@@ -369,11 +369,13 @@ impl Engines {
                 "another scheduler serves this run: give each run of an engine an id of its own".into()
             );
         }
-        let whole = whole(&engine);
-        let same =
-            self.schedulers.values().find(|other| whole.is_some() && self::whole(&other.engine) == whole);
+        let whole = find_whole_engine(&engine);
+        let same = self
+            .schedulers
+            .values()
+            .find(|other| whole.is_some() && self::find_whole_engine(&other.engine) == whole);
         let holder = same.map_or_else(|| dram.enter_holder(), |other| other.holder);
-        let scheduler = Scheduler {
+        let scheduler = SchedulerRole {
             engine,
             holder,
             run,
@@ -421,7 +423,11 @@ impl Engines {
     /// Makes a worker the rank of its run's scheduler, unbound until [`Engines::bind`]. Returns the rank, and
     /// the last step begun by it before this session. If it replaces another session, the scheduler has lost
     /// this rank. Fails if the worker does not match the scheduler or the run's other ranks.
-    pub(super) fn admit(&mut self, worker: SessionId, scheduler: SessionId) -> Result<(u32, u64), Violation> {
+    pub(super) fn admit_worker(
+        &mut self,
+        worker: SessionId,
+        scheduler: SessionId,
+    ) -> Result<(u32, u64), Violation> {
         let member = self.workers.get_mut(&worker).expect("the caller found it");
         let host = self.schedulers.get_mut(&scheduler).expect("the caller found it");
         if member.engine != host.engine || member.world_size != host.world_size {

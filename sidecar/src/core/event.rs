@@ -26,7 +26,7 @@ use super::{CopyId, SessionId};
 const BIND_COST: usize = 8192;
 
 #[derive(Debug)]
-pub enum Event {
+pub enum CoreEvent {
     /// A client was accepted.
     Connected {
         session: SessionId,
@@ -40,7 +40,7 @@ pub enum Event {
     /// A message was read from a ring.
     Message {
         session: SessionId,
-        request: Request,
+        request: RingRequest,
     },
     /// A worker's fence words as just read.
     Fences {
@@ -84,7 +84,7 @@ pub enum Event {
         ends: Vec<JobEnd>,
     },
     /// A message of the mesh.
-    Mesh(Heard),
+    Mesh(MeshEvent),
     /// It is the turn of a session of [`super::Core::behind`].
     Behind {
         session: SessionId,
@@ -96,7 +96,7 @@ pub enum Event {
 
 /// One message of a ring with all data named by it, copied out of shared memory.
 #[derive(Debug)]
-pub enum Request {
+pub enum RingRequest {
     Scheduler {
         request: SchedulerRequest,
         /// Keys of an APPEND.
@@ -152,27 +152,27 @@ pub enum Action {
         /// Checksum of the block; zero where it is not known.
         checksum: u64,
     },
-    /// Copy blocks of a rank; answered by [`Event::Copied`].
+    /// Copy blocks of a rank; answered by [`CoreEvent::Copied`].
     Copy {
         copy: CopyId,
         /// The engine, by its scheduler's session.
         engine: SessionId,
         session: SessionId,
-        direction: Direction,
-        pieces: Vec<Piece>,
+        direction: CopyDirection,
+        pieces: Vec<RankBlock>,
         /// Operation of a load, to compare with the rank's gate; zero for a save.
         load_op: u64,
         /// True if a step of the engine waits for the copy.
         awaited: bool,
     },
-    /// Compare or search blocks; answered by [`Event::Inspected`].
+    /// Compare or search blocks; answered by [`CoreEvent::Inspected`].
     Inspect(Inspection),
-    /// Compare a block of an earlier life with its checksum; answered by [`Event::Verified`]. Its slot stays
+    /// Compare a block of an earlier life with its checksum; answered by [`CoreEvent::Verified`]. Its slot stays
     /// as it is until then.
     Verify { key: BlockKey, slot: SlotRef },
-    /// Hand a job to the tier with this number; answered by [`Event::Transferred`].
+    /// Hand a job to the tier with this number; answered by [`CoreEvent::Transferred`].
     Transfer { tier: usize, job: TierJob },
-    /// Let a peer read these slots; answered by [`Heard::Released`].
+    /// Let a peer read these slots; answered by [`MeshEvent::Released`].
     Grant {
         ask: u64,
         /// One for each block asked for; `None`: the block is not granted.
@@ -230,7 +230,7 @@ pub enum JobEnd {
 
 /// The direction of a copy.
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]
-pub enum Direction {
+pub enum CopyDirection {
     /// Engine memory to pool.
     Save,
     /// Pool to engine memory.
@@ -239,7 +239,7 @@ pub enum Direction {
 
 /// One block of a rank, to be copied.
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]
-pub struct Piece {
+pub struct RankBlock {
     /// Block id in the engine.
     pub block: u32,
     /// Pool offset of this rank's shard.
@@ -248,7 +248,7 @@ pub struct Piece {
 
 /// An ended request.
 #[derive(Debug)]
-pub struct Ended {
+pub struct FinishedRequest {
     /// Number of its namespace.
     pub namespace: u32,
     pub block_bytes: u64,
@@ -261,7 +261,7 @@ pub struct Ended {
 
 /// A message of the mesh to the core.
 #[derive(Debug)]
-pub enum Heard {
+pub enum MeshEvent {
     Joined(PeerNumber),
     /// A member is gone; fetches from it end by themselves.
     Left(PeerNumber),
@@ -304,9 +304,9 @@ impl JobEnd {
     }
 }
 
-// === impl Request ===
+// === impl RingRequest ===
 
-impl Request {
+impl RingRequest {
     /// Returns the cost of its handling: one more than the keys and blocks named by it, or the cost of a
     /// binding.
     pub fn cost(&self) -> usize {

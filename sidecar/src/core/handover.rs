@@ -39,7 +39,7 @@ pub(super) struct Produced {
 
 /// Blocks kept for engines until these load them: one hold on each, of its saver.
 #[derive(Debug)]
-pub(super) struct Kept {
+pub(super) struct HandoverBlocks {
     ttl_ms: u64,
     bytes_max: u64,
     bytes: u64,
@@ -90,9 +90,9 @@ pub(super) struct Lost {
     ends: VecDeque<(BlockKey, u64)>,
 }
 
-// === impl Kept ===
+// === impl HandoverBlocks ===
 
-impl Kept {
+impl HandoverBlocks {
     pub(super) fn new(dram: &Dram) -> Self {
         let (bytes, count, blocks, ends, released) = Default::default();
         Self {
@@ -114,7 +114,7 @@ impl Kept {
         self.bytes
     }
 
-    pub(super) fn count(&self) -> u64 {
+    pub(super) fn block_count(&self) -> u64 {
         self.count
     }
 
@@ -136,7 +136,7 @@ impl Kept {
         let end = (slot.offset, now_ms.saturating_add(self.ttl_ms));
         let is_new = !is_kept(&self.blocks, kind, end);
         if self.blocks.contains_key(&slot.offset) {
-            self.release(slot.offset, dram);
+            self.release_block(slot.offset, dram);
         }
         self.bytes += kind.1;
         let kept = KeptBlock { key: *key, slot, before: self.count, kind, until_ms: end.1, fenced };
@@ -199,7 +199,7 @@ impl Kept {
                 self.blocks.get(&slot.offset).filter(|kept| kept.slot == *slot && kept.kind.0.holder != by);
             if let Some(kept) = kept {
                 fenced = fenced.max(kept.fenced);
-                self.release(slot.offset, dram);
+                self.release_block(slot.offset, dram);
                 self.released.loaded += 1;
             }
         }
@@ -229,10 +229,10 @@ impl Kept {
     fn release_oldest(&mut self, is_meant: impl Fn(Kind) -> bool, dram: &mut Dram) -> Option<BlockKey> {
         let (at, _) = self.oldest(is_meant)?;
         let (offset, _) = self.ends[at].1.pop_front().expect("looked at above");
-        Some(self.release(offset, dram))
+        Some(self.release_block(offset, dram))
     }
 
-    fn release(&mut self, offset: u64, dram: &mut Dram) -> BlockKey {
+    fn release_block(&mut self, offset: u64, dram: &mut Dram) -> BlockKey {
         let kept = self.blocks.remove(&offset).expect("the caller found it");
         let (whose, bytes) = kept.kind;
         self.bytes -= bytes;
@@ -255,7 +255,7 @@ fn is_kept(blocks: &BTreeMap<u64, KeptBlock>, kind: Kind, (offset, until_ms): (u
 
 impl Lost {
     /// Notes the blocks of a save that are not in the pool: they are lost.
-    pub(super) fn note(&mut self, namespace: u32, hashes: &[BlockHash], now_ms: u64, dram: &Dram) {
+    pub(super) fn note_lost(&mut self, namespace: u32, hashes: &[BlockHash], now_ms: u64, dram: &Dram) {
         let mut found = Vec::with_capacity(hashes.len());
         dram.lookup(namespace, hashes, &mut found);
         for (hash, _) in hashes.iter().zip(found).filter(|(_, found)| !found) {

@@ -7,7 +7,7 @@ use shm_protocol::pool::SlotRef;
 use tiers::pool::BlockSum;
 
 use super::SessionId;
-use crate::compare::{Difference, Layers};
+use crate::compare::{BlockDifference, Layers};
 
 /// Blocks of a save to be inspected; answered by [`super::Event::Inspected`].
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -35,7 +35,7 @@ pub enum InspectedBlocks {
 /// The results of an inspection.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Findings {
-    Compared(Found),
+    Compared(InspectionResult),
     Searched(Vec<SearchedBlock>),
 }
 
@@ -51,13 +51,13 @@ pub struct SearchedBlock {
 
 /// The result of a comparison.
 #[derive(Copy, Clone, Debug, PartialEq)]
-pub struct Found {
+pub struct InspectionResult {
     /// Blocks that differ by more than computing them twice does.
     pub differing: u32,
     /// The first of them, by its place among the pairs.
     pub first: u32,
     /// The largest difference of all blocks.
-    pub worst: Difference,
+    pub worst: BlockDifference,
 }
 
 // === impl Inspection ===
@@ -99,20 +99,20 @@ impl Inspection {
                 let compare = |(kept, computed): &(SlotRef, SlotRef)| {
                     self.layers.compare(self.shards, part(*kept), part(*computed))
                 };
-                Findings::Compared(Found::among(&pairs.iter().map(compare).collect::<Vec<_>>()))
+                Findings::Compared(InspectionResult::among(&pairs.iter().map(compare).collect::<Vec<_>>()))
             }
         }
     }
 }
 
-// === impl Found ===
+// === impl InspectionResult ===
 
-impl Found {
+impl InspectionResult {
     /// The result of these differences, at least one.
-    fn among(differences: &[Difference]) -> Self {
+    fn among(differences: &[BlockDifference]) -> Self {
         let differing = differences.iter().filter(|difference| difference.is_too_large()).count() as u32;
-        let first = differences.iter().position(Difference::is_too_large).unwrap_or_default() as u32;
-        let worst = differences.iter().copied().reduce(Difference::max).expect("at least one pair");
+        let first = differences.iter().position(BlockDifference::is_too_large).unwrap_or_default() as u32;
+        let worst = differences.iter().copied().reduce(BlockDifference::max).expect("at least one pair");
         Self { differing, first, worst }
     }
 }

@@ -13,7 +13,7 @@ use super::Base;
 
 /// Blocks of a namespace, by where they are kept.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
-pub struct Kept {
+pub struct KeptCounts {
     pub memory: u64,
     /// In this node's tiers below memory, or being written there.
     pub below: u64,
@@ -44,7 +44,7 @@ pub struct Survey {
     /// `None` at the end.
     at: Option<At>,
     /// Counts by the number of the namespace.
-    kept: BTreeMap<u32, Kept>,
+    kept: BTreeMap<u32, KeptCounts>,
 }
 
 /// The removal of a namespace's blocks, under way.
@@ -53,7 +53,7 @@ pub struct Eviction {
     /// `None` at the end.
     at: Option<At>,
     numbers: BTreeSet<u32>,
-    removed: Kept,
+    removed: KeptCounts,
 }
 
 // === impl At ===
@@ -81,9 +81,9 @@ impl At {
     }
 }
 
-// === impl Kept ===
+// === impl KeptCounts ===
 
-impl Kept {
+impl KeptCounts {
     fn at(&mut self, medium: Source) -> &mut u64 {
         match medium {
             Source::Memory => &mut self.memory,
@@ -110,10 +110,10 @@ impl Survey {
     }
 
     /// Returns the counts by namespace. Blocks of a salted namespace count to the unsalted one.
-    pub(super) fn result(&self, base: &Base) -> BTreeMap<NamespaceDigest, Kept> {
+    pub(super) fn result(&self, base: &Base) -> BTreeMap<NamespaceDigest, KeptCounts> {
         let mut names = base.cx.namespaces.all();
         names.extend(base.engines.private_namespaces());
-        let mut result: BTreeMap<NamespaceDigest, Kept> = BTreeMap::new();
+        let mut result: BTreeMap<NamespaceDigest, KeptCounts> = BTreeMap::new();
         for (number, kept) in &self.kept {
             let Some(name) = names.get(number) else { continue };
             let sum = result.entry(*name).or_default();
@@ -131,7 +131,11 @@ impl Eviction {
     /// unknown.
     pub(super) fn new(namespace: NamespaceDigest, base: &Base) -> Option<Self> {
         let numbers = numbers_of(namespace, base);
-        (!numbers.is_empty()).then(|| Self { at: Some(At::default()), numbers, removed: Kept::default() })
+        (!numbers.is_empty()).then(|| Self {
+            at: Some(At::default()),
+            numbers,
+            removed: KeptCounts::default(),
+        })
     }
 
     /// Returns the numbers of the namespaces whose blocks are removed.
@@ -154,13 +158,13 @@ impl Eviction {
     }
 
     /// Returns the blocks removed so far, by place.
-    pub fn removed(&self) -> Kept {
+    pub fn removed(&self) -> KeptCounts {
         self.removed
     }
 }
 
 /// Returns the places of each of these blocks of a namespace.
-pub(super) fn locate(namespace: NamespaceDigest, hashes: &[BlockHash], base: &Base) -> Vec<Location> {
+pub(super) fn locate_blocks(namespace: NamespaceDigest, hashes: &[BlockHash], base: &Base) -> Vec<Location> {
     let numbers = numbers_of(namespace, base);
     let locate = |hash: &BlockHash| {
         let keys = || numbers.iter().map(|&namespace| BlockKey { namespace, group: GROUP, hash: *hash });

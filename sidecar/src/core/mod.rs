@@ -51,25 +51,27 @@ use self::announcer::Announcer;
 use self::arrivals::{SourceLane, Waiter};
 use self::context::Context;
 use self::engines::Engines;
-pub(crate) use self::engines::whole;
-pub use self::engines::{Barred, EngineState, Holder, Proof, Standing};
-pub use self::event::{Action, Direction, Ended, Event, Heard, JobEnd, Piece, Request, TierJob};
+pub(crate) use self::engines::find_whole_engine;
+pub use self::engines::{Barred, EngineHolder, EngineStanding, EngineState, Proof};
+pub use self::event::{
+    Action, CopyDirection, CoreEvent, FinishedRequest, JobEnd, MeshEvent, RankBlock, RingRequest, TierJob,
+};
 use self::handover::Produced;
-pub use self::inspection::{Findings, Found, InspectedBlocks, Inspection, SearchedBlock};
-pub use self::inventory::{Eviction, Kept, Location, Survey};
+pub use self::inspection::{Findings, InspectedBlocks, Inspection, InspectionResult, SearchedBlock};
+pub use self::inventory::{Eviction, KeptCounts, Location, Survey};
 use self::namespaces::Binding;
 pub use self::peers::{FAULT_NAMES, PeersStats, peer_tier};
 use self::queries::Queries;
-use self::quotas::Quotas;
+use self::quotas::CoreQuotas;
 use self::sources::Sources;
 pub use self::ssd::{SsdStats, disk_tier};
-pub use self::stats::Stats;
+pub use self::stats::CoreStats;
 use self::tier::Notice;
 pub use self::tier::{NewTier, TierStats};
-pub use self::timing::{Part, Timed, Took};
+pub use self::timing::{Timed, TimedPart, Took};
 use self::transfers::Transfers;
 use crate::compare::Number;
-use crate::config::quotas::Quota;
+use crate::config::quotas::NamespaceQuota;
 
 /// A session, unique within an epoch.
 pub type SessionId = u64;
@@ -101,11 +103,11 @@ pub struct Core {
 impl Core {
     /// Returns a core over empty DRAM, with quotas for namespaces. It looks for blocks in `tiers`, in their
     /// order.
-    pub fn new(dram: Dram, quotas: &[Quota], tiers: impl IntoIterator<Item = NewTier>) -> Self {
+    pub fn new(dram: Dram, quotas: &[NamespaceQuota], tiers: impl IntoIterator<Item = NewTier>) -> Self {
         let (engines, mut sources, queries, transfers, announcer): (_, Sources, _, _, _) = Default::default();
         let mut cx = Context::new(dram);
         // A tier divides its room as quotas divide DRAM.
-        cx.quotas = Quotas::new(quotas, &mut cx.dram);
+        cx.quotas = CoreQuotas::new(quotas, &mut cx.dram);
         tiers.into_iter().for_each(|tier| sources.add_tier(tier, &mut cx.dram));
         Self { base: Base { engines, sources, cx }, queries, transfers, announcer }
     }
@@ -139,59 +141,59 @@ impl Core {
     }
 
     /// Handles one event, and appends the actions.
-    pub fn handle(&mut self, now: Duration, event: Event, out: &mut Vec<Action>) {
+    pub fn handle(&mut self, now: Duration, event: CoreEvent, out: &mut Vec<Action>) {
         self.respond(now, event, out);
         self.go_on(now, out);
     }
 
     /// Handles one event, and appends the actions engines wait for, such as answers. [`Core::go_on`] must
     /// follow.
-    pub fn respond(&mut self, now: Duration, event: Event, out: &mut Vec<Action>) {
+    pub fn respond(&mut self, now: Duration, event: CoreEvent, out: &mut Vec<Action>) {
         let Self { base, queries, transfers, .. } = self;
         base.cx.set_now(now);
         // Timings not taken by the caller are dropped here.
         base.cx.drain_over().for_each(drop);
         base.cx.ended.clear();
         match event {
-            Event::Connected { session, hello } => {
-                let result = self.connect(session, *hello);
+            CoreEvent::Connected { session, hello } => {
+                let result = self.connect_session(session, *hello);
                 self.close_unless(session, result);
             }
-            Event::Disconnected { session } => self.disconnect(session),
-            Event::Message { session, request } => {
+            CoreEvent::Disconnected { session } => self.disconnect_session(session),
+            CoreEvent::Message { session, request } => {
                 base.engines.note_work(base.cx.now_ms, session, &mut base.cx.dram);
                 let result = self.message(session, request);
                 self.close_unless(session, result);
             }
-            Event::Fences { session, start, done } => {
+            CoreEvent::Fences { session, start, done } => {
                 base.engines.note_work(base.cx.now_ms, session, &mut base.cx.dram);
                 if let Some(scheduler) = base.engines.set_fences(session, start, done) {
                     transfers.dispatch(scheduler, base);
                 }
             }
-            Event::Copied { copy, ok } => transfers.copied(copy, ok, base),
-            Event::Behind { session } => transfers.catch_up(session, base),
-            Event::Drained { session, void_below } => transfers.commit_copied(session, void_below, base),
-            Event::Inspected { save, findings: Findings::Compared(found) } => {
+            CoreEvent::Copied { copy, ok } => transfers.copied(copy, ok, base),
+            CoreEvent::Behind { session } => transfers.catch_up(session, base),
+            CoreEvent::Drained { session, void_below } => transfers.commit_copied(session, void_below, base),
+            CoreEvent::Inspected { save, findings: Findings::Compared(found) } => {
                 transfers.compared(save, found, queries, base)
             }
-            Event::Inspected { save, findings: Findings::Searched(searched) } => {
+            CoreEvent::Inspected { save, findings: Findings::Searched(searched) } => {
                 let broken = searched.iter().filter(|block| !block.is_finite).map(|block| block.slot);
                 transfers.scanned(save, &broken.collect::<Vec<_>>(), base)
             }
-            Event::Opened(opened) => adoption::open_part(opened, base),
-            Event::Verified { key, slot, whole } => {
+            CoreEvent::Opened(opened) => adoption::open_part(opened, base),
+            CoreEvent::Verified { key, slot, whole } => {
                 let waiting = base.sources.verified(&key, slot, whole, &mut base.cx);
-                self.tell(waiting, Some(&key));
+                self.tell_waiters(waiting, Some(&key));
             }
-            Event::Transferred { tier, ends } => self.transferred(tier, ends),
-            Event::Mesh(heard) => {
+            CoreEvent::Transferred { tier, ends } => self.transferred(tier, ends),
+            CoreEvent::Mesh(event) => {
                 if let Some(mesh) = base.sources.mesh_mut() {
-                    mesh.hear(heard, &mut base.cx);
+                    mesh.apply_event(event, &mut base.cx);
                 }
             }
-            Event::Tick => self.tick(),
-            Event::Drain => {
+            CoreEvent::Tick => self.tick(),
+            CoreEvent::Drain => {
                 base.cx.draining = true;
                 queries.answer_waits(base);
                 base.sources.tell_tiers(Notice::Draining, &mut base.cx);
@@ -209,7 +211,7 @@ impl Core {
         base.cx.apply_evictions();
         self.queries.send_for_unsent(base);
         base.sources.go_on(&mut base.cx);
-        base.sources.tell(&mut self.announcer, &mut base.cx);
+        base.sources.tell_changes(&mut self.announcer, &mut base.cx);
         self.queries.tell_promises(|session, op| self.transfers.hands_over_up_to(session, op), base);
         out.append(&mut base.cx.actions);
     }
@@ -224,21 +226,21 @@ impl Core {
 // === impl Core: sessions ===
 
 impl Core {
-    fn connect(&mut self, session: SessionId, hello: Hello) -> Result<(), Violation> {
-        let joined = self.base.engines.connect(session, hello, &mut self.base.cx.dram)?;
+    fn connect_session(&mut self, session: SessionId, hello: Hello) -> Result<(), Violation> {
+        let joined = self.base.engines.connect_session(session, hello, &mut self.base.cx.dram)?;
         if self.base.engines.has_scheduler(session) {
-            self.queries.enter(session, &self.base.engines[session]);
-            self.transfers.enter(session);
+            self.queries.enter_scheduler(session, &self.base.engines[session]);
+            self.transfers.enter_scheduler(session);
         }
         for worker in joined {
-            let result = self.admit(worker, session);
+            let result = self.admit_worker(worker, session);
             self.close_unless(worker, result);
         }
         Ok(())
     }
 
-    fn admit(&mut self, worker: SessionId, scheduler: SessionId) -> Result<(), Violation> {
-        let (rank, since) = self.base.engines.admit(worker, scheduler)?;
+    fn admit_worker(&mut self, worker: SessionId, scheduler: SessionId) -> Result<(), Violation> {
+        let (rank, since) = self.base.engines.admit_worker(worker, scheduler)?;
         // The rank's ended loads must end first: saves that are given up let loads begin.
         self.transfers.end_loads_of_rank((scheduler, rank), since, &mut self.base.cx);
         if self.base.engines[scheduler].lost_rank() {
@@ -264,16 +266,16 @@ impl Core {
         base.engines.end_generation(session, &mut base.cx)
     }
 
-    fn disconnect(&mut self, session: SessionId) {
+    fn disconnect_session(&mut self, session: SessionId) {
         let Self { base, queries, transfers, announcer } = self;
         base.cx.produced.over = true;
         if let Some((scheduler, rank)) = base.engines.remove_worker(session) {
             transfers.fail_saves(scheduler, base);
             transfers.end_loads_of_rank((scheduler, rank), u64::MAX, &mut base.cx);
         } else if base.engines.has_scheduler(session) {
-            transfers.leave(session, base);
-            queries.leave(session, &mut base.cx);
-            announcer.leave(session);
+            transfers.leave_scheduler(session, base);
+            queries.leave_scheduler(session, &mut base.cx);
+            announcer.forget_session(session);
             base.engines.remove_scheduler(session, &mut base.cx.dram);
         }
     }
@@ -282,12 +284,12 @@ impl Core {
 // === impl Core: messages ===
 
 impl Core {
-    fn message(&mut self, session: SessionId, request: Request) -> Result<(), Violation> {
+    fn message(&mut self, session: SessionId, request: RingRequest) -> Result<(), Violation> {
         match request {
-            Request::Worker(request) if self.base.engines.has_worker(session) => {
+            RingRequest::Worker(request) if self.base.engines.has_worker(session) => {
                 self.worker_request(session, request)
             }
-            Request::Scheduler { request, keys, blocks } if self.base.engines.has_scheduler(session) => {
+            RingRequest::Scheduler { request, keys, blocks } if self.base.engines.has_scheduler(session) => {
                 self.scheduler_request(session, request, keys, blocks)
             }
             // The session was closed by an earlier message of this turn.
@@ -299,12 +301,12 @@ impl Core {
         let base = &mut self.base;
         match request {
             WorkerRequest::Join { run, step } => match base.engines.join(session, run, step)? {
-                Some(scheduler) => self.admit(session, scheduler),
+                Some(scheduler) => self.admit_worker(session, scheduler),
                 None => Ok(()),
             },
             WorkerRequest::Loaded { op, end } => {
                 base.cx.stats.load_mismatches += u64::from(end == LoadEnd::Mismatch);
-                let Some(place) = base.engines.place(session) else { return Ok(()) };
+                let Some(place) = base.engines.run_place(session) else { return Ok(()) };
                 self.transfers.loaded(place, op, end == LoadEnd::Whole, &mut base.cx)
             }
             WorkerRequest::Weights { number, answers, live } => {
@@ -327,20 +329,20 @@ impl Core {
         let Self { base, queries, transfers, .. } = self;
         transfers.see(session, request.op());
         match request {
-            SchedulerRequest::Open { log } => queries.logs(session).open(log, &base.cx)?,
+            SchedulerRequest::Open { log } => queries.logs(session).open_log(log, &base.cx)?,
             SchedulerRequest::Append(append) => {
-                queries.logs(session).append(&append, keys)?;
+                queries.logs(session).append_keys(&append, keys)?;
                 if append.promised && base.engines[session].accepts {
                     queries.note_promise(session, append.keys.log, &mut base.cx);
                 }
             }
             SchedulerRequest::Query(query) => queries.query(session, query, base)?,
-            SchedulerRequest::Load(load) => transfers.load(session, &load, blocks, queries, base)?,
-            SchedulerRequest::Save(save) => transfers.save(session, &save, &blocks, queries, base)?,
+            SchedulerRequest::Load(load) => transfers.begin_load(session, &load, blocks, queries, base)?,
+            SchedulerRequest::Save(save) => transfers.begin_save(session, &save, &blocks, queries, base)?,
             SchedulerRequest::Cancel(cancel) => transfers.cancel(session, cancel, base),
-            SchedulerRequest::Release { log } => queries.release(session, log, &mut base.cx)?,
+            SchedulerRequest::Release { log } => queries.release_log(session, log, &mut base.cx)?,
             SchedulerRequest::Close { log, way } => {
-                queries.close(session, (log, way), || transfers.newest_handover(session), base)?
+                queries.close_log(session, (log, way), || transfers.newest_handover(session), base)?
             }
             SchedulerRequest::Salt { salt } => {
                 let ended = self.end_generation(session);
@@ -359,7 +361,7 @@ impl Core {
                         Kind::Accept
                     ));
                 }
-                transfers.accept(session, step, base);
+                transfers.accept_step(session, step, base);
             }
             // Engines of 0.2 send the tokens of a prompt here: the sidecar must not remember them.
             SchedulerRequest::Golden(_) => {}
@@ -373,13 +375,15 @@ impl Core {
 impl Core {
     /// Passes the end of a block to the queries and loads waiting for it. `None`: the block is late or not
     /// kept.
-    fn tell(&mut self, waiting: Vec<Waiter>, ended: Option<&BlockKey>) {
+    fn tell_waiters(&mut self, waiting: Vec<Waiter>, ended: Option<&BlockKey>) {
         for waiter in waiting {
             match waiter {
                 Waiter::Query { session, log, op } => {
-                    self.queries.tell((session, log), op, ended, &mut self.base);
+                    self.queries.end_block((session, log), op, ended, &mut self.base);
                 }
-                Waiter::Load { session, op } => self.transfers.tell((session, op), ended, &mut self.base),
+                Waiter::Load { session, op } => {
+                    self.transfers.end_block((session, op), ended, &mut self.base)
+                }
             }
         }
     }
@@ -392,7 +396,7 @@ impl Core {
             self.queries.restore_patience_beside(namespace, session, &self.base.engines);
         }
         for (key, waiting, is_kept) in ended {
-            self.tell(waiting, is_kept.then_some(&key));
+            self.tell_waiters(waiting, is_kept.then_some(&key));
         }
         if claimed {
             self.queries.look_at_saves(&mut self.base);
@@ -413,14 +417,14 @@ impl Core {
             let Self { base, queries, transfers, .. } = self;
             let waits = |waiter: &Waiter| match *waiter {
                 Waiter::Query { session, log, op } => queries.waits(session, log, op),
-                Waiter::Load { session, op } => transfers.is_parked((session, op)),
+                Waiter::Load { session, op } => transfers.is_deferred((session, op)),
             };
-            if let Some((key, waiting)) = base.sources.ended(tier, end, waits, &mut base.cx) {
-                self.tell(waiting, Some(&key));
+            if let Some((key, waiting)) = base.sources.end_job(tier, end, waits, &mut base.cx) {
+                self.tell_waiters(waiting, Some(&key));
             }
         }
         for (key, waiting) in self.base.sources.retry(tier, &mut self.base.cx) {
-            self.tell(waiting, Some(&key));
+            self.tell_waiters(waiting, Some(&key));
         }
     }
 
@@ -434,7 +438,7 @@ impl Core {
         let late = self.base.sources.tiers.iter_mut().flat_map(|tier| tier.late(cx.now_ms));
         for key in late.chain(late_saves).collect::<Vec<_>>() {
             let waiting = self.base.cx.arrivals.give_up(&key);
-            self.tell(waiting, None);
+            self.tell_waiters(waiting, None);
         }
         self.transfers.refuse_late(&mut self.base);
         self.transfers.drop_unaccepted(&mut self.base);
@@ -454,14 +458,14 @@ impl Core {
 
 impl Core {
     /// Counts some more blocks. Returns the counts once all blocks are counted.
-    pub fn survey(&self, survey: &mut Survey) -> Option<BTreeMap<NamespaceDigest, Kept>> {
+    pub fn survey(&self, survey: &mut Survey) -> Option<BTreeMap<NamespaceDigest, KeptCounts>> {
         let goes_on = survey.step(&self.base);
         (!goes_on).then(|| survey.result(&self.base))
     }
 
     /// Returns the places of each of these blocks of a namespace.
     pub fn locate(&self, namespace: NamespaceDigest, hashes: &[BlockHash]) -> Vec<Location> {
-        inventory::locate(namespace, hashes, &self.base)
+        inventory::locate_blocks(namespace, hashes, &self.base)
     }
 
     /// Begins to evict a namespace: its blocks on their way, by saves or reads, are not kept, either. `None`:
@@ -501,12 +505,12 @@ impl Core {
 
     /// True if an operation waits for this worker's fence words.
     pub fn waits_on_fences(&self, session: SessionId) -> bool {
-        self.base.engines.place(session).is_some_and(|place| self.transfers.waits_on_fences(place.0))
+        self.base.engines.run_place(session).is_some_and(|place| self.transfers.waits_on_fences(place.0))
     }
 
     /// True if a save for another engine is among those operations.
     pub fn hands_over(&self, session: SessionId) -> bool {
-        self.base.engines.place(session).is_some_and(|place| self.transfers.hands_over(place.0))
+        self.base.engines.run_place(session).is_some_and(|place| self.transfers.hands_over(place.0))
     }
 
     /// True if time must pass for a tier to go on.
@@ -545,7 +549,7 @@ impl Core {
         self.base.engines.rates()
     }
 
-    /// Returns a session with saves left over by the last turn, if there is one: [`Event::Behind`] is for it.
+    /// Returns a session with saves left over by the last turn, if there is one: [`CoreEvent::Behind`] is for it.
     pub fn behind(&self) -> Option<SessionId> {
         self.transfers.behind()
     }
@@ -556,7 +560,7 @@ impl Core {
     }
 
     /// Returns the holdings of every engine, also of engines without a rank.
-    pub fn holders(&self) -> impl Iterator<Item = Holder<'_>> {
+    pub fn holders(&self) -> impl Iterator<Item = EngineHolder<'_>> {
         self.base.engines.holders(&self.base.cx.dram)
     }
 
@@ -571,7 +575,7 @@ impl Core {
     }
 
     /// Returns the served engines, each with its proof.
-    pub fn standings(&self) -> Vec<Standing> {
+    pub fn standings(&self) -> Vec<EngineStanding> {
         self.base.engines.standings()
     }
 
@@ -592,7 +596,7 @@ impl Core {
 
     /// Returns the figures of the mesh, if there is one.
     pub fn peers_stats(&self) -> Option<PeersStats> {
-        let mut stats = self.base.sources.mesh()?.stats();
+        let mut stats = self.base.sources.mesh()?.peers_stats();
         for peer in &mut stats.peers {
             peer.bytes_per_second = self.base.cx.arrivals.flows.bytes_per_second(SourceLane::Peer(peer.peer));
         }
@@ -615,15 +619,15 @@ impl Core {
     }
 
     /// Returns the requests ended since the event before.
-    pub fn drain_ended(&mut self) -> impl Iterator<Item = Ended> + '_ {
+    pub fn drain_ended(&mut self) -> impl Iterator<Item = FinishedRequest> + '_ {
         self.base.cx.ended.drain(..)
     }
 
     /// Returns counters and levels, for metrics.
-    pub fn stats(&self) -> Stats {
+    pub fn stats(&self) -> CoreStats {
         let Base { engines, sources, cx } = &self.base;
         let (tier, (sessions, barred)) = (cx.dram.stats(), engines.counts());
-        Stats {
+        CoreStats {
             sessions: sessions as u64,
             blocks: tier.blocks,
             pool_used_bytes: tier.bytes_used,
@@ -637,7 +641,7 @@ impl Core {
             unverified_blocks: tier.unverified_blocks,
             removed_blocks: tier.removed_blocks_total,
             barred_engines: barred as u64,
-            handover_blocks: cx.kept.count(),
+            handover_blocks: cx.kept.block_count(),
             handover_kept_bytes: cx.kept.bytes(),
             handover_loaded: cx.kept.released().loaded,
             handover_expired: cx.kept.released().expired,

@@ -46,7 +46,7 @@ pub(super) struct Binding {
 
 /// The record of a namespace with an id.
 #[derive(Debug)]
-struct Known {
+struct NamespaceUse {
     id: u32,
     /// The last request for its id, counted in requests.
     asked: u64,
@@ -57,7 +57,7 @@ struct Known {
 /// Short ids of the namespaces seen in this epoch.
 #[derive(Debug, Default)]
 pub(super) struct Namespaces {
-    ids: BTreeMap<Space, Known>,
+    ids: BTreeMap<Space, NamespaceUse>,
     /// Digests of the namespaces published to peers, by id: the first [`NAMESPACES_MAX`] of an epoch. A
     /// forgotten namespace stays here: its blocks are still in memory, and peers must learn when they go.
     shared: BTreeMap<u32, NamespaceDigest>,
@@ -85,7 +85,7 @@ impl Namespaces {
         }
         let id = self.next;
         self.next = self.next.checked_add(1)?;
-        self.ids.insert(space, Known { id, asked: self.asked, has_kept: false });
+        self.ids.insert(space, NamespaceUse { id, asked: self.asked, has_kept: false });
         Some(id)
     }
 
@@ -143,7 +143,7 @@ impl Namespaces {
         self.ids.get(&space).map(|known| known.id)
     }
 
-    pub(super) fn forget(&mut self, space: Space) {
+    pub(super) fn forget_space(&mut self, space: Space) {
         self.ids.remove(&space);
     }
 
@@ -154,7 +154,7 @@ impl Namespaces {
 
     /// Starts a namespace again: none of its blocks kept so far is trusted any longer.
     pub(super) fn retire(&mut self, space: Space) {
-        self.forget(space);
+        self.forget_space(space);
         self.retired.insert(space);
     }
 }
@@ -186,7 +186,7 @@ impl Binding {
     }
 
     /// Returns the key of one of the namespace's blocks.
-    pub(super) fn key(&self, hash: &BlockHash) -> BlockKey {
+    pub(super) fn block_key(&self, hash: &BlockHash) -> BlockKey {
         BlockKey { namespace: self.namespace, group: GROUP, hash: *hash }
     }
 

@@ -22,36 +22,36 @@ use mesh::transport::PeerNumber;
 use shm_protocol::key::{BlockHash, BlockKey};
 use tiers::ssd::ReadPace;
 
-use self::distrusted::Distrusted;
-use self::fetches::{Again, Fetching};
+use self::distrusted::DistrustedDigests;
+use self::fetches::{Again, PeerFetch};
 use self::fruitless::FruitlessFetches;
-use self::grants::Granted;
+use self::grants::PeerGrant;
 pub use self::stats::{FAULT_NAMES, PeersStats};
 use super::context::Context;
-use super::event::{Action, Heard};
+use super::event::{Action, MeshEvent};
 use super::namespaces::Binding;
 use super::sources::Sources;
 use super::tier::NewTier;
 
 /// The core's part in the mesh.
 #[derive(Debug)]
-pub(super) struct Peers {
+pub(super) struct MeshPeers {
     number: usize,
     directory: Directory,
     /// Fetches under way, by ticket.
-    fetches: BTreeMap<u64, Fetching>,
+    fetches: BTreeMap<u64, PeerFetch>,
     /// Blocks to be asked of other peers at the end of this event.
     again: Again,
     next_ticket: u64,
     fruitless: FruitlessFetches,
     /// Grants being read by peers, by ask.
-    grants: BTreeMap<u64, Granted>,
+    grants: BTreeMap<u64, PeerGrant>,
     granted_bytes: u64,
     /// Limit of the bytes granted at once: the rest of the pool stays evictable.
     granted_bytes_max: u64,
     /// The last keys of the promised prompts, as published last.
     promised: BTreeSet<Digest>,
-    distrusted: Distrusted,
+    distrusted: DistrustedDigests,
     stats: PeersStats,
     /// The limit of requested bytes: the fetches of 2 s.
     pace: ReadPace,
@@ -59,18 +59,18 @@ pub(super) struct Peers {
 
 /// Returns a tier of the members of a directory.
 pub fn peer_tier(directory: Directory) -> NewTier {
-    NewTier::new(Peers::new(directory))
+    NewTier::new(MeshPeers::new(directory))
 }
 
 // === impl Sources: the mesh ===
 
 impl Sources {
     /// Returns the mesh, if there is one, with its members, asks and promises.
-    pub(super) fn mesh(&self) -> Option<&Peers> {
+    pub(super) fn mesh(&self) -> Option<&MeshPeers> {
         self.tier()
     }
 
-    pub(super) fn mesh_mut(&mut self) -> Option<&mut Peers> {
+    pub(super) fn mesh_mut(&mut self) -> Option<&mut MeshPeers> {
         self.tier_mut()
     }
 
@@ -80,9 +80,9 @@ impl Sources {
     }
 }
 
-// === impl Peers ===
+// === impl MeshPeers ===
 
-impl Peers {
+impl MeshPeers {
     fn new(directory: Directory) -> Self {
         Self {
             number: 0,
@@ -95,46 +95,46 @@ impl Peers {
             granted_bytes: 0,
             granted_bytes_max: 0,
             promised: BTreeSet::new(),
-            distrusted: Distrusted::default(),
+            distrusted: DistrustedDigests::default(),
             stats: PeersStats::default(),
             pace: ReadPace::default(),
         }
     }
 
     /// Handles a message of the mesh.
-    pub(super) fn hear(&mut self, heard: Heard, cx: &mut Context) {
-        match heard {
-            Heard::Joined(peer) => self.directory.add_peer(peer),
-            Heard::Left(peer) => {
+    pub(super) fn apply_event(&mut self, event: MeshEvent, cx: &mut Context) {
+        match event {
+            MeshEvent::Joined(peer) => self.directory.add_peer(peer),
+            MeshEvent::Left(peer) => {
                 cx.produced.over = true;
                 self.directory.remove_peer(peer);
                 cx.arrivals.forget_peer(peer);
             }
-            Heard::Keeps { peer, filter } => self.directory.replace(peer, filter),
-            Heard::Changed { peer, changes } => {
+            MeshEvent::Keeps { peer, filter } => self.directory.replace(peer, filter),
+            MeshEvent::Changed { peer, changes } => {
                 if !self.directory.apply(peer, &changes) {
                     self.stats.resyncs += 1;
                     cx.actions.push(Action::Resync { peer });
                 }
             }
-            Heard::Promises { peer, promises } => {
+            MeshEvent::Promises { peer, promises } => {
                 cx.produced.over |= self.directory.replace_promises(peer, promises);
             }
-            Heard::Asked { ask, peer, blocks } => self.grant(ask, peer, &blocks, cx),
-            Heard::Released { ask, sent } => self.release(ask, sent, cx),
+            MeshEvent::Asked { ask, peer, blocks } => self.grant_blocks(ask, peer, &blocks, cx),
+            MeshEvent::Released { ask, sent } => self.release_grant(ask, sent, cx),
         }
     }
 
     /// Publishes an event's changes in DRAM to the peers. Blocks on disks alone are not published: a peer
     /// would wait for this node's disk.
-    fn tell(&mut self, changes: &[(BlockKey, bool)], cx: &mut Context) {
+    fn tell_changes(&mut self, changes: &[(BlockKey, bool)], cx: &mut Context) {
         let changes = changes.iter().filter_map(|&(key, added)| {
             let digest = shared(&key, cx)?;
             Some(if added { DigestChange::Added(digest) } else { DigestChange::Removed(digest) })
         });
         let changes: Vec<DigestChange> = changes.collect();
         if !changes.is_empty() {
-            self.stats.told += changes.len() as u64;
+            self.stats.published += changes.len() as u64;
             cx.actions.push(Action::Publish(changes));
         }
     }
@@ -173,10 +173,10 @@ impl Peers {
         self.directory.holders(key)
     }
 
-    pub(super) fn stats(&self) -> PeersStats {
+    pub(super) fn peers_stats(&self) -> PeersStats {
         PeersStats {
             peers: self.directory.peers().collect(),
-            fetching: self.fetches.values().map(Fetching::open).sum(),
+            fetching: self.fetches.values().map(PeerFetch::open_blocks).sum(),
             distrusted: self.distrusted.len() as u64,
             granted_bytes: self.granted_bytes,
             paused: self.fruitless.is_paused(),

@@ -26,33 +26,33 @@ use tiers::LeaseError;
 use tiers::dram::{Ending, HolderId, LeaseId};
 
 use self::key_logs::{KeyLog, KeyLogs, QueryLease};
-use self::promises::Promises;
+use self::promises::EndingPromises;
 use self::waits::{Sent, Wait};
-use self::windows::{Patience, Windows};
+use self::windows::{EnginePatience, Windows};
 use super::context::Context;
-use super::engines::{Engines, Scheduler};
-use super::event::{Action, Ended};
+use super::engines::{Engines, SchedulerRole};
+use super::event::{Action, FinishedRequest};
 use super::namespaces::Binding;
-use super::timing::{Part, Timed};
+use super::timing::{Timed, TimedPart};
 use super::{Base, SessionId, Violation};
 
 #[derive(Debug, Default)]
 pub(super) struct Queries {
-    askers: BTreeMap<SessionId, Asker>,
+    askers: BTreeMap<SessionId, QueryAsker>,
     /// Waiting queries, and those answered early: at most one for each log of a session.
     waits: BTreeMap<(SessionId, u32), Wait>,
     /// Waiting questions with blocks still to be requested, and their leased hits.
     unsent: Vec<(Question, u32)>,
     windows: Windows,
-    promises: Promises,
+    promises: EndingPromises,
 }
 
 /// A scheduler, as far as its questions need it.
 #[derive(Debug)]
-struct Asker {
+struct QueryAsker {
     holder: HolderId,
     logs: KeyLogs,
-    patience: Patience,
+    patience: EnginePatience,
     /// The trust in its engine's promises.
     credit: Credit,
 }
@@ -75,16 +75,16 @@ struct Question {
 
 /// The leased hits of a query.
 #[derive(Debug)]
-struct Found {
+struct FoundRun {
     /// Hits named by an earlier answer.
     known: u32,
     /// Slots of the hits behind them.
     refs: Vec<SlotRef>,
 }
 
-// === impl Found ===
+// === impl FoundRun ===
 
-impl Found {
+impl FoundRun {
     fn hits(&self) -> u32 {
         self.known + self.refs.len() as u32
     }
@@ -94,18 +94,18 @@ impl Found {
 
 impl Queries {
     /// Adds a scheduler: it may ask from now on.
-    pub(super) fn enter(&mut self, session: SessionId, scheduler: &Scheduler) {
-        let patience = Patience::new(scheduler.waits);
+    pub(super) fn enter_scheduler(&mut self, session: SessionId, scheduler: &SchedulerRole) {
+        let patience = EnginePatience::new(scheduler.waits);
         let (holder, logs, credit) = (scheduler.holder, KeyLogs::default(), Credit::default());
-        self.askers.insert(session, Asker { holder, logs, patience, credit });
+        self.askers.insert(session, QueryAsker { holder, logs, patience, credit });
     }
 
     /// Removes a gone scheduler, with its questions and leases.
-    pub(super) fn leave(&mut self, session: SessionId, cx: &mut Context) {
+    pub(super) fn leave_scheduler(&mut self, session: SessionId, cx: &mut Context) {
         self.end_waits(session, cx);
         self.promises_may_differ();
         let asker = self.askers.remove(&session).expect("it has entered");
-        asker.logs.leases().for_each(|lease| lease.release(session, cx));
+        asker.logs.leases().for_each(|lease| lease.release_lease(session, cx));
     }
 
     /// Returns the other engines bound to a namespace: they may compute the blocks awaited in it.
@@ -119,7 +119,7 @@ impl Queries {
         sessions.filter(move |other| engines.bound_to(*other) == Some(namespace))
     }
 
-    fn asker(&mut self, session: SessionId) -> &mut Asker {
+    fn asker(&mut self, session: SessionId) -> &mut QueryAsker {
         self.askers.get_mut(&session).expect("the caller checked")
     }
 
@@ -133,8 +133,8 @@ impl Queries {
     }
 
     /// Returns the keys named by a question.
-    fn wanted(&self, question: Question) -> &[BlockHash] {
-        self.log(question.session, question.log).wanted(question)
+    fn wanted_keys(&self, question: Question) -> &[BlockHash] {
+        self.log(question.session, question.log).wanted_keys(question)
     }
 
     /// Returns the keys before those of a save (all if its blocks are compared, otherwise the last one), and
@@ -165,7 +165,7 @@ impl Queries {
     }
 
     /// RELEASE: ends the lease of a log, or the wait of its query.
-    pub(super) fn release(
+    pub(super) fn release_log(
         &mut self,
         session: SessionId,
         log: u32,
@@ -173,7 +173,7 @@ impl Queries {
     ) -> Result<(), Violation> {
         self.end_wait(session, log, cx);
         if let Some(lease) = self.logs(session).take_lease(log)? {
-            lease.release(session, cx);
+            lease.release_lease(session, cx);
         }
         Ok(())
     }
@@ -183,7 +183,7 @@ impl Queries {
         // Logs without a lease, of which there may be 65,536, cost nothing: each lease was paid for by a query.
         self.end_waits(session, cx);
         for log in self.askers[&session].logs.leased() {
-            self.release(session, log, cx).expect("a leased log is open");
+            self.release_log(session, log, cx).expect("a leased log is open");
         }
     }
 
@@ -191,18 +191,18 @@ impl Queries {
     ///
     /// `way`: a number for the way the answer ended; 0: unknown. `newest_handover` returns the operation of
     /// this scheduler's newest unfinished save for another engine.
-    pub(super) fn close(
+    pub(super) fn close_log(
         &mut self,
         session: SessionId,
         (log, way): (u32, u32),
         newest_handover: impl FnOnce() -> Option<u64>,
         base: &mut Base,
     ) -> Result<(), Violation> {
-        self.release(session, log, &mut base.cx)?;
+        self.release_log(session, log, &mut base.cx)?;
         self.end_promise(session, log, newest_handover, base);
         let is_promised = self.logs(session).promised.contains(&log);
         // The request of a tail goes on in another log, with the same keys before it.
-        let closed = self.logs(session).close(log).filter(|log| is_promised || !log.tail);
+        let closed = self.logs(session).close_log(log).filter(|log| is_promised || !log.tail);
         if let (Some(log), Some(binding)) = (closed, base.engines[session].binding()) {
             let Binding { whose, namespace, .. } = binding;
             let ending = Ending { way, last: false };
@@ -212,7 +212,7 @@ impl Queries {
                 return Ok(());
             }
             let (block_bytes, asked) = (binding.block_bytes(), log.first_asked.unwrap_or_default());
-            base.cx.ended.push(Ended { namespace, block_bytes, keys: log.keys, asked, ending });
+            base.cx.ended.push(FinishedRequest { namespace, block_bytes, keys: log.keys, asked, ending });
         }
         Ok(())
     }
@@ -229,7 +229,7 @@ impl Queries {
         self.end_wait(session, log, &mut base.cx);
         let (first, asked) = (last.then_some(from), base.cx.now);
         let question = Question { session, op, log, from, count, first, arriving, awaits, asked };
-        let waits = self.ask(question, base);
+        let waits = self.ask_question(question, base);
         base.cx.stats.waits += u64::from(waits);
         Ok(())
     }
@@ -261,7 +261,7 @@ impl Queries {
 
     /// Answers a question, or lets it wait for missing blocks. True if it waits. The engine is held up until
     /// then, so missing blocks are requested afterwards.
-    fn ask(&mut self, question: Question, base: &mut Base) -> bool {
+    fn ask_question(&mut self, question: Question, base: &mut Base) -> bool {
         let scheduler = &base.engines[question.session];
         let Some(binding) = scheduler.binding().filter(|_| !base.cx.draining) else {
             answer_nothing(question, scheduler, &mut base.cx);
@@ -274,7 +274,7 @@ impl Queries {
         let may_wait =
             may_ask_peers || question.awaits && self.has_producer(question, &binding, &base.engines);
         let may_send = self.see_run(question, found.hits(), may_wait, &mut base.cx);
-        let wanted = self.wanted(question);
+        let wanted = self.wanted_keys(question);
         let missing = wanted.get(found.hits() as usize..).unwrap_or_default();
         let is_whole = missing.is_empty();
         let may_arrive = may_send && base.sources.may_arrive(&binding, missing, question.awaits, &base.cx);
@@ -284,7 +284,7 @@ impl Queries {
         let may_ask = may_ask_peers || question.awaits;
         let waits = may_arrive || !is_whole && may_ask && self.wait_for_producer(question, base);
         if waits {
-            self.answer(question, found, Status::Pending, &mut base.cx);
+            self.answer_question(question, found, Status::Pending, &mut base.cx);
         } else {
             self.answer_whole(question, found, &binding, base);
         }
@@ -319,26 +319,32 @@ impl Queries {
     }
 
     /// Answers a query that no longer waits.
-    fn answer_whole(&mut self, mut question: Question, mut found: Found, binding: &Binding, base: &mut Base) {
+    fn answer_whole(
+        &mut self,
+        mut question: Question,
+        mut found: FoundRun,
+        binding: &Binding,
+        base: &mut Base,
+    ) {
         self.end_window(question, found.hits(), base);
         if found.hits() == 0 && question.first.is_some() {
             question = self.narrow_below(question, binding, &base.cx);
             let world_size = base.engines[question.session].world_size;
             found = self.lease(question, binding, world_size, &mut base.cx);
         }
-        self.answer(question, found, Status::Ok, &mut base.cx);
+        self.answer_question(question, found, Status::Ok, &mut base.cx);
     }
 
-    fn answer(&mut self, question: Question, found: Found, status: Status, cx: &mut Context) {
+    fn answer_question(&mut self, question: Question, found: FoundRun, status: Status, cx: &mut Context) {
         let Question { session, op, log, from, first, asked, .. } = question;
         let log = self.log(session, log);
         let (hits, chunks) = (found.hits(), log.chunks.clone());
         let before = first.filter(|_| hits > 0).map_or(0, |first| from - first);
         if status != Status::Pending {
             cx.stats.queries += 1;
-            cx.stats.query_blocks += log.wanted(question).len() as u64;
+            cx.stats.query_blocks += log.wanted_keys(question).len() as u64;
             cx.stats.query_hit_blocks += u64::from(hits);
-            cx.took(Timed::Query(Part::Whole), asked);
+            cx.took(Timed::Query(TimedPart::Whole), asked);
         }
         let outcome = Outcome { op: op as u32, value: before + hits, status };
         let (refs, from) = (found.refs, from + found.known);
@@ -347,11 +353,17 @@ impl Queries {
     }
 
     /// Leases the leading hits in DRAM to the question's log.
-    fn lease(&mut self, question: Question, binding: &Binding, world_size: u32, cx: &mut Context) -> Found {
+    fn lease(
+        &mut self,
+        question: Question,
+        binding: &Binding,
+        world_size: u32,
+        cx: &mut Context,
+    ) -> FoundRun {
         let (now_ms, dram, session) = (cx.now_ms, &mut cx.dram, question.session);
         let logs = self.logs(session);
         let log = logs.known(question.log);
-        let wanted = log.wanted(question);
+        let wanted = log.wanted_keys(question);
         let mut refs = Vec::with_capacity(wanted.len());
         let namespace = binding.namespace;
         let mut known = 0;
@@ -378,12 +390,12 @@ impl Queries {
         };
         let (op, from, hits) = (question.op, question.from, (known + refs.len()) as u32);
         logs.lease(question.log, granted.map(|id| QueryLease { id, op, from, hits }));
-        Found { known: known as u32, refs }
+        FoundRun { known: known as u32, refs }
     }
 
     /// Turns the lease of a log into one until every rank has ended a load. Returns it with the load's slots.
     /// Fails if the load names no live lease, or blocks outside it.
-    pub(super) fn promise(
+    pub(super) fn promise_lease(
         &mut self,
         session: SessionId,
         asked: &request::Load,
@@ -405,7 +417,7 @@ impl Queries {
 
 /// Answers a question of an engine without service. `NotReady` asks for another question: a draining sidecar
 /// and a closed namespace give other answers.
-fn answer_nothing(question: Question, scheduler: &Scheduler, cx: &mut Context) {
+fn answer_nothing(question: Question, scheduler: &SchedulerRole, cx: &mut Context) {
     let status = match scheduler.barred() {
         _ if cx.draining => Status::Ok,
         Some(_) => Status::Barred,
@@ -415,7 +427,7 @@ fn answer_nothing(question: Question, scheduler: &Scheduler, cx: &mut Context) {
     let outcome = Outcome { op: op as u32, value: 0, status };
     if !scheduler.is_probe() {
         cx.stats.queries += 1;
-        cx.took(Timed::Query(Part::Whole), question.asked);
+        cx.took(Timed::Query(TimedPart::Whole), question.asked);
     }
     cx.actions.push(Action::Outcome { session, op, outcome });
 }

@@ -15,7 +15,7 @@ use super::arrivals::{SourceLane, Waiter};
 use super::context::Context;
 use super::event::{Action, JobEnd};
 use super::namespaces::Binding;
-use super::tier::{NewTier, Notice, ReadEnd, Span, Tier, TierStats};
+use super::tier::{NewTier, Notice, ReadEnd, Tier, TierSpan, TierStats};
 use super::timing::Timed;
 
 #[derive(Debug, Default)]
@@ -37,7 +37,7 @@ pub(super) struct Followed {
     /// Blocks of an earlier life to be verified, in DRAM.
     adopted: Vec<BlockKey>,
     /// Blocks to be read from each tier.
-    spans: Vec<Vec<Span>>,
+    spans: Vec<Vec<TierSpan>>,
 }
 
 // === impl Sources ===
@@ -60,7 +60,7 @@ impl Sources {
     }
 
     /// True if a tier with this source keeps the block.
-    pub(super) fn has(&self, source: Source, key: &BlockKey) -> bool {
+    pub(super) fn has_block(&self, source: Source, key: &BlockKey) -> bool {
         self.tiers.iter().any(|tier| tier.source() == source && tier.has(key))
     }
 
@@ -91,14 +91,14 @@ impl Sources {
     }
 
     /// Passes the changes of blocks to tiers, and to engines that request them.
-    pub(super) fn tell(&mut self, announcer: &mut Announcer, cx: &mut Context) {
+    pub(super) fn tell_changes(&mut self, announcer: &mut Announcer, cx: &mut Context) {
         let mut changes = std::mem::take(&mut cx.changes);
         changes.extend(cx.dram.drain_changes());
         self.tell_tiers(Notice::Changed(&changes), cx);
-        announcer.note(Source::Memory, changes.drain(..));
+        announcer.note_changes(Source::Memory, changes.drain(..));
         cx.changes = changes;
         for tier in &mut self.tiers {
-            announcer.note(tier.source(), tier.drain_changes().into_iter());
+            announcer.note_changes(tier.source(), tier.drain_changes().into_iter());
         }
     }
 
@@ -112,7 +112,7 @@ impl Sources {
         cx: &Context,
     ) -> bool {
         let Some(hash) = run.first() else { return false };
-        let key = binding.key(hash);
+        let key = binding.block_key(hash);
         cx.arrivals.is_in_time(&key, awaits).unwrap_or_else(|| {
             awaits && cx.dram.filling(&key).is_some()
                 || cx.dram.is_adopted(&key)
@@ -132,7 +132,7 @@ impl Sources {
     ) -> Followed {
         let most = cx.arrivals.bytes_max() / parts;
         let mut followed = self.follow(binding, run, most, awaits, cx);
-        followed.coming.extend(self.verification.begin(&followed.adopted, cx));
+        followed.coming.extend(self.verification.begin_blocks(&followed.adopted, cx));
         let mut gap = usize::MAX;
         for (number, spans) in std::mem::take(&mut followed.spans).into_iter().enumerate() {
             for span in spans {
@@ -148,13 +148,13 @@ impl Sources {
         &mut self,
         tier: usize,
         binding: &Binding,
-        span: &Span,
+        span: &TierSpan,
         (parts, mut gap): (u64, usize),
         coming: &mut Vec<BlockKey>,
         cx: &mut Context,
     ) -> usize {
         let mut slots = Vec::with_capacity(span.blocks.len());
-        for (at, key) in span.wanted().take_while(|(at, _)| *at < gap) {
+        for (at, key) in span.wanted_blocks().take_while(|(at, _)| *at < gap) {
             let Some(slot) = self.begin_block(tier, binding, key, parts, cx) else {
                 gap = at;
                 break;
@@ -162,7 +162,7 @@ impl Sources {
             coming.push(key);
             slots.push(slot);
         }
-        self.tiers[tier].read(binding, span, &slots, cx);
+        self.tiers[tier].read_span(binding, span, &slots, cx);
         gap
     }
 
@@ -181,7 +181,7 @@ impl Sources {
             return None;
         }
         cx.fill(slot, key, binding);
-        cx.arrivals.begin(key, slot, bytes, self.stats[tier].source);
+        cx.arrivals.begin_arrival(key, slot, bytes, self.stats[tier].source);
         self.stats[tier].begin_read(bytes, cx.now);
         Some(slot)
     }
@@ -207,7 +207,7 @@ impl Sources {
         }
         let held_max = (cx.dram.room(holder) / block_bytes) as usize;
         for (at, hash) in run.iter().enumerate() {
-            let key = binding.key(hash);
+            let key = binding.block_key(hash);
             if followed.held.len() == held_max {
                 break;
             }
@@ -237,7 +237,7 @@ impl Sources {
             }
             let ahead = &run[at..run.len().min(at + room)];
             let Some(span) = self.span(binding, &mut followed.spans, at, ahead, cx) else { break };
-            span.push(at, key);
+            span.push_block(at, key);
             room -= 1;
         }
         followed
@@ -268,15 +268,15 @@ impl Sources {
     fn span<'a>(
         &self,
         binding: &Binding,
-        spans: &'a mut [Vec<Span>],
+        spans: &'a mut [Vec<TierSpan>],
         at: usize,
         ahead: &[BlockHash],
         cx: &Context,
-    ) -> Option<&'a mut Span> {
+    ) -> Option<&'a mut TierSpan> {
         let number = self.tiers.iter().zip(&mut *spans).position(|(tier, spans)| {
             if spans.last().is_none_or(|span| span.end() <= at) {
                 let found = tier.find(binding, ahead, spans.len(), cx);
-                spans.extend(found.map(|span| Span { from: at, ..span }));
+                spans.extend(found.map(|span| TierSpan { from: at, ..span }));
             }
             spans.last().is_some_and(|span| at < span.end())
         })?;
@@ -289,7 +289,7 @@ impl Sources {
         let ReadEnd { key, slot, checksum, .. } = *read;
         let bytes = cx.dram.block_bytes(slot).expect("a slot belongs to a read until its end");
         self.stats[tier].end_read(read, bytes, cx.now);
-        let (trusted, waiting) = cx.arrivals.end(&key, checksum.is_some(), cx.now_ms);
+        let (trusted, waiting) = cx.arrivals.end_arrival(&key, checksum.is_some(), cx.now_ms);
         match checksum.filter(|_| trusted && self.commit_arrived(&key, slot, cx)) {
             Some(checksum) => cx.actions.push(Action::CommitSlot { slot, checksum }),
             None => cx.abandon(slot),
@@ -316,21 +316,21 @@ impl Sources {
         whole: bool,
         cx: &mut Context,
     ) -> Vec<Waiter> {
-        let (trusted, waiting) = cx.arrivals.end(key, whole, cx.now_ms);
-        self.verification.end(slot, whole, trusted, cx);
+        let (trusted, waiting) = cx.arrivals.end_arrival(key, whole, cx.now_ms);
+        self.verification.end_block(slot, whole, trusted, cx);
         waiting
     }
 
     /// Handles an ended job of a tier, or blocks found there. Returns the read block and its waiters; `None`
     /// if the tier goes on with the block because an operation still `waits`, or if nothing was read.
-    pub(super) fn ended(
+    pub(super) fn end_job(
         &mut self,
         tier: usize,
         end: JobEnd,
         waits: impl Fn(&Waiter) -> bool,
         cx: &mut Context,
     ) -> Option<(BlockKey, Vec<Waiter>)> {
-        let read = self.tiers[tier].ended(end, &waits, cx)?;
+        let read = self.tiers[tier].end_job(end, &waits, cx)?;
         if read.checksum.is_some() {
             cx.took(Timed::Read(self.stats[tier].source), read.since);
         }

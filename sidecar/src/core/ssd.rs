@@ -21,9 +21,9 @@ use super::context::Context;
 use super::event::{Action, JobEnd, TierJob};
 use super::namespaces::{Binding, Space};
 use super::sources::Sources;
-use super::tier::{NewTier, Notice, ReadEnd, Span, Tier};
+use super::tier::{NewTier, Notice, ReadEnd, Tier, TierSpan};
 use crate::config::SsdAdmission;
-use crate::system::clock::millis;
+use crate::system::clock::count_millis;
 
 /// The core's part in the SSD tier.
 #[derive(Debug)]
@@ -76,7 +76,7 @@ pub fn disk_tier(log: SegmentLog, admission: SsdAdmission) -> NewTier {
 impl Sources {
     /// Returns the figures of the disks, if there are any.
     pub(super) fn ssd_stats(&self) -> Option<SsdStats> {
-        self.tier().map(Ssd::stats)
+        self.tier().map(Ssd::ssd_stats)
     }
 }
 
@@ -131,7 +131,7 @@ impl Ssd {
             if last.replace(space) != Some(space)
                 && let Some(number) = namespaces.adopt(space)
             {
-                self.log.learn(number, *digest, quotas.of(*digest));
+                self.log.learn(number, *digest, quotas.of_namespace(*digest));
             }
         }
         self.log.recovered(found, |digest, bytes| {
@@ -147,7 +147,7 @@ impl Ssd {
         cx.actions.extend(jobs);
     }
 
-    fn stats(&self) -> SsdStats {
+    fn ssd_stats(&self) -> SsdStats {
         SsdStats {
             log: self.log.log_stats(),
             queued: (self.queue.len() + self.leaving.len()) as u64,
@@ -157,7 +157,7 @@ impl Ssd {
 
     /// True if a device keeps the block, in the size of this engine.
     fn keeps(&self, binding: &Binding, hash: &BlockHash) -> bool {
-        self.log.keeps(&binding.key(hash)).map(u64::from) == Some(binding.block_bytes())
+        self.log.keeps(&binding.block_key(hash)).map(u64::from) == Some(binding.block_bytes())
     }
 }
 
@@ -171,9 +171,9 @@ impl Tier for Ssd {
         Source::Disk
     }
 
-    fn find(&self, binding: &Binding, run: &[BlockHash], _spans: usize, _cx: &Context) -> Option<Span> {
+    fn find(&self, binding: &Binding, run: &[BlockHash], _spans: usize, _cx: &Context) -> Option<TierSpan> {
         let reach = run.iter().take_while(|hash| self.keeps(binding, hash)).count();
-        (reach > 0).then(|| Span { reach, ..Span::default() })
+        (reach > 0).then(|| TierSpan { reach, ..TierSpan::default() })
     }
 
     fn may_have(&self, binding: &Binding, run: &[BlockHash], _cx: &Context) -> bool {
@@ -182,7 +182,7 @@ impl Tier for Ssd {
 
     fn lane(&self, binding: &Binding, run: &[BlockHash], _cx: &Context) -> Option<SourceLane> {
         let hash = run.first().filter(|hash| self.keeps(binding, hash))?;
-        self.log.device(&binding.key(hash)).map(SourceLane::Disk)
+        self.log.device(&binding.block_key(hash)).map(SourceLane::Disk)
     }
 
     fn has(&self, key: &BlockKey) -> bool {
@@ -198,19 +198,24 @@ impl Tier for Ssd {
     }
 
     fn begin_read(&mut self, key: BlockKey, slot: SlotRef, _bytes: u64, parts: u64, now: Duration) -> bool {
-        let ticket = self.log.read_block(millis(now), &key, slot, parts);
+        let ticket = self.log.read_block(count_millis(now), &key, slot, parts);
         ticket.map(|ticket| self.reads.insert(ticket, (key, now))).is_some()
     }
 
-    fn read(&mut self, binding: &Binding, span: &Span, slots: &[SlotRef], cx: &mut Context) {
+    fn read_span(&mut self, binding: &Binding, span: &TierSpan, slots: &[SlotRef], cx: &mut Context) {
         for (_, key) in &span.blocks[..slots.len()] {
             if let Some(device) = self.log.device(key) {
-                cx.arrivals.send(key, SourceLane::Disk(device), binding.block_bytes(), cx.now_ms);
+                cx.arrivals.send_for(key, SourceLane::Disk(device), binding.block_bytes(), cx.now_ms);
             }
         }
     }
 
-    fn ended(&mut self, end: JobEnd, _waits: &dyn Fn(&Waiter) -> bool, cx: &mut Context) -> Option<ReadEnd> {
+    fn end_job(
+        &mut self,
+        end: JobEnd,
+        _waits: &dyn Fn(&Waiter) -> bool,
+        cx: &mut Context,
+    ) -> Option<ReadEnd> {
         self.full = false;
         match end {
             JobEnd::Disk(done) => self.end_job(done, cx),

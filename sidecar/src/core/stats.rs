@@ -4,7 +4,7 @@ use super::worth::Over;
 
 /// Counters since the start, and levels now.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
-pub struct Stats {
+pub struct CoreStats {
     pub sessions: u64,
     pub blocks: u64,
     /// Bytes of blocks kept now.
@@ -109,9 +109,9 @@ pub struct Stats {
     pub load_mismatches: u64,
 }
 
-// === impl Stats ===
+// === impl CoreStats ===
 
-impl Stats {
+impl CoreStats {
     /// Counts a wait ended without all of its blocks.
     pub(super) fn count_over(&mut self, over: Over) {
         match over {

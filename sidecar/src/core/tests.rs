@@ -99,9 +99,9 @@ fn core_over(pool_bytes: u64, quotas: &[&str], tier: Option<NewTier>) -> Core {
 }
 
 /// A scheduler's message without keys and blocks.
-pub(super) fn asked(request: SchedulerRequest) -> Event {
-    let request = Request::Scheduler { request, keys: Vec::new(), blocks: Vec::new() };
-    Event::Message { session: SCHEDULER, request }
+pub(super) fn asked(request: SchedulerRequest) -> CoreEvent {
+    let request = RingRequest::Scheduler { request, keys: Vec::new(), blocks: Vec::new() };
+    CoreEvent::Message { session: SCHEDULER, request }
 }
 
 impl Harness {
@@ -158,7 +158,7 @@ impl Harness {
     }
 
     pub(super) fn connect(&mut self, session: SessionId, hello: Hello) {
-        self.event(Event::Connected { session, hello: Box::new(hello) });
+        self.event(CoreEvent::Connected { session, hello: Box::new(hello) });
     }
 
     /// Sessions of the connected ranks.
@@ -166,7 +166,7 @@ impl Harness {
         RANKS.into_iter().filter(|session| self.core.base.engines.has_worker(*session)).collect()
     }
 
-    pub(super) fn event(&mut self, event: Event) {
+    pub(super) fn event(&mut self, event: CoreEvent) {
         self.core.handle(Duration::from_millis(self.now_ms), event, &mut self.out);
     }
 
@@ -182,7 +182,7 @@ impl Harness {
     }
 
     fn report(&mut self, session: SessionId, request: WorkerRequest) {
-        self.event(Event::Message { session, request: Request::Worker(request) });
+        self.event(CoreEvent::Message { session, request: RingRequest::Worker(request) });
     }
 
     pub(super) fn ask(&mut self, request: SchedulerRequest) {
@@ -193,8 +193,8 @@ impl Harness {
         if let SchedulerRequest::Save(save) = request {
             self.unaccepted.insert((self.speaker, save.step));
         }
-        let request = Request::Scheduler { request, keys, blocks };
-        self.event(Event::Message { session: self.speaker, request });
+        let request = RingRequest::Scheduler { request, keys, blocks };
+        self.event(CoreEvent::Message { session: self.speaker, request });
     }
 
     pub(super) fn open(&mut self, log: u32, keys: std::ops::Range<u32>) {
@@ -269,7 +269,7 @@ impl Harness {
     }
 
     pub(super) fn fences(&mut self, session: SessionId, start: u64, done: u64) {
-        self.event(Event::Fences { session, start, done });
+        self.event(CoreEvent::Fences { session, start, done });
     }
 
     /// The engine accepts every step of its saves, and the ring is drained.
@@ -280,7 +280,7 @@ impl Harness {
 
     /// The ring is drained, and saves below this operation are void.
     fn drained_below(&mut self, void_below: u64) {
-        self.event(Event::Drained { session: self.speaker, void_below });
+        self.event(CoreEvent::Drained { session: self.speaker, void_below });
     }
 
     /// The engine accepts every step of its saves.
@@ -296,12 +296,12 @@ impl Harness {
     }
 
     /// Copies asked for since the last look: (copy, session, pieces).
-    pub(super) fn copies(&mut self) -> Vec<(CopyId, SessionId, Vec<Piece>)> {
+    pub(super) fn copies(&mut self) -> Vec<(CopyId, SessionId, Vec<RankBlock>)> {
         self.take(taken!(Action::Copy { copy, session, pieces, .. } => (copy, session, pieces))).collect()
     }
 
     fn end_copy(&mut self, copy: CopyId, ok: bool) {
-        self.event(Event::Copied { copy, ok });
+        self.event(CoreEvent::Copied { copy, ok });
     }
 
     /// Ends the copies asked for since the last look; then the ring is drained.
@@ -319,7 +319,7 @@ impl Harness {
     }
 
     pub(super) fn disconnect(&mut self, sessions: impl IntoIterator<Item = SessionId>) {
-        sessions.into_iter().for_each(|session| self.event(Event::Disconnected { session }));
+        sessions.into_iter().for_each(|session| self.event(CoreEvent::Disconnected { session }));
     }
 
     /// Operation 1 saves keys `0..count` under log 0, in a step done by rank 0.
@@ -401,7 +401,7 @@ fn saves_below_the_void_word_are_not_kept() {
     engine.begin_save(1);
     let copies = engine.copies();
     engine.end_copy(copies[0].0, true);
-    engine.event(Event::Drained { session: SCHEDULER, void_below: 2 });
+    engine.event(CoreEvent::Drained { session: SCHEDULER, void_below: 2 });
     assert_eq!(engine.saved().unwrap().cancelled, 1);
     assert_eq!(engine.query(0, 2, 0, 1).value, 0);
 }
@@ -439,7 +439,7 @@ fn a_load_by_the_engine_ends_when_every_rank_reported_once() {
     engine.loaded(RANKS[0], 3, true);
     engine.loaded(RANKS[0], 3, true);
     engine.now_ms = 100_000;
-    engine.event(Event::Tick);
+    engine.event(CoreEvent::Tick);
     assert_eq!(engine.core.stats().leases, 1, "promised: neither time nor CLOSE ends it");
     engine.loaded(RANKS[1], 3, true);
     assert_eq!(engine.core.stats().leases, 0);
@@ -545,7 +545,7 @@ fn a_load_without_its_lease_is_answered_with_the_reason() {
     let outcome = Outcome { op: 3, value: 0, status: Status::LeaseUnknown };
     assert_eq!(engine.out.pop(), Some(Action::Outcome { session: RANKS[0], op: 3, outcome }));
     engine.now_ms = 1001;
-    engine.event(Event::Tick);
+    engine.event(CoreEvent::Tick);
     engine.load(0, 4, 2, 0..2, 0);
     let outcome = Outcome { op: 4, value: 0, status: Status::LeaseExpired };
     assert_eq!(engine.out.pop(), Some(Action::Outcome { session: RANKS[0], op: 4, outcome }));
@@ -563,7 +563,7 @@ fn a_repeated_query_renews_and_extends() {
     engine.now_ms = 900;
     assert_eq!(engine.query(1, 4, 0, 3).value, 3);
     engine.now_ms = 1800;
-    engine.event(Event::Tick);
+    engine.event(CoreEvent::Tick);
     engine.load(1, 5, 4, 0..3, LOAD_BY_ENGINE);
     assert_eq!(engine.core.stats().leases, 1, "still the one lease, renewed");
 }
@@ -589,7 +589,7 @@ fn a_lost_rank_fails_what_it_has_not_copied() {
     let mut engine = Harness::engine(2);
     engine.begin_save(1);
     assert!(engine.copies().is_empty(), "rank 1 has not done the step");
-    engine.event(Event::Disconnected { session: RANKS[1] });
+    engine.event(CoreEvent::Disconnected { session: RANKS[1] });
     engine.drained();
     assert_eq!(engine.saved().unwrap().dropped, 1);
     assert_eq!(engine.query(0, 2, 0, 1).status, Status::NotReady, "a rank is missing");
@@ -611,7 +611,7 @@ fn an_engine_of_the_same_name_lends_no_namespace() {
     engine.connect(scheduler, hello(1, Role::Scheduler { run }));
     let other = changed(rank_hello(1, 0), |other| _ = other.facts.insert("other".into(), String::new()));
     engine.connect(rank, other);
-    engine.event(Event::Disconnected { session: SCHEDULER });
+    engine.event(CoreEvent::Disconnected { session: SCHEDULER });
     engine.speaker = scheduler;
     engine.open(0, 0..2);
     assert_eq!(engine.query(0, 1, 0, 2).status, Status::NotReady, "no rank of this run has joined");
@@ -753,7 +753,7 @@ fn a_session_that_was_closed_is_not_heard() {
 #[test]
 fn a_draining_sidecar_takes_nothing_new() {
     let mut engine = Harness::keeping(1, 1);
-    engine.event(Event::Drain);
+    engine.event(CoreEvent::Drain);
     let outcome = engine.query(0, 2, 0, 1);
     let miss = (Status::Ok, 0);
     assert_eq!((outcome.status, outcome.value), miss, "at once: nothing is worth asking for again");
@@ -765,7 +765,7 @@ fn a_draining_sidecar_takes_nothing_new() {
 #[test]
 fn a_rank_that_comes_again_has_ended_the_loads_of_steps_it_began_before() {
     let mut engine = Harness::leasing(1);
-    engine.event(Event::Disconnected { session: RANKS[0] });
+    engine.event(CoreEvent::Disconnected { session: RANKS[0] });
     engine.connect(RANKS[1], rank_hello(1, 0));
     engine.join_from(RANKS[1], 5);
     engine.load(0, 3, 2, 0..2, LOAD_BY_ENGINE);

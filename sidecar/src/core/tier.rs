@@ -21,7 +21,7 @@ use super::namespaces::Binding;
 
 /// A part of a run in one tier, with its blocks to be read.
 #[derive(Debug, Default)]
-pub(super) struct Span {
+pub(super) struct TierSpan {
     /// Place of its first block in the run.
     pub(super) from: usize,
     /// Length in blocks of the run.
@@ -106,7 +106,7 @@ pub(super) trait Tier: Any + Debug + Send {
 
     /// Returns the part of a run in this tier, from the first block on. `spans` is the number of spans
     /// already found for the run.
-    fn find(&self, binding: &Binding, run: &[BlockHash], spans: usize, cx: &Context) -> Option<Span>;
+    fn find(&self, binding: &Binding, run: &[BlockHash], spans: usize, cx: &Context) -> Option<TierSpan>;
 
     /// True if it may hold the first block of a run. The blocks behind may be a hint.
     fn may_have(&self, binding: &Binding, run: &[BlockHash], cx: &Context) -> bool {
@@ -150,11 +150,11 @@ pub(super) trait Tier: Any + Debug + Send {
     }
 
     /// Begins to read the first blocks of a span into these slots.
-    fn read(&mut self, _binding: &Binding, _span: &Span, _slots: &[SlotRef], _cx: &mut Context) {}
+    fn read_span(&mut self, _binding: &Binding, _span: &TierSpan, _slots: &[SlotRef], _cx: &mut Context) {}
 
     /// Returns the read ended by a job; `None` while a query or load `waits` for it and [`Tier::retry`] may
     /// still bring it.
-    fn ended(&mut self, end: JobEnd, waits: &dyn Fn(&Waiter) -> bool, cx: &mut Context) -> Option<ReadEnd>;
+    fn end_job(&mut self, end: JobEnd, waits: &dyn Fn(&Waiter) -> bool, cx: &mut Context) -> Option<ReadEnd>;
 
     /// Tries failed reads another way, after all ends of an event. Returns the reads with no other way.
     fn retry(&mut self, _cx: &mut Context) -> Vec<ReadEnd> {
@@ -239,21 +239,21 @@ impl TierStats {
     }
 }
 
-// === impl Span ===
+// === impl TierSpan ===
 
-impl Span {
+impl TierSpan {
     /// Returns the place in the run behind the span.
     pub(super) fn end(&self) -> usize {
         self.from + self.reach
     }
 
     /// Returns the blocks to be read, each with its place in the run.
-    pub(super) fn wanted(&self) -> impl Iterator<Item = (usize, BlockKey)> + '_ {
+    pub(super) fn wanted_blocks(&self) -> impl Iterator<Item = (usize, BlockKey)> + '_ {
         self.blocks.iter().map(|(place, key)| (self.from + *place as usize, *key))
     }
 
     /// Adds a block to be read.
-    pub(super) fn push(&mut self, at: usize, key: BlockKey) {
+    pub(super) fn push_block(&mut self, at: usize, key: BlockKey) {
         self.blocks.push(((at - self.from) as u32, key));
     }
 }

@@ -10,12 +10,12 @@ use tiers::dram::LeaseEnd;
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum Timed {
     /// A question, from the turn of its reading to its answer.
-    Query(Part),
+    Query(TimedPart),
     /// A LOAD, from the turn of its reading until its last rank had it. Each rank's parts are timed
     /// separately.
-    Load(Part),
+    Load(TimedPart),
     /// A SAVE with copied blocks, from the turn of its reading until their commit.
-    Save(Part),
+    Save(TimedPart),
     /// A prompt for another engine, from the turn with its last step seen done until that engine had loaded
     /// it.
     Handover,
@@ -30,7 +30,7 @@ pub enum Timed {
 
 /// A part of an operation.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub enum Part {
+pub enum TimedPart {
     Whole,
     /// The wait for a producer, a binding, or a step of the engine.
     Waiting,

@@ -13,15 +13,15 @@ use std::time::Duration;
 
 use self::checks::Checks;
 use self::doubts::Doubts;
-use self::loads::Load;
+use self::loads::RunningLoad;
 use self::pending::Pending;
 use self::saves::{Save, UnboundSave};
 use self::scans::Scans;
 use super::context::Context;
-use super::event::{Action, Direction, Piece};
+use super::event::{Action, CopyDirection, RankBlock};
 use super::namespaces::Binding;
 use super::queries::Queries;
-use super::timing::{Part, Timed};
+use super::timing::{Timed, TimedPart};
 use super::{Base, CopyId, SessionId, Violation};
 use crate::compare::Number;
 
@@ -37,7 +37,7 @@ pub(super) struct Transfers {
     checks: Checks,
     doubts: Doubts,
     scans: Scans,
-    loads: BTreeMap<OpKey, Load>,
+    loads: BTreeMap<OpKey, RunningLoad>,
     /// Running copies, each with its begin.
     copies: BTreeMap<CopyId, (CopyOwner, Duration)>,
     /// The number of the last copy.
@@ -51,7 +51,7 @@ pub(super) struct Transfers {
 struct CopyOwner {
     key: OpKey,
     rank: u32,
-    direction: Direction,
+    direction: CopyDirection,
 }
 
 // === impl CopyOwner ===
@@ -59,8 +59,8 @@ struct CopyOwner {
 impl CopyOwner {
     fn timed(&self) -> Timed {
         match self.direction {
-            Direction::Save => Timed::Save(Part::Copy),
-            Direction::Load => Timed::Load(Part::Copy),
+            CopyDirection::Save => Timed::Save(TimedPart::Copy),
+            CopyDirection::Load => Timed::Load(TimedPart::Copy),
         }
     }
 }
@@ -69,16 +69,16 @@ impl CopyOwner {
 
 impl Transfers {
     /// Adds a scheduler: it may transfer from now on.
-    pub(super) fn enter(&mut self, session: SessionId) {
+    pub(super) fn enter_scheduler(&mut self, session: SessionId) {
         self.pending.insert(session, Pending::default());
     }
 
     /// Removes a gone scheduler: its operations end as soon as no copy runs.
-    pub(super) fn leave(&mut self, session: SessionId, base: &mut Base) {
+    pub(super) fn leave_scheduler(&mut self, session: SessionId, base: &mut Base) {
         self.abandon_saves(session, base);
         self.abandon_loads(session, &mut base.cx);
         self.pending.remove(&session);
-        self.checks.forget(session);
+        self.checks.forget_session(session);
         self.doubts.end_session(session, base.engines[session].run);
     }
 
@@ -168,11 +168,11 @@ impl Transfers {
         Ok(())
     }
 
-    fn start_copy(&mut self, owner: CopyOwner, session: SessionId, pieces: Vec<Piece>, cx: &mut Context) {
+    fn start_copy(&mut self, owner: CopyOwner, session: SessionId, pieces: Vec<RankBlock>, cx: &mut Context) {
         self.last_copy += 1;
         self.copies.insert(self.last_copy, (owner, cx.now));
         let (copy, CopyOwner { key, direction, .. }) = (self.last_copy, owner);
-        let load_op = if direction == Direction::Load { key.1 } else { 0 };
+        let load_op = if direction == CopyDirection::Load { key.1 } else { 0 };
         let awaited = self.loads.get(&(key.0, load_op)).is_some_and(|load| load.sync);
         cx.actions.push(Action::Copy { copy, engine: key.0, session, direction, pieces, load_op, awaited });
     }
@@ -181,8 +181,8 @@ impl Transfers {
     pub(super) fn copied(&mut self, copy: CopyId, ok: bool, base: &mut Base) {
         let (owner, since) = self.copies.remove(&copy).expect("every copy is answered once");
         match owner.direction {
-            Direction::Save => self.save_copied(owner, ok, base),
-            Direction::Load => self.load_copied(owner, ok, base),
+            CopyDirection::Save => self.save_copied(owner, ok, base),
+            CopyDirection::Load => self.load_copied(owner, ok, base),
         }
         base.cx.took(owner.timed(), since);
     }

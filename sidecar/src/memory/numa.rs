@@ -17,15 +17,15 @@ impl Near {
     /// The CPUs near the device at a PCI address such as `0000:1b:00.0`; `None` if the kernel does not list
     /// them.
     pub fn device(address: &str) -> Option<Self> {
-        Self::read(&Path::new(PCI_DEVICES).join(address).join("local_cpulist"))
+        Self::read_list(&Path::new(PCI_DEVICES).join(address).join("local_cpulist"))
     }
 
-    fn read(list: &Path) -> Option<Self> {
-        Self::parse(std::fs::read_to_string(list).ok()?.trim())
+    fn read_list(list: &Path) -> Option<Self> {
+        Self::parse_list(std::fs::read_to_string(list).ok()?.trim())
     }
 
     /// Parses the kernel's form `0-3,8,10-11`.
-    fn parse(list: &str) -> Option<Self> {
+    fn parse_list(list: &str) -> Option<Self> {
         let mut cpus = Vec::new();
         for part in list.split(',') {
             let (first, last) = part.split_once('-').unwrap_or((part, part));
@@ -55,10 +55,10 @@ mod tests {
 
     #[test]
     fn lists_of_the_kernel() {
-        assert_eq!(Near::parse("0-3,8,10-11"), Some(Near(vec![0, 1, 2, 3, 8, 10, 11])));
-        assert_eq!(Near::parse("5"), Some(Near(vec![5])));
+        assert_eq!(Near::parse_list("0-3,8,10-11"), Some(Near(vec![0, 1, 2, 3, 8, 10, 11])));
+        assert_eq!(Near::parse_list("5"), Some(Near(vec![5])));
         for odd in ["", "a", "1-", "-2", "0-1000000", "1,,2"] {
-            assert_eq!(Near::parse(odd), None, "{odd}");
+            assert_eq!(Near::parse_list(odd), None, "{odd}");
         }
         assert_eq!(Near::device("ffff:ff:ff.f"), None);
     }

@@ -47,7 +47,7 @@ struct Settled<'a>(&'a Pinned);
 impl Pinned {
     /// Starts the thread, unless GPUs are switched off. `too_little` is logged if there is a GPU. `reserved`
     /// waits until the pool's memory is reserved up to an offset, and returns false if it never will be.
-    pub fn start(
+    pub fn start_thread(
         gpu: UseGpu,
         too_little: Option<String>,
         pool: Arc<Region>,
@@ -56,7 +56,7 @@ impl Pinned {
     ) -> std::io::Result<Arc<Self>> {
         let pinned = Arc::new(Self::new());
         if gpu == UseGpu::Off {
-            pinned.settle(Err("the sidecar was started with --gpu off".into()));
+            pinned.set_gpus(Err("the sidecar was started with --gpu off".into()));
             return Ok(pinned);
         }
         let shared = Arc::clone(&pinned);
@@ -99,7 +99,7 @@ impl Pinned {
         self.bytes.load(Ordering::Acquire)
     }
 
-    fn settle(&self, gpus: Gpus) {
+    fn set_gpus(&self, gpus: Gpus) {
         self.gpus.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(gpus);
         self.known.notify_all();
     }
@@ -107,13 +107,13 @@ impl Pinned {
     fn run(&self, pool: &Arc<Region>, reserved: impl Fn(u64) -> bool, metrics: &PinningMetrics) {
         if !cuda::is_present() {
             let remedy = "give its container the engine's GPUs and the driver's libraries";
-            return self.settle(Err(format!("the sidecar sees no GPU: {remedy}")));
+            return self.set_gpus(Err(format!("the sidecar sees no GPU: {remedy}")));
         }
         let gpus = usable();
         if let Err(reason) = &gpus {
             tracing::warn!(reason, "engines on GPUs are not served");
         }
-        self.settle(gpus.clone());
+        self.set_gpus(gpus.clone());
         let Ok(gpus) = gpus else { return };
         // One GPU's call locks the pages for all GPUs. They are never unlocked: see the module's
         // documentation.
@@ -162,7 +162,7 @@ impl Pinned {
 
 impl Drop for Settled<'_> {
     fn drop(&mut self) {
-        self.0.settle(Err(
+        self.0.set_gpus(Err(
             "the thread that looks for GPUs ended with a panic: report it with the sidecar's log".into(),
         ));
     }
@@ -298,7 +298,7 @@ mod tests {
     #[test]
     fn a_switched_off_gpu_is_said_and_nothing_is_touched() {
         let (fd, region) = pool();
-        let pinned = Pinned::start(UseGpu::Off, None, Arc::new(region), |_| true, metrics()).unwrap();
+        let pinned = Pinned::start_thread(UseGpu::Off, None, Arc::new(region), |_| true, metrics()).unwrap();
         assert!(pinned.gpus().unwrap_err().contains("--gpu off"));
         assert_eq!((pinned.bytes(), fstat(&fd).unwrap().st_blocks), (0, 0));
     }
@@ -310,7 +310,7 @@ mod tests {
         let waiting = thread::spawn(move || waiting.gpus());
         drop(Settled(&pinned));
         assert!(waiting.join().unwrap().unwrap_err().contains("panic"));
-        pinned.settle(Ok(Vec::new()));
+        pinned.set_gpus(Ok(Vec::new()));
         assert!(pinned.gpus().is_err(), "the first result stays");
     }
 }

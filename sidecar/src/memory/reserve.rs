@@ -10,7 +10,7 @@ use tiers::dram::HOLD_MS;
 use tiers::pool::Pool;
 
 use crate::memory::pinning::Pinned;
-use crate::pages::progress::Progress;
+use crate::pages::progress::StartProgress;
 
 /// Interval of polls for reserved memory.
 const POLL: Duration = Duration::from_millis(10);
@@ -18,7 +18,11 @@ const POLL: Duration = Duration::from_millis(10);
 const REPORT: Duration = Duration::from_secs(5);
 
 /// Starts the threads for reserving the missing memory and for reporting. They end when the pool is dropped.
-pub fn start(pool: &Arc<Pool>, pinned: &Arc<Pinned>, progress: &Arc<Progress>) -> std::io::Result<()> {
+pub fn start_reserving(
+    pool: &Arc<Pool>,
+    pinned: &Arc<Pinned>,
+    progress: &Arc<StartProgress>,
+) -> std::io::Result<()> {
     let given_up = pool.given_up().is_some();
     if let Some(reason) = pool.given_up() {
         tracing::warn!(%reason, "the pool file is not adopted, and the sidecar starts empty");
@@ -66,10 +70,10 @@ fn reserve(pool: &Weak<Pool>, pinned: &Pinned) {
     }
 }
 
-fn report(pool: &Weak<Pool>, progress: &Progress) {
+fn report(pool: &Weak<Pool>, progress: &StartProgress) {
     loop {
         thread::sleep(REPORT);
-        match progress.text().filter(|_| pool.strong_count() > 0) {
+        match progress.progress_text().filter(|_| pool.strong_count() > 0) {
             Some(progress) => tracing::info!(progress, "still starting, already serving"),
             None => return,
         }
@@ -77,7 +81,7 @@ fn report(pool: &Weak<Pool>, progress: &Progress) {
 }
 
 /// Waits until the pool's memory is reserved up to `end`. Returns false if it never will be.
-pub fn wait(pool: &Weak<Pool>, end: u64) -> bool {
+pub fn wait_reserved(pool: &Weak<Pool>, end: u64) -> bool {
     loop {
         match pool.upgrade() {
             Some(pool) if pool.reserved_bytes() >= end => return true,

@@ -19,7 +19,7 @@ use prometheus::{Gauge, Registry, TextEncoder};
 use crate::pages::connections::{self, Connections};
 use crate::pages::heartbeat::Heartbeat;
 use crate::pages::overview::{self, Overview, Samples};
-use crate::pages::progress::Progress;
+use crate::pages::progress::StartProgress;
 use crate::system::clock;
 
 /// Connections served at once: a scraper, two probes, a person. A further one replaces the oldest without a
@@ -35,13 +35,13 @@ pub type Ready = Arc<AtomicBool>;
 
 /// The sources of the pages.
 #[derive(Clone, Debug)]
-pub struct Pages {
+pub struct AdminPages {
     pub registry: Registry,
     pub ready: Ready,
     /// The control socket, named in the answer to `/namespaces`.
     pub control_socket: PathBuf,
     /// Progress of a slow start, shown by `/readyz`.
-    pub progress: Arc<Progress>,
+    pub progress: Arc<StartProgress>,
     /// For `/healthz` and `/readyz`.
     pub heartbeat: Heartbeat,
     /// The time of the last turn, for `/metrics`.
@@ -49,14 +49,14 @@ pub struct Pages {
 }
 
 /// Binds `address` and serves it until the process ends. Returns the bound address.
-pub fn start(address: SocketAddr, pages: Pages) -> std::io::Result<SocketAddr> {
+pub fn start_pages(address: SocketAddr, pages: AdminPages) -> std::io::Result<SocketAddr> {
     let listener = TcpListener::bind(address)?;
     listener.set_nonblocking(true)?;
     let bound = listener.local_addr()?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
     thread::Builder::new()
         .name("pillion-admin".into())
-        .spawn(move || runtime.block_on(serve(listener, pages)))?;
+        .spawn(move || runtime.block_on(serve_pages(listener, pages)))?;
     Ok(bound)
 }
 
@@ -69,7 +69,7 @@ pub fn last_turn(registry: &Registry) -> Result<Gauge, prometheus::Error> {
     Ok(gauge)
 }
 
-async fn serve(listener: TcpListener, pages: Pages) {
+async fn serve_pages(listener: TcpListener, pages: AdminPages) {
     let listener =
         tokio::net::TcpListener::from_std(listener).expect("a non-blocking listener of this process");
     let connections = Connections::new(CONNECTIONS_MAX);
@@ -84,7 +84,7 @@ async fn serve(listener: TcpListener, pages: Pages) {
         tokio::spawn(async move {
             let service = service_fn(|request| {
                 admitted.set_busy();
-                let response = pages.answer(&request);
+                let response = pages.answer_request(&request);
                 async move { Ok::<_, Infallible>(response) }
             });
             let connection = http1::Builder::new()
@@ -93,16 +93,16 @@ async fn serve(listener: TcpListener, pages: Pages) {
                 .header_read_timeout(HEADER_TIME_MAX)
                 .serve_connection(TokioIo::new(stream), service);
             // A client may close its connection early.
-            let served = connections::first(connection, closing);
+            let served = connections::run_until(connection, closing);
             let _ = tokio::time::timeout(CONNECTION_TIME_MAX, served).await;
         });
     }
 }
 
-// === impl Pages ===
+// === impl AdminPages ===
 
-impl Pages {
-    fn answer(&self, request: &Request<Incoming>) -> Response<String> {
+impl AdminPages {
+    fn answer_request(&self, request: &Request<Incoming>) -> Response<String> {
         if ![Method::GET, Method::HEAD].contains(request.method()) {
             return page(StatusCode::METHOD_NOT_ALLOWED, "only GET and HEAD\n".into());
         }
@@ -138,7 +138,7 @@ impl Pages {
 
     /// The page for people. It loads nothing else: its policy forbids all sources.
     fn overview(&self) -> Response<String> {
-        let samples = Samples::read(&self.samples().unwrap_or_default());
+        let samples = Samples::parse_text(&self.samples().unwrap_or_default());
         let ready = match self.ready.load(Ordering::Relaxed) {
             true => self.heartbeat.unready().unwrap_or_else(|| self.readiness()),
             false => "starting or draining".into(),
@@ -147,7 +147,7 @@ impl Pages {
         let response = Response::builder()
             .header("content-type", "text/html; charset=utf-8")
             .header("content-security-policy", "default-src 'none'; style-src 'unsafe-inline'");
-        response.body(overview::page(&overview, ready.trim_end())).expect("constant headers")
+        response.body(overview::render_page(&overview, ready.trim_end())).expect("constant headers")
     }
 
     /// Updates the metric: seconds since 1970; 0 before the first turn.
@@ -158,7 +158,9 @@ impl Pages {
 
     /// The text of `/readyz` once engines are served, with the progress of an unfinished start.
     fn readiness(&self) -> String {
-        self.progress.text().map_or_else(|| "ready\n".into(), |progress| format!("ready\n{progress}\n"))
+        self.progress
+            .progress_text()
+            .map_or_else(|| "ready\n".into(), |progress| format!("ready\n{progress}\n"))
     }
 }
 

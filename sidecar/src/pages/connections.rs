@@ -12,11 +12,11 @@ use tokio::sync::Notify;
 #[derive(Debug)]
 pub struct Connections {
     most: usize,
-    state: Mutex<State>,
+    state: Mutex<ConnectionsState>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct ConnectionsState {
     open: usize,
     /// Connections without a current request, the oldest first.
     idle: BTreeMap<u64, Arc<Notify>>,
@@ -39,7 +39,7 @@ impl Connections {
         Arc::new(Self { most, state: Mutex::default() })
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, ConnectionsState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -54,15 +54,15 @@ impl Connections {
         }
         state.open += 1;
         let closing = Arc::default();
-        let idle = Mutex::new(Some(state.wait(&closing)));
+        let idle = Mutex::new(Some(state.add_idle(&closing)));
         Some(Admitted { all: Arc::clone(self), closing, idle })
     }
 }
 
-// === impl State ===
+// === impl ConnectionsState ===
 
-impl State {
-    fn wait(&mut self, closing: &Arc<Notify>) -> u64 {
+impl ConnectionsState {
+    fn add_idle(&mut self, closing: &Arc<Notify>) -> u64 {
         self.next += 1;
         self.idle.insert(self.next, Arc::clone(closing));
         self.next
@@ -93,7 +93,7 @@ impl Admitted {
         let mut state = self.all.state();
         let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
         if idle.is_none() {
-            *idle = Some(state.wait(&self.closing));
+            *idle = Some(state.add_idle(&self.closing));
         }
     }
 }
@@ -110,7 +110,7 @@ impl Drop for Admitted {
 }
 
 /// The output of `work`, or `None` if `end` comes first.
-pub async fn first<T>(work: impl Future<Output = T>, end: impl Future<Output = ()>) -> Option<T> {
+pub async fn run_until<T>(work: impl Future<Output = T>, end: impl Future<Output = ()>) -> Option<T> {
     let (mut work, mut end) = (pin!(work), pin!(end));
     poll_fn(|context| match work.as_mut().poll(context) {
         Poll::Ready(output) => Poll::Ready(Some(output)),

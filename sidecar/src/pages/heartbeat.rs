@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use crate::system::clock::{Clock, millis};
+use crate::system::clock::{Clock, count_millis};
 
 /// Interval of turns of an idle data thread.
 pub const IDLE: Duration = Duration::from_millis(500);
@@ -26,11 +26,11 @@ pub struct Heartbeat {
 impl Heartbeat {
     /// A heartbeat before the first turn.
     pub fn new() -> Self {
-        Self { clock: Clock::start(), last: Arc::default() }
+        Self { clock: Clock::start_now(), last: Arc::default() }
     }
 
     pub fn beat(&self) {
-        self.last.store(millis(self.clock.now()).max(1), Ordering::Relaxed);
+        self.last.store(count_millis(self.clock.now()).max(1), Ordering::Relaxed);
     }
 
     /// Time since the last turn began; `None` before the first turn.

@@ -17,13 +17,15 @@ use prometheus::{Counter, GaugeVec, IntCounter, IntCounterVec, IntGauge, Opts, R
 use tiers::ssd::Backend;
 
 use self::durations::Durations;
-use self::figures::{Figure, Figures, Reading, counter, counters_of, gauge, show};
+use self::figures::{
+    Figure, MetricFigures, Reading, counters_of, register_counter, register_gauge, show_gauge,
+};
 use self::holders::HoldersMetrics;
 use self::peers::PeersMetrics;
 use self::ssd::SsdMetrics;
 use crate::compare::Number;
 use crate::config::Disk;
-use crate::core::{Holder, PeersStats, SsdStats, Stats, TierStats, Timed};
+use crate::core::{CoreStats, EngineHolder, PeersStats, SsdStats, TierStats, Timed};
 use crate::pages::quotas::Levels;
 
 shm_protocol::named! {
@@ -43,7 +45,7 @@ shm_protocol::named! {
 /// All metrics of the sidecar.
 #[derive(Debug)]
 pub struct Metrics {
-    figures: Figures<Stats>,
+    figures: MetricFigures<CoreStats>,
     durations: Durations,
     wait_seconds: Counter,
     differences: GaugeVec,
@@ -55,7 +57,7 @@ pub struct Metrics {
     pinning: PinningMetrics,
     quotas: Levels,
     holders: HoldersMetrics,
-    tiers: Figures<TierStats>,
+    tiers: MetricFigures<TierStats>,
     ssd: Option<SsdMetrics>,
     peers: Option<PeersMetrics>,
 }
@@ -69,7 +71,7 @@ pub struct PinningMetrics {
     pub failures: IntCounter,
 }
 
-const COUNTERS: &[Figure<Stats>] = &[
+const COUNTERS: &[Figure<CoreStats>] = &[
     ("queries_total", "Queries answered.", |s| s.queries),
     ("query_blocks_total", "Blocks asked for by queries.", |s| s.query_blocks),
     ("query_hit_blocks_total", "Blocks found by queries.", |s| s.query_hit_blocks),
@@ -199,7 +201,7 @@ const COUNTERS: &[Figure<Stats>] = &[
     ),
 ];
 
-const GAUGES: &[Figure<Stats>] = &[
+const GAUGES: &[Figure<CoreStats>] = &[
     ("blocks", "Blocks kept in memory.", |s| s.blocks),
     ("pool_used_bytes", "Bytes of the blocks kept in memory.", |s| s.pool_used_bytes),
     (
@@ -221,7 +223,7 @@ const GAUGES: &[Figure<Stats>] = &[
 ];
 
 /// Reasons why blocks were not saved; the label of `pillion_saves_dropped_total`.
-const SAVES_DROPPED: &[(&str, Reading<Stats>)] = &[
+const SAVES_DROPPED: &[(&str, Reading<CoreStats>)] = &[
     ("no_room", |s| s.saves_without_room),
     ("too_large", |s| s.saves_too_large),
     ("unproven", |s| s.saves_unproven),
@@ -239,10 +241,10 @@ const SAVES_DROPPED: &[(&str, Reading<Stats>)] = &[
 ];
 
 /// Reasons why blocks are no longer kept for another engine; the label of `pillion_handover_released_total`.
-const RELEASED: &[(&str, Reading<Stats>)] =
+const RELEASED: &[(&str, Reading<CoreStats>)] =
     &[("loaded", |s| s.handover_loaded), ("expired", |s| s.handover_expired), ("full", |s| s.handover_full)];
 /// Reasons why blocks for another engine were never kept; the label of `pillion_handover_lost_total`.
-const LOST: &[(&str, Reading<Stats>)] =
+const LOST: &[(&str, Reading<CoreStats>)] =
     &[("reuse", |s| s.handover_lost_to_reuse), ("dropped", |s| s.handover_dropped)];
 
 // HELP texts of counters with the label `reason`.
@@ -260,8 +262,8 @@ const LOST_HELP: &str = "Blocks for another engine that were not kept, by reason
 impl Metrics {
     /// Registers all metrics in `registry`.
     pub fn new(registry: &Registry, pool_bytes: u64) -> Result<Self, prometheus::Error> {
-        process::register(registry)?;
-        let figures = Figures::new(registry, COUNTERS, GAUGES)?
+        process::register_process(registry)?;
+        let figures = MetricFigures::new(registry, COUNTERS, GAUGES)?
             .with_reasons(registry, "saves_dropped_total", DROPPED_HELP, SAVES_DROPPED)?
             .with_reasons(registry, "handover_released_total", RELEASED_HELP, RELEASED)?
             .with_reasons(registry, "handover_lost_total", LOST_HELP, LOST)?;
@@ -273,9 +275,9 @@ impl Metrics {
         let differences = GaugeVec::new(Opts::new("pillion_check_difference_max", largest), &["numbers"])?;
         registry.register(Box::new(differences.clone()))?;
         Number::ALL.iter().for_each(|number| differences.with_label_values(&[number.name()]).set(0.0));
-        let size = gauge(registry, "pool_bytes", "Bytes of the DRAM pool.")?;
-        show(&size, pool_bytes);
-        let lost = gauge(
+        let size = register_gauge(registry, "pool_bytes", "Bytes of the DRAM pool.")?;
+        show_gauge(&size, pool_bytes);
+        let lost = register_gauge(
             registry,
             "pool_lost",
             "1 after the pool file was truncated while in use: nothing is kept until the \
@@ -283,10 +285,10 @@ impl Metrics {
         )?;
         let unsummed = "Blocks of the pool file without a checksum yet; if this sidecar were killed, the next one would \
              drop them.";
-        let unsummed = gauge(registry, "pool_unsummed_blocks", unsummed)?;
+        let unsummed = register_gauge(registry, "pool_unsummed_blocks", unsummed)?;
         let parked = "Ranks no longer served because their engine closed the gate of copies into their memory; restart \
              that engine.";
-        let parked = gauge(registry, "parked_ranks", parked)?;
+        let parked = register_gauge(registry, "parked_ranks", parked)?;
         let (ended, whys) = (
             "Sessions ended, by reason. hang_up: the engine process ended or closed its socket; \
              malformed: it wrote a message that no engine of this version writes; rejected: its messages contradict \
@@ -295,12 +297,12 @@ impl Metrics {
         );
         let closed = counters_of(registry, "sessions_closed_total", ended, "reason", &whys)?;
         let pinning = PinningMetrics {
-            bytes: gauge(
+            bytes: register_gauge(
                 registry,
                 "pool_pinned_bytes",
                 "Bytes of the pool that are locked in memory for GPUs.",
             )?,
-            failures: counter(
+            failures: register_counter(
                 registry,
                 "pool_pin_failures_total",
                 "Parts of the pool that could not be locked in memory; the first failure ends the attempt.",
@@ -352,7 +354,7 @@ impl Metrics {
     }
 
     /// Publishes the core's metrics. Called by the data thread alone, so read-then-add is exact.
-    pub fn publish(&self, stats: &Stats) {
+    pub fn publish(&self, stats: &CoreStats) {
         self.figures.publish(stats);
         self.wait_seconds.inc_by((stats.wait_ms as f64 / 1e3 - self.wait_seconds.get()).max(0.0));
     }
@@ -369,12 +371,12 @@ impl Metrics {
 
     /// Publishes the bytes used of each quota.
     pub fn publish_quotas(&self, used: impl Iterator<Item = u64>) {
-        self.quotas.publish(used);
+        self.quotas.publish_levels(used);
     }
 
     /// Publishes the holdings of each engine.
-    pub fn publish_holders<'a>(&mut self, holders: impl Iterator<Item = Holder<'a>>) {
-        self.holders.publish(holders);
+    pub fn publish_holders<'a>(&mut self, holders: impl Iterator<Item = EngineHolder<'a>>) {
+        self.holders.publish_holders(holders);
     }
 
     /// Publishes the metrics of every tier.
@@ -385,7 +387,7 @@ impl Metrics {
     /// Publishes the metrics of the SSD tier.
     pub fn publish_ssd(&self, stats: &SsdStats) {
         if let Some(metrics) = &self.ssd {
-            metrics.publish(stats);
+            metrics.publish_disks(stats);
         }
     }
 
@@ -398,7 +400,7 @@ impl Metrics {
         name: impl Fn(PeerNumber) -> Option<&'a str>,
     ) {
         if let Some(metrics) = &mut self.peers {
-            metrics.publish(stats, listed, name);
+            metrics.publish_peers(stats, listed, name);
         }
     }
 
@@ -428,12 +430,12 @@ impl Metrics {
 
     /// Publishes the number of blocks without a checksum.
     pub fn publish_unsummed(&self, blocks: u64) {
-        show(&self.pool_unsummed, blocks);
+        show_gauge(&self.pool_unsummed, blocks);
     }
 
     /// Publishes the number of stuck ranks.
     pub fn publish_parked(&self, ranks: usize) {
-        show(&self.parked, ranks as u64);
+        show_gauge(&self.parked, ranks as u64);
     }
 
     /// Bytes of the pool.
@@ -451,8 +453,8 @@ mod tests {
         let registry = Registry::new();
         let metrics = Metrics::new(&registry, 7).unwrap();
         let dropped =
-            Stats { saves_dropped: 9, saves_without_room: 4, saves_too_large: 2, ..Stats::default() };
-        let stats = Stats { queries: 3, blocks: 5, wait_ms: 1500, ..dropped };
+            CoreStats { saves_dropped: 9, saves_without_room: 4, saves_too_large: 2, ..CoreStats::default() };
+        let stats = CoreStats { queries: 3, blocks: 5, wait_ms: 1500, ..dropped };
         metrics.publish(&stats);
         metrics.publish(&stats);
         metrics.session_closed(CloseReason::HangUp);

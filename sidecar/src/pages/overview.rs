@@ -6,9 +6,9 @@ mod samples;
 
 use std::time::Duration;
 
-pub use self::html::page;
+pub use self::html::render_page;
 pub use self::samples::Samples;
-use self::samples::{bytes, count, per_second, share, time};
+use self::samples::{format_bytes, format_count, format_share, format_time, per_second};
 
 /// Transfers: the histogram, the label and value of one series, and its title.
 const TIMED: [(&str, (&str, &str), &str); 5] = [
@@ -49,7 +49,7 @@ pub struct Overview {
 }
 
 /// Two moments: now and an earlier one. Without the earlier one, rates are averages since the start.
-struct Span<'a> {
+struct SampleSpan<'a> {
     now: &'a Samples,
     before: Option<&'a Samples>,
     seconds: f64,
@@ -62,9 +62,9 @@ impl Overview {
     pub fn new(now: &Samples, before: Option<(&Samples, Duration)>, since_1970: Duration) -> Self {
         let up = (since_1970.as_secs_f64() - now.sum("process_start_time_seconds")).max(1.0);
         let seconds = before.map_or(up, |(_, ago)| ago.as_secs_f64());
-        let span = Span { now, before: before.map(|(samples, _)| samples), seconds };
+        let span = SampleSpan { now, before: before.map(|(samples, _)| samples), seconds };
         let version = now.labels("pillion_build_info", "version").into_iter().next().unwrap_or_default();
-        let memory = bytes(now.sum("process_resident_memory_bytes"));
+        let memory = format_bytes(now.sum("process_resident_memory_bytes"));
         let sections = vec![
             span.tiers(),
             span.hits(),
@@ -75,7 +75,7 @@ impl Overview {
             span.peers(),
         ];
         Self {
-            heading: format!("Pillion {version}, up for {}, {memory} of memory in use", time(up)),
+            heading: format!("Pillion {version}, up for {}, {memory} of memory in use", format_time(up)),
             sections: sections.into_iter().filter(|section| !section.rows.is_empty()).collect(),
             alarms: alarms(now),
         }
@@ -88,15 +88,15 @@ fn alarms(now: &Samples) -> Vec<String> {
         for (labels, value) in now.series(name).filter(|(_, value)| *value > 0.0) {
             let which: Vec<_> = labels.iter().map(|(label, value)| format!("{label} {value}")).collect();
             let which = if which.is_empty() { String::new() } else { format!(" ({})", which.join(", ")) };
-            found.push(format!("{name}{which} is {}: {}", count(value), now.help(name)));
+            found.push(format!("{name}{which} is {}: {}", format_count(value), now.help(name)));
         }
     }
     found
 }
 
-// === impl Span ===
+// === impl SampleSpan ===
 
-impl Span<'_> {
+impl SampleSpan<'_> {
     /// The growth of a counter in a second.
     fn rate(&self, name: &str, chosen: Option<(&str, &str)>) -> f64 {
         let of = |samples: &Samples| samples.total(name, chosen);
@@ -110,12 +110,12 @@ impl Span<'_> {
         let rows = (pool > 0.0).then(|| {
             vec![
                 "memory".into(),
-                bytes(used),
-                share(used, pool),
-                count(self.now.sum("pillion_blocks")),
-                per_second(self.rate("pillion_saved_bytes_total", None), bytes),
-                per_second(self.rate("pillion_loaded_bytes_total", None), bytes),
-                per_second(self.rate("pillion_evicted_blocks_total", None), count),
+                format_bytes(used),
+                format_share(used, pool),
+                format_count(self.now.sum("pillion_blocks")),
+                per_second(self.rate("pillion_saved_bytes_total", None), format_bytes),
+                per_second(self.rate("pillion_loaded_bytes_total", None), format_bytes),
+                per_second(self.rate("pillion_evicted_blocks_total", None), format_count),
             ]
         });
         let disk = |device: &String| {
@@ -124,12 +124,12 @@ impl Span<'_> {
             let (segments, free) = (of("pillion_ssd_segments"), of("pillion_ssd_segments_free"));
             vec![
                 device.clone(),
-                bytes(of("pillion_ssd_used_bytes")),
-                share(segments - free, segments),
-                count(of("pillion_ssd_blocks")),
-                per_second(self.rate("pillion_ssd_written_bytes_total", chosen), bytes),
-                per_second(self.rate("pillion_ssd_read_bytes_total", chosen), bytes),
-                per_second(self.rate("pillion_ssd_evicted_blocks_total", chosen), count),
+                format_bytes(of("pillion_ssd_used_bytes")),
+                format_share(segments - free, segments),
+                format_count(of("pillion_ssd_blocks")),
+                per_second(self.rate("pillion_ssd_written_bytes_total", chosen), format_bytes),
+                per_second(self.rate("pillion_ssd_read_bytes_total", chosen), format_bytes),
+                per_second(self.rate("pillion_ssd_evicted_blocks_total", chosen), format_count),
             ]
         };
         let disks = self.now.labels("pillion_ssd_used_bytes", "device");
@@ -142,7 +142,7 @@ impl Span<'_> {
 
     fn hits(&self) -> Section {
         let row = |name: &str, asked: f64, found: f64| {
-            vec![name.to_owned(), count(asked), count(found), share(found, asked)]
+            vec![name.to_owned(), format_count(asked), format_count(found), format_share(found, asked)]
         };
         let of = |samples: &Samples| {
             (samples.sum("pillion_query_blocks_total"), samples.sum("pillion_query_hit_blocks_total"))
@@ -164,7 +164,7 @@ impl Span<'_> {
         let row = |size: String| {
             let found = self.now.total(hits, Some(("dram", &size)));
             let name = if size == "endless" { size } else { format!("{size} times --dram") };
-            vec![name, share(found, asked)]
+            vec![name, format_share(found, asked)]
         };
         Section {
             title: "Hits of other pool sizes",
@@ -180,15 +180,15 @@ impl Span<'_> {
                 let below = |share| {
                     self.now
                         .quantile(name, *chosen, share)
-                        .map_or("more".to_owned(), |seconds| format!("<= {}", time(seconds)))
+                        .map_or("more".to_owned(), |seconds| format!("<= {}", format_time(seconds)))
                 };
                 let rate = self.rate(&format!("{name}_count"), Some(*chosen));
                 let mean = self.now.total(&format!("{name}_sum"), Some(*chosen)) / ended;
                 vec![
                     (*words).to_owned(),
-                    count(ended),
-                    per_second(rate, count),
-                    time(mean),
+                    format_count(ended),
+                    per_second(rate, format_count),
+                    format_time(mean),
                     below(0.5),
                     below(0.99),
                 ]
@@ -205,12 +205,12 @@ impl Span<'_> {
     fn handovers(&self) -> Section {
         let of = |name: &str| self.now.sum(&format!("pillion_handover_{name}"));
         let row = vec![
-            count(of("queries_total")),
-            count(of("exhausted_total")),
-            count(of("without_producer_total") + of("beyond_limit_total")),
-            count(of("blocks_total")),
-            count(of("lost_total")),
-            bytes(of("kept_bytes")),
+            format_count(of("queries_total")),
+            format_count(of("exhausted_total")),
+            format_count(of("without_producer_total") + of("beyond_limit_total")),
+            format_count(of("blocks_total")),
+            format_count(of("lost_total")),
+            format_bytes(of("kept_bytes")),
         ];
         let any = of("queries_total") + of("blocks_total") > 0.0;
         Section {
@@ -233,7 +233,7 @@ impl Span<'_> {
                     labels.contains(&("engine".into(), engine.clone()))
                         && labels.contains(&("kind".into(), kind.into()))
                 });
-                bytes(found.map_or(0.0, |(_, value)| value))
+                format_bytes(found.map_or(0.0, |(_, value)| value))
             };
             let state = state.map(String::as_str).collect::<Vec<_>>().join(", ");
             vec![engine.clone(), state, held("kept"), held("filling"), held("leased"), held("promised")]
@@ -252,9 +252,9 @@ impl Span<'_> {
             vec![
                 peer.clone(),
                 state.to_owned(),
-                count(of("pillion_mesh_peer_keys")),
-                count(of("pillion_mesh_peer_asked")),
-                count(of("pillion_mesh_peer_breaker_trips_total")),
+                format_count(of("pillion_mesh_peer_keys")),
+                format_count(of("pillion_mesh_peer_asked")),
+                format_count(of("pillion_mesh_peer_breaker_trips_total")),
             ]
         };
         Section {

@@ -5,30 +5,30 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// Written by the data thread, read by the admin pages.
 #[derive(Debug)]
-pub struct Progress {
+pub struct StartProgress {
     segments: u64,
     opened: AtomicU64,
     blocks: AtomicU64,
     finished: AtomicBool,
-    disks: Disks,
+    disks: DisksProgress,
 }
 
 #[derive(Debug, Default)]
-struct Disks {
+struct DisksProgress {
     segments: AtomicU64,
     read: AtomicU64,
     blocks: AtomicU64,
     recovering: AtomicBool,
 }
 
-// === impl Progress ===
+// === impl StartProgress ===
 
-impl Progress {
+impl StartProgress {
     /// The progress of a pool of `segments` segments.
     pub fn new(segments: u64) -> Self {
         let zero = || AtomicU64::new(0);
         let finished = AtomicBool::new(false);
-        Self { segments, opened: zero(), blocks: zero(), finished, disks: Disks::default() }
+        Self { segments, opened: zero(), blocks: zero(), finished, disks: DisksProgress::default() }
     }
 
     /// Sets the number of segments in service, and of blocks of earlier lives in them.
@@ -51,14 +51,14 @@ impl Progress {
     }
 
     /// One or two lines while the start is unfinished.
-    pub fn text(&self) -> Option<String> {
+    pub fn progress_text(&self) -> Option<String> {
         let word = |word: &AtomicU64| word.load(Ordering::Relaxed);
         let pool = (!self.finished.load(Ordering::Relaxed)).then(|| {
             let (opened, blocks) = (word(&self.opened), word(&self.blocks));
             format!("pool: {opened} of {} segments in service, {blocks} blocks found", self.segments)
         });
         let disks = self.disks.recovering.load(Ordering::Relaxed).then(|| {
-            let Disks { segments, read, blocks, .. } = &self.disks;
+            let DisksProgress { segments, read, blocks, .. } = &self.disks;
             format!("ssd: {} of {} segments read, {} blocks found", word(read), word(segments), word(blocks))
         });
         let lines: Vec<String> = pool.into_iter().chain(disks).collect();

@@ -7,19 +7,19 @@ use prometheus::{IntGauge, Registry};
 use serde::Serialize;
 use shm_protocol::key::NamespaceDigest;
 
-use crate::config::quotas::{self, Quota};
-use crate::pages::metrics::figures::{gauges, show};
+use crate::config::quotas::{self, NamespaceQuota};
+use crate::pages::metrics::figures::{register_gauges, show_gauge};
 
 /// The bytes used of every quota; all clones share them.
 #[derive(Clone, Debug, Default)]
 pub struct Levels {
-    quotas: Arc<[Quota]>,
+    quotas: Arc<[NamespaceQuota]>,
     used: Arc<[IntGauge]>,
 }
 
 /// A quota, as shown by the control socket.
 #[derive(Debug, Serialize)]
-pub struct Level {
+pub struct QuotaLevel {
     /// Its name on the command line; other namespaces may share it.
     pub name: String,
     /// Its limit in bytes.
@@ -32,31 +32,31 @@ pub struct Level {
 
 impl Levels {
     /// Registers two gauges for each quota in `registry`.
-    pub fn new(registry: &Registry, quotas: &[Quota]) -> Result<Self, prometheus::Error> {
+    pub fn new(registry: &Registry, quotas: &[NamespaceQuota]) -> Result<Self, prometheus::Error> {
         if quotas.is_empty() {
             return Ok(Self::default());
         }
-        let gauges = |name, help| gauges(registry, name, help, &["namespace"]);
+        let gauges = |name, help| register_gauges(registry, name, help, &["namespace"]);
         let sizes = gauges("quota_bytes", "Bytes that blocks of the namespace may take.")?;
         let used = gauges("quota_used_bytes", "Bytes that blocks of the namespace take now.")?;
         let used = quotas.iter().map(|quota| {
             let name = quota.whose.to_string();
-            show(&sizes.with_label_values(&[&name]), quota.size.as_bytes());
+            show_gauge(&sizes.with_label_values(&[&name]), quota.size.as_bytes());
             used.with_label_values(&[&name])
         });
         Ok(Self { used: used.collect(), quotas: quotas.into() })
     }
 
     /// Publishes the bytes used of each quota, in order.
-    pub fn publish(&self, used: impl Iterator<Item = u64>) {
-        self.used.iter().zip(used).for_each(|(gauge, used)| show(gauge, used));
+    pub fn publish_levels(&self, used: impl Iterator<Item = u64>) {
+        self.used.iter().zip(used).for_each(|(gauge, used)| show_gauge(gauge, used));
     }
 
     /// The quota of a namespace, if it has one.
-    pub fn of(&self, namespace: NamespaceDigest) -> Option<Level> {
-        let at = quotas::of(&self.quotas, namespace)?;
+    pub fn of_namespace(&self, namespace: NamespaceDigest) -> Option<QuotaLevel> {
+        let at = quotas::find_quota(&self.quotas, namespace)?;
         let quota = &self.quotas[at];
         let used_bytes = self.used[at].get();
-        Some(Level { name: quota.whose.to_string(), bytes: quota.size.as_bytes(), used_bytes })
+        Some(QuotaLevel { name: quota.whose.to_string(), bytes: quota.size.as_bytes(), used_bytes })
     }
 }

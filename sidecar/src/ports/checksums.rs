@@ -72,7 +72,10 @@ struct Reports {
 
 impl Checksums {
     /// Starts the threads, each with a `guard`. They end after this value is dropped.
-    pub fn start<G: Send + 'static>(pool: &Arc<Pool>, guard: impl Fn() -> G) -> std::io::Result<Self> {
+    pub fn start_threads<G: Send + 'static>(
+        pool: &Arc<Pool>,
+        guard: impl Fn() -> G,
+    ) -> std::io::Result<Self> {
         Self::start_with(pool, guard, UNSUMMED_MAX)
     }
 
@@ -95,7 +98,7 @@ impl Checksums {
         let (held, of) = (guard(), Arc::clone(pool));
         thread::Builder::new().name("pillion-verify".into()).spawn(move || {
             let _held = held;
-            verify(&to_verify, &of, &reports);
+            verify_blocks(&to_verify, &of, &reports);
         })?;
         Ok(Self { sums, verifications, summed, wake, waiting: 0, missed, swept: 0 })
     }
@@ -110,13 +113,13 @@ impl Checksums {
     }
 
     /// Queues the verification of a block.
-    pub fn verify(&self, key: BlockKey, slot: SlotRef) {
+    pub fn verify_block(&self, key: BlockKey, slot: SlotRef) {
         // The thread ends with this value or with the sidecar.
         let _ = self.verifications.send((key, slot));
     }
 
     /// The next report.
-    pub fn take(&mut self) -> Option<Summed> {
+    pub fn take_summed(&mut self) -> Option<Summed> {
         let summed = self.summed.try_recv().ok()?;
         match summed {
             Summed::Sum { .. } => self.waiting -= 1,
@@ -200,7 +203,7 @@ fn missing_sum(pool: &Pool, slot: SlotRef) -> Option<u64> {
     pool.checksum(slot).is_none().then(|| pool.sum(slot)).flatten()
 }
 
-fn verify(blocks: &Receiver<(BlockKey, SlotRef)>, pool: &Pool, reports: &Reports) {
+fn verify_blocks(blocks: &Receiver<(BlockKey, SlotRef)>, pool: &Pool, reports: &Reports) {
     while let Ok(first) = blocks.recv() {
         let mut first = Some(first);
         reports.tell_all(|| {
@@ -245,7 +248,7 @@ mod tests {
     fn take_all(checksums: &mut Checksums, pool: &Pool) -> [usize; 3] {
         let (mut waited, mut found, mut sweeps) = (0, 0, 0);
         while checksums.unsummed() > 0 {
-            match checksums.take() {
+            match checksums.take_summed() {
                 Some(Summed::Sum { slot, checksum }) => {
                     waited += 1;
                     checksum.into_iter().for_each(|sum| assert!(pool.set_checksum(slot, sum)));
@@ -276,7 +279,7 @@ mod tests {
     #[test]
     fn blocks_that_wait_are_read_once_and_the_pool_is_not_searched() {
         let (pool, slots) = full_pool();
-        let mut checksums = Checksums::start(&pool, || ()).unwrap();
+        let mut checksums = Checksums::start_threads(&pool, || ()).unwrap();
         slots.iter().for_each(|slot| checksums.sum(*slot));
         assert_eq!(take_all(&mut checksums, &pool), [slots.len(), 0, 0]);
         assert!(slots.iter().all(|slot| pool.verify(*slot)));

@@ -36,7 +36,7 @@ const OPEN_MAX: Duration = Duration::from_secs(60);
 
 /// The running devices.
 #[derive(Debug)]
-pub struct Disks {
+pub struct DisksPort {
     /// Dropped before the devices: their threads may wait for room in it, and end only once it is gone.
     ups: Ups,
     devices: Vec<SsdDevice>,
@@ -62,7 +62,7 @@ struct Ups {
 
 /// The disks of a start.
 #[derive(Debug, Default)]
-pub struct Found {
+pub struct FoundDisks {
     pub opened: Vec<(Disk, OpenedDevice)>,
     /// Unusable disks.
     pub left_out: Vec<Disk>,
@@ -71,19 +71,23 @@ pub struct Found {
 /// Opens and locks the disks. An unusable disk is left out and logged; with `required` it is an error. With a
 /// pool file, a disk that hangs or is locked by another process is an error too: transfers between disk and
 /// pool may still be in flight.
-pub fn open(disks: &[Disk], required: bool, has_pool_file: bool) -> Result<Found, tiers::TierError> {
+pub fn open_disks(
+    disks: &[Disk],
+    required: bool,
+    has_pool_file: bool,
+) -> Result<FoundDisks, tiers::TierError> {
     let fatal = |error: &tiers::TierError| {
         let may_transfer =
             matches!(error, tiers::TierError::DeviceBusy { .. } | tiers::TierError::DeviceHangs { .. });
         required || (has_pool_file && may_transfer)
     };
-    let mut found = Found::default();
+    let mut found = FoundDisks::default();
     if required {
         // All disks are checked before the first write.
-        disks.iter().try_for_each(|disk| locate(disk).map(drop))?;
+        disks.iter().try_for_each(|disk| locate_disk(disk).map(drop))?;
     }
     let opening: Vec<_> = disks.iter().map(begin_to_open).collect();
-    let (clock, patience) = (Clock::start(), (OPEN_SLOW, OPEN_MAX));
+    let (clock, patience) = (Clock::start_now(), (OPEN_SLOW, OPEN_MAX));
     for (disk, opening) in disks.iter().zip(opening) {
         match end_of(&opening, disk, clock, patience) {
             Ok(opened) => found.opened.push((disk.clone(), opened)),
@@ -128,7 +132,7 @@ fn end_of(
 }
 
 /// The path of a disk's log. Nothing is written.
-pub fn locate(disk: &Disk) -> Result<PathBuf, tiers::TierError> {
+pub fn locate_disk(disk: &Disk) -> Result<PathBuf, tiers::TierError> {
     ssd::locate_log(&disk.path, disk.size.as_bytes(), missing(disk))
 }
 
@@ -159,7 +163,7 @@ fn channel() -> (impl Fn(DeviceEvent) + Clone + Send + Sync, Ups) {
 impl Ups {
     /// The next result. A report of recovered blocks takes a turn of the data thread, so [`ENDS_MAX`] ended
     /// jobs come first.
-    fn take(&mut self) -> Option<DeviceEvent> {
+    fn take_event(&mut self) -> Option<DeviceEvent> {
         if self.ends_taken < ENDS_MAX
             && let Ok(end) = self.ends.try_recv()
         {
@@ -171,11 +175,11 @@ impl Ups {
     }
 }
 
-// === impl Disks ===
+// === impl DisksPort ===
 
-impl Disks {
+impl DisksPort {
     /// Starts the threads of the devices. They read the blocks of earlier lives while they serve jobs.
-    pub fn start(
+    pub fn start_devices(
         opened: Vec<(Disk, OpenedDevice)>,
         pool: &Pool,
         io: SsdIo,
@@ -198,7 +202,7 @@ impl Disks {
                 say(up);
                 wait::signal_eventfd(&wake);
             };
-            devices.push(SsdDevice::start(opened, number, pool.shared_region(), io.wanted(), up)?);
+            devices.push(SsdDevice::start(opened, number, pool.shared_region(), io.wanted_backend(), up)?);
         }
         if let Some(error) = devices.iter().find_map(SsdDevice::ring_refused) {
             tracing::warn!(
@@ -216,13 +220,13 @@ impl Disks {
         self.disks.iter().zip(self.devices.iter().map(SsdDevice::backend))
     }
 
-    /// Queues a job for [`Disks::flush`].
-    pub fn push(&mut self, job: DeviceJob) {
+    /// Queues a job for [`DisksPort::flush_jobs`].
+    pub fn push_job(&mut self, job: DeviceJob) {
         self.jobs.push(job);
     }
 
     /// Hands the queued jobs to their devices, in order.
-    pub fn flush(&mut self) {
+    pub fn flush_jobs(&mut self) {
         if self.jobs.is_empty() {
             return;
         }
@@ -254,8 +258,8 @@ impl Disks {
     }
 
     /// The next result of a device.
-    pub fn take(&mut self) -> Option<DeviceEvent> {
-        self.ups.take()
+    pub fn take_event(&mut self) -> Option<DeviceEvent> {
+        self.ups.take_event()
     }
 
     /// A descriptor, readable at each result; edge-triggered, never read.
@@ -275,10 +279,10 @@ mod tests {
         let disk: Disk = "/mnt/disk/log:1GiB".parse().unwrap();
         let (slow, most) = (Duration::from_millis(1), Duration::from_millis(20));
         let (sender, opening) = mpsc::sync_channel(1);
-        let error = end_of(&opening, &disk, Clock::start(), (slow, most)).unwrap_err().to_string();
+        let error = end_of(&opening, &disk, Clock::start_now(), (slow, most)).unwrap_err().to_string();
         assert!(error.contains("--ssd /mnt/disk/log did not open"), "{error}");
         sender.send(Err(tiers::TierError::Locked("/mnt".into()))).unwrap();
-        let other = end_of(&opening, &disk, Clock::start(), (Duration::ZERO, WATCHDOG)).unwrap_err();
+        let other = end_of(&opening, &disk, Clock::start_now(), (Duration::ZERO, WATCHDOG)).unwrap_err();
         assert!(matches!(other, tiers::TierError::Locked(_)), "the late result counts: {other}");
     }
 
@@ -310,12 +314,16 @@ mod tests {
         assert!(!waits.is_finished(), "the channel of recovered blocks is full");
         for part in 0..2 {
             let ends = part * ENDS_MAX..(part + 1) * ENDS_MAX;
-            ends.for_each(|number| assert_eq!(ups.take(), Some(DeviceEvent::Note(number.to_string()))));
-            assert_eq!(ups.take(), Some(found(part)));
+            ends.for_each(|number| assert_eq!(ups.take_event(), Some(DeviceEvent::Note(number.to_string()))));
+            assert_eq!(ups.take_event(), Some(found(part)));
         }
         waits.join().unwrap();
         while ups.ends.try_recv().is_ok() {}
-        assert_eq!([ups.take(), ups.take()], [Some(found(2)), Some(found(3))], "nothing else is there");
+        assert_eq!(
+            [ups.take_event(), ups.take_event()],
+            [Some(found(2)), Some(found(3))],
+            "nothing else is there"
+        );
         let waits = thread::spawn(move || tell(&say, FOUND_MAX as u32));
         drop(ups);
         waits.join().unwrap();

@@ -1,8 +1,8 @@
 //! The data thread's interface to the mesh. It passes jobs to the transports and changes to the membership
 //! thread; their events come back through two channels and one eventfd.
 
-mod carriers;
 mod listing;
+mod transports;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU64;
@@ -19,10 +19,10 @@ use shm_protocol::pool::SlotRef;
 use shm_protocol::wait;
 use tiers::pool::Pool;
 
-use self::carriers::Carriers;
-pub use self::listing::Known;
+pub use self::listing::CatalogListing;
+use self::transports::Transports;
 use crate::config::Mesh;
-use crate::core::{Heard, JobEnd};
+use crate::core::{JobEnd, MeshEvent};
 use crate::error::StartError;
 use crate::system::wake::{EndSignal, Expected};
 
@@ -37,8 +37,8 @@ const DONES: usize = 256;
 
 /// An event of the mesh for the data thread.
 #[derive(Debug)]
-pub enum Told {
-    Heard(Heard),
+pub enum PeersEvent {
+    Mesh(MeshEvent),
     /// Ends of fetched blocks.
     Ends(Vec<JobEnd>),
     /// The checksum for the header of a granted slot.
@@ -50,18 +50,18 @@ pub enum Told {
 }
 
 /// The running mesh.
-pub struct Peers {
+pub struct PeersPort {
     control: Control,
-    carriers: Carriers,
+    transports: Transports,
     refusals: Arc<RefusalCounts>,
     /// Events of the transports.
     ups: mpsc::Receiver<transport::TransportEvent>,
     /// An event taken from `ups` and not handed out yet.
     next: Option<transport::TransportEvent>,
-    /// Cost of the transports' events since `news` was last read.
+    /// Cost of the transports' events since `member_events` was last read.
     ahead: usize,
     /// Events of the membership thread.
-    news: mpsc::Receiver<MemberEvent>,
+    member_events: mpsc::Receiver<MemberEvent>,
     /// Changes of a peer not handed out yet, in order.
     rest: Option<(PeerNumber, std::vec::IntoIter<DigestChange>, BacklogRoom)>,
     wake: Arc<OwnedFd>,
@@ -79,35 +79,35 @@ pub struct Peers {
     left: Expected,
 }
 
-// === impl Told ===
+// === impl PeersEvent ===
 
-impl Told {
+impl PeersEvent {
     /// The cost of handling it, in blocks.
     pub fn cost(&self) -> usize {
         match self {
             Self::Ends(ends) => ends.len(),
-            Self::Heard(Heard::Asked { blocks, .. }) => blocks.len(),
-            Self::Heard(Heard::Changed { changes, .. }) => changes.len() / 2,
+            Self::Mesh(MeshEvent::Asked { blocks, .. }) => blocks.len(),
+            Self::Mesh(MeshEvent::Changed { changes, .. }) => changes.len() / 2,
             // Even a short list is dear: every waiting request may be checked.
-            Self::Heard(Heard::Promises { .. }) => TURN,
-            Self::Heard(_) | Self::Checksum { .. } => 1,
+            Self::Mesh(MeshEvent::Promises { .. }) => TURN,
+            Self::Mesh(_) | Self::Checksum { .. } => 1,
         }
     }
 }
 
-// === impl Peers ===
+// === impl PeersPort ===
 
-impl Peers {
+impl PeersPort {
     /// Starts the transports, and then the membership thread, which announces their addresses.
-    pub fn start(
+    pub fn start_mesh(
         mesh: &Mesh,
         epoch: u64,
         pool: &Pool,
-        known: Known,
+        known: CatalogListing,
         ended: &Arc<EndSignal>,
     ) -> Result<Self, StartError> {
         let wake = Arc::new(wait::make_eventfd().map_err(std::io::Error::from)?);
-        let ((carrying, ups), (following, news)) = (mpsc::channel(), mpsc::channel());
+        let ((carrying, ups), (following, member_events)) = (mpsc::channel(), mpsc::channel());
         let life = |epoch| BootId(NonZeroU64::new(epoch).unwrap_or(NonZeroU64::MIN));
         let boot = life(epoch);
         // Held by the threads of each part. The sidecar ends when they do, unless they were told to end.
@@ -120,7 +120,7 @@ impl Peers {
         };
         let refusals = Arc::default();
         let blocks = PoolBlocks::new(pool.shared_region());
-        let (carriers, data) = Carriers::start(mesh, boot, &blocks, &refusals, up)?;
+        let (transports, data) = Transports::start_transports(mesh, boot, &blocks, &refusals, up)?;
         let node = (mesh.node.clone(), boot);
         let follow = control::ControlConfig {
             mesh: mesh.name.clone(),
@@ -148,12 +148,12 @@ impl Peers {
         let (next, ahead, rest, changes, promises, next_wait) = Default::default();
         Ok(Self {
             control,
-            carriers,
+            transports,
             refusals,
             ups,
             next,
             ahead,
-            news,
+            member_events,
             rest,
             wake,
             names,
@@ -196,16 +196,16 @@ impl Peers {
     }
 
     pub fn fetch(&self, fetch: Fetch) {
-        self.carriers.fetch(fetch);
+        self.transports.fetch(fetch);
     }
 
     pub fn cancel(&self, ticket: u64) {
-        self.carriers.cancel(ticket);
+        self.transports.cancel(ticket);
     }
 
     /// Grants slots to a peer for reading.
-    pub fn grant(&self, ask: u64, slots: impl Iterator<Item = Option<Grant>>) {
-        self.carriers.grant(GrantedSlots { ask, slots: slots.collect() });
+    pub fn grant_slots(&self, ask: u64, slots: impl Iterator<Item = Option<Grant>>) {
+        self.transports.grant_slots(GrantedSlots { ask, slots: slots.collect() });
     }
 
     /// Requests all keys of a peer again, because its filter is too small for them.
@@ -213,13 +213,13 @@ impl Peers {
         self.control.resync(peer);
     }
 
-    /// Queues changes for [`Peers::flush`].
-    pub fn publish(&mut self, changes: Vec<DigestChange>) {
+    /// Queues changes for [`PeersPort::flush_changes`].
+    pub fn push_changes(&mut self, changes: Vec<DigestChange>) {
         self.changes.extend(changes);
     }
 
-    /// Replaces the promises sent by [`Peers::flush`].
-    pub fn promise(&mut self, promises: Vec<Digest>) {
+    /// Replaces the promises sent by [`PeersPort::flush_changes`].
+    pub fn push_promises(&mut self, promises: Vec<Digest>) {
         self.promises = Some(promises);
     }
 
@@ -229,7 +229,7 @@ impl Peers {
     }
 
     /// Asks peers to announce blocks sooner, because a request waits for one.
-    pub fn wait(&mut self, now: Duration) {
+    pub fn announce_wait(&mut self, now: Duration) {
         if now >= self.next_wait {
             self.next_wait = now + WAIT_EVERY;
             self.control.announce_wait();
@@ -237,7 +237,7 @@ impl Peers {
     }
 
     /// Sends the queued changes and promises to the peers.
-    pub fn flush(&mut self) {
+    pub fn flush_changes(&mut self) {
         if !self.changes.is_empty() {
             self.control.publish(std::mem::take(&mut self.changes));
         }
@@ -246,56 +246,58 @@ impl Peers {
 
     /// Leaves the mesh; transfers in flight end by themselves.
     pub fn drain(&self) {
-        self.left.set();
+        self.left.set_expected();
         self.control.drain();
-        self.carriers.drain();
+        self.transports.drain();
     }
 
     /// The next event. Transports and membership take turns, so neither waits without limit for the other.
-    pub fn hear(&mut self) -> Option<Told> {
+    pub fn next_event(&mut self) -> Option<PeersEvent> {
         if self.ahead < TURN / 2
-            && let Some(told) = self.hear_carried()
+            && let Some(event) = self.next_transport_event()
         {
-            self.ahead += told.cost().max(1);
-            return Some(told);
+            self.ahead += event.cost().max(1);
+            return Some(event);
         }
         self.ahead = 0;
-        self.hear_news().map(Told::Heard).or_else(|| self.hear_carried())
+        self.next_member_event().map(PeersEvent::Mesh).or_else(|| self.next_transport_event())
     }
 
-    fn hear_carried(&mut self) -> Option<Told> {
+    fn next_transport_event(&mut self) -> Option<PeersEvent> {
         loop {
             let said = self.next.take().or_else(|| self.ups.try_recv().ok())?;
-            if let told @ Some(_) = self.carried(said) {
-                return told;
+            if let event @ Some(_) = self.carried(said) {
+                return event;
             }
         }
     }
 
-    fn hear_news(&mut self) -> Option<Heard> {
+    fn next_member_event(&mut self) -> Option<MeshEvent> {
         loop {
             if let Some((peer, rest, _)) = &mut self.rest {
                 let (peer, changes) = (*peer, rest.by_ref().take(CHANGES).collect::<Vec<DigestChange>>());
                 if !changes.is_empty() {
-                    return Some(Heard::Changed { peer, changes });
+                    return Some(MeshEvent::Changed { peer, changes });
                 }
                 self.rest = None;
             }
-            let news = self.news.try_recv().ok()?;
-            if let heard @ Some(_) = self.take_in(news) {
-                return heard;
+            let event = self.member_events.try_recv().ok()?;
+            if let event @ Some(_) = self.take_in(event) {
+                return event;
             }
         }
     }
 
-    fn carried(&mut self, said: transport::TransportEvent) -> Option<Told> {
+    fn carried(&mut self, said: transport::TransportEvent) -> Option<PeersEvent> {
         Some(match said {
-            transport::TransportEvent::Done(done) => Told::Ends(self.more(done)),
+            transport::TransportEvent::Done(done) => PeersEvent::Ends(self.more(done)),
             transport::TransportEvent::Asked { ask, peer, blocks } => {
-                Told::Heard(Heard::Asked { ask, peer, blocks })
+                PeersEvent::Mesh(MeshEvent::Asked { ask, peer, blocks })
             }
-            transport::TransportEvent::Release { ask, sent } => Told::Heard(Heard::Released { ask, sent }),
-            transport::TransportEvent::Checksum { slot, checksum } => Told::Checksum { slot, checksum },
+            transport::TransportEvent::Release { ask, sent } => {
+                PeersEvent::Mesh(MeshEvent::Released { ask, sent })
+            }
+            transport::TransportEvent::Checksum { slot, checksum } => PeersEvent::Checksum { slot, checksum },
             transport::TransportEvent::Connected { peer, .. } => {
                 self.down.remove(&peer);
                 return None;
@@ -331,33 +333,33 @@ impl Peers {
         ends
     }
 
-    fn take_in(&mut self, news: MemberEvent) -> Option<Heard> {
-        Some(match news {
+    fn take_in(&mut self, event: MemberEvent) -> Option<MeshEvent> {
+        Some(match event {
             MemberEvent::Joined { number, peer, rdma } => {
                 let (name, address) = (peer.node.to_string(), peer.address);
-                let by_rdma = self.carriers.join(number, peer, rdma);
+                let by_rdma = self.transports.add_peer(number, peer, rdma);
                 let way = if by_rdma { "by RDMA once both have registered their pools" } else { "over TCP" };
                 tracing::info!(peer = name, %address, "a peer joined; blocks travel {way}");
                 self.names.insert(number, name);
-                Heard::Joined(number)
+                MeshEvent::Joined(number)
             }
             MemberEvent::Left { number, why } => {
-                self.carriers.leave(number);
+                self.transports.remove_peer(number);
                 self.down.remove(&number);
                 let peer = self.names.remove(&number);
                 tracing::info!(peer, "a peer left: {why}");
-                Heard::Left(number)
+                MeshEvent::Left(number)
             }
-            MemberEvent::Snapshot { number: peer, filter, .. } => Heard::Keeps { peer, filter },
+            MemberEvent::Snapshot { number: peer, filter, .. } => MeshEvent::Keeps { peer, filter },
             MemberEvent::Changes { number, changes, room } => {
                 self.rest = Some((number, changes.into_iter(), room));
                 return None;
             }
-            MemberEvent::Promises { number: peer, promises, .. } => Heard::Promises { peer, promises },
+            MemberEvent::Promises { number: peer, promises, .. } => MeshEvent::Promises { peer, promises },
             MemberEvent::Stale { number } => {
                 let peer = self.name(number);
                 tracing::warn!(peer, "a peer sends nothing; its last known blocks stay in use");
-                Heard::Promises { peer: number, promises: Vec::new() }
+                MeshEvent::Promises { peer: number, promises: Vec::new() }
             }
             MemberEvent::Note(text) => {
                 tracing::warn!("{text}");
@@ -377,7 +379,7 @@ fn say<T: Send + 'static>(to: &mpsc::Sender<T>, wake: &Arc<OwnedFd>) -> impl Fn(
     }
 }
 
-impl std::fmt::Debug for Peers {
+impl std::fmt::Debug for PeersPort {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Peers").field("names", &self.names).finish_non_exhaustive()
     }
@@ -390,8 +392,8 @@ mod tests {
     #[test]
     fn what_is_promised_is_a_turn_s_work_however_short_it_is() {
         for promises in [Vec::new(), vec![Digest(1)]] {
-            let told = Told::Heard(Heard::Promises { peer: PeerNumber(1), promises });
-            assert_eq!(told.cost(), TURN);
+            let event = PeersEvent::Mesh(MeshEvent::Promises { peer: PeerNumber(1), promises });
+            assert_eq!(event.cost(), TURN);
         }
     }
 }

@@ -3,13 +3,13 @@
 use tiers::pool::Pool;
 
 use super::Runtime;
-use crate::catalog::Blocks;
-use crate::clients::session::{Session, Violation};
-use crate::copiers::{Batch, Finished};
+use crate::catalog::EngineBlocks;
+use crate::clients::session::{ClientSession, Violation};
+use crate::copiers::{CopyBatch, Finished};
 use crate::core::{Action, Inspection, SessionId, TierJob};
 use crate::pages::metrics::CloseReason;
 use crate::ports::checksums::Checksums;
-use crate::ports::peers::Peers;
+use crate::ports::peers::PeersPort;
 
 // === impl Runtime: actions ===
 
@@ -21,7 +21,7 @@ impl Runtime {
             self.apply_one(action);
         }
         if let Some(disks) = &mut self.disks {
-            disks.flush();
+            disks.flush_jobs();
         }
         // No action calls the core, so none was added; the vector keeps its capacity.
         self.out = out;
@@ -45,8 +45,8 @@ impl Runtime {
                 let rank = self.sessions.get(&session).and_then(|session| session.rank().cloned());
                 let refused = match rank {
                     Some(rank) => {
-                        let batch = Batch { copy, engine, direction, pieces, load_op, awaited };
-                        self.copiers.post(&rank, batch)
+                        let batch = CopyBatch { copy, engine, direction, pieces, load_op, awaited };
+                        self.copiers.post_batch(&rank, batch)
                     }
                     None => Some(Finished { copy, ok: false }),
                 };
@@ -56,18 +56,18 @@ impl Runtime {
                 let sums = self.checksums.is_some();
                 self.copiers.inspect_blocks(Inspection { sums, ..inspection });
             }
-            Action::Verify { key, slot } => self.checksums().verify(key, slot),
+            Action::Verify { key, slot } => self.checksums().verify_block(key, slot),
             Action::Transfer { job, .. } => match job {
-                TierJob::Disk(job) => self.disks.as_mut().expect("the core has their tier").push(job),
+                TierJob::Disk(job) => self.disks.as_mut().expect("the core has their tier").push_job(job),
                 TierJob::Fetch(fetch) => self.mesh().fetch(fetch),
                 TierJob::CancelFetch { ticket } => self.mesh().cancel(ticket),
             },
-            Action::Grant { ask, slots } => self.grant(ask, &slots),
-            Action::Publish(changes) => self.mesh().publish(changes),
-            Action::Promise(promises) => self.mesh().promise(promises),
+            Action::Grant { ask, slots } => self.grant_slots(ask, &slots),
+            Action::Publish(changes) => self.mesh().push_changes(changes),
+            Action::Promise(promises) => self.mesh().push_promises(promises),
             Action::Resync { peer } => self.mesh().resync(peer),
             Action::Bind { engine, facts, block_bytes, shards, words } => {
-                self.show_bound(&engine, &Blocks { facts, block_bytes, shards }, words);
+                self.show_bound(&engine, &EngineBlocks { facts, block_bytes, shards }, words);
             }
             Action::Warn(text) => tracing::warn!("{text}"),
             Action::Close { session, reason } => self.closing.push((session, CloseReason::Rejected, reason)),
@@ -87,12 +87,12 @@ impl Runtime {
         self.checksums.as_mut().expect("blocks are adopted from a pool file alone")
     }
 
-    fn mesh(&mut self) -> &mut Peers {
+    fn mesh(&mut self) -> &mut PeersPort {
         self.peers.as_mut().expect("the core has their part")
     }
 
     /// Changes a session, unless it has ended, and wakes its engine.
-    fn on(&mut self, id: SessionId, act: impl FnOnce(&mut Session) -> Result<(), Violation>) {
+    fn on(&mut self, id: SessionId, act: impl FnOnce(&mut ClientSession) -> Result<(), Violation>) {
         let Some(session) = self.sessions.get_mut(&id) else { return };
         if let Err(violation) = act(session) {
             self.closing.push((id, CloseReason::Malformed, violation.to_string()));

@@ -1,13 +1,13 @@
 //! Requests to the data thread from outside: one between two turns; a long one is cut into parts.
 
 use super::Runtime;
-use crate::control::inbox::{Ask, Evicted, Found, KnownRates, Reply, Surveyed};
+use crate::control::inbox::{ControlAsk, Evicted, FoundBlock, KnownRates, Reply, Surveyed};
 use crate::core::{Eviction, Location, Survey};
-use crate::ports::peers::Peers;
+use crate::ports::peers::PeersPort;
 
 /// A request that takes several turns.
 #[derive(Debug)]
-pub(super) enum Task {
+pub(super) enum AskTask {
     Survey(Survey, Reply<Surveyed>),
     Evict(Eviction, Reply<Evicted>),
 }
@@ -20,55 +20,55 @@ impl Runtime {
     pub(super) fn answer_asks(&mut self) -> bool {
         match self.task.take() {
             Some(task) => self.go_on_with(task),
-            None => match self.asks.take() {
-                Some(ask) => self.begin(ask),
+            None => match self.asks.take_ask() {
+                Some(ask) => self.begin_ask(ask),
                 None => return false,
             },
         }
         true
     }
 
-    fn begin(&mut self, ask: Ask) {
+    fn begin_ask(&mut self, ask: ControlAsk) {
         match ask {
-            Ask::Survey(reply) if reply.is_closed() => {}
-            Ask::Survey(reply) => self.task = Some(Task::Survey(Survey::default(), reply)),
-            Ask::Locate(_, _, reply) if reply.is_closed() => {}
-            Ask::Locate(namespace, hashes, reply) => {
+            ControlAsk::Survey(reply) if reply.is_closed() => {}
+            ControlAsk::Survey(reply) => self.task = Some(AskTask::Survey(Survey::default(), reply)),
+            ControlAsk::Locate(_, _, reply) if reply.is_closed() => {}
+            ControlAsk::Locate(namespace, hashes, reply) => {
                 let located = self.core.locate(namespace, &hashes).into_iter();
-                let _ = reply.send(located.map(|location| self.named(location)).collect());
+                let _ = reply.send(located.map(|location| self.name_location(location)).collect());
             }
-            Ask::Rates(reply) => drop(reply.send(self.known_rates())),
-            Ask::Evict(_, reply) if reply.is_closed() => {}
-            Ask::Evict(_, reply) if self.opener.is_some() || self.core.recovers() => {
+            ControlAsk::Rates(reply) => drop(reply.send(self.known_rates())),
+            ControlAsk::Evict(_, reply) if reply.is_closed() => {}
+            ControlAsk::Evict(_, reply) if self.opener.is_some() || self.core.recovers() => {
                 let _ = reply.send(Evicted::Recovering);
             }
-            Ask::Evict(namespace, reply) => match self.core.begin_eviction(namespace) {
-                Some(eviction) => self.task = Some(Task::Evict(eviction, reply)),
+            ControlAsk::Evict(namespace, reply) => match self.core.begin_eviction(namespace) {
+                Some(eviction) => self.task = Some(AskTask::Evict(eviction, reply)),
                 None => drop(reply.send(Evicted::Unknown)),
             },
         }
     }
 
     /// Continues a task. A count ends early once its client is gone; an eviction goes on.
-    fn go_on_with(&mut self, task: Task) {
+    fn go_on_with(&mut self, task: AskTask) {
         match task {
-            Task::Survey(_, reply) if reply.is_closed() => {}
-            Task::Survey(mut survey, reply) => match self.core.survey(&mut survey) {
-                None => self.task = Some(Task::Survey(survey, reply)),
+            AskTask::Survey(_, reply) if reply.is_closed() => {}
+            AskTask::Survey(mut survey, reply) => match self.core.survey(&mut survey) {
+                None => self.task = Some(AskTask::Survey(survey, reply)),
                 Some(namespaces) => {
                     let disks = self.disks.is_some();
                     let _ = reply.send(Surveyed { namespaces, disks, peers: self.known_peers() });
                 }
             },
-            Task::Evict(mut eviction, reply) => {
+            AskTask::Evict(mut eviction, reply) => {
                 let goes_on = self.core.evict(&mut eviction, &mut self.out);
                 self.apply();
                 self.core.go_on(self.now, &mut self.out);
                 self.apply();
                 if goes_on {
-                    self.task = Some(Task::Evict(eviction, reply));
+                    self.task = Some(AskTask::Evict(eviction, reply));
                 } else {
-                    self.publish();
+                    self.publish_stats();
                     let _ = reply.send(Evicted::Removed(eviction.removed()));
                 }
             }
@@ -100,9 +100,10 @@ impl Runtime {
         Some(known.filter_map(|known| Some((peers.name(known.peer)?.to_owned(), known.keys))).collect())
     }
 
-    fn named(&self, location: Location) -> Found {
-        let name = |peer| self.peers.as_ref().and_then(|peers: &Peers| peers.name(peer)).map(str::to_owned);
+    fn name_location(&self, location: Location) -> FoundBlock {
+        let name =
+            |peer| self.peers.as_ref().and_then(|peers: &PeersPort| peers.name(peer)).map(str::to_owned);
         let Location { memory, below: disk, peers } = location;
-        Found { memory, disk, peers: peers.into_iter().filter_map(name).collect() }
+        FoundBlock { memory, disk, peers: peers.into_iter().filter_map(name).collect() }
     }
 }

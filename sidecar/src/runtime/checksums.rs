@@ -4,7 +4,7 @@
 use tiers::pool::FoundPool;
 
 use super::Runtime;
-use crate::core::{Event, SearchedBlock};
+use crate::core::{CoreEvent, SearchedBlock};
 use crate::ports::checksums::{Checksums, Summed};
 
 // === impl Runtime: checksums ===
@@ -23,14 +23,14 @@ impl Runtime {
 
     /// Handles one report of the checksum threads. Returns false if there was none.
     pub(super) fn take_checksum(&mut self) -> bool {
-        let summed = self.checksums.as_mut().and_then(Checksums::take);
+        let summed = self.checksums.as_mut().and_then(Checksums::take_summed);
         let found = summed.is_some();
         match summed {
             Some(Summed::Verified { key, slot, whole }) => {
                 if !whole {
                     self.look_at_pool();
                 }
-                self.handle(Event::Verified { key, slot, whole });
+                self.handle(CoreEvent::Verified { key, slot, whole });
             }
             // A checksum of an evicted block is dropped.
             Some(Summed::Sum { slot, checksum: Some(sum) } | Summed::Found { slot, checksum: Some(sum) }) => {

@@ -4,8 +4,8 @@ use shm_protocol::source::Source;
 use tiers::ssd::DeviceEvent;
 
 use super::Runtime;
-use crate::core::{Event, JobEnd};
-use crate::ports::disks::Disks;
+use crate::core::{CoreEvent, JobEnd};
+use crate::ports::disks::DisksPort;
 
 /// Blocks of an earlier life with the cost of one ended transfer, about 8 us.
 const RECOVERED_AT_ONCE: usize = 32;
@@ -16,12 +16,12 @@ impl Runtime {
     /// Passes ended jobs of a tier to the core.
     pub(super) fn end_jobs(&mut self, source: Source, ends: Vec<JobEnd>) {
         let tier = self.core.tier_of(source).expect("the core has their tier");
-        self.handle(Event::Transferred { tier, ends });
+        self.handle(CoreEvent::Transferred { tier, ends });
     }
 
     /// Handles one result of a disk. Returns its cost, 0 if there was none.
     pub(super) fn take_transfer(&mut self) -> usize {
-        let Some(up) = self.disks.as_mut().and_then(Disks::take) else { return 0 };
+        let Some(up) = self.disks.as_mut().and_then(DisksPort::take_event) else { return 0 };
         let mut cost = 1;
         match up {
             DeviceEvent::Done(done) => self.end_jobs(Source::Disk, vec![JobEnd::Disk(done)]),

@@ -5,15 +5,15 @@ use std::os::unix::fs::FileTypeExt;
 use rustix::process::{Resource, getrlimit};
 use shm_protocol::{layout, pool};
 
-use crate::config::{Config, Disk};
+use crate::config::{Disk, ServeConfig};
 use crate::error::StartError;
 
 /// Fails if a file would be larger than the limit. The kernel counts memfds as files too.
-pub(super) fn check_file_sizes(config: &Config) -> Result<(), StartError> {
+pub(super) fn check_file_sizes(config: &ServeConfig) -> Result<(), StartError> {
     getrlimit(Resource::Fsize).current.map_or(Ok(()), |limit| check_limit(config, limit))
 }
 
-fn check_limit(config: &Config, limit: u64) -> Result<(), StartError> {
+fn check_limit(config: &ServeConfig, limit: u64) -> Result<(), StartError> {
     let is_file =
         |disk: &&Disk| !std::fs::metadata(&disk.path).is_ok_and(|it| it.file_type().is_block_device());
     let disks = config.ssd.iter().filter(is_file);

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::Runtime;
-use crate::core::Event;
+use crate::core::CoreEvent;
 
 /// Interval of polls for newly reserved memory.
 pub(super) const OPENING_POLL: Duration = Duration::from_millis(5);
@@ -16,7 +16,7 @@ impl Runtime {
         let Some(opener) = &mut self.opener else { return false };
         if let Some(opened) = opener.next(&self.pool) {
             let segments = opener.segments();
-            self.handle(Event::Opened(opened));
+            self.handle(CoreEvent::Opened(opened));
             let stats = self.core.stats();
             self.progress.opened(segments, stats.adopted_blocks + stats.unverified_blocks);
             return true;

@@ -5,20 +5,20 @@ use shm_protocol::pool::SlotRef;
 use shm_protocol::source::Source;
 
 use super::Runtime;
-use crate::core::Event;
-use crate::ports::peers::{Peers, Told};
+use crate::core::CoreEvent;
+use crate::ports::peers::{PeersEvent, PeersPort};
 
 // === impl Runtime: peers ===
 
 impl Runtime {
     /// Handles one event. Returns its cost in blocks, 0 if there was none.
     pub(super) fn hear_peer(&mut self) -> usize {
-        let Some(told) = self.peers.as_mut().and_then(Peers::hear) else { return 0 };
-        let cost = told.cost().max(1);
-        match told {
-            Told::Heard(heard) => self.handle(Event::Mesh(heard)),
-            Told::Ends(ends) => self.end_jobs(Source::Peer, ends),
-            Told::Checksum { slot, checksum } => {
+        let Some(event) = self.peers.as_mut().and_then(PeersPort::next_event) else { return 0 };
+        let cost = event.cost().max(1);
+        match event {
+            PeersEvent::Mesh(event) => self.handle(CoreEvent::Mesh(event)),
+            PeersEvent::Ends(ends) => self.end_jobs(Source::Peer, ends),
+            PeersEvent::Checksum { slot, checksum } => {
                 let noted = self.pool.set_checksum(slot, checksum);
                 assert!(noted || !self.pool.is_whole(), "a granted slot stays as it is");
             }
@@ -27,10 +27,10 @@ impl Runtime {
     }
 
     /// Grants slots to a peer for reading, with their known checksums.
-    pub(super) fn grant(&self, ask: u64, slots: &[Option<SlotRef>]) {
+    pub(super) fn grant_slots(&self, ask: u64, slots: &[Option<SlotRef>]) {
         let grant = |slot: &SlotRef| Grant { slot: *slot, checksum: self.pool.checksum(*slot) };
         let grants = slots.iter().map(|slot| slot.as_ref().map(grant));
-        self.peers.as_ref().expect("the core has their part").grant(ask, grants);
+        self.peers.as_ref().expect("the core has their part").grant_slots(ask, grants);
     }
 
     /// Publishes the metrics of the mesh.

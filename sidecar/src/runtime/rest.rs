@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::opening::OPENING_POLL;
 use super::{Runtime, TICK, turn};
 use crate::pages::heartbeat;
-use crate::system::poller::Source;
+use crate::system::poller::PollSource;
 
 /// Time to spin after the last work. An engine's next message of a step comes within microseconds, but waking
 /// a sleeping sidecar held the engine's thread for 57 us on a virtual machine (measured). A shorter spin
@@ -42,7 +42,7 @@ pub(super) fn sharpen_timers() {
 // === impl Runtime: rest ===
 
 impl Runtime {
-    pub(super) fn rest(&mut self, worked: bool) {
+    pub(super) fn rest_until_work(&mut self, worked: bool) {
         if worked {
             self.last_work = self.now;
         }
@@ -85,7 +85,7 @@ impl Runtime {
         });
         let lives = !self.sessions.is_empty() || self.peers.is_some() || self.core.waits_for_tiers();
         let tick = if lives { TICK } else { heartbeat::IDLE };
-        let greeting = self.greeter.next_deadline().map(|at| at.saturating_sub(self.now));
+        let greeting = self.handshakes.next_deadline().map(|at| at.saturating_sub(self.now));
         let drain = self.end_by.map(|_| DRAIN_POLL);
         let opening = self.opener.is_some().then_some(OPENING_POLL);
         let look = self.core.next_look_ms().map(|at| Duration::from_millis(at).saturating_sub(self.now));
@@ -95,31 +95,31 @@ impl Runtime {
     /// Waits at most `nap` for descriptors and serves the ready ones. Returns true if there were any.
     fn serve_io(&mut self, nap: Option<Duration>) -> bool {
         let mut events = std::mem::take(&mut self.events);
-        self.poller.wait(nap, &mut events).expect("an epoll of this process");
+        self.poller.wait_events(nap, &mut events).expect("an epoll of this process");
         self.now = self.clock.now();
         self.last_io = self.now;
         let served = !events.is_empty();
         for source in events.drain(..) {
             match source {
-                Source::Listener => self.greeter.accept(self.now, &self.poller),
-                Source::Greeting(id) => {
-                    if let Some(caller) = self.greeter.read(id, &self.poller) {
-                        self.admit(caller);
+                PollSource::Listener => self.handshakes.accept_waiting(self.now, &self.poller),
+                PollSource::Greeting(id) => {
+                    if let Some(caller) = self.handshakes.read_hello(id, &self.poller) {
+                        self.admit_client(caller);
                     }
                 }
-                Source::Socket(id) => self.read_socket(id),
-                Source::Process(id) => self.end_with_process(id),
+                PollSource::Socket(id) => self.read_socket(id),
+                PollSource::Process(id) => self.end_with_process(id),
                 // The thread is awake, and the next turn reads the rings and channels.
-                Source::Doorbell(_)
-                | Source::Copies
-                | Source::Disks
-                | Source::Checksums
-                | Source::Mesh
-                | Source::Inbox => {}
+                PollSource::Doorbell(_)
+                | PollSource::Copies
+                | PollSource::Disks
+                | PollSource::Checksums
+                | PollSource::Mesh
+                | PollSource::Inbox => {}
             }
         }
         self.events = events;
-        self.greeter.expire(self.now, &self.poller);
+        self.handshakes.expire(self.now, &self.poller);
         served
     }
 }

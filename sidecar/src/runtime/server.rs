@@ -22,11 +22,11 @@ use tiers::ssd::{OpenedDevice, SegmentLog};
 use super::file_sizes::check_file_sizes;
 use super::{Runtime, Terms};
 use crate::catalog;
-use crate::clients::greeter::Greeter;
-use crate::clients::listener::{self, Listener, Use};
+use crate::clients::handshakes::Handshakes;
+use crate::clients::listener::{self, Listener, SocketUse};
 use crate::clients::refusals::RefusedConnections;
-use crate::config::{Config, Disk};
-use crate::control::inbox::{Inbox, inbox};
+use crate::config::{Disk, ServeConfig};
+use crate::control::inbox::{Inbox, make_inbox};
 use crate::control::{self, Parts};
 use crate::copiers::Copiers;
 use crate::core::{Core, NewTier, disk_tier, peer_tier};
@@ -35,16 +35,16 @@ use crate::forecaster::Forecaster;
 use crate::logging::LogLevel;
 use crate::memory::pinning::Pinned;
 use crate::memory::reserve;
-use crate::pages::admin::{self, Pages, Ready};
+use crate::pages::admin::{self, AdminPages, Ready};
 use crate::pages::heartbeat::Heartbeat;
 use crate::pages::metrics::Metrics;
-use crate::pages::metrics::given_up::{self, File};
-use crate::pages::progress::Progress;
+use crate::pages::metrics::given_up::{self, GivenUpFile};
+use crate::pages::progress::StartProgress;
 use crate::pages::quotas::Levels;
 use crate::ports::checksums::Checksums;
-use crate::ports::disks::{self, Disks, Found};
-use crate::ports::peers::{Known, Peers};
-use crate::system::poller::{Poller, Source};
+use crate::ports::disks::{self, DisksPort, FoundDisks};
+use crate::ports::peers::{CatalogListing, PeersPort};
+use crate::system::poller::{PollSource, Poller};
 use crate::system::wake::EndSignal;
 
 /// A working data thread makes its last turn at most this long after the grace.
@@ -60,7 +60,7 @@ pub struct Server {
     ready: Ready,
     http: SocketAddr,
     socket: PathBuf,
-    control: control::Served,
+    control: control::ServedControl,
 }
 
 /// A descriptor of this process.
@@ -80,18 +80,18 @@ impl Server {
     /// Builds all parts, then serves. The admin pages are up first, so a slow start is visible. `log` is the
     /// level for requests of operators.
     #[expect(clippy::too_many_lines, reason = "each part once, in the order that they need each other")]
-    pub fn start(config: &Config, log: LogLevel) -> Result<Self, StartError> {
+    pub fn start(config: &ServeConfig, log: LogLevel) -> Result<Self, StartError> {
         listener::raise_descriptor_limit();
         check_file_sizes(config)?;
         let registry = Registry::new();
         let ready: Ready = Arc::new(AtomicBool::new(false));
         let segment_bytes = dram::segment_bytes_for(config.dram.as_bytes());
-        let progress = Arc::new(Progress::new(config.dram.as_bytes() / segment_bytes));
+        let progress = Arc::new(StartProgress::new(config.dram.as_bytes() / segment_bytes));
         let failed = |source| StartError::Admin { address: config.http, source };
-        let catalog = catalog::Shared::default();
+        let catalog = catalog::SharedCatalog::default();
         let quotas = Levels::new(&registry, &config.quotas)?;
         let heartbeat = Heartbeat::new();
-        let pages = Pages {
+        let pages = AdminPages {
             heartbeat: heartbeat.clone(),
             last_turn: admin::last_turn(&registry)?,
             registry: registry.clone(),
@@ -99,37 +99,40 @@ impl Server {
             control_socket: config.control.socket.clone(),
             progress: Arc::clone(&progress),
         };
-        let http = admin::start(config.http, pages).map_err(failed)?;
+        let http = admin::start_pages(config.http, pages).map_err(failed)?;
         let epoch = random64().map_err(std::io::Error::from)?;
         let (dram, pool) = open_tier(config, segment_bytes, epoch)?;
         let metrics = Metrics::new(&registry, dram.config().pool_bytes)?.with_quotas(quotas.clone());
-        let forecaster = Forecaster::start(&registry, dram.config())?;
-        let (inbox, asks) = inbox().map_err(std::io::Error::from)?;
+        let forecaster = Forecaster::start_thread(&registry, dram.config())?;
+        let (inbox, asks) = make_inbox().map_err(std::io::Error::from)?;
         let ended = Arc::new(EndSignal::new().map_err(std::io::Error::from)?);
-        let listener = Listener::bind(&config.socket, Use::Engines, config.socket_group.as_deref())?;
+        let listener = Listener::bind(&config.socket, SocketUse::Engines, config.socket_group.as_deref())?;
         let control = control::Sockets::bind(&config.control)?;
         // After the listener refused a second sidecar: otherwise both would lock memory.
         let reserved = Arc::downgrade(&pool);
-        let reserved = move |end| reserve::wait(&reserved, end);
+        let reserved = move |end| reserve::wait_reserved(&reserved, end);
         let too_little = config.too_little_for_a_gpu();
         let pinned =
-            Pinned::start(config.gpu, too_little, pool.shared_region(), reserved, metrics.pinning())?;
-        reserve::start(&pool, &pinned, &progress)?;
-        let copiers = Copiers::start(config.copy_threads, &pool, &pinned, &ended)?;
-        let Found { opened, left_out } =
-            disks::open(&config.ssd, config.ssd_required, config.pool_path.is_some())?;
+            Pinned::start_thread(config.gpu, too_little, pool.shared_region(), reserved, metrics.pinning())?;
+        reserve::start_reserving(&pool, &pinned, &progress)?;
+        let copiers = Copiers::start_copiers(config.copy_threads, &pool, &pinned, &ended)?;
+        let FoundDisks { opened, left_out } =
+            disks::open_disks(&config.ssd, config.ssd_required, config.pool_path.is_some())?;
         count_given_up(&registry, &pool, &opened)?;
         let (disk_tier, disks) = start_disks(config, opened, &pool, &ended)?.unzip();
         let (peer_tier, peers) = start_mesh(config, epoch, &pool, (&inbox, &catalog), &ended)?.unzip();
         let core = Core::new(dram, &config.quotas, disk_tier.into_iter().chain(peer_tier));
         let core = begin_core(config, core, &pool, !left_out.is_empty());
-        let mesh = peers.as_ref().map(Peers::asker);
+        let mesh = peers.as_ref().map(PeersPort::asker);
         let metrics = add_metrics(config, disks.as_ref(), &left_out, &registry, metrics)?;
-        let checksums =
-            config.pool_path.as_ref().map(|_| Checksums::start(&pool, || ended.on_exit())).transpose()?;
+        let checksums = config
+            .pool_path
+            .as_ref()
+            .map(|_| Checksums::start_threads(&pool, || ended.on_exit()))
+            .transpose()?;
         let poller = watch(&inbox, &copiers, disks.as_ref(), checksums.as_ref(), peers.as_ref())
             .map_err(std::io::Error::from)?;
-        let greeter = Greeter::new(listener, &poller, RefusedConnections::new(&registry)?)
+        let handshakes = Handshakes::new(listener, &poller, RefusedConnections::new(&registry)?)
             .map_err(std::io::Error::from)?;
         let terms = Terms {
             epoch,
@@ -137,16 +140,16 @@ impl Server {
             pool_fd: engines_fd(config, &pool)?,
             pidfd: pidfd().map_err(std::io::Error::from)?,
         };
-        let foretold = forecaster.foretold();
+        let forecast = forecaster.counts();
         let parts =
-            Parts { inbox: Arc::clone(&inbox), catalog: catalog.clone(), mesh, quotas, foretold, log };
+            Parts { inbox: Arc::clone(&inbox), catalog: catalog.clone(), mesh, quotas, forecast, log };
         let runtime = Runtime::new(
             core,
             pool,
             progress,
             terms,
             copiers,
-            greeter,
+            handshakes,
             poller,
             metrics,
             catalog,
@@ -154,7 +157,7 @@ impl Server {
             (Arc::clone(&inbox), asks),
         );
         let runtime = runtime.with(disks, peers, checksums).with_forecaster(forecaster);
-        let control = control.serve(parts, &registry)?;
+        let control = control.serve_sockets(parts, &registry)?;
         let guard = ended.on_exit();
         let (turns, turning) = mpsc::channel();
         let data = thread::Builder::new().name("pillion-data".into()).spawn(move || {
@@ -182,18 +185,18 @@ impl Server {
 
     /// A descriptor, readable once an operator has requested the end.
     pub fn asked(&self) -> BorrowedFd<'_> {
-        self.control.end()
+        self.control.end_signal()
     }
 
     /// A descriptor, readable once a required thread has ended.
-    pub fn ended(&self) -> BorrowedFd<'_> {
+    pub fn end_signal(&self) -> BorrowedFd<'_> {
         self.ended.as_fd()
     }
 
     /// Stops accepting work, waits at most `grace` for the copies in flight, and removes the socket.
     pub fn drain(self, grace: Duration) -> Result<(), DrainError> {
         self.ready.store(false, Ordering::Relaxed);
-        self.inbox.drain(grace);
+        self.inbox.request_drain(grace);
         match self.turning.recv_timeout(grace + LAST_TURN_MAX) {
             Err(RecvTimeoutError::Timeout) => Err(DrainError::StandsStill),
             _ => self.data.join().map_err(|_| DrainError::Panicked),
@@ -205,53 +208,53 @@ impl Server {
 fn watch(
     inbox: &Inbox,
     copiers: &Copiers,
-    disks: Option<&Disks>,
+    disks: Option<&DisksPort>,
     checksums: Option<&Checksums>,
-    peers: Option<&Peers>,
+    peers: Option<&PeersPort>,
 ) -> Result<Poller, Errno> {
     let poller = Poller::new()?;
-    [(Source::Inbox, inbox.as_fd()), (Source::Copies, copiers.wake())]
+    [(PollSource::Inbox, inbox.as_fd()), (PollSource::Copies, copiers.wake())]
         .into_iter()
-        .chain(disks.map(|disks| (Source::Disks, disks.wake())))
-        .chain(checksums.map(|checksums| (Source::Checksums, checksums.wake())))
-        .chain(peers.map(|peers| (Source::Mesh, peers.wake())))
-        .try_for_each(|(source, fd)| poller.add(source, fd))?;
+        .chain(disks.map(|disks| (PollSource::Disks, disks.wake())))
+        .chain(checksums.map(|checksums| (PollSource::Checksums, checksums.wake())))
+        .chain(peers.map(|peers| (PollSource::Mesh, peers.wake())))
+        .try_for_each(|(source, fd)| poller.add_source(source, fd))?;
     Ok(poller)
 }
 
 /// The SSD tier, if there are disks. Called before any slot of the pool is used: a disk's lock shows that a
 /// dead sidecar has no transfer in flight between that disk and the pool.
 fn start_disks(
-    config: &Config,
+    config: &ServeConfig,
     opened: Vec<(Disk, OpenedDevice)>,
     pool: &Pool,
     ended: &Arc<EndSignal>,
-) -> Result<Option<(NewTier, Disks)>, StartError> {
+) -> Result<Option<(NewTier, DisksPort)>, StartError> {
     if opened.is_empty() {
         return Ok(None);
     }
     let log = SegmentLog::new(disks::log_config(&opened, config.dram.as_bytes()));
-    let disks = Disks::start(opened, pool, config.ssd_io, ended)?;
+    let disks = DisksPort::start_devices(opened, pool, config.ssd_io, ended)?;
     Ok(Some((disk_tier(log, config.ssd_admission), disks)))
 }
 
 /// The tier of peers, if a mesh is configured.
 fn start_mesh(
-    config: &Config,
+    config: &ServeConfig,
     epoch: u64,
     pool: &Pool,
-    (inbox, catalog): (&Arc<Inbox>, &catalog::Shared),
+    (inbox, catalog): (&Arc<Inbox>, &catalog::SharedCatalog),
     ended: &Arc<EndSignal>,
-) -> Result<Option<(NewTier, Peers)>, StartError> {
+) -> Result<Option<(NewTier, PeersPort)>, StartError> {
     let Some(mesh) = &config.mesh else { return Ok(None) };
     let tier = peer_tier(Directory::new(directory::DirectoryConfig { seed: epoch, ..Default::default() }));
-    let known = Known { inbox: Arc::clone(inbox), catalog: catalog.clone() };
-    Ok(Some((tier, Peers::start(mesh, epoch, pool, known, ended)?)))
+    let known = CatalogListing { inbox: Arc::clone(inbox), catalog: catalog.clone() };
+    Ok(Some((tier, PeersPort::start_mesh(mesh, epoch, pool, known, ended)?)))
 }
 
 /// Configures the core by the options and the state of earlier lives. With `lacks_disks`, some disks with
 /// blocks may be left out.
-fn begin_core(config: &Config, core: Core, pool: &Pool, lacks_disks: bool) -> Core {
+fn begin_core(config: &ServeConfig, core: Core, pool: &Pool, lacks_disks: bool) -> Core {
     let mut core = core.with_handover_ttl(config.handover_ttl.as_millis());
     if pool.former_epoch().is_some() {
         core.begin_opening();
@@ -268,13 +271,17 @@ fn count_given_up(
     pool: &Pool,
     opened: &[(Disk, OpenedDevice)],
 ) -> Result<(), prometheus::Error> {
-    let logs = opened.iter().filter_map(|(_, opened)| opened.given_up()).map(|log| (File::Ssd, log.cause));
-    given_up::count(registry, pool.given_up().map(|pool| (File::Pool, pool.cause)).into_iter().chain(logs))
+    let logs =
+        opened.iter().filter_map(|(_, opened)| opened.given_up()).map(|log| (GivenUpFile::Ssd, log.cause));
+    given_up::count_given_up(
+        registry,
+        pool.given_up().map(|pool| (GivenUpFile::Pool, pool.cause)).into_iter().chain(logs),
+    )
 }
 
 fn add_metrics(
-    config: &Config,
-    disks: Option<&Disks>,
+    config: &ServeConfig,
+    disks: Option<&DisksPort>,
     left_out: &[Disk],
     registry: &Registry,
     metrics: Metrics,
@@ -286,7 +293,7 @@ fn add_metrics(
 }
 
 /// The descriptor of the pool for engines.
-fn engines_fd(config: &Config, pool: &Pool) -> Result<OwnedFd, tiers::TierError> {
+fn engines_fd(config: &ServeConfig, pool: &Pool) -> Result<OwnedFd, tiers::TierError> {
     if let Some(view) = &config.pool_view {
         return pool.open_view(view);
     }
@@ -300,7 +307,11 @@ fn engines_fd(config: &Config, pool: &Pool) -> Result<OwnedFd, tiers::TierError>
     pool.read_only_fd()
 }
 
-fn open_tier(config: &Config, segment_bytes: u64, epoch: u64) -> Result<(Dram, Arc<Pool>), tiers::TierError> {
+fn open_tier(
+    config: &ServeConfig,
+    segment_bytes: u64,
+    epoch: u64,
+) -> Result<(Dram, Arc<Pool>), tiers::TierError> {
     let bytes = config.dram.as_bytes();
     let lease_ttl_ms = config.lease_ttl.as_millis();
     let tier = dram::DramConfig { pool_bytes: bytes, segment_bytes, lease_ttl_ms };

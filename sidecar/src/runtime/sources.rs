@@ -2,13 +2,13 @@
 
 use shm_protocol::layout::QUERY_KEYS;
 
-use super::turn::{Host, Source};
+use super::turn::{Host, TurnSource};
 use super::{Runtime, TICK};
-use crate::clients::session::{Session, Violation};
+use crate::clients::session::{ClientSession, Violation};
 use crate::copiers::Finished;
-use crate::core::{Event, Findings, SessionId};
+use crate::core::{CoreEvent, Findings, SessionId};
 use crate::pages::metrics::CloseReason;
-use crate::system::clock::millis;
+use crate::system::clock::count_millis;
 
 /// Keys and block ids named by one session's messages before the next session's round: one long request, or
 /// one QUERY of any size. A message costs one more than it names.
@@ -20,22 +20,22 @@ const TURN_COST: usize = 2 * QUERY_KEYS;
 // === impl Runtime: a turn's host ===
 
 impl Host for Runtime {
-    fn take(&mut self, source: Source) -> usize {
+    fn take_one(&mut self, source: TurnSource) -> usize {
         match source {
-            Source::Copies => self.take_copied().into(),
-            Source::Ranks => self.take_rank_news().into(),
-            Source::Tiers => self.take_transfer(),
-            Source::Checksums => self.take_checksum().into(),
-            Source::Mesh => self.hear_peer(),
-            Source::Pool => self.open_part().into(),
+            TurnSource::Copies => self.take_copied().into(),
+            TurnSource::Ranks => self.take_rank_event().into(),
+            TurnSource::Tiers => self.take_transfer(),
+            TurnSource::Checksums => self.take_checksum().into(),
+            TurnSource::Mesh => self.hear_peer(),
+            TurnSource::Pool => self.open_part().into(),
         }
     }
 
-    fn sessions(&mut self) -> impl Iterator<Item = (SessionId, &mut Session)> {
+    fn sessions(&mut self) -> impl Iterator<Item = (SessionId, &mut ClientSession)> {
         self.sessions.iter_mut().map(|(id, session)| (*id, session))
     }
 
-    fn session(&mut self, id: SessionId) -> Option<&mut Session> {
+    fn session(&mut self, id: SessionId) -> Option<&mut ClientSession> {
         self.sessions.get_mut(&id)
     }
 
@@ -47,8 +47,8 @@ impl Host for Runtime {
         (turn_cost, ROUND_COST)
     }
 
-    fn handle(&mut self, event: Event) {
-        if matches!(event, Event::Fences { .. }) {
+    fn handle(&mut self, event: CoreEvent) {
+        if matches!(event, CoreEvent::Fences { .. }) {
             self.fences_since = None;
         }
         Runtime::handle(self, event);
@@ -62,7 +62,7 @@ impl Host for Runtime {
         std::mem::take(&mut self.touched)
     }
 
-    fn refuse(&mut self, session: SessionId, violation: Violation) {
+    fn refuse_session(&mut self, session: SessionId, violation: Violation) {
         self.closing.push((session, CloseReason::Malformed, violation.to_string()));
         self.close_sessions();
     }
@@ -74,16 +74,16 @@ impl Host for Runtime {
             for (id, session) in &self.sessions {
                 self.core.note_prefill(*id, session.prefill());
             }
-            Runtime::handle(self, Event::Tick);
+            Runtime::handle(self, CoreEvent::Tick);
             self.show_tiers();
             self.show_checks();
             self.metrics.publish_holders(self.core.holders());
             self.metrics.publish_parked(self.copiers.parked());
             if self.serves_parked_alone() {
-                self.copiers.end();
+                self.copiers.end_if_stuck();
             }
-        } else if self.core.next_look_ms().is_some_and(|at| millis(self.now) >= at) {
-            Runtime::handle(self, Event::Tick);
+        } else if self.core.next_look_ms().is_some_and(|at| count_millis(self.now) >= at) {
+            Runtime::handle(self, CoreEvent::Tick);
         }
     }
 }
@@ -97,7 +97,7 @@ impl Runtime {
             if !ok {
                 self.look_at_pool();
             }
-            self.handle(Event::Copied { copy, ok });
+            self.handle(CoreEvent::Copied { copy, ok });
             return true;
         }
         let Some((save, mut findings)) = self.copiers.inspected() else { return false };
@@ -108,7 +108,7 @@ impl Runtime {
             Findings::Compared(_) => {}
             Findings::Searched(searched) => self.note_searched(searched),
         }
-        self.handle(Event::Inspected { save, findings });
+        self.handle(CoreEvent::Inspected { save, findings });
         true
     }
 }

@@ -5,34 +5,34 @@
 
 use std::collections::VecDeque;
 
-use crate::clients::session::{Session, Violation};
-use crate::core::{Event, SessionId};
+use crate::clients::session::{ClientSession, Violation};
+use crate::core::{CoreEvent, SessionId};
 
 /// The stages of a turn, in their order.
 ///
-/// Ends of copies come before the rings, and [`Event::Drained`] after them. A CANCEL posted before its block
+/// Ends of copies come before the rings, and [`CoreEvent::Drained`] after them. A CANCEL posted before its block
 /// was overwritten is therefore read before the commit of a copy that ended later.
-const ORDER: [Stage; 11] = [
-    Stage::Take(Source::Copies, usize::MAX),
-    Stage::Take(Source::Ranks, usize::MAX),
+const ORDER: [TurnStage; 11] = [
+    TurnStage::Take(TurnSource::Copies, usize::MAX),
+    TurnStage::Take(TurnSource::Ranks, usize::MAX),
     // At most some milliseconds, during the recovery of an index.
-    Stage::Take(Source::Tiers, 64),
+    TurnStage::Take(TurnSource::Tiers, 64),
     // At most some tenths of a millisecond, as for the mesh.
-    Stage::Take(Source::Checksums, 512),
-    Stage::Take(Source::Mesh, 512),
-    Stage::Rings,
-    Stage::Drained,
-    Stage::Fences,
-    Stage::Behind,
+    TurnStage::Take(TurnSource::Checksums, 512),
+    TurnStage::Take(TurnSource::Mesh, 512),
+    TurnStage::Rings,
+    TurnStage::Drained,
+    TurnStage::Fences,
+    TurnStage::Behind,
     // At most some milliseconds.
-    Stage::Take(Source::Pool, 8),
-    Stage::Tick,
+    TurnStage::Take(TurnSource::Pool, 8),
+    TurnStage::Tick,
 ];
 
 #[derive(Copy, Clone, Debug)]
-enum Stage {
+enum TurnStage {
     /// Handles events of a source up to this cost, so engines are answered in between.
-    Take(Source, usize),
+    Take(TurnSource, usize),
     /// Reads every ring up to its tail at the beginning of the stage, or up to the cost of a turn.
     Rings,
     /// Reports every scheduler's ring read to its end.
@@ -46,7 +46,7 @@ enum Stage {
 
 /// The sources of events besides the engines' rings.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub enum Source {
+pub enum TurnSource {
     /// Ends of copies and of comparisons.
     Copies,
     /// Opened and stuck ranks on GPUs.
@@ -63,21 +63,21 @@ pub enum Source {
 /// The owner of the core, its sessions and the other sources.
 pub trait Host {
     /// Handles one event. Returns its cost, zero if there was none.
-    fn take(&mut self, source: Source) -> usize;
-    fn sessions(&mut self) -> impl Iterator<Item = (SessionId, &mut Session)>;
+    fn take_one(&mut self, source: TurnSource) -> usize;
+    fn sessions(&mut self) -> impl Iterator<Item = (SessionId, &mut ClientSession)>;
     /// A session, unless it has ended.
-    fn session(&mut self, id: SessionId) -> Option<&mut Session>;
+    fn session(&mut self, id: SessionId) -> Option<&mut ClientSession>;
     /// Keys and block ids named by a session's messages in this turn, and before the next session's round. A
     /// message costs one more than it names.
     fn costs(&mut self) -> (usize, usize);
     /// Passes one event to the core.
-    fn handle(&mut self, event: Event);
+    fn handle(&mut self, event: CoreEvent);
     /// The session of a scheduler with work left over.
     fn behind(&self) -> Option<SessionId>;
-    /// True if the core got an event that [`touches`], or a session was closed, since the last call.
+    /// True if the core got an event that [`touches_saves`], or a session was closed, since the last call.
     fn was_touched(&mut self) -> bool;
     /// Ends a session after a breach of the protocol.
-    fn refuse(&mut self, session: SessionId, violation: Violation);
+    fn refuse_session(&mut self, session: SessionId, violation: Violation);
     /// Passes the time to the core, if a tick is due.
     fn tick(&mut self);
 }
@@ -90,16 +90,16 @@ pub struct Turn {
     worked: bool,
     /// Cost so far in this stage.
     taken: usize,
-    rings: VecDeque<Unread>,
+    rings: VecDeque<UnreadRing>,
     /// Events of this stage not yet passed to the core.
-    events: VecDeque<Event>,
+    events: VecDeque<CoreEvent>,
     /// Sessions with unread messages after this turn's limit of cost.
     backlog: Vec<SessionId>,
 }
 
 /// A ring with unread messages.
 #[derive(Copy, Clone, Debug)]
-struct Unread {
+struct UnreadRing {
     session: SessionId,
     /// Cost left in this turn, and in this round.
     left: usize,
@@ -120,18 +120,18 @@ impl Turn {
             self.worked = false;
         }
         let goes_on = match stage {
-            Stage::Take(source, most) => self.take(source, most, host),
-            Stage::Rings => self.read(is_new, host),
-            Stage::Drained | Stage::Fences | Stage::Behind if is_new => {
-                self.list(stage, host);
+            TurnStage::Take(source, most) => self.take_source(source, most, host),
+            TurnStage::Rings => self.read_message(is_new, host),
+            TurnStage::Drained | TurnStage::Fences | TurnStage::Behind if is_new => {
+                self.list_stage(stage, host);
                 true
             }
-            Stage::Drained | Stage::Fences | Stage::Behind => {
+            TurnStage::Drained | TurnStage::Fences | TurnStage::Behind => {
                 let event = self.events.pop_front();
                 self.worked |= event.is_some();
                 event.map(|event| host.handle(event)).is_some()
             }
-            Stage::Tick => {
+            TurnStage::Tick => {
                 host.tick();
                 false
             }
@@ -152,24 +152,24 @@ impl Turn {
         &self.backlog
     }
 
-    fn take(&mut self, source: Source, most: usize, host: &mut impl Host) -> bool {
-        let cost = host.take(source);
+    fn take_source(&mut self, source: TurnSource, most: usize, host: &mut impl Host) -> bool {
+        let cost = host.take_one(source);
         self.taken = self.taken.saturating_add(cost);
         self.worked |= cost > 0;
         cost > 0 && self.taken < most
     }
 
     /// Handles one message of the next session.
-    fn read(&mut self, is_new: bool, host: &mut impl Host) -> bool {
+    fn read_message(&mut self, is_new: bool, host: &mut impl Host) -> bool {
         if is_new {
-            self.look(host);
+            self.look_at_rings(host);
         }
         let Some(mut ring) = self.rings.pop_front() else { return false };
         // An earlier message may have closed the session.
         let Some(session) = host.session(ring.session) else { return true };
         if ring.left == 0 || ring.round == 0 {
             // The actions of its messages are carried out, including writes into its chunks.
-            session.release();
+            session.release_read();
             match ring.left {
                 0 if session.unread() > 0 => self.backlog.push(ring.session),
                 0 => {}
@@ -180,64 +180,66 @@ impl Turn {
             }
             return true;
         }
-        match session.read() {
-            Ok(None) => session.release(),
+        match session.read_message() {
+            Ok(None) => session.release_read(),
             Ok(Some(request)) => {
                 let cost = request.cost();
                 (ring.left, ring.round) = (ring.left.saturating_sub(cost), ring.round.saturating_sub(cost));
                 self.rings.push_front(ring);
-                host.handle(Event::Message { session: ring.session, request });
+                host.handle(CoreEvent::Message { session: ring.session, request });
             }
-            Err(violation) => host.refuse(ring.session, violation),
+            Err(violation) => host.refuse_session(ring.session, violation),
         }
         true
     }
 
-    fn look(&mut self, host: &mut impl Host) {
+    fn look_at_rings(&mut self, host: &mut impl Host) {
         self.backlog.clear();
         let (left, round) = host.costs();
         let mut refused = Vec::new();
         for (session, ring) in host.sessions() {
-            match ring.look() {
+            match ring.look_at_ring() {
                 Ok(0) => {}
-                Ok(_) => self.rings.push_back(Unread { session, left, round }),
+                Ok(_) => self.rings.push_back(UnreadRing { session, left, round }),
                 Err(violation) => refused.push((session, violation)),
             }
         }
         self.worked |= !self.rings.is_empty();
-        refused.into_iter().for_each(|(session, violation)| host.refuse(session, violation));
+        refused.into_iter().for_each(|(session, violation)| host.refuse_session(session, violation));
     }
 
     /// Lists the events of a stage.
-    fn list(&mut self, stage: Stage, host: &mut impl Host) {
+    fn list_stage(&mut self, stage: TurnStage, host: &mut impl Host) {
         match stage {
-            Stage::Drained if host.was_touched() => {
+            TurnStage::Drained if host.was_touched() => {
                 self.worked = true;
                 for (session, ring) in host.sessions() {
                     if ring.rank().is_none() && !self.backlog.contains(&session) {
-                        self.events.push_back(Event::Drained { session, void_below: ring.void_below() });
+                        self.events.push_back(CoreEvent::Drained { session, void_below: ring.void_below() });
                     }
                 }
             }
-            Stage::Fences => self.events.extend(host.sessions().filter_map(|(session, rank)| {
+            TurnStage::Fences => self.events.extend(host.sessions().filter_map(|(session, rank)| {
                 let (start, done) = rank.moved_fences()?;
-                Some(Event::Fences { session, start, done })
+                Some(CoreEvent::Fences { session, start, done })
             })),
-            Stage::Behind => self.events.extend(host.behind().map(|session| Event::Behind { session })),
+            TurnStage::Behind => {
+                self.events.extend(host.behind().map(|session| CoreEvent::Behind { session }))
+            }
             _ => {}
         }
     }
 }
 
 /// True if an event may have made saves ready to be committed.
-pub fn touches(event: &Event) -> bool {
+pub fn touches_saves(event: &CoreEvent) -> bool {
     !matches!(
         event,
-        Event::Tick
-            | Event::Drained { .. }
-            | Event::Verified { .. }
-            | Event::Transferred { .. }
-            | Event::Mesh(_)
+        CoreEvent::Tick
+            | CoreEvent::Drained { .. }
+            | CoreEvent::Verified { .. }
+            | CoreEvent::Transferred { .. }
+            | CoreEvent::Mesh(_)
     )
 }
 
@@ -245,7 +247,7 @@ pub fn touches(event: &Event) -> bool {
 /// sleep. [`wake_up`] must follow.
 pub fn fall_asleep(host: &mut impl Host) -> bool {
     host.sessions().for_each(|(_, session)| session.set_asleep(true));
-    !host.sessions().any(|(_, session)| session.has_news())
+    !host.sessions().any(|(_, session)| session.has_messages())
 }
 
 /// Tells every engine that the data thread is awake.

@@ -13,7 +13,7 @@ pub struct Clock {
 impl Clock {
     /// A clock that starts now.
     #[expect(clippy::disallowed_methods, reason = "the one place where the sidecar reads the clock")]
-    pub fn start() -> Self {
+    pub fn start_now() -> Self {
         Self { origin: Instant::now() }
     }
 
@@ -30,6 +30,6 @@ pub fn since_1970() -> Duration {
 }
 
 /// Whole milliseconds of a time.
-pub fn millis(time: Duration) -> u64 {
+pub fn count_millis(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).expect("500 million years")
 }

@@ -14,7 +14,7 @@ const EVENTS: usize = 64;
 
 /// The role of a descriptor for the data thread.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub enum Source {
+pub enum PollSource {
     Listener,
     /// A request from outside waits.
     Inbox,
@@ -37,9 +37,9 @@ pub struct Poller {
     epoll: OwnedFd,
 }
 
-// === impl Source ===
+// === impl PollSource ===
 
-impl Source {
+impl PollSource {
     /// The role in the low 4 bits; ids count up from 1 and never reach 2^60.
     fn token(self) -> u64 {
         match self {
@@ -93,7 +93,7 @@ impl Poller {
         Ok(Self { epoll: epoll::create(CreateFlags::CLOEXEC)? })
     }
 
-    pub fn add(&self, source: Source, fd: impl AsFd) -> Result<(), Errno> {
+    pub fn add_source(&self, source: PollSource, fd: impl AsFd) -> Result<(), Errno> {
         epoll::add(&self.epoll, fd, EventData::new_u64(source.token()), source.flags())
     }
 
@@ -104,7 +104,7 @@ impl Poller {
     }
 
     /// Sleeps until an event or for `nap` (`None`: without limit), then appends the events.
-    pub fn wait(&self, nap: Option<Duration>, out: &mut Vec<Source>) -> Result<(), Errno> {
+    pub fn wait_events(&self, nap: Option<Duration>, out: &mut Vec<PollSource>) -> Result<(), Errno> {
         // epoll's own timeouts are whole milliseconds before Linux 5.11; ppoll's are nanoseconds everywhere.
         if nap != Some(Duration::ZERO) {
             let limit = nap.map(|nap| Timespec {
@@ -122,7 +122,7 @@ impl Poller {
             Err(Errno::INTR) => return Ok(()),
             waited => waited?.0,
         };
-        out.extend(events.iter().map(|event| Source::from_token(event.data.u64())));
+        out.extend(events.iter().map(|event| PollSource::from_token(event.data.u64())));
         Ok(())
     }
 }
@@ -133,7 +133,9 @@ mod tests {
 
     #[test]
     fn tokens_name_their_source() {
-        use Source::{Checksums, Copies, Disks, Doorbell, Greeting, Inbox, Listener, Mesh, Process, Socket};
+        use PollSource::{
+            Checksums, Copies, Disks, Doorbell, Greeting, Inbox, Listener, Mesh, Process, Socket,
+        };
         for source in [
             Listener,
             Inbox,
@@ -147,7 +149,7 @@ mod tests {
             Doorbell((1 << 60) - 1),
             Process(1),
         ] {
-            assert_eq!(Source::from_token(source.token()), source);
+            assert_eq!(PollSource::from_token(source.token()), source);
         }
     }
 }

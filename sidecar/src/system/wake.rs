@@ -45,7 +45,7 @@ impl EndSignal {
 
 impl Expected {
     /// Marks the end as expected; called before the thread is stopped.
-    pub fn set(&self) {
+    pub fn set_expected(&self) {
         self.0.store(true, Ordering::Relaxed);
     }
 }

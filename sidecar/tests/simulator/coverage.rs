@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 
 use shm_protocol::message::{Kind, Message};
 use sidecar::core::{
-    Action, Direction, Event, Findings, Heard, InspectedBlocks, Inspection, JobEnd, Request, TierJob,
+    Action, CopyDirection, CoreEvent, Findings, InspectedBlocks, Inspection, JobEnd, MeshEvent, RingRequest,
+    TierJob,
 };
 use tiers::opener::OpenedSegment;
 use tiers::ssd::{self, DeviceWork};
@@ -217,32 +218,32 @@ impl Coverage {
 }
 
 /// The name of an event.
-pub(crate) fn event(event: &Event) -> &'static str {
+pub(crate) fn event(event: &CoreEvent) -> &'static str {
     match event {
-        Event::Connected { .. } => "event Connected",
-        Event::Disconnected { .. } => "event Disconnected",
-        Event::Message { .. } => "event Message",
-        Event::Fences { .. } => "event Fences",
-        Event::Copied { ok: true, .. } => "event Copied ok",
-        Event::Copied { ok: false, .. } => "event Copied failed",
-        Event::Drained { .. } => "event Drained",
-        Event::Inspected { findings: Findings::Compared(_), .. } => "event Compared",
-        Event::Inspected { findings: Findings::Searched(_), .. } => "event Scanned",
-        Event::Verified { whole: true, .. } => "event Verified whole",
-        Event::Verified { .. } => "event Verified changed",
-        Event::Opened(OpenedSegment::Empty { .. }) => "event Opened empty",
-        Event::Opened(OpenedSegment::Used { .. }) => "event Opened used",
-        Event::Behind { .. } => "event Behind",
-        Event::Tick => "event Tick",
-        Event::Drain => "event Drain",
-        Event::Transferred { ends, .. } => transferred(ends),
-        Event::Mesh(Heard::Joined(_)) => "event Joined",
-        Event::Mesh(Heard::Left(_)) => "event Left",
-        Event::Mesh(Heard::Keeps { .. }) => "event Keeps",
-        Event::Mesh(Heard::Changed { .. }) => "event Changed",
-        Event::Mesh(Heard::Promises { .. }) => "event Promises",
-        Event::Mesh(Heard::Asked { .. }) => "event Asked",
-        Event::Mesh(Heard::Released { .. }) => "event Released",
+        CoreEvent::Connected { .. } => "event Connected",
+        CoreEvent::Disconnected { .. } => "event Disconnected",
+        CoreEvent::Message { .. } => "event Message",
+        CoreEvent::Fences { .. } => "event Fences",
+        CoreEvent::Copied { ok: true, .. } => "event Copied ok",
+        CoreEvent::Copied { ok: false, .. } => "event Copied failed",
+        CoreEvent::Drained { .. } => "event Drained",
+        CoreEvent::Inspected { findings: Findings::Compared(_), .. } => "event Compared",
+        CoreEvent::Inspected { findings: Findings::Searched(_), .. } => "event Scanned",
+        CoreEvent::Verified { whole: true, .. } => "event Verified whole",
+        CoreEvent::Verified { .. } => "event Verified changed",
+        CoreEvent::Opened(OpenedSegment::Empty { .. }) => "event Opened empty",
+        CoreEvent::Opened(OpenedSegment::Used { .. }) => "event Opened used",
+        CoreEvent::Behind { .. } => "event Behind",
+        CoreEvent::Tick => "event Tick",
+        CoreEvent::Drain => "event Drain",
+        CoreEvent::Transferred { ends, .. } => transferred(ends),
+        CoreEvent::Mesh(MeshEvent::Joined(_)) => "event Joined",
+        CoreEvent::Mesh(MeshEvent::Left(_)) => "event Left",
+        CoreEvent::Mesh(MeshEvent::Keeps { .. }) => "event Keeps",
+        CoreEvent::Mesh(MeshEvent::Changed { .. }) => "event Changed",
+        CoreEvent::Mesh(MeshEvent::Promises { .. }) => "event Promises",
+        CoreEvent::Mesh(MeshEvent::Asked { .. }) => "event Asked",
+        CoreEvent::Mesh(MeshEvent::Released { .. }) => "event Released",
     }
 }
 
@@ -269,8 +270,8 @@ pub(crate) fn action(action: &Action) -> &'static str {
         Action::FreeSlot { .. } => "action FreeSlot",
         Action::FillSlot { .. } => "action FillSlot",
         Action::CommitSlot { .. } => "action CommitSlot",
-        Action::Copy { direction: Direction::Save, .. } => "action Copy save",
-        Action::Copy { direction: Direction::Load, .. } => "action Copy load",
+        Action::Copy { direction: CopyDirection::Save, .. } => "action Copy save",
+        Action::Copy { direction: CopyDirection::Load, .. } => "action Copy load",
         Action::Inspect(Inspection { blocks: InspectedBlocks::Pairs(_), .. }) => "action Compare",
         Action::Inspect(Inspection { blocks: InspectedBlocks::Alone(_), .. }) => "action Scan",
         Action::Verify { .. } => "action Verify",
@@ -291,10 +292,10 @@ pub(crate) fn action(action: &Action) -> &'static str {
 }
 
 /// The name of a message.
-pub(crate) fn message(request: &Request) -> &'static str {
+pub(crate) fn message(request: &RingRequest) -> &'static str {
     let message = match request {
-        Request::Scheduler { request, .. } => Message::from(*request),
-        Request::Worker(request) => Message::from(*request),
+        RingRequest::Scheduler { request, .. } => Message::from(*request),
+        RingRequest::Worker(request) => Message::from(*request),
     };
     message.kind.name()
 }

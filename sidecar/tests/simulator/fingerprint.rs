@@ -5,7 +5,7 @@ use mesh::digest::{Digest, DigestChange};
 use shm_protocol::key::{BlockHash, Label, NamespaceDigest};
 use shm_protocol::pool::SlotRef;
 use shm_protocol::session::Bound;
-use sidecar::core::{Action, Direction, InspectedBlocks, Inspection, TierJob};
+use sidecar::core::{Action, CopyDirection, InspectedBlocks, Inspection, TierJob};
 use tiers::ssd::{self, DeviceWork};
 
 use crate::rng::mix_bits;
@@ -75,7 +75,7 @@ impl Words {
             }
             Action::CommitSlot { slot, checksum } => self.put([8, slot.offset, slot.generation, *checksum]),
             Action::Copy { copy, engine, session, direction, pieces, load_op, awaited } => {
-                let direction = u64::from(*direction == Direction::Load);
+                let direction = u64::from(*direction == CopyDirection::Load);
                 self.put([9, *copy, *engine, *session, direction, *load_op, u64::from(*awaited)]);
                 self.put(pieces.iter().flat_map(|piece| [u64::from(piece.block), piece.offset]));
             }

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::pool::{self, Geometry, SlotRef, SlotRemains, slot};
 use shm_protocol::region::Region;
-use sidecar::core::{Action, Direction, Piece};
+use sidecar::core::{Action, CopyDirection, RankBlock};
 
 use crate::origin::{Origin, WORDS};
 
@@ -171,20 +171,20 @@ impl Ledger {
     }
 
     /// Counts the copies of a batch that begins.
-    pub(crate) fn begin(&mut self, direction: Direction, pieces: &[Piece]) {
+    pub(crate) fn begin(&mut self, direction: CopyDirection, pieces: &[RankBlock]) {
         for piece in pieces {
             let slot = self.slot_of(piece);
-            assert_eq!(slot.committed, direction == Direction::Load, "{direction:?} of {slot:?}");
+            assert_eq!(slot.committed, direction == CopyDirection::Load, "{direction:?} of {slot:?}");
             slot.copies += 1;
         }
     }
 
     /// Removes the copies of an ended batch.
-    pub(crate) fn end(&mut self, pieces: &[Piece]) {
+    pub(crate) fn end(&mut self, pieces: &[RankBlock]) {
         pieces.iter().for_each(|piece| self.slot_of(piece).copies -= 1);
     }
 
-    fn slot_of(&mut self, piece: &Piece) -> &mut Slot {
+    fn slot_of(&mut self, piece: &RankBlock) -> &mut Slot {
         let (offset, slot) = self.slots.range_mut(..=piece.offset).next_back().expect("a copy uses a slot");
         assert!(piece.offset < offset + slot.form.block_bytes(), "a copy outside of any slot: {piece:?}");
         slot

@@ -2,10 +2,10 @@
 //! event or action at a time, so every other process can act between any two.
 
 mod actions;
+mod admission;
 mod checksums;
 mod copies;
 mod disk;
-mod doorway;
 mod mesh;
 mod turn;
 mod waits;
@@ -21,8 +21,8 @@ use ::mesh::directory::{Directory, DirectoryConfig};
 use shm_protocol::key::{BlockHash, BlockKey, NamespaceDigest};
 use shm_protocol::pool::SlotRef;
 use shm_protocol::region::{Access, Region};
-use sidecar::clients::session::Session;
-use sidecar::core::{Action, Core, Event, JobEnd, Piece, Request, SessionId, peer_tier};
+use sidecar::clients::session::ClientSession;
+use sidecar::core::{Action, Core, CoreEvent, JobEnd, RankBlock, RingRequest, SessionId, peer_tier};
 use sidecar::runtime::turn::{self as order, Turn};
 use tiers::dram::{self, Dram};
 use tiers::opener::{OpenedSegment, Opener};
@@ -46,7 +46,7 @@ pub(crate) const SEGMENT_BYTES: u64 = 2 << 20;
 /// A session and the oracle's knowledge of it.
 #[derive(Debug)]
 struct Peer {
-    session: Session,
+    session: ClientSession,
     /// Workers: their memory, also held by their copies.
     rank: Option<Rc<Rank>>,
     /// Closed after the last of its copies.
@@ -81,7 +81,7 @@ pub(crate) struct Life {
     closing: Vec<SessionId>,
     copies: Copies,
     /// Places of the batches without an end reported to the core.
-    places: BTreeMap<u64, Vec<Piece>>,
+    places: BTreeMap<u64, Vec<RankBlock>>,
     /// Blocks with a checksum in progress, and the time of its end.
     sums: VecDeque<(SlotRef, Micros)>,
     /// Blocks of earlier lives under verification.
@@ -207,19 +207,19 @@ impl Life {
     }
 
     /// Passes one event to the core.
-    fn handle(&mut self, event: Event, ctx: &mut Ctx) {
+    fn handle(&mut self, event: CoreEvent, ctx: &mut Ctx) {
         debug_assert!(self.out.is_empty(), "actions are carried out before the next event");
         ctx.hit(coverage::event(&event));
-        let quiet = matches!(event, Event::Drained { .. } | Event::Fences { .. } | Event::Tick);
+        let quiet = matches!(event, CoreEvent::Drained { .. } | CoreEvent::Fences { .. } | CoreEvent::Tick);
         let text = ctx.traced().then(|| describe(&event));
-        self.touched |= order::touches(&event);
+        self.touched |= order::touches_saves(&event);
         let mut out = Vec::new();
         // A frozen thread may pass the end of this time before its next tick.
         if ctx.now / 1000 >= self.held_until_ms {
             self.ledger.end_hold();
         }
         self.waits.follow(&event, ctx.now);
-        let ticked = matches!(event, Event::Tick);
+        let ticked = matches!(event, CoreEvent::Tick);
         self.core.handle(Duration::from_micros(ctx.now), event, &mut out);
         out.iter().for_each(|action| self.waits.answered(action));
         if ticked {
@@ -244,7 +244,7 @@ impl Life {
         }
         drop(peer);
         self.touched = true;
-        self.handle(Event::Disconnected { session: id }, ctx);
+        self.handle(CoreEvent::Disconnected { session: id }, ctx);
     }
 
     /// Makes one move of a copying thread. Returns the time until its next one.
@@ -265,7 +265,7 @@ impl Life {
 
     /// Passes ended jobs of a tier to the core.
     fn end_jobs(&mut self, tier: usize, ends: Vec<JobEnd>, ctx: &mut Ctx) {
-        self.handle(Event::Transferred { tier, ends }, ctx);
+        self.handle(CoreEvent::Transferred { tier, ends }, ctx);
     }
 
     /// Passes one result of a disk to the core. Returns false if there was none.
@@ -312,7 +312,7 @@ impl Life {
             ctx.cover.add("sidecar adopted a block", kept);
             ctx.cover.add("sidecar dropped a torn block", dropped);
         }
-        self.handle(Event::Opened(opened), ctx);
+        self.handle(CoreEvent::Opened(opened), ctx);
         true
     }
 
@@ -322,20 +322,20 @@ impl Life {
             for (id, peer) in &self.sessions {
                 self.core.note_prefill(*id, peer.session.prefill());
             }
-            self.handle(Event::Tick, ctx);
+            self.handle(CoreEvent::Tick, ctx);
         }
     }
 }
 
 /// A short text for the trace.
-fn describe(event: &Event) -> String {
+fn describe(event: &CoreEvent) -> String {
     match event {
-        Event::Connected { session, hello, .. } => format!("session {session} begins: {}", hello.engine),
-        Event::Message { session, request: Request::Scheduler { request, blocks, .. } } => {
+        CoreEvent::Connected { session, hello, .. } => format!("session {session} begins: {}", hello.engine),
+        CoreEvent::Message { session, request: RingRequest::Scheduler { request, blocks, .. } } => {
             let ids = if blocks.is_empty() { String::new() } else { format!(" blocks {blocks:?}") };
             format!("session {session} {request:?}{ids}")
         }
-        Event::Message { session, request: Request::Worker(request) } => {
+        CoreEvent::Message { session, request: RingRequest::Worker(request) } => {
             format!("session {session} {request:?}")
         }
         other => format!("{other:?}"),

@@ -16,7 +16,7 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use shm_protocol::key::BlockHash;
-use sidecar::core::{Event, SessionId};
+use sidecar::core::{CoreEvent, SessionId};
 
 use self::check::Check;
 use self::engine::{Engine, LENGTH, Nature};
@@ -161,7 +161,7 @@ impl Verdicts {
     fn advance(&mut self) {
         let most = if self.rng.one_in(40) { 400_000 } else { 3_000 };
         self.pod.now += Duration::from_millis(self.rng.below(most));
-        self.pod.tell(Event::Tick);
+        self.pod.tell(CoreEvent::Tick);
     }
 
     fn restart(&mut self, index: usize) {

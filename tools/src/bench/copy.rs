@@ -34,7 +34,7 @@ pub(super) fn time_copies<E: Send>(
     bytes: u64,
     copy: impl Fn(usize) -> Result<(), E> + Sync,
 ) -> Result<f64, E> {
-    let (start, clock, copy) = (Barrier::new(threads + 1), Clock::start(), &copy);
+    let (start, clock, copy) = (Barrier::new(threads + 1), Clock::start_now(), &copy);
     let began = thread::scope(|scope| {
         let running: Vec<_> = (0..threads)
             .map(|thread| {

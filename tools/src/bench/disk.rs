@@ -94,7 +94,7 @@ fn measure_on(options: &DiskOptions, load: TierLoad, pool: &Arc<Region>) -> Resu
     let room = |times: u64| {
         times.saturating_mul(load.block_bytes * load.count).max(32 << 20).saturating_add(32 << 20)
     };
-    let (wanted, clock) = (options.ssd_io.wanted(), Clock::start());
+    let (wanted, clock) = (options.ssd_io.wanted_backend(), Clock::start_now());
     let opened = nameless(&options.path, "raw", room(1))?;
     let mut raw = Raw::new(opened, pool, wanted)
         .map_err(|error| BenchError::failed("no direct I/O", format!("{error}: pass --ssd-io threads")))?;

@@ -128,7 +128,7 @@ impl NodeReader {
         address: SocketAddr,
     ) -> Self {
         transport.add_peer(PEER, make_peer(name, address));
-        Self { transport, ups, places: memory.places.clone(), ticket: 0, clock: Clock::start() }
+        Self { transport, ups, places: memory.places.clone(), ticket: 0, clock: Clock::start_now() }
     }
 
     /// Fetches blocks by their numbers; the seconds that it took.

@@ -289,7 +289,7 @@ fn measure_from(address: &str, streams: usize) -> Result<BenchFigures, BenchErro
     let memory = NodeMemory::without_blocks(sizes)?;
     let (_, transport, ups) = tcp(READER, (Ipv4Addr::LOCALHOST, 0).into(), streams, &memory)?;
     let mut reader = NodeReader::new(transport, ups, &memory, OWNER, mesh);
-    let (all, clock) = (0..reader.block_count(), Clock::start());
+    let (all, clock) = (0..reader.block_count(), Clock::start_now());
     let gib = (u64::from(sizes.block_bytes) * u64::from(sizes.blocks)) as f64 / GIB;
     // Connections, and checksums that the owner has from then on.
     reader.fetch(all.clone())?;

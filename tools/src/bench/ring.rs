@@ -77,7 +77,7 @@ impl RingEngine {
             .map_err(|error| BenchError::failed("the session's memory", format!("{error}: {look}")))?;
         let submissions = Producer::new(memory.ring(Ring::Submission));
         let mut engine =
-            Self { memory, submissions, doorbell, _socket: socket, clock: Clock::start(), op: 0 };
+            Self { memory, submissions, doorbell, _socket: socket, clock: Clock::start_now(), op: 0 };
         engine.memory.write_key(0, 0, &BlockHash::from_words([1, 2, 3, 4]));
         engine.post_request(SchedulerRequest::Open { log: 0 })?;
         let append = Append { keys: LogKeys::new(0, 0..1), chunks: [0; 6], promised: false, tail: false };
@@ -131,7 +131,7 @@ impl RingEngine {
 /// Microseconds in which a word goes to another thread and back: no ring is faster.
 fn words(count: u32) -> Vec<f64> {
     let (there, back) = (&AtomicU64::new(0), &AtomicU64::new(0));
-    let clock = Clock::start();
+    let clock = Clock::start_now();
     thread::scope(|scope| {
         scope.spawn(move || {
             for number in 1..=u64::from(count) {

@@ -75,7 +75,7 @@ impl BenchTier {
             device,
             ups,
             free: Vec::new(),
-            clock: Clock::start(),
+            clock: Clock::start_now(),
             since: HashMap::new(),
             blocks_us: Vec::new(),
         };
@@ -86,7 +86,7 @@ impl BenchTier {
     }
 
     fn now_ms(&self) -> u64 {
-        clock::millis(self.clock.now())
+        clock::count_millis(self.clock.now())
     }
 
     fn pump(&mut self) -> Result<(), BenchError> {

@@ -16,7 +16,7 @@ pub(super) fn check_disk(disk: &Disk) -> Finding {
     let bad = |text: String, remedy: &str| {
         Finding::bad(FindingLevel::Fail, "ssd", format!("{disk}: {text}"), remedy)
     };
-    let file = match disks::locate(disk) {
+    let file = match disks::locate_disk(disk) {
         Ok(file) => file,
         Err(tiers::TierError::Device { problem, remedy, .. }) => return bad(problem, &remedy),
         Err(error) => return bad(error.to_string(), "pass another path"),

@@ -11,10 +11,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The contexts in use.
 #[derive(Debug)]
-pub(in crate::copiers) struct Contexts<C>(Arc<Shared<C>>);
+pub(in crate::copiers) struct Contexts<C>(Arc<ContextsShared<C>>);
 
 #[derive(Debug)]
-struct Shared<C> {
+struct ContextsShared<C> {
     /// The lock is held while a context is made, which takes as long as the driver needs.
     tenants: Mutex<Tenants<C>>,
     /// Number of stuck ranks over all processes; the data thread reads it without the lock.
@@ -34,8 +34,8 @@ struct Tenant<C> {
 
 /// A rank's use of its process's context, given up on drop.
 #[derive(Debug)]
-pub(super) struct Place<C> {
-    shared: Arc<Shared<C>>,
+pub(super) struct ContextPlace<C> {
+    shared: Arc<ContextsShared<C>>,
     tenant: ([u8; 16], u32),
     context: Arc<C>,
     parked: bool,
@@ -45,7 +45,7 @@ pub(super) struct Place<C> {
 
 impl<C> Contexts<C> {
     pub(in crate::copiers) fn new() -> Self {
-        Self(Arc::new(Shared { tenants: Mutex::default(), parked: AtomicUsize::new(0) }))
+        Self(Arc::new(ContextsShared { tenants: Mutex::default(), parked: AtomicUsize::new(0) }))
     }
 
     /// Number of stuck ranks.
@@ -55,12 +55,12 @@ impl<C> Contexts<C> {
 
     /// Adds a rank of an engine process. `primary` is the primary context of its GPU, and `make` makes
     /// another. Fails if a rank of the process is stuck.
-    pub(super) fn enter(
+    pub(super) fn enter_rank(
         &self,
         tenant: ([u8; 16], u32),
         primary: &Arc<C>,
         make: impl FnOnce() -> Result<Arc<C>, String>,
-    ) -> Result<Place<C>, String> {
+    ) -> Result<ContextPlace<C>, String> {
         let mut tenants = self.0.lock();
         if tenants.get(&tenant).is_some_and(|found| found.parked > 0) {
             return Err(format!(
@@ -76,7 +76,7 @@ impl<C> Contexts<C> {
         let found = tenants.get_mut(&tenant).expect("inserted above");
         found.ranks += 1;
         let context = Arc::clone(&found.context);
-        Ok(Place { shared: Arc::clone(&self.0), tenant, context, parked: false })
+        Ok(ContextPlace { shared: Arc::clone(&self.0), tenant, context, parked: false })
     }
 }
 
@@ -86,9 +86,9 @@ impl<C> Clone for Contexts<C> {
     }
 }
 
-// === impl Place ===
+// === impl ContextPlace ===
 
-impl<C> Place<C> {
+impl<C> ContextPlace<C> {
     pub(super) fn context(&self) -> &Arc<C> {
         &self.context
     }
@@ -102,7 +102,7 @@ impl<C> Place<C> {
     }
 }
 
-impl<C> Drop for Place<C> {
+impl<C> Drop for ContextPlace<C> {
     fn drop(&mut self) {
         let mut tenants = self.shared.lock();
         let found = tenants.get_mut(&self.tenant).expect("this place is in it");
@@ -116,9 +116,9 @@ impl<C> Drop for Place<C> {
     }
 }
 
-// === impl Shared ===
+// === impl ContextsShared ===
 
-impl<C> Shared<C> {
+impl<C> ContextsShared<C> {
     fn lock(&self) -> MutexGuard<'_, Tenants<C>> {
         self.tenants.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -137,23 +137,31 @@ mod tests {
     #[test]
     fn processes_of_a_gpu_share_no_context_and_ranks_of_one_do() {
         let (contexts, primary) = (Contexts::new(), Arc::new(1));
-        let first = contexts.enter((GPU, 10), &primary, made).unwrap();
-        let again = contexts.enter((GPU, 10), &primary, made).unwrap();
-        let other = contexts.enter((GPU, 11), &primary, made).unwrap();
+        let first = contexts.enter_rank((GPU, 10), &primary, made).unwrap();
+        let again = contexts.enter_rank((GPU, 10), &primary, made).unwrap();
+        let other = contexts.enter_rank((GPU, 11), &primary, made).unwrap();
         assert!(Arc::ptr_eq(first.context(), &primary) && Arc::ptr_eq(again.context(), &primary));
         assert_eq!(**other.context(), 2);
         drop(first);
-        assert_eq!(**contexts.enter((GPU, 12), &primary, made).unwrap().context(), 2, "a rank is left in it");
+        assert_eq!(
+            **contexts.enter_rank((GPU, 12), &primary, made).unwrap().context(),
+            2,
+            "a rank is left in it"
+        );
         drop(again);
-        assert_eq!(**contexts.enter((GPU, 12), &primary, made).unwrap().context(), 1, "it is free again");
+        assert_eq!(
+            **contexts.enter_rank((GPU, 12), &primary, made).unwrap().context(),
+            1,
+            "it is free again"
+        );
         let elsewhere = Arc::new(3);
-        assert_eq!(**contexts.enter(([2; 16], 10), &elsewhere, made).unwrap().context(), 3);
+        assert_eq!(**contexts.enter_rank(([2; 16], 10), &elsewhere, made).unwrap().context(), 3);
     }
 
     #[test]
     fn a_process_with_a_parked_rank_is_let_in_once_that_has_left() {
         let (contexts, primary) = (Contexts::new(), Arc::new(1));
-        let mut parked = contexts.enter((GPU, 10), &primary, made).unwrap();
+        let mut parked = contexts.enter_rank((GPU, 10), &primary, made).unwrap();
         parked.park();
         parked.park();
         assert_eq!(contexts.parked(), 1);
@@ -161,12 +169,16 @@ mod tests {
             assert_eq!(contexts.parked(), 1, "the data thread does not wait for a context");
             made()
         };
-        drop(contexts.enter((GPU, 12), &primary, made_slowly).unwrap());
-        let refused = contexts.enter((GPU, 10), &primary, made).unwrap_err();
+        drop(contexts.enter_rank((GPU, 12), &primary, made_slowly).unwrap());
+        let refused = contexts.enter_rank((GPU, 10), &primary, made).unwrap_err();
         assert!(refused.contains("restart that engine"), "{refused}");
-        assert_eq!(**contexts.enter((GPU, 11), &primary, made).unwrap().context(), 2, "others are let in");
+        assert_eq!(
+            **contexts.enter_rank((GPU, 11), &primary, made).unwrap().context(),
+            2,
+            "others are let in"
+        );
         drop(parked);
         assert_eq!(contexts.parked(), 0);
-        contexts.enter((GPU, 10), &primary, made).unwrap();
+        contexts.enter_rank((GPU, 10), &primary, made).unwrap();
     }
 }

@@ -15,22 +15,22 @@ const ACTIVE: Duration = Duration::from_millis(50);
 
 /// The link of each served GPU, by its UUID.
 #[derive(Debug)]
-pub(in crate::copiers) struct Links {
+pub(in crate::copiers) struct GpuLinks {
     clock: Clock,
-    links: Mutex<BTreeMap<[u8; 16], Arc<Mutex<Link>>>>,
+    links: Mutex<BTreeMap<[u8; 16], Arc<Mutex<GpuLink>>>>,
 }
 
 /// A rank's use of its GPU's link, given up on drop.
 #[derive(Debug)]
-pub(in crate::copiers) struct Seat {
+pub(in crate::copiers) struct LinkPlace {
     rank: u64,
-    link: Arc<Mutex<Link>>,
+    link: Arc<Mutex<GpuLink>>,
     pub(super) clock: Clock,
 }
 
 /// A rank's permission.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(super) enum Turn {
+pub(super) enum RankTurn {
     /// Enqueue a large batch: no other rank is active.
     Alone,
     Shared,
@@ -40,7 +40,7 @@ pub(super) enum Turn {
 
 /// The ranks of one GPU.
 #[derive(Debug, Default)]
-struct Link {
+struct GpuLink {
     ranks: BTreeMap<u64, Share>,
     next: u64,
 }
@@ -54,32 +54,32 @@ struct Share {
     ended: Option<Duration>,
 }
 
-// === impl Links ===
+// === impl GpuLinks ===
 
-impl Links {
+impl GpuLinks {
     pub(in crate::copiers) fn new() -> Self {
-        Self { clock: Clock::start(), links: Mutex::default() }
+        Self { clock: Clock::start_now(), links: Mutex::default() }
     }
 
     /// Adds a rank to a GPU's link.
-    pub(in crate::copiers) fn seat(&self, gpu: [u8; 16]) -> Seat {
+    pub(in crate::copiers) fn enter_rank(&self, gpu: [u8; 16]) -> LinkPlace {
         let mut links = self.links.lock().unwrap_or_else(PoisonError::into_inner);
         let link = Arc::clone(links.entry(gpu).or_default());
-        let rank = link.lock().unwrap_or_else(PoisonError::into_inner).join();
-        Seat { rank, link, clock: self.clock }
+        let rank = link.lock().unwrap_or_else(PoisonError::into_inner).add_rank();
+        LinkPlace { rank, link, clock: self.clock }
     }
 }
 
-// === impl Seat ===
+// === impl LinkPlace ===
 
-impl Seat {
+impl LinkPlace {
     /// The permission of a rank with a batch to enqueue.
-    pub(super) fn turn(&self) -> Turn {
-        self.link().turn(self.rank, self.clock.now())
+    pub(super) fn ask_turn(&self) -> RankTurn {
+        self.link().rank_turn(self.rank, self.clock.now())
     }
 
     /// Marks the rank as idle.
-    pub(super) fn rest(&self) {
+    pub(super) fn note_idle(&self) {
         self.link().share(self.rank).waits = false;
     }
 
@@ -88,25 +88,25 @@ impl Seat {
         self.link().share(self.rank).bytes += bytes;
     }
 
-    pub(super) fn ended(&self) {
+    pub(super) fn note_ended(&self) {
         self.link().share(self.rank).ended = Some(self.clock.now());
     }
 
-    fn link(&self) -> MutexGuard<'_, Link> {
+    fn link(&self) -> MutexGuard<'_, GpuLink> {
         self.link.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Drop for Seat {
+impl Drop for LinkPlace {
     fn drop(&mut self) {
         self.link().ranks.remove(&self.rank);
     }
 }
 
-// === impl Link ===
+// === impl GpuLink ===
 
-impl Link {
-    fn join(&mut self) -> u64 {
+impl GpuLink {
+    fn add_rank(&mut self) -> u64 {
         self.next += 1;
         self.ranks.insert(self.next, Share::default());
         self.next
@@ -116,7 +116,7 @@ impl Link {
         self.ranks.get_mut(&rank).expect("it has a seat")
     }
 
-    fn turn(&mut self, rank: u64, now: Duration) -> Turn {
+    fn rank_turn(&mut self, rank: u64, now: Duration) -> RankTurn {
         let active = self.ranks.iter().filter(|(other, share)| **other != rank && share.is_active(now));
         let least = active.map(|(_, share)| share.bytes).min();
         let share = self.share(rank);
@@ -126,9 +126,9 @@ impl Link {
         }
         share.waits = true;
         match least {
-            None => Turn::Alone,
-            Some(least) if share.bytes < least + LEAD_BYTES_MAX => Turn::Shared,
-            Some(_) => Turn::Later,
+            None => RankTurn::Alone,
+            Some(least) if share.bytes < least + LEAD_BYTES_MAX => RankTurn::Shared,
+            Some(_) => RankTurn::Later,
         }
     }
 }
@@ -151,7 +151,7 @@ mod tests {
     /// The ranks of a GPU; each batch takes a millisecond.
     #[derive(Default)]
     struct Wire {
-        link: Link,
+        link: GpuLink,
         now: Duration,
     }
 
@@ -159,7 +159,7 @@ mod tests {
         /// The number of batches a rank may enqueue now, each of which ends at once.
         fn moves(&mut self, rank: u64, wanted: usize) -> usize {
             let may = |wire: &mut Self| {
-                let may = wire.link.turn(rank, wire.now) != Turn::Later;
+                let may = wire.link.rank_turn(rank, wire.now) != RankTurn::Later;
                 if may {
                     wire.link.share(rank).bytes += BATCH;
                     wire.link.share(rank).ended = Some(wire.now);
@@ -173,7 +173,7 @@ mod tests {
     #[test]
     fn a_rank_alone_never_waits() {
         let mut wire = Wire::default();
-        let (alone, idle) = (wire.link.join(), wire.link.join());
+        let (alone, idle) = (wire.link.add_rank(), wire.link.add_rank());
         assert_eq!(wire.moves(alone, 1000), 1000);
         wire.moves(idle, 1);
         wire.link.share(idle).waits = false;
@@ -183,7 +183,7 @@ mod tests {
     #[test]
     fn ranks_get_equal_bytes_however_much_each_wants() {
         let mut wire = Wire::default();
-        let (greedy, modest) = (wire.link.join(), wire.link.join());
+        let (greedy, modest) = (wire.link.add_rank(), wire.link.add_rank());
         wire.moves(greedy, 100);
         wire.moves(modest, 1);
         let (mut many, mut few) = (0, 0);
@@ -199,7 +199,7 @@ mod tests {
     #[test]
     fn who_comes_back_does_not_make_up_for_its_rest() {
         let mut wire = Wire::default();
-        let (steady, returning) = (wire.link.join(), wire.link.join());
+        let (steady, returning) = (wire.link.add_rank(), wire.link.add_rank());
         wire.moves(returning, 1);
         wire.link.share(returning).waits = false;
         wire.moves(steady, 1000);
@@ -211,7 +211,7 @@ mod tests {
     #[test]
     fn a_rank_whose_batches_do_not_end_holds_nobody_up_for_long() {
         let mut wire = Wire::default();
-        let (stuck, moving) = (wire.link.join(), wire.link.join());
+        let (stuck, moving) = (wire.link.add_rank(), wire.link.add_rank());
         wire.moves(stuck, 1);
         wire.moves(moving, 1);
         assert!(wire.moves(moving, 1000) < 3);

@@ -4,8 +4,8 @@ use std::collections::VecDeque;
 
 use shm_protocol::key::NamespaceDigest;
 
-use super::{Binding, Engines, Scheduler, ServiceEvent, SessionId, Space};
-use crate::compare::Difference;
+use super::{Binding, Engines, SchedulerRole, ServiceEvent, SessionId, Space};
+use crate::compare::BlockDifference;
 
 /// Limit of remembered bars, of past and present runs: four for every engine process that may be connected.
 const BARS_MAX: usize = 1024;
@@ -18,7 +18,7 @@ pub struct Barred {
     /// The engine's id, as its HELLO states it.
     pub engine: String,
     /// The difference found by its own check; `None`: checks of other engines barred it.
-    pub worst: Option<Difference>,
+    pub worst: Option<BlockDifference>,
 }
 
 #[derive(Debug, Default)]
@@ -31,7 +31,7 @@ struct Bar {
     space: Space,
     /// The id of the namespace at the time.
     namespace: u32,
-    worst: Option<Difference>,
+    worst: Option<BlockDifference>,
     /// The engine counts as a witness against the kept blocks: it was allowed to save.
     votes: bool,
 }
@@ -39,7 +39,7 @@ struct Bar {
 // === impl Bars ===
 
 impl Bars {
-    fn of(&self, run: [u8; 16], space: Space) -> Option<&Bar> {
+    fn find_bar(&self, run: [u8; 16], space: Space) -> Option<&Bar> {
         self.0.iter().find(|bar| bar.run == run && bar.space == space)
     }
 }
@@ -49,11 +49,16 @@ impl Bars {
 impl Engines {
     /// True if a namespace is closed to the run of a scheduler.
     pub(crate) fn is_barred(&self, session: SessionId, space: Space) -> bool {
-        self.bars.of(self[session].run, space).is_some()
+        self.bars.find_bar(self[session].run, space).is_some()
     }
 
     /// Closes a namespace to an engine for the rest of its run. True if the engine was served in it.
-    pub(crate) fn bar(&mut self, session: SessionId, binding: &Binding, worst: Option<Difference>) -> bool {
+    pub(crate) fn bar(
+        &mut self,
+        session: SessionId,
+        binding: &Binding,
+        worst: Option<BlockDifference>,
+    ) -> bool {
         let (space, namespace) = (binding.space(), binding.namespace);
         let (run, votes) = (self[session].run, self.may_save(session));
         let bar = Bar { run, space, namespace, worst, votes };
@@ -71,7 +76,8 @@ impl Engines {
 
     /// Returns the engines served in a namespace.
     pub(crate) fn served_in(&self, space: Space) -> Vec<SessionId> {
-        let serves = |scheduler: &Scheduler| scheduler.binding().is_some_and(|bound| bound.space() == space);
+        let serves =
+            |scheduler: &SchedulerRole| scheduler.binding().is_some_and(|bound| bound.space() == space);
         let served = self.schedulers.iter().filter(|(_, scheduler)| serves(scheduler));
         served.map(|(session, _)| *session).collect()
     }
@@ -84,9 +90,9 @@ impl Engines {
     }
 
     pub(crate) fn barred(&self) -> Vec<Barred> {
-        let of_scheduler = |scheduler: &Scheduler| {
+        let of_scheduler = |scheduler: &SchedulerRole| {
             let barred = scheduler.barred()?;
-            let bar = self.bars.of(scheduler.run, barred.space())?;
+            let bar = self.bars.find_bar(scheduler.run, barred.space())?;
             Some(Barred { base: barred.base, engine: scheduler.engine.clone(), worst: bar.worst })
         };
         self.schedulers.values().filter_map(of_scheduler).collect()

@@ -11,7 +11,7 @@ use shm_protocol::namespace;
 use shm_protocol::session::Bound;
 use tiers::dram::BlockAccount;
 
-use super::{Binding, Engines, Form, Service, ServiceEvent, SessionId, Violation, Worker};
+use super::{Binding, Engines, Form, Service, ServiceEvent, SessionId, Violation, WorkerRole};
 use crate::core::Action;
 use crate::core::context::Context;
 
@@ -31,7 +31,7 @@ impl Engines {
         if is_bound || !self.every_rank(session, |rank| rank.answers == scheduler.weights) {
             return false;
         }
-        let ranks: Vec<(SessionId, &Worker)> = self.ranks(session).collect();
+        let ranks: Vec<(SessionId, &WorkerRole)> = self.ranks(session).collect();
         let live = namespace::weights_live(ranks.iter().map(|(_, rank)| rank.live));
         let facts = Arc::new(namespace::complete_facts(&ranks[0].1.facts, live));
         let base = namespace::digest_facts(&facts);
@@ -59,7 +59,7 @@ impl Engines {
         // The ranks come first: a rank refuses a plan of an unknown namespace.
         words.push((session, word(scheduler.weights)));
         let engine = scheduler.engine.clone();
-        let Some(binding) = self.serve(session, base, cx) else { return false };
+        let Some(binding) = self.serve_namespace(session, base, cx) else { return false };
         let (block_bytes, shards) = (binding.block_bytes(), binding.shards);
         cx.actions.push(Action::Bind { engine, facts, block_bytes, shards, words });
         true
@@ -67,11 +67,16 @@ impl Engines {
 
     /// Binds the engine of `session` to the namespace, or to the last salted form of it. It is served unless
     /// its run is barred. `None`: all ids of namespaces are used.
-    fn serve(&mut self, session: SessionId, base: NamespaceDigest, cx: &mut Context) -> Option<Binding> {
+    fn serve_namespace(
+        &mut self,
+        session: SessionId,
+        base: NamespaceDigest,
+        cx: &mut Context,
+    ) -> Option<Binding> {
         let scheduler = &self[session];
         let Form { shard_bytes, shards, parentless, .. } = scheduler.form.expect("a rank has joined");
         let digest = scheduler.salt.map_or(base, |salt| namespace::salt_namespace(base, salt));
-        let whose = BlockAccount { holder: scheduler.holder, quota: cx.quotas.of(base) };
+        let whose = BlockAccount { holder: scheduler.holder, quota: cx.quotas.of_namespace(base) };
         // Without another cache group, a hit of the engine needs all blocks.
         let parentless = parentless && scheduler.is_group();
         let mut binding = Binding { base, digest, namespace: 0, whose, shard_bytes, shards, parentless };
@@ -133,7 +138,7 @@ impl Engines {
     ) {
         self.scheduler(session).salt = Some(salt);
         if let Some(Binding { base, .. }) = ended {
-            self.serve(session, base, cx);
+            self.serve_namespace(session, base, cx);
         }
     }
 
@@ -144,7 +149,11 @@ impl Engines {
         scheduler.change(ServiceEvent::GenerationEnded);
         scheduler.generations.extend(ended.filter(Binding::is_private));
         if scheduler.generations.len() > GENERATIONS_MAX {
-            scheduler.generations.pop_front().into_iter().for_each(|old| cx.namespaces.forget(old.space()));
+            scheduler
+                .generations
+                .pop_front()
+                .into_iter()
+                .for_each(|old| cx.namespaces.forget_space(old.space()));
         }
         ended
     }

@@ -13,7 +13,7 @@ use std::collections::VecDeque;
 use serde::Serialize;
 use shm_protocol::key::NamespaceDigest;
 
-use super::{Engines, Scheduler, SessionId, Space};
+use super::{Engines, SchedulerRole, SessionId, Space};
 
 /// Limit of remembered proofs, of past and present runs: four for every engine process that may be connected.
 const PROOFS_MAX: usize = 1024;
@@ -32,7 +32,7 @@ pub enum Proof {
 
 /// The proof of an engine served in a namespace.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub struct Standing {
+pub struct EngineStanding {
     /// The namespace, as made by the engine's facts.
     pub base: NamespaceDigest,
     /// The engine's id, as its HELLO states it.
@@ -80,10 +80,10 @@ impl Engines {
     }
 
     /// Returns the served engines, each with its proof.
-    pub(crate) fn standings(&self) -> Vec<Standing> {
-        let of_scheduler = |scheduler: &Scheduler| {
-            let Scheduler { engine, proof, .. } = scheduler;
-            Some(Standing { base: scheduler.binding()?.base, engine: engine.clone(), proof: *proof })
+    pub(crate) fn standings(&self) -> Vec<EngineStanding> {
+        let of_scheduler = |scheduler: &SchedulerRole| {
+            let SchedulerRole { engine, proof, .. } = scheduler;
+            Some(EngineStanding { base: scheduler.binding()?.base, engine: engine.clone(), proof: *proof })
         };
         self.schedulers.values().filter_map(of_scheduler).collect()
     }

@@ -1,6 +1,6 @@
 //! The life cycle of an engine's session: its phases, and the events between them.
 
-use super::{Binding, EngineState, Scheduler};
+use super::{Binding, EngineState, SchedulerRole};
 
 /// A phase of a scheduler's session, with the facts of this phase alone. [`Service::after`] is the list of
 /// the transitions.
@@ -58,9 +58,9 @@ impl Service {
     }
 }
 
-// === impl Scheduler ===
+// === impl SchedulerRole ===
 
-impl Scheduler {
+impl SchedulerRole {
     pub(super) fn state(&self) -> EngineState {
         match self.service {
             Service::Served { .. } => EngineState::Serving,

@@ -9,7 +9,7 @@ use std::collections::{BTreeSet, VecDeque};
 use mesh::digest::Digest;
 use shm_protocol::key::{BlockHash, BlockKey};
 
-use super::{Peers, shared};
+use super::{MeshPeers, shared};
 use crate::core::context::Context;
 use crate::core::namespaces::Binding;
 
@@ -17,15 +17,15 @@ use crate::core::namespaces::Binding;
 pub(super) const DISTRUSTED_MAX: usize = 1 << 20;
 
 #[derive(Debug, Default)]
-pub(super) struct Distrusted {
+pub(super) struct DistrustedDigests {
     digests: BTreeSet<Digest>,
     /// The same, oldest first.
     order: VecDeque<Digest>,
 }
 
-// === impl Distrusted ===
+// === impl DistrustedDigests ===
 
-impl Distrusted {
+impl DistrustedDigests {
     pub(super) fn len(&self) -> usize {
         self.order.len()
     }
@@ -42,9 +42,9 @@ impl Distrusted {
     }
 }
 
-// === impl Peers ===
+// === impl MeshPeers ===
 
-impl Peers {
+impl MeshPeers {
     /// Distrusts blocks: peers may have fetched wrong copies, so no peer is ever asked for them.
     pub(super) fn distrust(&mut self, keys: &BTreeSet<BlockKey>, cx: &Context) {
         keys.iter().filter_map(|key| shared(key, cx)).for_each(|digest| self.distrusted.insert(digest));
@@ -62,7 +62,7 @@ mod tests {
 
     #[test]
     fn the_last_blocks_are_remembered_each_once() {
-        let mut distrusted = Distrusted::default();
+        let mut distrusted = DistrustedDigests::default();
         let most = DISTRUSTED_MAX as u64;
         (0..most).chain([0]).for_each(|n| distrusted.insert(Digest(n)));
         assert!(distrusted.digests.contains(&Digest(0)));

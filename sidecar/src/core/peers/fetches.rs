@@ -18,14 +18,14 @@ use shm_protocol::source::Source;
 use tiers::dram::Dram;
 
 use super::fruitless::WAITED_MS_MIN;
-use super::{Peers, stats};
+use super::{MeshPeers, stats};
 use crate::core::Action;
 use crate::core::arrivals::{PART, SourceLane, WAIT_MS_MAX, Waiter};
 use crate::core::context::Context;
 use crate::core::event::{JobEnd, TierJob};
 use crate::core::namespaces::Binding;
-use crate::core::tier::{Notice, ReadEnd, Span, Tier};
-use crate::system::clock::millis;
+use crate::core::tier::{Notice, ReadEnd, Tier, TierSpan};
+use crate::system::clock::count_millis;
 
 /// Limit of peers asked for a block, one after the other.
 const HOLDERS_MAX: usize = 3;
@@ -36,7 +36,7 @@ pub(super) const SPANS_MAX: usize = 4;
 const PART_BYTES_MIN: u64 = 4 << 20;
 
 #[derive(Debug)]
-pub(super) struct Fetching {
+pub(super) struct PeerFetch {
     peer: PeerNumber,
     /// When its blocks were first asked for.
     since: Duration,
@@ -47,7 +47,7 @@ pub(super) struct Fetching {
     namespace: NamespaceDigest,
     bytes: u32,
     /// Its blocks; `None` for an ended one.
-    blocks: Vec<Option<Wanted>>,
+    blocks: Vec<Option<WantedBlock>>,
     /// Number of its unended blocks.
     open: usize,
     /// True if some blocks have come.
@@ -62,22 +62,22 @@ pub(super) struct Fetching {
 /// Blocks not given by one peer and still awaited, by the ticket of their fetch and their place in it. Beside
 /// each ticket stands the fetch without its blocks.
 #[derive(Debug, Default)]
-pub(super) struct Again(BTreeMap<u64, (Fetching, BTreeMap<u32, Wanted>)>);
+pub(super) struct Again(BTreeMap<u64, (PeerFetch, BTreeMap<u32, WantedBlock>)>);
 
 /// A block on its way.
 #[derive(Debug)]
-struct Wanted {
+struct WantedBlock {
     key: BlockKey,
     slot: SlotRef,
 }
 
-// === impl Fetching ===
+// === impl PeerFetch ===
 
-impl Fetching {
-    fn new(peer: PeerNumber, now: Duration, binding: &Binding, blocks: Vec<Wanted>) -> Self {
+impl PeerFetch {
+    fn new(peer: PeerNumber, now: Duration, binding: &Binding, blocks: Vec<WantedBlock>) -> Self {
         let bytes = u32::try_from(binding.block_bytes()).expect("it fits a segment of the pool");
         let (open, blocks) = (blocks.len(), blocks.into_iter().map(Some).collect());
-        let until_ms = millis(now).saturating_add(WAIT_MS_MAX);
+        let until_ms = count_millis(now).saturating_add(WAIT_MS_MAX);
         let (since, tried, namespace) = (now, Vec::new(), binding.digest);
         Self {
             peer,
@@ -95,13 +95,13 @@ impl Fetching {
     }
 
     /// Returns the same fetch with other blocks, and maybe another peer.
-    fn with(&self, peer: PeerNumber, blocks: impl IntoIterator<Item = Wanted>) -> Self {
+    fn with(&self, peer: PeerNumber, blocks: impl IntoIterator<Item = WantedBlock>) -> Self {
         let blocks: Vec<_> = blocks.into_iter().map(Some).collect();
         Self { peer, open: blocks.len(), blocks, tried: self.tried.clone(), ..*self }
     }
 
     /// Returns the number of its unended blocks.
-    pub(super) fn open(&self) -> u64 {
+    pub(super) fn open_blocks(&self) -> u64 {
         self.open as u64
     }
 
@@ -110,14 +110,19 @@ impl Fetching {
     }
 }
 
-// === impl Peers ===
+// === impl MeshPeers ===
 
-impl Peers {
-    fn post(&mut self, mut fetching: Fetching, cx: &mut Context) {
+impl MeshPeers {
+    fn post_fetch(&mut self, mut fetching: PeerFetch, cx: &mut Context) {
         let ticket = self.next_ticket;
         self.next_ticket += 1;
         for wanted in fetching.blocks.iter().flatten() {
-            cx.arrivals.send(&wanted.key, SourceLane::Peer(fetching.peer), fetching.bytes.into(), cx.now_ms);
+            cx.arrivals.send_for(
+                &wanted.key,
+                SourceLane::Peer(fetching.peer),
+                fetching.bytes.into(),
+                cx.now_ms,
+            );
         }
         self.stats.fetches += 1;
         let wanted = fetching.blocks.iter().flatten();
@@ -131,14 +136,14 @@ impl Peers {
     }
 
     /// Takes a block out of its fetch. Returns it, and the fetch without blocks.
-    fn end(&mut self, end: &FetchDone, cx: &mut Context) -> (Wanted, Fetching) {
+    fn end_block(&mut self, end: &FetchDone, cx: &mut Context) -> (WantedBlock, PeerFetch) {
         let now_ms = cx.now_ms;
         let fetching = self.fetches.get_mut(&end.ticket).expect("a fetch lasts until all of it has ended");
         let wanted = fetching.blocks[end.index as usize].take().expect("a block ends once");
         let is_late = end.result == Err(FetchFault::Timeout(FetchStage::Whole));
         fetching.open -= 1;
         fetching.gave |= end.result.is_ok();
-        let (peer, since_ms) = (fetching.peer, millis(fetching.since));
+        let (peer, since_ms) = (fetching.peer, count_millis(fetching.since));
         self.directory.note_end(now_ms, peer, &end.result);
         if let Some(given_before) = fetching.given_before.take_if(|_| is_late) {
             fetching.is_slow = self.directory.late(now_ms, peer, since_ms, given_before);
@@ -160,7 +165,7 @@ impl Peers {
 
     /// Judges an ended fetch: requests stop waiting for peers after fetches with no or too few blocks, and
     /// wait again once a fetch brings blocks.
-    fn judge_waits(&mut self, last: &FetchDone, of: &Fetching, cx: &mut Context) {
+    fn judge_waits(&mut self, last: &FetchDone, of: &PeerFetch, cx: &mut Context) {
         if of.gave && !of.is_slow {
             if self.fruitless.end_pause() {
                 cx.actions
@@ -168,7 +173,7 @@ impl Peers {
             }
             return;
         }
-        let waited = cx.now_ms.saturating_sub(millis(of.since)) >= WAITED_MS_MIN;
+        let waited = cx.now_ms.saturating_sub(count_millis(of.since)) >= WAITED_MS_MIN;
         if !waited || matches!(last.result, Err(FetchFault::Absent | FetchFault::Stopped)) {
             return;
         }
@@ -200,7 +205,7 @@ impl Peers {
     }
 }
 
-impl Tier for Peers {
+impl Tier for MeshPeers {
     fn attach(&mut self, number: usize, dram: &mut Dram) {
         dram.watch();
         self.number = number;
@@ -212,7 +217,7 @@ impl Tier for Peers {
     }
 
     /// Returns the begin of a run at peers, with its possible holders. It ends before a distrusted block.
-    fn find(&self, binding: &Binding, run: &[BlockHash], spans: usize, cx: &Context) -> Option<Span> {
+    fn find(&self, binding: &Binding, run: &[BlockHash], spans: usize, cx: &Context) -> Option<TierSpan> {
         if spans >= SPANS_MAX || !self.may_ask_for(binding, run, cx) {
             return None;
         }
@@ -223,7 +228,7 @@ impl Tier for Peers {
         holders.retain(|holder| holder.absence_level == best.absence_level);
         let run = &run[..best.run as usize];
         let reach = run.iter().position(|hash| self.distrusts(binding, hash)).unwrap_or(run.len());
-        Some(Span { reach, holders, ..Span::default() })
+        Some(TierSpan { reach, holders, ..TierSpan::default() })
     }
 
     fn may_have(&self, binding: &Binding, run: &[BlockHash], cx: &Context) -> bool {
@@ -239,23 +244,24 @@ impl Tier for Peers {
     fn begin_read(&mut self, _key: BlockKey, _slot: SlotRef, bytes: u64, parts: u64, now: Duration) -> bool {
         let takes = self.pace.takes(bytes, parts);
         if takes {
-            self.pace.began(bytes, millis(now));
+            self.pace.began(bytes, count_millis(now));
         }
         takes
     }
 
     /// Fetches the blocks of a span for which there are slots, in its order.
-    fn read(&mut self, binding: &Binding, span: &Span, slots: &[SlotRef], cx: &mut Context) {
-        let wanted = |(&(place, key), &slot): (&(u32, BlockKey), &SlotRef)| (place, Wanted { key, slot });
-        let begun: Vec<(u32, Wanted)> = span.blocks.iter().zip(slots).map(wanted).collect();
+    fn read_span(&mut self, binding: &Binding, span: &TierSpan, slots: &[SlotRef], cx: &mut Context) {
+        let wanted =
+            |(&(place, key), &slot): (&(u32, BlockKey), &SlotRef)| (place, WantedBlock { key, slot });
+        let begun: Vec<(u32, WantedBlock)> = span.blocks.iter().zip(slots).map(wanted).collect();
         for (peer, blocks) in cut_span(span, begun, binding.block_bytes()) {
-            self.post(Fetching::new(peer, cx.now, binding, blocks), cx);
+            self.post_fetch(PeerFetch::new(peer, cx.now, binding, blocks), cx);
         }
     }
 
-    fn ended(&mut self, end: JobEnd, waits: &dyn Fn(&Waiter) -> bool, cx: &mut Context) -> Option<ReadEnd> {
+    fn end_job(&mut self, end: JobEnd, waits: &dyn Fn(&Waiter) -> bool, cx: &mut Context) -> Option<ReadEnd> {
         let JobEnd::Peer(end) = end else { unreachable!("no peer says {end:?}") };
-        let (Wanted { key, slot }, of) = self.end(&end, cx);
+        let (WantedBlock { key, slot }, of) = self.end_block(&end, cx);
         let read = ReadEnd { key, slot, since: of.since, checksum: end.result.ok() };
         let Err(fault) = end.result else {
             self.pace.end_read(of.bytes.into(), true, cx.now_ms);
@@ -263,14 +269,14 @@ impl Tier for Peers {
             self.stats.fetched_bytes += u64::from(of.bytes);
             return Some(read);
         };
-        self.stats.faults[stats::index(fault)] += 1;
+        self.stats.faults[stats::index_fault(fault)] += 1;
         let may_ask = of.tried.len() + 1 < HOLDERS_MAX && cx.now_ms < of.until_ms && !cx.draining;
         if !may_ask || !cx.arrivals.is_wished(&key, waits) {
             self.pace.end_read(of.bytes.into(), false, cx.now_ms);
             return Some(read);
         }
         let (_, failed) = self.again.0.entry(end.ticket).or_insert_with(|| (of, BTreeMap::new()));
-        failed.insert(end.index, Wanted { key, slot });
+        failed.insert(end.index, WantedBlock { key, slot });
         None
     }
 
@@ -280,20 +286,20 @@ impl Tier for Peers {
         let mut left = Vec::new();
         for (mut of, failed) in std::mem::take(&mut self.again).0.into_values() {
             of.tried.push(of.peer);
-            let mut failed: Vec<Wanted> = failed.into_values().collect();
+            let mut failed: Vec<WantedBlock> = failed.into_values().collect();
             for _ in 0..SPANS_MAX {
                 let run: Vec<Digest> =
                     failed.iter().map(|wanted| Digest::of_label(&of.label(&wanted.key))).collect();
                 let Some((peer, run)) = self.other_holder(cx.now_ms, &run, &of.tried) else { break };
                 let fetching = of.with(peer, failed.drain(..run));
-                self.stats.retried_blocks += fetching.open();
-                self.post(fetching, cx);
+                self.stats.retried_blocks += fetching.open_blocks();
+                self.post_fetch(fetching, cx);
                 if failed.is_empty() {
                     break;
                 }
             }
             failed.iter().for_each(|_| self.pace.end_read(of.bytes.into(), false, cx.now_ms));
-            let end = |Wanted { key, slot }| ReadEnd { key, slot, since: of.since, checksum: None };
+            let end = |WantedBlock { key, slot }| ReadEnd { key, slot, since: of.since, checksum: None };
             left.extend(failed.into_iter().map(end));
         }
         left
@@ -306,7 +312,7 @@ impl Tier for Peers {
 
     fn take_notice(&mut self, notice: Notice<'_>, cx: &mut Context) {
         match notice {
-            Notice::Changed(changes) => self.tell(changes, cx),
+            Notice::Changed(changes) => self.tell_changes(changes, cx),
             Notice::Refuted(keys) => self.distrust(keys, cx),
             // Every fetch ends early.
             Notice::Draining => {
@@ -326,7 +332,7 @@ impl Tier for Peers {
 
 /// Cuts the begun blocks of a span, in its order, into parts for its holders: each may have its own part, so
 /// holders with the shortest runs get the first ones.
-fn cut_span<T>(span: &Span, begun: Vec<(u32, T)>, block_bytes: u64) -> Vec<(PeerNumber, Vec<T>)> {
+fn cut_span<T>(span: &TierSpan, begun: Vec<(u32, T)>, block_bytes: u64) -> Vec<(PeerNumber, Vec<T>)> {
     let worth = (begun.len() as u64 * block_bytes).div_ceil(PART_BYTES_MIN).max(1);
     let count = span.holders.len().min(usize::try_from(worth).unwrap_or(usize::MAX));
     let mut parts = Vec::with_capacity(count);

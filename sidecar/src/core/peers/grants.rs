@@ -5,36 +5,36 @@ use shm_protocol::key::BlockKey;
 use shm_protocol::pool::SlotRef;
 use tiers::dram::HolderId;
 
-use super::Peers;
+use super::MeshPeers;
 use crate::core::Action;
 use crate::core::context::Context;
 use crate::core::namespaces::Space;
 
 /// Blocks held for one ask of a peer until it has read them.
 #[derive(Debug)]
-pub(super) struct Granted {
+pub(super) struct PeerGrant {
     peer: PeerNumber,
     /// Held slots with the bytes of each, in the order of the ask.
     slots: Vec<(SlotRef, u64)>,
 }
 
-// === impl Granted ===
+// === impl PeerGrant ===
 
-impl Granted {
-    fn bytes(&self) -> u64 {
+impl PeerGrant {
+    fn slot_bytes(&self) -> u64 {
         self.slots.iter().map(|(_, bytes)| bytes).sum()
     }
 }
 
-// === impl Peers ===
+// === impl MeshPeers ===
 
-impl Peers {
+impl MeshPeers {
     /// Answers a peer's ask: grants the blocks here with the stated length, and denies the others. A sidecar
     /// about to end gives nothing.
-    pub(super) fn grant(&mut self, ask: u64, peer: PeerNumber, blocks: &[Label], cx: &mut Context) {
-        let mut granted = Granted { peer, slots: Vec::new() };
+    pub(super) fn grant_blocks(&mut self, ask: u64, peer: PeerNumber, blocks: &[Label], cx: &mut Context) {
+        let mut granted = PeerGrant { peer, slots: Vec::new() };
         let mut has: u64 =
-            self.grants.values().filter(|granted| granted.peer == peer).map(Granted::bytes).sum();
+            self.grants.values().filter(|granted| granted.peer == peer).map(PeerGrant::slot_bytes).sum();
         let slots = blocks.iter().map(|label| {
             let slot = self.hold(label, has, cx)?;
             let bytes = u64::from(label.bytes);
@@ -83,9 +83,9 @@ impl Peers {
 
     /// Ends a grant: the transport no longer needs its slots. Sent blocks are no longer kept for another
     /// engine: its own sidecar has them.
-    pub(super) fn release(&mut self, ask: u64, sent: u32, cx: &mut Context) {
+    pub(super) fn release_grant(&mut self, ask: u64, sent: u32, cx: &mut Context) {
         let granted = self.grants.remove(&ask).expect("a grant is released once");
-        self.granted_bytes -= granted.bytes();
+        self.granted_bytes -= granted.slot_bytes();
         let whole = &granted.slots[..granted.slots.len().min(sent as usize)];
         self.stats.served_blocks += whole.len() as u64;
         self.stats.served_bytes += whole.iter().map(|(_, bytes)| bytes).sum::<u64>();

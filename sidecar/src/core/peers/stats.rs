@@ -39,7 +39,7 @@ pub struct PeersStats {
     pub served_blocks: u64,
     pub served_bytes: u64,
     /// Changes of blocks published to peers.
-    pub told: u64,
+    pub published: u64,
     /// Outgrown filters of peers.
     pub resyncs: u64,
     /// Requests that waited for a producer.
@@ -51,7 +51,7 @@ pub struct PeersStats {
 }
 
 /// Returns the place of a fault in [`PeersStats::faults`].
-pub(super) fn index(fault: FetchFault) -> usize {
+pub(super) fn index_fault(fault: FetchFault) -> usize {
     match fault {
         FetchFault::Absent => 0,
         FetchFault::Corrupt => 1,

@@ -25,7 +25,7 @@ use tiers::dram::{self, BlockAccount, Dram};
 use super::*;
 use crate::core::namespaces::Space;
 use crate::core::tests::{Harness, NAMESPACE, RANKS, SCHEDULER, asked, hash, taken};
-use crate::core::{Core, Event, Heard, JobEnd, Part, Request, TierJob, Timed, arrivals};
+use crate::core::{Core, CoreEvent, JobEnd, MeshEvent, RingRequest, TierJob, Timed, TimedPart, arrivals};
 
 /// Seven blocks to a segment of the pool.
 const BLOCK_BYTES: u64 = 256 << 10;
@@ -44,7 +44,7 @@ struct Scene {
     fetches: VecDeque<Fetch>,
     cancelled: Vec<u64>,
     granted: BTreeMap<u64, Vec<Option<SlotRef>>>,
-    told: Vec<DigestChange>,
+    published: Vec<DigestChange>,
     /// The last keys of the promised prompts, one list for each publication.
     promised: Vec<Vec<Digest>>,
     op: u64,
@@ -71,8 +71,8 @@ impl Scene {
         let core = Core::new(Dram::new(config).unwrap(), &[], [peers]);
         let mut engine = Harness::waiting(core, 1, BLOCK_BYTES, miss_wait_ms);
         engine.join();
-        let (fetches, cancelled, granted, told, promised) = Default::default();
-        Self { engine, fetches, cancelled, granted, told, promised, op: 0 }
+        let (fetches, cancelled, granted, published, promised) = Default::default();
+        Self { engine, fetches, cancelled, granted, published, promised, op: 0 }
     }
 
     /// The same with a peer keeping these blocks.
@@ -85,21 +85,21 @@ impl Scene {
     /// Peer A announces these new blocks.
     fn produce(&mut self, keys: Range<u32>) {
         let changes = keys.map(|key| DigestChange::Added(digest(key))).collect();
-        self.hear(Heard::Changed { peer: A, changes });
+        self.hear(MeshEvent::Changed { peer: A, changes });
     }
 
     fn join(&mut self, peer: PeerNumber, keys: Range<u32>) {
-        self.hear(Heard::Joined(peer));
+        self.hear(MeshEvent::Joined(peer));
         let mut filter = Filter::with_capacity(1000);
         keys.for_each(|key| assert!(filter.insert(digest(key))));
-        self.hear(Heard::Keeps { peer, filter });
+        self.hear(MeshEvent::Keeps { peer, filter });
     }
 
-    fn hear(&mut self, heard: Heard) {
-        self.event(Event::Mesh(heard));
+    fn hear(&mut self, event: MeshEvent) {
+        self.event(CoreEvent::Mesh(event));
     }
 
-    fn event(&mut self, event: Event) {
+    fn event(&mut self, event: CoreEvent) {
         self.engine.event(event);
         self.take_actions();
     }
@@ -110,7 +110,7 @@ impl Scene {
                 Action::Transfer { job: TierJob::Fetch(fetch), .. } => self.fetches.push_back(fetch),
                 Action::Transfer { job: TierJob::CancelFetch { ticket }, .. } => self.cancelled.push(ticket),
                 Action::Grant { ask, slots } => drop(self.granted.insert(ask, slots)),
-                Action::Publish(changes) => self.told.extend(changes),
+                Action::Publish(changes) => self.published.extend(changes),
                 Action::Promise(promises) => self.promised.push(promises),
                 other => self.engine.out.push(other),
             }
@@ -168,7 +168,7 @@ impl Scene {
     /// Ends these blocks of a fetch.
     fn end(&mut self, fetch: &Fetch, indexes: Range<usize>, result: Result<u64, FetchFault>) {
         let end = |index| JobEnd::Peer(FetchDone { ticket: fetch.ticket, index: index as u32, result });
-        self.event(Event::Transferred { tier: 0, ends: indexes.map(end).collect() });
+        self.event(CoreEvent::Transferred { tier: 0, ends: indexes.map(end).collect() });
     }
 
     fn end_all(&mut self, fetch: &Fetch, result: Result<u64, FetchFault>) {
@@ -177,7 +177,7 @@ impl Scene {
 
     fn tick(&mut self, ms: u64) {
         self.engine.now_ms += ms;
-        self.event(Event::Tick);
+        self.event(CoreEvent::Tick);
     }
 
     fn held_bytes(&self) -> u64 {
@@ -243,7 +243,7 @@ fn a_block_of_a_peer_was_asked_for_with_the_question() {
     scene.end(&fetch, 0..1, Err(FetchFault::Absent));
     assert_eq!(scene.engine.took(), [], "it did not come");
     scene.end(&fetch, 1..2, Ok(7));
-    let (tier, whole) = (Timed::Query(Part::Tier), Timed::Query(Part::Whole));
+    let (tier, whole) = (Timed::Query(TimedPart::Tier), Timed::Query(TimedPart::Whole));
     assert_eq!(scene.engine.took(), [(Timed::Read(Source::Peer), since), (tier, since), (whole, since)]);
 }
 
@@ -267,7 +267,7 @@ fn nobody_is_asked_for_what_no_peer_has() {
     let mut scene = Scene::with(A, 0..4);
     let op = scene.query(1, 10..14);
     assert_eq!(scene.answers(), [(op, Status::Ok, 0)]);
-    scene.hear(Heard::Left(A));
+    scene.hear(MeshEvent::Left(A));
     let op = scene.query(2, 0..4);
     assert_eq!(scene.answers(), [(op, Status::Ok, 0)]);
     assert!(scene.fetches.is_empty() && scene.is_quiet());
@@ -344,7 +344,7 @@ fn what_a_fetch_lacks_is_looked_for_as_often_as_a_run() {
     scene.join(B, 0..6);
     let end =
         |index| JobEnd::Peer(FetchDone { ticket: first.ticket, index, result: Err(FetchFault::Absent) });
-    scene.event(Event::Transferred { tier: 0, ends: (0..8).rev().map(end).collect() });
+    scene.event(CoreEvent::Transferred { tier: 0, ends: (0..8).rev().map(end).collect() });
     assert_eq!(keys_of(&scene.fetch()), (0..6).map(label).collect::<Vec<_>>(), "in any order of ends");
 
     let (mut scene, _, first) = fetching(8);
@@ -482,7 +482,7 @@ fn who_is_asked_for_what_another_failed_to_give_has_too_little_time_to_be_too_sl
 #[test]
 fn a_peer_that_leaves_keeps_the_slots_until_their_end() {
     let (mut scene, op, fetch) = fetching(2);
-    scene.hear(Heard::Left(A));
+    scene.hear(MeshEvent::Left(A));
     assert!(scene.answers().is_empty() && scene.engine.core.busy());
     scene.end_all(&fetch, Err(FetchFault::Stopped));
     assert_eq!(scene.answers(), [(op, Status::Ok, 0)]);
@@ -493,7 +493,7 @@ fn a_peer_that_leaves_keeps_the_slots_until_their_end() {
 fn whoever_stops_waiting_leaves_the_blocks_in_dram_and_nobody_else_is_asked() {
     let release = |scene: &mut Scene| scene.ask(SchedulerRequest::Release { log: 1 });
     let salt = |scene: &mut Scene| scene.ask(SchedulerRequest::Salt { salt: [9; 16] });
-    let hang_up = |scene: &mut Scene| scene.event(Event::Disconnected { session: SCHEDULER });
+    let hang_up = |scene: &mut Scene| scene.event(CoreEvent::Disconnected { session: SCHEDULER });
     let ways: [&dyn Fn(&mut Scene); 3] = [&release, &salt, &hang_up];
     for (way, stop) in ways.into_iter().enumerate() {
         let mut scene = Scene::with(A, 0..3);
@@ -564,29 +564,29 @@ fn no_more_than_a_part_of_the_pool_is_on_its_way() {
 fn what_belongs_to_one_engine_alone_is_neither_asked_for_nor_told_of() {
     let mut scene = Scene::with(A, 0..4);
     scene.ask(SchedulerRequest::Salt { salt: [9; 16] });
-    scene.told.clear();
+    scene.published.clear();
     let op = scene.query(1, 0..4);
     assert_eq!(scene.answers(), [(op, Status::Ok, 0)]);
     scene.save(0..2);
-    assert!(scene.fetches.is_empty() && scene.told.is_empty());
+    assert!(scene.fetches.is_empty() && scene.published.is_empty());
 }
 
 #[test]
 fn peers_are_told_what_comes_and_goes() {
     let mut scene = Scene::new();
     scene.save(0..2);
-    let mut told = std::mem::take(&mut scene.told);
-    told.sort_unstable_by_key(|change| change.digest());
+    let mut published = std::mem::take(&mut scene.published);
+    published.sort_unstable_by_key(|change| change.digest());
     let mut expected = [DigestChange::Added(digest(0)), DigestChange::Added(digest(1))];
     expected.sort_unstable_by_key(|change| change.digest());
-    assert_eq!(told, expected);
+    assert_eq!(published, expected);
     for from in (1000..1000 + 4 * POOL_BLOCKS).step_by(7) {
         scene.save(from..from + 7);
     }
-    assert!(scene.told.contains(&DigestChange::Removed(digest(0))));
+    assert!(scene.published.contains(&DigestChange::Removed(digest(0))));
     let mut filter = Filter::with_capacity(8 * POOL_BLOCKS as usize);
     expected.iter().for_each(|change| assert!(filter.insert(change.digest())));
-    for change in &scene.told {
+    for change in &scene.published {
         match change {
             DigestChange::Added(digest) => assert!(filter.insert(*digest)),
             DigestChange::Removed(digest) => assert!(filter.remove(*digest), "it was announced before"),
@@ -602,7 +602,7 @@ fn granted_slots_are_held_until_their_release() {
     let longer = Label { bytes: BLOCK_BYTES as u32 + 1, ..label(1) };
     let foreign = Label { namespace: NamespaceDigest([2; 16]), ..label(1) };
     let blocks = vec![label(0), longer, foreign, label(5), label(1)];
-    scene.hear(Heard::Asked { ask: 7, peer: A, blocks });
+    scene.hear(MeshEvent::Asked { ask: 7, peer: A, blocks });
     let granted: Vec<bool> = scene.granted[&7].iter().map(Option::is_some).collect();
     assert_eq!(granted, [true, false, false, false, true]);
     assert_eq!((scene.held_bytes(), scene.engine.core.busy()), (2 * BLOCK_BYTES, true));
@@ -610,7 +610,7 @@ fn granted_slots_are_held_until_their_release() {
         scene.save(from..from + 7);
     }
     assert_eq!(scene.stats().granted_bytes, 2 * BLOCK_BYTES, "granted blocks are not evicted");
-    scene.hear(Heard::Released { ask: 7, sent: 1 });
+    scene.hear(MeshEvent::Released { ask: 7, sent: 1 });
     assert!(scene.is_quiet());
     let stats = scene.stats();
     assert_eq!((stats.asked_blocks, stats.absent_blocks), (5, 3));
@@ -627,8 +627,8 @@ fn what_a_peer_was_sent_is_not_kept_for_another_engine_any_longer() {
     let computes = BlockAccount { holder: dram.enter_holder(), quota: None };
     let keys = [0, 1].map(|n| BlockKey { namespace, group: 0, hash: hash(n) });
     keys.iter().for_each(|key| kept.keep(key, computes, None, *now_ms, dram));
-    scene.hear(Heard::Asked { ask: 1, peer: A, blocks: vec![label(0), label(1)] });
-    scene.hear(Heard::Released { ask: 1, sent: 1 });
+    scene.hear(MeshEvent::Asked { ask: 1, peer: A, blocks: vec![label(0), label(1)] });
+    scene.hear(MeshEvent::Released { ask: 1, sent: 1 });
     let stats = scene.engine.core.stats();
     assert_eq!((stats.handover_kept_bytes, stats.handover_loaded), (BLOCK_BYTES, 1));
     assert_eq!(scene.held_bytes(), BLOCK_BYTES, "the other one is");
@@ -641,7 +641,7 @@ fn peers_read_a_part_of_the_pool_at_once_and_each_leaves_as_much_to_the_others()
         scene.save(from..from + 7);
     }
     let ask = |scene: &mut Scene, ask, peer, count| {
-        scene.hear(Heard::Asked { ask, peer, blocks: (0..count).map(label).collect() });
+        scene.hear(MeshEvent::Asked { ask, peer, blocks: (0..count).map(label).collect() });
         scene.granted[&ask].iter().flatten().count() as u32
     };
     assert_eq!(ask(&mut scene, 1, A, MOST), MOST / 2);
@@ -652,7 +652,7 @@ fn peers_read_a_part_of_the_pool_at_once_and_each_leaves_as_much_to_the_others()
         assert_eq!(ask(&mut scene, 10 + number, PeerNumber(10 + number as u32), 1), 1, "{left} are left");
     }
     assert_eq!(ask(&mut scene, 4, PeerNumber(99), 1), 0);
-    scene.hear(Heard::Released { ask: 1, sent: MOST / 2 });
+    scene.hear(MeshEvent::Released { ask: 1, sent: MOST / 2 });
     assert_eq!(ask(&mut scene, 5, A, 1), 1);
 }
 
@@ -660,20 +660,20 @@ fn peers_read_a_part_of_the_pool_at_once_and_each_leaves_as_much_to_the_others()
 fn a_draining_sidecar_lets_nobody_wait_and_gives_nothing_more() {
     let mut scene = Scene::with(A, 0..2);
     scene.save(10..11);
-    scene.hear(Heard::Asked { ask: 1, peer: A, blocks: vec![label(10)] });
+    scene.hear(MeshEvent::Asked { ask: 1, peer: A, blocks: vec![label(10)] });
     let op = scene.query(1, 0..2);
     let fetch = scene.fetch();
     scene.join(B, 0..2);
     scene.answers();
-    scene.event(Event::Drain);
+    scene.event(CoreEvent::Drain);
     assert_eq!(scene.answers(), [(op, Status::Ok, 0)]);
     assert_eq!(scene.cancelled, [fetch.ticket]);
-    scene.hear(Heard::Asked { ask: 2, peer: A, blocks: vec![label(10)] });
+    scene.hear(MeshEvent::Asked { ask: 2, peer: A, blocks: vec![label(10)] });
     assert_eq!(scene.granted[&2], [None]);
-    scene.hear(Heard::Released { ask: 2, sent: 0 });
+    scene.hear(MeshEvent::Released { ask: 2, sent: 0 });
     scene.end_all(&fetch, Err(FetchFault::Stopped));
     assert!(scene.fetches.is_empty() && scene.engine.core.busy(), "a peer reads");
-    scene.hear(Heard::Released { ask: 1, sent: 1 });
+    scene.hear(MeshEvent::Released { ask: 1, sent: 1 });
     assert!(scene.is_quiet());
 }
 
@@ -685,11 +685,11 @@ fn a_filter_without_room_is_asked_for_anew_once() {
         let out = std::mem::take(&mut scene.engine.out);
         out.iter().filter(|action| **action == Action::Resync { peer: A }).count()
     };
-    scene.hear(Heard::Changed { peer: A, changes: changes.clone() });
+    scene.hear(MeshEvent::Changed { peer: A, changes: changes.clone() });
     assert_eq!(resyncs(&mut scene), 1);
-    scene.hear(Heard::Changed { peer: A, changes });
+    scene.hear(MeshEvent::Changed { peer: A, changes });
     assert_eq!(resyncs(&mut scene), 0);
-    scene.hear(Heard::Changed { peer: B, changes: vec![DigestChange::Added(digest(1))] });
+    scene.hear(MeshEvent::Changed { peer: B, changes: vec![DigestChange::Added(digest(1))] });
     assert_eq!(scene.stats().peers.len(), 1, "only members are believed");
 }
 

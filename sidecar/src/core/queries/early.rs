@@ -11,7 +11,7 @@ use shm_protocol::pool::SlotRef;
 use shm_protocol::request;
 
 use super::waits::WaitPhase;
-use super::{Base, Binding, Context, Found, Queries, Question, SessionId};
+use super::{Base, Binding, Context, FoundRun, Queries, Question, SessionId};
 
 /// Bytes on their way worth an early answer. A load without a waiting step costs its request about a step
 /// more, and the early answer gains the time of a copy to the device: 6 ms for so many at 40 GB/s.
@@ -44,7 +44,7 @@ impl Queries {
         let Some(binding) = base.engines[place.0].binding().filter(|it| is_worth_it(it, open)) else {
             return;
         };
-        let (slots, held, coming) = self.run(question, &binding, &mut base.cx);
+        let (slots, held, coming) = self.find_run(question, &binding, &mut base.cx);
         if !is_worth_it(&binding, coming) {
             return self.unhold(place.0, held, &mut base.cx);
         }
@@ -54,26 +54,26 @@ impl Queries {
         let before = std::mem::replace(&mut wait.held, held);
         wait.phase = WaitPhase::Answered { slots: slots.clone(), until_ms };
         if let Ok(Some(lease)) = self.asker(place.0).logs.take_lease(place.1) {
-            lease.release(place.0, &mut base.cx);
+            lease.release_lease(place.0, &mut base.cx);
         }
         self.unhold(place.0, before, &mut base.cx);
         base.cx.stats.early_answers += 1;
         question.count_wait(&mut base.cx);
         self.end_window(question, slots.len() as u32, base);
-        self.answer(question, Found { known: 0, refs: slots }, Status::Arriving, &mut base.cx);
+        self.answer_question(question, FoundRun { known: 0, refs: slots }, Status::Arriving, &mut base.cx);
     }
 
     /// Returns the part of a question's run here or on its way: all its slots, the held slots of the blocks
     /// here, and the number of blocks on their way.
-    fn run(
+    fn find_run(
         &self,
         question: Question,
         binding: &Binding,
         cx: &mut Context,
     ) -> (Vec<SlotRef>, Vec<SlotRef>, usize) {
         let (mut slots, mut held, mut coming) = (Vec::new(), Vec::new(), 0);
-        for hash in self.wanted(question) {
-            let key = binding.key(hash);
+        for hash in self.wanted_keys(question) {
+            let key = binding.block_key(hash);
             if let Some(slot) = cx.dram.hold(&key, binding.whose.holder) {
                 held.push(slot);
                 slots.push(slot);

@@ -62,8 +62,8 @@ pub(super) struct QueryLease {
 
 impl KeyLogs {
     /// Opens a log. Fails if it is open.
-    pub(crate) fn open(&mut self, number: u32, cx: &Context) -> Result<(), Violation> {
-        let opened = KeyLog { kept_before: cx.kept.count(), ..KeyLog::default() };
+    pub(crate) fn open_log(&mut self, number: u32, cx: &Context) -> Result<(), Violation> {
+        let opened = KeyLog { kept_before: cx.kept.block_count(), ..KeyLog::default() };
         if self.open.insert(number, opened).is_some() {
             return Err(format!("log {number} was opened twice"));
         }
@@ -72,7 +72,7 @@ impl KeyLogs {
 
     /// Adds keys to the end of a log. Fails if it is not open or ended, if the keys do not follow its last
     /// one, or beyond the limit of keys.
-    pub(crate) fn append(&mut self, append: &Append, keys: Vec<BlockHash>) -> Result<(), Violation> {
+    pub(crate) fn append_keys(&mut self, append: &Append, keys: Vec<BlockHash>) -> Result<(), Violation> {
         let LogKeys { log: number, from, .. } = append.keys;
         let room = LOG_KEYS - self.keys;
         let log = self.open.get_mut(&number).ok_or_else(|| unknown(number))?;
@@ -141,7 +141,7 @@ impl KeyLogs {
     }
 
     /// Closes a log, and returns it; `None` if it is not open.
-    pub(super) fn close(&mut self, number: u32) -> Option<KeyLog> {
+    pub(super) fn close_log(&mut self, number: u32) -> Option<KeyLog> {
         let log = self.open.remove(&number)?;
         self.promised.remove(&number);
         self.keys -= log.keys.len();
@@ -160,7 +160,7 @@ impl KeyLog {
     }
 
     /// Returns the keys of the log named by a question.
-    pub(super) fn wanted(&self, question: Question) -> &[BlockHash] {
+    pub(super) fn wanted_keys(&self, question: Question) -> &[BlockHash] {
         self.some(question.from, question.count)
     }
 
@@ -185,7 +185,7 @@ impl KeyLog {
     /// a run without it is whole.
     pub(super) fn missing(&self, question: Question, hits: u32) -> usize {
         let from = question.from as usize;
-        let wanted = from + self.wanted(question).len();
+        let wanted = from + self.wanted_keys(question).len();
         (from + hits as usize..wanted).filter(|key| !self.is_tail(*key)).count()
     }
 
@@ -203,7 +203,7 @@ impl KeyLog {
 
 impl QueryLease {
     /// Ends the lease; at worst it has expired meanwhile.
-    pub(super) fn release(self, session: SessionId, cx: &mut Context) {
+    pub(super) fn release_lease(self, session: SessionId, cx: &mut Context) {
         let _ = cx.dram.release(self.id, session);
     }
 

@@ -29,7 +29,7 @@ impl Queries {
     /// produce it.
     pub(super) fn narrow(&self, question: Question, binding: &Binding, base: &Base) -> Question {
         let Some(first) = question.first else { return question };
-        let keys = self.named(question, first);
+        let keys = self.keys_from(question, first);
         if question.awaits {
             return question.for_key(first, keys.len().checked_sub(1));
         }
@@ -42,13 +42,13 @@ impl Queries {
     /// Returns the question for the last key in memory before the key without a block.
     pub(super) fn narrow_below(&self, question: Question, binding: &Binding, cx: &Context) -> Question {
         let Some(first) = question.first else { return question };
-        let keys = self.named(question, first);
+        let keys = self.keys_from(question, first);
         let keys = &keys[..keys.len().min((question.from - first) as usize)];
         question.for_key(first, in_memory(keys, binding, cx).iter().rposition(|kept| *kept))
     }
 
     /// Returns the keys from the query's first one up to the end of the question.
-    fn named(&self, question: Question, first: u32) -> &[BlockHash] {
+    fn keys_from(&self, question: Question, first: u32) -> &[BlockHash] {
         let log = self.log(question.session, question.log);
         log.some(first, question.from + question.count - first)
     }

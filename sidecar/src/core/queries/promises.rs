@@ -20,7 +20,7 @@ use mesh::transport::PeerNumber;
 use shm_protocol::key::{BlockHash, BlockKey};
 
 use super::{Action, Base, Context, Queries, Question, SessionId};
-use crate::core::engines::Scheduler;
+use crate::core::engines::SchedulerRole;
 
 /// Limit of prompts promised by an engine at once: as many as another engine may await.
 const PROMPTS_MAX: usize = 64;
@@ -33,7 +33,7 @@ const WORKED_MS: u64 = 5000;
 
 /// The state of all promises outside the logs.
 #[derive(Debug, Default)]
-pub(super) struct Promises {
+pub(super) struct EndingPromises {
     /// True if they may differ from those published last.
     may_differ: bool,
     /// Published keys of closed logs: each with its scheduler, and the operation of the scheduler's newest
@@ -68,9 +68,9 @@ impl Promise {
     }
 }
 
-// === impl Promises ===
+// === impl EndingPromises ===
 
-impl Promises {
+impl EndingPromises {
     /// Forgets the oldest keys of a session's closed logs beyond [`ENDING_MAX`].
     fn forget_oldest(&mut self, session: SessionId) {
         let of_session = |(_, other, _): &&(BlockKey, SessionId, u64)| *other == session;
@@ -118,7 +118,8 @@ impl Queries {
         if let Some(binding) = binding
             && let Some(newest) = newest_handover()
         {
-            let lasts = lasts(&logs.known(log).keys).iter().map(|hash| (binding.key(hash), session, newest));
+            let lasts =
+                lasts(&logs.known(log).keys).iter().map(|hash| (binding.block_key(hash), session, newest));
             self.promises.ending.extend(lasts);
             self.promises.forget_oldest(session);
         }
@@ -145,7 +146,7 @@ impl Queries {
         let at_work = self.askers.iter().filter_map(|(session, asker)| Some((works(session)?, &asker.logs)));
         let lasts = at_work.flat_map(|(binding, logs)| {
             let lasts = logs.promised.iter().flat_map(|log| lasts(&logs.known(*log).keys));
-            lasts.map(move |hash| binding.key(hash))
+            lasts.map(move |hash| binding.block_key(hash))
         });
         let keys: Vec<BlockKey> = lasts.chain(self.promises.ending.iter().map(|(key, ..)| *key)).collect();
         mesh.tell_promises(keys, cx);
@@ -235,7 +236,7 @@ fn distrust(promiser: Promiser, base: &Base) -> String {
 }
 
 /// True if an engine was seen to work of late: otherwise its promises do not hold.
-fn works(engine: &Scheduler, cx: &Context) -> bool {
+fn works(engine: &SchedulerRole, cx: &Context) -> bool {
     cx.now_ms < engine.worked_ms + WORKED_MS
 }
 

@@ -8,9 +8,9 @@ use shm_protocol::pool::SlotRef;
 
 use super::{Base, Binding, Context, Queries, Question, SessionId};
 use crate::core::arrivals::{Owed, SourceLane, WAIT_MS_MAX, Waiter};
-use crate::core::timing::{Part, Timed};
+use crate::core::timing::{Timed, TimedPart};
 use crate::core::worth::{Outlook, Over};
-use crate::system::clock::millis;
+use crate::system::clock::count_millis;
 
 /// A query without its last answer, or with blocks of an early answer.
 #[derive(Debug)]
@@ -78,7 +78,7 @@ impl Wait {
             WaitPhase::ForProducer => Some(self.question.asked_ms().saturating_add(WAIT_MS_MAX)),
             // Promised blocks may begin to come late.
             WaitPhase::ForBlocks { .. } if self.question.awaits => {
-                Some(millis(self.since).saturating_add(WAIT_MS_MAX))
+                Some(count_millis(self.since).saturating_add(WAIT_MS_MAX))
             }
             WaitPhase::ForBlocks { .. } => None,
         }
@@ -100,7 +100,7 @@ impl Wait {
         Some(Outlook {
             waited_ms: now_ms.saturating_sub(self.question.asked_ms()),
             still_ms: now_ms.saturating_sub(if rest.owed.is_empty() {
-                millis(self.since)
+                count_millis(self.since)
             } else {
                 ahead.moved_ms
             }),
@@ -117,7 +117,7 @@ impl Wait {
 
     pub(super) fn timed(&self) -> Timed {
         let is_idle = matches!(self.phase, WaitPhase::ForProducer);
-        Timed::Query(if is_idle { Part::Waiting } else { Part::Tier })
+        Timed::Query(if is_idle { TimedPart::Waiting } else { TimedPart::Tier })
     }
 
     pub(super) fn is_answered(&self) -> bool {
@@ -129,7 +129,7 @@ impl Wait {
 
 impl Question {
     pub(super) fn asked_ms(&self) -> u64 {
-        millis(self.asked)
+        count_millis(self.asked)
     }
 
     /// Counts the time since the question as time of a wait.
@@ -151,7 +151,7 @@ impl Queries {
     }
 
     /// Lets a query wait from now on.
-    pub(super) fn wait(&mut self, wait: Wait) {
+    pub(super) fn begin_wait(&mut self, wait: Wait) {
         let before = self.waits.insert((wait.question.session, wait.question.log), wait);
         assert!(before.is_none(), "a new question ends the wait of the one before");
     }
@@ -165,14 +165,14 @@ impl Queries {
         binding: &Binding,
         base: &mut Base,
     ) -> Sent {
-        let rest = &self.wanted(question)[hits as usize..];
+        let rest = &self.wanted_keys(question)[hits as usize..];
         let asked = rest.len();
         // A run brought in parts leaves half of the room to others.
         let judged = self.is_judged(question, base);
         let parts = if judged { 2 } else { 1 };
         let brought = base.sources.bring(binding, rest, parts, question.awaits, &mut base.cx);
         for key in &brought.coming {
-            base.cx.arrivals.join(key, question.waiter()).expect("it was found there");
+            base.cx.arrivals.join_waiter(key, question.waiter()).expect("it was found there");
         }
         self.note_sources((question.session, question.log), &brought.coming, &base.cx);
         let open = brought.coming.len();
@@ -198,7 +198,7 @@ impl Queries {
 
     /// Waits for a source at work for others: the question is asked again with each tick.
     fn wait_for_turn(&mut self, question: Question, hits: u32, binding: &Binding, base: &mut Base) -> Sent {
-        let behind = &self.wanted(question)[hits as usize..];
+        let behind = &self.wanted_keys(question)[hits as usize..];
         let Some(lane) = base.sources.lane(binding, behind, &base.cx) else { return Sent::Nothing };
         let owed = BTreeMap::from([(lane, base.cx.arrivals.flows.owed_by(lane, question.asked_ms()))]);
         let rest = self.rest_of_run(question, (hits, owed), binding, base);
@@ -221,7 +221,7 @@ impl Queries {
             self.unhold(question.session, wait.held, &mut base.cx);
             return Sent::Slower;
         }
-        self.wait(wait);
+        self.begin_wait(wait);
         Sent::Waits
     }
 
@@ -234,7 +234,7 @@ impl Queries {
         binding: &Binding,
         base: &Base,
     ) -> Rest {
-        let behind = &self.wanted(question)[reached as usize..];
+        let behind = &self.wanted_keys(question)[reached as usize..];
         let judged = self.is_judged(question, base);
         let beyond = if judged { base.sources.reach(binding, behind, &base.cx) as u32 } else { 0 };
         Rest { owed, beyond, end: question.from + reached + beyond, came: false }
@@ -255,7 +255,7 @@ impl Queries {
     }
 
     /// Handles the end of a block awaited by a query. `None`: the block is late or not kept.
-    pub(crate) fn tell(
+    pub(crate) fn end_block(
         &mut self,
         place: (SessionId, u32),
         op: u64,
@@ -327,7 +327,7 @@ impl Queries {
     /// Asks a waiting query's question again.
     pub(super) fn ask_again(&mut self, place: (SessionId, u32), base: &mut Base) {
         let (question, held) = self.take_wait(place, &mut base.cx);
-        if !self.ask(question, base) {
+        if !self.ask_question(question, base) {
             question.count_wait(&mut base.cx);
         }
         // The blocks of an answer are leased by now.

@@ -40,7 +40,7 @@ const QUIET_MS: u64 = 10_000;
 
 /// An engine's readiness to wait.
 #[derive(Debug)]
-pub(super) struct Patience {
+pub(super) struct EnginePatience {
     waits: Waits,
     /// Exhausted windows in a row.
     exhausted: u32,
@@ -73,15 +73,15 @@ pub(super) struct Windows {
     next_look_ms: Option<u64>,
     quiet_until_ms: u64,
     /// Exhausted windows since the last line of the log about them.
-    untold: u64,
+    unreported: u64,
     /// Requests that waited for a producer, and those without their blocks at the end.
     waits: u64,
     exhausted: u64,
 }
 
-// === impl Patience ===
+// === impl EnginePatience ===
 
-impl Patience {
+impl EnginePatience {
     pub(super) fn new(waits: Waits) -> Self {
         Self { waits, exhausted: 0 }
     }
@@ -99,7 +99,7 @@ impl Patience {
 // === impl Window ===
 
 impl Window {
-    fn open(now_ms: u64, end: u32, length_ms: u64) -> Self {
+    fn open_at(now_ms: u64, end: u32, length_ms: u64) -> Self {
         let until_ms = now_ms + length_ms;
         let (waited, promise, look_ms, pause_ms) = (false, None, now_ms, LOOK_MS);
         let most_ms = QUERY_WAIT_MS_MAX.into();
@@ -173,7 +173,7 @@ impl Queries {
         let log = self.asker(question.session).logs.known_mut(question.log);
         if !std::mem::replace(&mut log.asked, true) {
             let length_ms = self.window_ms(question, may_wait, cx);
-            let window = (length_ms > 0).then(|| Window::open(cx.now_ms, end, length_ms));
+            let window = (length_ms > 0).then(|| Window::open_at(cx.now_ms, end, length_ms));
             self.asker(question.session).logs.known_mut(question.log).window = window;
         }
         let Some(window) = self.window(question) else { return true };
@@ -222,7 +222,7 @@ impl Queries {
         self.windows.look_at(look_ms);
         self.windows.waits += u64::from(is_new && !question.awaits);
         let (since, held) = (base.cx.now, Vec::new());
-        self.wait(Wait { question, since, held, phase: WaitPhase::ForProducer });
+        self.begin_wait(Wait { question, since, held, phase: WaitPhase::ForProducer });
         true
     }
 
@@ -292,7 +292,7 @@ impl Queries {
     /// True if another engine has computed the next block, and it is not kept.
     fn next_is_lost(&self, question: Question, base: &Base) -> bool {
         self.missing(question, base)
-            .is_some_and(|(binding, missing)| base.cx.lost.has(&binding.key(&missing[0])))
+            .is_some_and(|(binding, missing)| base.cx.lost.has(&binding.block_key(&missing[0])))
     }
 
     /// True if the next block, without a promise now, will not come. Either it was computed and is not kept;
@@ -396,16 +396,17 @@ impl Queries {
             true => cx.stats.handover_exhausted += 1,
             false => self.windows.exhausted += 1,
         }
-        self.windows.untold += 1;
+        self.windows.unreported += 1;
         if trips || now_ms >= self.windows.quiet_until_ms {
             self.windows.quiet_until_ms = now_ms + QUIET_MS;
-            let (waited_ms, untold) = (now_ms - window.asked_ms, std::mem::take(&mut self.windows.untold));
+            let (waited_ms, unreported) =
+                (now_ms - window.asked_ms, std::mem::take(&mut self.windows.unreported));
             let waited = if question.awaits { AWAITED } else { MISSED };
             let scheduler = &base.engines[question.session];
             cx.actions.push(Action::Warn(warning(
                 &scheduler.engine,
                 waited,
-                (missing, waited_ms, untold),
+                (missing, waited_ms, unreported),
                 trips,
             )));
         }
@@ -452,7 +453,7 @@ const AWAITED: (&str, &str) = (
 fn warning(
     engine: &str,
     (reason, remedy): (&str, &str),
-    (missing, waited_ms, untold): (usize, u64, u64),
+    (missing, waited_ms, unreported): (usize, u64, u64),
     trips: bool,
 ) -> String {
     let breaker = match trips {
@@ -464,6 +465,6 @@ fn warning(
     };
     format!(
         "a request of engine {engine} waited {waited_ms} ms ({reason}) for {missing} blocks that no engine has \
-         produced, and computes them itself ({untold} such requests since the last of these lines){breaker}. {remedy}"
+         produced, and computes them itself ({unreported} such requests since the last of these lines){breaker}. {remedy}"
     )
 }

@@ -21,7 +21,7 @@ use super::*;
 use crate::core::tests::announcements::Follower;
 use crate::core::tests::checks::found;
 use crate::core::tests::{Harness, NAMESPACE, RANKS, SCHEDULER, hash};
-use crate::core::{Action, Core, Event, Findings, Heard, Part, Timed, arrivals, peer_tier};
+use crate::core::{Action, Core, CoreEvent, Findings, MeshEvent, Timed, TimedPart, arrivals, peer_tier};
 
 /// Seven blocks to a segment of the pool.
 const BLOCK_BYTES: u64 = 256 << 10;
@@ -73,12 +73,12 @@ impl Scene {
             segments_read: 64,
             last: true,
         };
-        scene.event(Event::Transferred { tier: 0, ends: vec![JobEnd::Recovered(found)] });
+        scene.event(CoreEvent::Transferred { tier: 0, ends: vec![JobEnd::Recovered(found)] });
         scene.engine.join();
         scene
     }
 
-    fn event(&mut self, event: Event) {
+    fn event(&mut self, event: CoreEvent) {
         self.engine.event(event);
         self.take_jobs();
     }
@@ -127,7 +127,7 @@ impl Scene {
 
     fn end(&mut self, job: ssd::DeviceJob, result: Result<(), JobFault>) {
         let done = JobDone { device: 0, ticket: job.ticket, micros: 1, result };
-        self.event(Event::Transferred { tier: 0, ends: vec![JobEnd::Disk(done)] });
+        self.event(CoreEvent::Transferred { tier: 0, ends: vec![JobEnd::Disk(done)] });
     }
 
     fn end_well(&mut self, jobs: Vec<ssd::DeviceJob>) {
@@ -260,7 +260,7 @@ fn a_read_and_the_wait_for_it_began_with_the_question() {
     scene.end(reads[0], Ok(()));
     assert_eq!(scene.engine.took(), [(Timed::Read(Source::Disk), since)]);
     scene.end(reads[1], Ok(()));
-    let (tier, whole) = (Timed::Query(Part::Tier), Timed::Query(Part::Whole));
+    let (tier, whole) = (Timed::Query(TimedPart::Tier), Timed::Query(TimedPart::Whole));
     assert_eq!(scene.engine.took(), [(Timed::Read(Source::Disk), since), (tier, since), (whole, since)]);
 }
 
@@ -351,7 +351,7 @@ fn whoever_stops_waiting_leaves_the_blocks_in_dram_and_nothing_held() {
     let release = |scene: &mut Scene| scene.ask(SchedulerRequest::Release { log: 1 });
     let close = |scene: &mut Scene| scene.ask(SchedulerRequest::Close { log: 1, way: 0 });
     let salt = |scene: &mut Scene| scene.ask(SchedulerRequest::Salt { salt: [9; 16] });
-    let hang_up = |scene: &mut Scene| scene.event(Event::Disconnected { session: SCHEDULER });
+    let hang_up = |scene: &mut Scene| scene.event(CoreEvent::Disconnected { session: SCHEDULER });
     let ways: [&dyn Fn(&mut Scene); 4] = [&release, &close, &salt, &hang_up];
     for (way, stop) in ways.into_iter().enumerate() {
         let (mut scene, _) = asking(3);
@@ -390,7 +390,7 @@ fn time_ends_a_wait_and_not_its_reads() {
     scene.answers();
     scene.end(reads[0], Ok(()));
     scene.engine.now_ms += 2000;
-    scene.event(Event::Tick);
+    scene.event(CoreEvent::Tick);
     assert_eq!(scene.answers(), [(op, Status::Ok, 1)]);
     assert!(scene.transfers(), "the slot is the read's until it ends");
     scene.end(reads[1], Ok(()));
@@ -437,7 +437,7 @@ fn a_hint_begins_the_reads_and_holds_nothing() {
 fn a_draining_sidecar_lets_nobody_wait_and_ends_its_transfers() {
     let (mut scene, op) = asking(1);
     scene.answers();
-    scene.event(Event::Drain);
+    scene.event(CoreEvent::Drain);
     assert_eq!(scene.answers(), [(op, Status::Ok, 0)]);
     assert!(scene.engine.core.busy());
     scene.end_all();
@@ -474,7 +474,7 @@ fn an_engine_is_told_what_lies_on_devices_that_work() {
     scene.query(1, 0..3);
     for _ in 0..3 {
         scene.engine.now_ms += 4_000;
-        scene.event(Event::Tick);
+        scene.event(CoreEvent::Tick);
     }
     follower.read(&mut scene.engine.core, 1000);
     assert_eq!(follower.check(&scene.engine.core, 0..6000)[1], 0);
@@ -504,7 +504,7 @@ fn a_device_that_is_late_keeps_its_slot_and_nobody_waiting() {
     let reads = scene.reads();
     for _ in 0..3 {
         scene.engine.now_ms += 4_000;
-        scene.event(Event::Tick);
+        scene.event(CoreEvent::Tick);
     }
     assert_eq!(scene.answers(), [(op, Status::Ok, 0)]);
     let op = scene.post_query(1, 1);
@@ -528,11 +528,11 @@ fn what_an_engine_saved_that_is_barred_goes_from_the_disk_and_does_not_come_back
     scene.engine.fences(RANKS[0], op, op);
     scene.engine.copied();
     let save = scene.engine.comparison().expect("kept").save;
-    scene.event(Event::Inspected { save, findings: Findings::Compared(found(1)) });
+    scene.event(CoreEvent::Inspected { save, findings: Findings::Compared(found(1)) });
     scene.end_well(reads);
     scene.end_all();
     assert_eq!((scene.stats().log.blocks, scene.engine.core.stats().blocks), (0, 0));
-    scene.event(Event::Tick);
+    scene.event(CoreEvent::Tick);
     assert_eq!((scene.engine.core.stats().pool_used_bytes, scene.engine.core.busy()), (0, false));
 }
 
@@ -541,7 +541,7 @@ fn at_its_end_a_sidecar_writes_what_memory_has() {
     let mut scene = Scene::new(SsdAdmission::SecondHit);
     scene.save(0..3);
     assert!(scene.jobs.is_empty());
-    scene.event(Event::Drain);
+    scene.event(CoreEvent::Drain);
     assert!(!scene.engine.core.busy(), "a drain alone writes nothing: the pool may have lost its bytes");
     scene.engine.core.write_all(&mut scene.engine.out);
     scene.take_jobs();
@@ -553,7 +553,7 @@ fn at_its_end_a_sidecar_writes_what_memory_has() {
 #[test]
 fn a_load_waits_for_a_slow_disk_no_longer_than_a_question() {
     let mut scene = Scene::on_ssd(0..8);
-    scene.event(Event::Tick);
+    scene.event(CoreEvent::Tick);
     scene.engine.open(1, 0..8);
     let op = scene.next_op();
     let query = Query { op, keys: LogKeys::new(1, 0..8), arriving: true, awaits: false, last: false };
@@ -565,7 +565,7 @@ fn a_load_waits_for_a_slow_disk_no_longer_than_a_question() {
     scene.engine.load(1, load, op, 0..8, 0);
     for (passes_ms, refused) in [(900, false), (900, false), (199, false), (1, true)] {
         scene.engine.now_ms += passes_ms;
-        scene.event(Event::Tick);
+        scene.event(CoreEvent::Tick);
         // The device goes on: it is not late.
         scene.engine.out.retain(|action| matches!(action, Action::Outcome { .. }));
         assert_eq!(scene.answers() == [(load, Status::Absent, 0)], refused);
@@ -587,9 +587,9 @@ fn what_peers_have_behind_a_block_that_no_disk_reads_in_time_is_not_fetched() {
         base.sources.add_tier(peers, &mut base.cx.dram);
         let (peer, mut filter) = (PeerNumber(1), Filter::with_capacity(10));
         (1..4).for_each(|key| assert!(filter.insert(Digest::new(&NAMESPACE, 0, &hash(key)))));
-        [Heard::Joined(peer), Heard::Keeps { peer, filter }]
+        [MeshEvent::Joined(peer), MeshEvent::Keeps { peer, filter }]
             .into_iter()
-            .for_each(|heard| scene.event(Event::Mesh(heard)));
+            .for_each(|heard| scene.event(CoreEvent::Mesh(heard)));
         if refuses {
             overwhelm(&mut scene);
         }

@@ -30,7 +30,7 @@ pub(super) struct Unwritten {
 }
 
 /// The result of a try to write the next block of a queue.
-enum Next {
+enum NextWrite {
     /// It was begun, or is not to be written.
     Over,
     /// The disks take nothing until a job has ended.
@@ -72,20 +72,20 @@ impl Ssd {
                 return;
             }
             if let Some(block) = self.leaving.front().copied() {
-                match self.write(&block.key, block.bytes, dram) {
-                    Next::Over => drop(self.leaving.pop_front()),
-                    Next::Later => self.full = true,
+                match self.write_block(&block.key, block.bytes, dram) {
+                    NextWrite::Over => drop(self.leaving.pop_front()),
+                    NextWrite::Later => self.full = true,
                 }
                 continue;
             }
             let Some(&Unwritten { key, bytes }) = self.queue.front() else { return };
             let fits = self.log.has_room_for_copy(key.namespace, bytes);
-            match if fits { self.write(&key, bytes, dram) } else { Next::Over } {
-                Next::Over => {
+            match if fits { self.write_block(&key, bytes, dram) } else { NextWrite::Over } {
+                NextWrite::Over => {
                     self.queue.pop_front();
                     self.queued.remove(&key);
                 }
-                Next::Later => self.full = true,
+                NextWrite::Later => self.full = true,
             }
         }
     }
@@ -104,15 +104,15 @@ impl Ssd {
     }
 
     /// Begins to write a block, unless a disk keeps it.
-    fn write(&mut self, key: &BlockKey, bytes: u64, dram: &mut Dram) -> Next {
+    fn write_block(&mut self, key: &BlockKey, bytes: u64, dram: &mut Dram) -> NextWrite {
         // A namespace beyond the limit has no number.
-        let Some(digest) = self.log.namespace_digest(key.namespace) else { return Next::Over };
+        let Some(digest) = self.log.namespace_digest(key.namespace) else { return NextWrite::Over };
         if self.log.came(key) {
-            return Next::Over;
+            return NextWrite::Over;
         }
         let Some(slot) = dram.hold(key, HolderId::NOBODY) else {
             self.stats.dropped_evicted += 1;
-            return Next::Over;
+            return NextWrite::Over;
         };
         let written = match self.log.make_room(key.namespace, bytes, dram.judge()) {
             true => self.log.write_block(*key, digest, bytes, slot),
@@ -121,7 +121,7 @@ impl Ssd {
         match written {
             Ok(_) => {
                 self.writing += 1;
-                return Next::Over;
+                return NextWrite::Over;
             }
             Err(LogRefusal::Busy) => {}
             Err(LogRefusal::Down) => self.stats.dropped_down += 1,
@@ -129,7 +129,7 @@ impl Ssd {
             Err(LogRefusal::Present) => {}
         }
         dram.unhold(slot, HolderId::NOBODY);
-        if written == Err(LogRefusal::Busy) { Next::Later } else { Next::Over }
+        if written == Err(LogRefusal::Busy) { NextWrite::Later } else { NextWrite::Over }
     }
 
     /// Has all blocks of DRAM written, the best first.

@@ -27,7 +27,7 @@ impl Harness {
 
     fn tick_at(&mut self, now_ms: u64) {
         self.now_ms = now_ms;
-        self.event(Event::Tick);
+        self.event(CoreEvent::Tick);
     }
 
     /// Blocks of the next save's end: committed, present, cancelled, dropped, and unaccepted of these.

@@ -19,7 +19,7 @@ fn adopted() -> Harness {
         let remains = (segment * 3..segment * 3 + 3).map(block).collect();
         let opened =
             OpenedSegment::Used { segment: segment.into(), block_bytes: BLOCK_BYTES, first: 0, remains };
-        core.handle(Duration::ZERO, Event::Opened(opened), &mut Vec::new());
+        core.handle(Duration::ZERO, CoreEvent::Opened(opened), &mut Vec::new());
     }
     // The verification of the first two was begun before any look at the actions.
     let (first, second) = (verification(&core, 0), verification(&core, 1));
@@ -42,7 +42,7 @@ fn verification(core: &Core, n: u32) -> Action {
 impl Harness {
     fn verified(&mut self, n: u32, whole: bool) {
         let Action::Verify { key, slot } = verification(&self.core, n) else { unreachable!("no other") };
-        self.event(Event::Verified { key, slot, whole });
+        self.event(CoreEvent::Verified { key, slot, whole });
     }
 
     /// Asserts: the comparisons begun since the last look are those of keys `expected`.
@@ -96,10 +96,10 @@ fn blocks_that_are_asked_for_are_verified_first_and_their_query_waits() {
     let stats = engine.core.stats();
     assert_eq!((stats.adopted_blocks, stats.adoption_corrupt, stats.unverified_blocks), (7, 2, 0));
     assert_eq!((stats.blocks, engine.core.busy()), (7, false));
-    engine.event(Event::Tick);
+    engine.event(CoreEvent::Tick);
     engine.now_ms = 50;
     engine.out.clear();
-    engine.event(Event::Tick);
+    engine.event(CoreEvent::Tick);
     let freed = engine.out.iter().filter(|action| matches!(action, Action::FreeSlot { .. })).count();
     assert_eq!(freed, 2, "once no engine of the earlier life can read them");
 }
@@ -111,10 +111,10 @@ fn a_query_waits_no_longer_for_a_block_that_is_verified_than_for_one_of_a_disk()
     engine.ask_for(1, 3);
     engine.verified(0, true);
     engine.now_ms = arrivals::WAIT_MS_MAX - 1;
-    engine.event(Event::Tick);
+    engine.event(CoreEvent::Tick);
     assert_eq!(engine.answer(), Some((Status::Pending, 0)));
     engine.now_ms += 1;
-    engine.event(Event::Tick);
+    engine.event(CoreEvent::Tick);
     assert_eq!(engine.answer(), Some((Status::Ok, 1)));
     engine.verified(1, true);
     engine.verified(2, true);

@@ -87,7 +87,7 @@ fn all_blocks_are_told_of_and_then_what_changes() {
     assert_eq!(follower.check(&engine.core, 0..100), [8, 0]);
     let mut eviction = engine.core.begin_eviction(NAMESPACE).unwrap();
     while engine.core.evict(&mut eviction, &mut engine.out) {}
-    engine.event(Event::Tick);
+    engine.event(CoreEvent::Tick);
     assert_eq!(follower.read(&mut engine.core, 1000), 8);
     assert_eq!(follower.check(&engine.core, 0..100), [0, 0]);
     assert_eq!(follower.begun, 1);

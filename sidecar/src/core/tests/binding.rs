@@ -122,7 +122,7 @@ fn a_rank_whose_weights_changed_by_themselves_closes_its_schedulers_session() {
     engine.open(0, 0..1);
     assert_eq!(engine.query(0, 1, 0, 1).status, Status::NotReady);
     // A new session of the rank does not help, either.
-    engine.event(Event::Disconnected { session: RANKS[1] });
+    engine.event(CoreEvent::Disconnected { session: RANKS[1] });
     let hello = changed(rank_hello(2, 1), |worker| worker.live_weights = Some(HelloDigest(TUNED)));
     engine.connect(RANKS[1], hello);
     engine.join_from(RANKS[1], 0);
@@ -171,7 +171,7 @@ fn an_engine_that_is_to_join_another_namespace_is_not_served_and_told_so() {
 #[test]
 fn roles_that_see_other_cache_groups_do_not_meet() {
     let mut engine = Harness::unjoined(1);
-    engine.event(Event::Disconnected { session: RANKS[0] });
+    engine.event(CoreEvent::Disconnected { session: RANKS[0] });
     let hello = Hello { groups: Some(HelloDigest(LIVE)), ..rank_hello(1, 0) };
     engine.connect(RANKS[0], hello);
     engine.join();

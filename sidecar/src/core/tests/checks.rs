@@ -6,7 +6,7 @@ use mesh::transport::{Fetch, PeerNumber};
 use tiers::ssd::{self, DeviceGeometry, DeviceWork, JobDone, LogConfig, SegmentLog};
 
 use super::*;
-use crate::compare::{Difference, Number};
+use crate::compare::{BlockDifference, Number};
 use crate::config::SsdAdmission;
 
 /// Sessions of engines by number: engine 0 is the harness's own engine.
@@ -22,9 +22,13 @@ pub(super) fn run(engine: u64) -> [u8; 16] {
     if engine == 0 { RUN } else { [engine as u8 + 100; 16] }
 }
 
-pub(crate) fn found(differing: u32) -> Found {
+pub(crate) fn found(differing: u32) -> InspectionResult {
     let amount = if differing == 0 { 1e-3 } else { 0.4 };
-    Found { differing, first: 0, worst: Difference { layer: 3, number: Number::Bfloat16, amount } }
+    InspectionResult {
+        differing,
+        first: 0,
+        worst: BlockDifference { layer: 3, number: Number::Bfloat16, amount },
+    }
 }
 
 impl Harness {
@@ -49,7 +53,7 @@ impl Harness {
     }
 
     /// Ends the copies of an engine's steps up to `step`.
-    fn copy(&mut self, engine: u64, step: u64) -> Vec<Piece> {
+    fn copy(&mut self, engine: u64, step: u64) -> Vec<RankBlock> {
         self.fences(rank(engine), step, step);
         let copies = self.copies();
         copies.iter().for_each(|copy| self.end_copy(copy.0, true));
@@ -65,7 +69,7 @@ impl Harness {
     /// Ends the comparison asked for since the last look, and returns it.
     pub(super) fn compared(&mut self, differing: u32) -> Inspection {
         let comparison = self.comparison().expect("the keys are kept");
-        self.event(Event::Inspected {
+        self.event(CoreEvent::Inspected {
             save: comparison.save,
             findings: Findings::Compared(found(differing)),
         });
@@ -137,7 +141,7 @@ fn kept_blocks_are_compared_with_computed_ones_once_these_cannot_be_overwritten(
     let is_filled = |slot: &SlotRef| filled.contains(&slot.offset);
     assert!(comparison.pairs().iter().all(|(kept, computed)| is_filled(computed) && !is_filled(kept)));
     assert!(engine.core.busy() && engine.saved().is_none());
-    engine.event(Event::Inspected { save: comparison.save, findings: Findings::Compared(found(0)) });
+    engine.event(CoreEvent::Inspected { save: comparison.save, findings: Findings::Compared(found(0)) });
     let freed: Vec<_> = comparison.pairs().iter().map(|(_, slot)| Action::FreeSlot { slot: *slot }).collect();
     assert_eq!(engine.out[..2], freed);
     let saved = engine.saved().unwrap();
@@ -225,7 +229,7 @@ fn a_comparison_keeps_its_blocks_in_place_and_no_engine_has_many() {
         engine.out.clear();
     }
     assert!(engine.core.stats().evicted_blocks > 0);
-    engine.event(Event::Inspected { save: comparison.save, findings: Findings::Compared(found(0)) });
+    engine.event(CoreEvent::Inspected { save: comparison.save, findings: Findings::Compared(found(0)) });
     assert_eq!(engine.saved().unwrap().checked, 64);
     engine.ask(SchedulerRequest::Close { log: 0, way: 0 });
     assert!(!engine.core.busy());
@@ -246,7 +250,7 @@ fn an_engine_that_differs_is_barred_and_what_it_saved_is_gone() {
     engine.post_save(2, 4, 3..4, true);
     engine.copy_all(1, 4);
     let save = engine.comparison().unwrap().save;
-    engine.event(Event::Inspected { save, findings: Findings::Compared(found(1)) });
+    engine.event(CoreEvent::Inspected { save, findings: Findings::Compared(found(1)) });
     let warnings = engine.warnings();
     assert_eq!(warnings.len(), 1, "{warnings:?}");
     let namespace = NAMESPACE.to_string();
@@ -288,7 +292,7 @@ fn a_bar_lasts_for_the_run_and_for_one_namespace() {
     engine.ask(SchedulerRequest::Salt { salt: [5; 16] });
     assert_eq!(engine.status(0, 4, 2), (Status::Ok, 0), "its salted namespace is another");
     assert_eq!(engine.core.barred(), []);
-    engine.event(Event::Disconnected { session: scheduler(1) });
+    engine.event(CoreEvent::Disconnected { session: scheduler(1) });
     engine.connect_scheduler(1, 77);
     engine.disconnect([rank(1)]);
     engine.connect(rank(1), Hello { engine: "e1".into(), ..rank_hello(1, 0) });
@@ -380,7 +384,7 @@ impl Harness {
             assert!(self.core.busy(), "an orderly end waits for it");
             for ssd::DeviceJob { device, ticket, .. } in jobs {
                 let done = JobDone { device, ticket, micros: 1, result: Ok(()) };
-                self.event(Event::Transferred { tier: 0, ends: vec![JobEnd::Disk(done)] });
+                self.event(CoreEvent::Transferred { tier: 0, ends: vec![JobEnd::Disk(done)] });
             }
         }
     }
@@ -393,7 +397,7 @@ fn with_peer() -> Harness {
     let mut engine = Harness::over(core, 1, SHARD_BYTES);
     engine.join();
     engine.keep(2);
-    engine.event(Event::Mesh(Heard::Joined(PEER)));
+    engine.event(CoreEvent::Mesh(MeshEvent::Joined(PEER)));
     engine
 }
 
@@ -403,7 +407,7 @@ const PEER: PeerNumber = PeerNumber(1);
 fn hear_of(engine: &mut Harness, keys: std::ops::Range<u32>) {
     let mut filter = Filter::with_capacity(1000);
     keys.for_each(|key| assert!(filter.insert(Digest::new(&NAMESPACE, GROUP, &hash(key)))));
-    engine.event(Event::Mesh(Heard::Keeps { peer: PEER, filter }));
+    engine.event(CoreEvent::Mesh(MeshEvent::Keeps { peer: PEER, filter }));
 }
 
 /// Returns the number of blocks asked of the peer by a query for the first keys of a log.
@@ -589,7 +593,10 @@ fn one_contradiction_bars_nobody_and_what_was_computed_in_that_step_goes() {
     engine.copy_all(1, 1);
     let save = engine.comparison().unwrap().save;
     engine.out.clear();
-    engine.event(Event::Inspected { save, findings: Findings::Compared(Found { first: 1, ..found(2) }) });
+    engine.event(CoreEvent::Inspected {
+        save,
+        findings: Findings::Compared(InspectionResult { first: 1, ..found(2) }),
+    });
     let [told] = engine.warnings()[..] else { panic!("{:?}", engine.warnings()) };
     for part in ["6 blocks", "engine e1", "4.00e-1", "layer 3", "2 other chains", "240 s"] {
         assert!(told.contains(part), "{part} in {told}");
@@ -651,7 +658,10 @@ fn a_long_chain_goes_from_the_last_block_on_that_was_found_equal() {
     let save = engine.comparison().unwrap().save;
     // Every second block was compared. The source is forgotten: the chain alone goes.
     engine.core.transfers.forget_sources();
-    engine.event(Event::Inspected { save, findings: Findings::Compared(Found { first: 10, ..found(54) }) });
+    engine.event(CoreEvent::Inspected {
+        save,
+        findings: Findings::Compared(InspectionResult { first: 10, ..found(54) }),
+    });
     assert_eq!(engine.core.stats().blocks, 20);
     assert_eq!(engine.status(0, 2, 128), (Status::Ok, 20));
 }
@@ -712,16 +722,16 @@ fn a_comparison_outlives_its_engine_and_says_nothing_then() {
     engine.post_save(0, 3, 0..2, true);
     engine.copy_all(1, 3);
     let comparison = engine.comparison().unwrap();
-    engine.event(Event::Disconnected { session: scheduler(1) });
+    engine.event(CoreEvent::Disconnected { session: scheduler(1) });
     assert!(engine.core.busy(), "its slots are being read");
-    engine.event(Event::Inspected { save: comparison.save, findings: Findings::Compared(found(2)) });
+    engine.event(CoreEvent::Inspected { save: comparison.save, findings: Findings::Compared(found(2)) });
     assert!(!engine.core.busy() && engine.saved().is_none());
     let stats = engine.core.stats();
     assert_eq!((stats.checks, stats.blocks, stats.pool_used_bytes), (0, 2, 2 * SHARD_BYTES));
     engine.begin_with_log(2);
     engine.post_save(0, 3, 0..2, true);
     engine.copy(2, 3);
-    engine.event(Event::Disconnected { session: rank(2) });
+    engine.event(CoreEvent::Disconnected { session: rank(2) });
     engine.drained();
     let saved = engine.saved().unwrap();
     assert_eq!((saved.present, saved.checked), (2, 0), "no rank is left to ask");

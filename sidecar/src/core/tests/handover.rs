@@ -118,7 +118,7 @@ impl Harness {
 
     fn tick(&mut self, now_ms: u64) {
         self.now_ms = now_ms;
-        self.event(Event::Tick);
+        self.event(CoreEvent::Tick);
     }
 }
 
@@ -524,7 +524,7 @@ fn ticks(engines: &mut Harness, until_s: u64) {
         engines.now_ms = second * 1000 + 10;
         // P's scheduler posts a message.
         engines.ask(SchedulerRequest::Open { log: 1000 + second as u32 });
-        engines.event(Event::Tick);
+        engines.event(CoreEvent::Tick);
     }
 }
 

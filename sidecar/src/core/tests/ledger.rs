@@ -40,7 +40,7 @@ fn an_engine_is_at_work_for_a_second_after_a_message_or_a_step() {
     assert_eq!(engine.core.at_work(), 1);
     engine.fences(RANKS[0], 1, 1);
     assert_eq!(engine.core.at_work(), 2);
-    engine.event(Event::Disconnected { session: OTHER });
+    engine.event(CoreEvent::Disconnected { session: OTHER });
     assert_eq!(engine.core.at_work(), 1);
 }
 
@@ -116,6 +116,6 @@ fn one_event_takes_slots_for_so_many_blocks_and_the_others_wait_a_turn() {
         )
     };
     assert_eq!((filled(&mut engine), engine.core.behind()), ((4, 0), Some(SCHEDULER)));
-    engine.event(Event::Behind { session: SCHEDULER });
+    engine.event(CoreEvent::Behind { session: SCHEDULER });
     assert_eq!((filled(&mut engine), engine.core.behind()), ((2, 1), None));
 }

@@ -76,8 +76,8 @@ fn an_engine_whose_blocks_are_those_kept_may_save_for_the_rest_of_its_run() {
     assert_eq!((saved.checked, saved.differing), (1, 0));
     assert_eq!(engine.proof("e1"), Some(Proof::Compared));
     assert_eq!(engine.save_new(1, 2).committed, 4);
-    engine.event(Event::Disconnected { session: scheduler(1) });
-    engine.event(Event::Disconnected { session: rank(1) });
+    engine.event(CoreEvent::Disconnected { session: scheduler(1) });
+    engine.event(CoreEvent::Disconnected { session: rank(1) });
     engine.connect_unproven(1, 77, 78);
     assert_eq!(engine.proof("e1"), Some(Proof::Compared), "another connection is the same run");
     engine.begin_unproven(2);
@@ -107,7 +107,7 @@ fn an_engine_whose_blocks_differ_is_closed_out_and_outvotes_nobody() {
 #[test]
 fn the_first_of_a_namespace_may_save_and_one_alone_is_the_first() {
     let mut engine = Harness::engine(1);
-    engine.event(Event::Disconnected { session: SCHEDULER });
+    engine.event(CoreEvent::Disconnected { session: SCHEDULER });
     engine.begin_unproven(1);
     engine.begin_unproven(2);
     // Both save before either has a block in the pool.
@@ -117,11 +117,11 @@ fn the_first_of_a_namespace_may_save_and_one_alone_is_the_first() {
     assert_eq!((engine.proof("e1"), engine.proof("e2")), (None, Some(Proof::First)));
     assert_eq!(engine.saved().unwrap().unproven, 4);
     // Engine 2 leaves before any block was kept.
-    engine.event(Event::Disconnected { session: scheduler(2) });
+    engine.event(CoreEvent::Disconnected { session: scheduler(2) });
     engine.speaker = scheduler(1);
     assert_eq!(engine.save_new(1, 2).committed, 4);
     assert_eq!(engine.proof("e1"), Some(Proof::First));
-    engine.event(Event::Disconnected { session: scheduler(1) });
+    engine.event(CoreEvent::Disconnected { session: scheduler(1) });
     engine.begin_unproven(3);
     assert_eq!(engine.save_new(3, 1).present, 4, "it finds the blocks of the first");
     engine.post_save(0, 2, 0..4, false);
@@ -139,7 +139,7 @@ fn nobody_is_the_first_beside_an_engine_that_may_save() {
 fn nobody_is_the_first_where_blocks_may_be_that_are_not_known_of() {
     let unproven = |core: Core| {
         let mut engine = Harness::over(core, 1, SHARD_BYTES);
-        engine.event(Event::Disconnected { session: SCHEDULER });
+        engine.event(CoreEvent::Disconnected { session: SCHEDULER });
         engine.begin_unproven(1);
         engine
     };
@@ -179,7 +179,7 @@ fn nobody_is_the_first_where_blocks_may_be_that_are_not_known_of() {
             segments_read: 8,
             last: true,
         };
-        engine.event(Event::Transferred { tier: 0, ends: vec![JobEnd::Recovered(all)] });
+        engine.event(CoreEvent::Transferred { tier: 0, ends: vec![JobEnd::Recovered(all)] });
         let unproven = if unreadable { 4 } else { 0 };
         assert_eq!(engine.save_new(1, 2).unproven, unproven, "a part that could not be read may hold some");
     }
@@ -187,14 +187,14 @@ fn nobody_is_the_first_where_blocks_may_be_that_are_not_known_of() {
     let mut engine = unproven(Core::new(Dram::unopened(config, 0).unwrap(), &[], []));
     let kept = SlotRemains::Block { generation: 1, namespace: NAMESPACE, hash: hash(7), group: 0 };
     let used = OpenedSegment::Used { segment: 0, block_bytes: SHARD_BYTES, first: 0, remains: vec![kept] };
-    engine.event(Event::Opened(used));
+    engine.event(CoreEvent::Opened(used));
     assert_eq!(engine.save_new(1, 1).unproven, 4, "an earlier life has left a block");
 }
 
 #[test]
 fn a_copied_sample_is_none_and_an_own_one_is() {
     let mut engine = Harness::unjoined(1);
-    engine.event(Event::Disconnected { session: RANKS[0] });
+    engine.event(CoreEvent::Disconnected { session: RANKS[0] });
     engine
         .connect(RANKS[0], changed(rank_hello(1, 0), |worker| worker.live_weights = Some(HelloDigest(LIVE))));
     engine.join();

@@ -63,7 +63,7 @@ fn adopted_blocks_count() {
     let remains =
         (0..10).map(|n| block(if n < 6 { NAMESPACE } else { NamespaceDigest([2; 16]) }, n)).collect();
     let used_segment = OpenedSegment::Used { segment: 0, block_bytes: SHARD_BYTES, first: 0, remains };
-    core.handle(Duration::ZERO, Event::Opened(used_segment), &mut Vec::new());
+    core.handle(Duration::ZERO, CoreEvent::Opened(used_segment), &mut Vec::new());
     assert_eq!(core.quotas_used().collect::<Vec<_>>(), [6 * SHARD_BYTES, 4 * SHARD_BYTES]);
 }
 

@@ -43,7 +43,7 @@ impl Harness {
             SearchedBlock { slot: *slot, is_finite, checksum: None }
         };
         let searched = slots(scan).iter().enumerate().map(search).collect();
-        self.event(Event::Inspected { save: scan.save, findings: Findings::Searched(searched) });
+        self.event(CoreEvent::Inspected { save: scan.save, findings: Findings::Searched(searched) });
     }
 }
 
@@ -104,7 +104,7 @@ fn an_engine_that_goes_takes_its_search_along() {
     engine.copy_keys(2);
     let scan = engine.scan().expect("the pages are numbers");
     engine.drained();
-    engine.event(Event::Disconnected { session: SCHEDULER });
+    engine.event(CoreEvent::Disconnected { session: SCHEDULER });
     engine.scanned(&scan, &[0]);
     assert_eq!(engine.core.stats().pool_used_bytes, 0);
     assert!(!engine.core.busy());

@@ -32,9 +32,9 @@ use tiers::dram::HolderId;
 
 use super::doubts::{ContradictionVerdict, DOUBT_MAX, WITNESSES};
 use super::{Action, Base, Binding, Context, OpKey, Queries, SessionId, Transfers, operations};
-use crate::compare::{Difference, Number, millionths};
+use crate::compare::{BlockDifference, Number, count_millionths};
 use crate::core::engines::Proof;
-use crate::core::inspection::{Found, InspectedBlocks, Inspection};
+use crate::core::inspection::{InspectedBlocks, Inspection, InspectionResult};
 use crate::core::tier::Notice;
 
 /// Limit of one engine's blocks under comparison at once: the most a short check of 64 tokens has.
@@ -47,7 +47,7 @@ const SCRATCH: u32 = u32::MAX;
 /// The state of all checks.
 #[derive(Debug, Default)]
 pub(super) struct Checks {
-    pub(super) running: BTreeMap<OpKey, Running>,
+    pub(super) running: BTreeMap<OpKey, RunningCheck>,
     /// Blocks under comparison, or on their way to it, by scheduler's session.
     checking: BTreeMap<SessionId, usize>,
     /// The largest difference within its limit, as a part of that limit, by [`Number`].
@@ -56,7 +56,7 @@ pub(super) struct Checks {
 
 /// A running comparison, and the end of its save.
 #[derive(Debug)]
-pub(super) struct Running {
+pub(super) struct RunningCheck {
     binding: Binding,
     chain: SaveChain,
     pairs: Vec<Pair>,
@@ -89,7 +89,7 @@ struct Contradiction {
     chain: BTreeSet<BlockKey>,
     /// Keys of kept blocks, each a possible cause.
     suspected: BTreeSet<BlockKey>,
-    worst: Difference,
+    worst: BlockDifference,
 }
 
 /// Returns the limit of one engine's blocks under comparison at once.
@@ -108,13 +108,13 @@ pub(super) fn is_chosen(place: usize, count: usize, block_bytes: u64) -> bool {
 
 impl Checks {
     /// Forgets a gone scheduler.
-    pub(super) fn forget(&mut self, session: SessionId) {
+    pub(super) fn forget_session(&mut self, session: SessionId) {
         self.checking.remove(&session);
     }
 
     /// Begins to check a block: holds the block kept under its key, and takes a slot for the computed one.
     /// `None`: it gets no verdict.
-    pub(super) fn begin(
+    pub(super) fn begin_check(
         &mut self,
         (session, op): OpKey,
         index: u32,
@@ -138,7 +138,13 @@ impl Checks {
     }
 
     /// Ends the check of a block, with or without a verdict.
-    pub(super) fn end(&mut self, session: SessionId, kept: SlotRef, computed: SlotRef, cx: &mut Context) {
+    pub(super) fn end_check(
+        &mut self,
+        session: SessionId,
+        kept: SlotRef,
+        computed: SlotRef,
+        cx: &mut Context,
+    ) {
         cx.dram.unhold(kept, HolderId::NOBODY);
         cx.abandon(computed);
         if let Some(checking) = self.checking.get_mut(&session) {
@@ -147,16 +153,16 @@ impl Checks {
     }
 
     fn end_all(&mut self, session: SessionId, pairs: &[Pair], cx: &mut Context) {
-        pairs.iter().for_each(|pair| self.end(session, pair.kept, pair.computed, cx));
+        pairs.iter().for_each(|pair| self.end_check(session, pair.kept, pair.computed, cx));
     }
 }
 
-// === impl Running ===
+// === impl RunningCheck ===
 
-impl Running {
+impl RunningCheck {
     /// Returns the key of a pair.
-    fn key(&self, pair: usize) -> BlockKey {
-        self.binding.key(&self.chain.keys[self.pairs[pair].place as usize])
+    fn pair_key(&self, pair: usize) -> BlockKey {
+        self.binding.block_key(&self.chain.keys[self.pairs[pair].place as usize])
     }
 
     /// Returns the keys of the chain without a witness if a pair differs: all behind the equal pair before
@@ -165,7 +171,7 @@ impl Running {
         let SaveChain { before, keys } = &self.chain;
         let equal = self.equal_before(pair);
         let before = if equal == 0 { &before[..] } else { &[] };
-        before.iter().chain(&keys[equal..]).map(|hash| self.binding.key(hash)).collect()
+        before.iter().chain(&keys[equal..]).map(|hash| self.binding.block_key(hash)).collect()
     }
 
     /// Returns the keys of kept blocks, each a possible cause of a pair's difference: the loaded ones, and
@@ -173,7 +179,7 @@ impl Running {
     fn suspected(&self, pair: usize) -> BTreeSet<BlockKey> {
         let SaveChain { before, keys } = &self.chain;
         let suspected = &keys[self.equal_before(pair)..=self.pairs[pair].place as usize];
-        before.iter().chain(suspected).map(|hash| self.binding.key(hash)).collect()
+        before.iter().chain(suspected).map(|hash| self.binding.block_key(hash)).collect()
     }
 
     /// Returns the number of the save's keys up to the equal pair before this one.
@@ -204,15 +210,22 @@ impl Transfers {
         let (layers, shards) = (Arc::clone(&rank.layers), binding.shards);
         let blocks = InspectedBlocks::Pairs(pairs.iter().map(|pair| (pair.kept, pair.computed)).collect());
         base.cx.actions.push(Action::Inspect(Inspection { save, blocks, shards, layers, sums: false }));
-        self.checks.running.insert(save, Running { binding, chain, pairs, end });
+        self.checks.running.insert(save, RunningCheck { binding, chain, pairs, end });
     }
 
     /// Ends a comparison.
-    pub(crate) fn compared(&mut self, save: OpKey, found: Found, queries: &mut Queries, base: &mut Base) {
+    pub(crate) fn compared(
+        &mut self,
+        save: OpKey,
+        found: InspectionResult,
+        queries: &mut Queries,
+        base: &mut Base,
+    ) {
         let running = self.checks.running.remove(&save).expect("a comparison ends once");
-        let Running { binding, mut end, .. } = running;
+        let RunningCheck { binding, mut end, .. } = running;
         (end.checked, end.differing) = (running.pairs.len() as u32, found.differing);
-        (end.difference, end.limit) = (millionths(found.worst.amount), millionths(found.worst.limit()));
+        (end.difference, end.limit) =
+            (count_millionths(found.worst.amount), count_millionths(found.worst.limit()));
         self.checks.end_all(save.0, &running.pairs, &mut base.cx);
         if !base.engines.has_scheduler(save.0) {
             return;
@@ -224,12 +237,12 @@ impl Transfers {
             if !base.engines.may_save(save.0) {
                 base.engines.prove(save.0, binding.space(), Proof::Compared);
             }
-            self.doubts.agree(save.0, base.engines[save.0].run, &running.key(running.pairs.len() - 1));
+            self.doubts.agree(save.0, base.engines[save.0].run, &running.pair_key(running.pairs.len() - 1));
         } else {
             base.cx.stats.checks_differing += 1;
             if !base.engines.is_barred(save.0, binding.space()) {
                 let first = found.first as usize;
-                let (key, chain) = (running.key(first), running.doubtful(first));
+                let (key, chain) = (running.pair_key(first), running.doubtful(first));
                 let said = Contradiction {
                     binding,
                     key,
@@ -284,7 +297,7 @@ impl Transfers {
         &mut self,
         session: SessionId,
         binding: &Binding,
-        worst: Difference,
+        worst: BlockDifference,
         queries: &mut Queries,
         base: &mut Base,
     ) {
@@ -308,7 +321,7 @@ impl Transfers {
         &mut self,
         session: SessionId,
         binding: &Binding,
-        worst: Option<Difference>,
+        worst: Option<BlockDifference>,
         queries: &mut Queries,
         base: &mut Base,
     ) {
@@ -372,8 +385,8 @@ fn remove(keys: &BTreeSet<BlockKey>, binding: &Binding, base: &mut Base) -> Stri
 }
 
 /// Returns a difference in words.
-fn described(worst: Difference) -> String {
-    let Difference { layer, number, amount } = worst;
+fn described(worst: BlockDifference) -> String {
+    let BlockDifference { layer, number, amount } = worst;
     format!("{amount:.2e} in layer {layer} ({}; the limit is {:.0e})", number.name(), worst.limit())
 }
 

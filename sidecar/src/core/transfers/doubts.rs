@@ -194,7 +194,7 @@ impl Doubts {
     }
 
     /// True if an engine is in doubt in a namespace: none of its blocks is kept.
-    pub(super) fn holds(&self, session: SessionId, namespace: u32, now: Duration) -> bool {
+    pub(super) fn doubts_engine(&self, session: SessionId, namespace: u32, now: Duration) -> bool {
         self.open.get(&session).is_some_and(|doubt| doubt.namespace == namespace && now < doubt.until)
     }
 
@@ -207,7 +207,7 @@ impl Doubts {
         chain: &BTreeSet<BlockKey>,
         now: Duration,
     ) -> ContradictionVerdict {
-        let is_held = self.holds(session, namespace, now);
+        let is_held = self.doubts_engine(session, namespace, now);
         let before = self.open.get(&session).filter(|_| is_held).and_then(|doubt| doubt.suspects.clone());
         let suspects = match (before, self.runs_of(chain)) {
             (Some(before), Some(runs)) => Some(&before & &runs),

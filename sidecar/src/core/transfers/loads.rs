@@ -1,6 +1,6 @@
 //! Loads: leased slots stay until every rank has ended its part.
 //!
-//! A load under an early answer waits (`Parked`) while some of its blocks are on their way; the arrived ones
+//! A load under an early answer waits (`Deferred`) while some of its blocks are on their way; the arrived ones
 //! are held until its end. It goes on as any other load once its last block is here. It is refused if a block
 //! is late or not to be had: then nothing of it was written.
 
@@ -16,15 +16,15 @@ use shm_protocol::request;
 
 use self::phases::{LoadEvent, LoadPart, LoadPhase, PartEvent};
 use super::{
-    Action, Base, Binding, Context, CopyOwner, Direction, OpKey, Piece, Queries, SessionId, Transfers,
-    Violation, operations,
+    Action, Base, Binding, Context, CopyDirection, CopyOwner, OpKey, Queries, RankBlock, SessionId,
+    Transfers, Violation, operations,
 };
 use crate::core::arrivals::{WAIT_MS_MAX, Waiter};
-use crate::core::timing::{Part, Timed};
+use crate::core::timing::{Timed, TimedPart};
 
 /// One LOAD message, until every rank has ended it.
 #[derive(Debug)]
-pub(super) struct Load {
+pub(super) struct RunningLoad {
     phase: LoadPhase,
     /// The parts of the ranks, by rank.
     parts: Vec<LoadPart>,
@@ -43,11 +43,11 @@ pub(super) struct Load {
     fenced: Option<Duration>,
 }
 
-// === impl Load ===
+// === impl RunningLoad ===
 
-impl Load {
-    fn is_parked(&self) -> bool {
-        matches!(self.phase, LoadPhase::Parked { .. })
+impl RunningLoad {
+    fn is_deferred(&self) -> bool {
+        matches!(self.phase, LoadPhase::Deferred { .. })
     }
 
     /// True if some rank waits for the begin of its copy.
@@ -63,7 +63,7 @@ impl Load {
 // === impl Transfers ===
 
 impl Transfers {
-    pub(crate) fn load(
+    pub(crate) fn begin_load(
         &mut self,
         session: SessionId,
         asked: &request::Load,
@@ -83,18 +83,18 @@ impl Transfers {
                 Ok((phase, named.into_iter().map(|(_, slot)| slot).collect(), binding))
             }),
             None => bound.ok_or(Status::NotReady).and_then(|binding| {
-                let (lease, slots) = queries.promise(session, asked, &mut base.cx)?;
+                let (lease, slots) = queries.promise_lease(session, asked, &mut base.cx)?;
                 Ok((LoadPhase::Leased { lease, ready: base.cx.now }, slots, binding))
             }),
         };
         let (phase, slots, binding) = match promised {
             Ok(promised) => promised,
             Err(status) => {
-                refuse(key, status, base);
+                refuse_load(key, status, base);
                 return Ok(());
             }
         };
-        let load = Load {
+        let load = RunningLoad {
             phase,
             parts: vec![if asked.flags.by_engine() { LoadPart::Left } else { LoadPart::Unstarted }; ranks],
             promise: asked.lease,
@@ -107,8 +107,8 @@ impl Transfers {
             binding,
             fenced: None,
         };
-        let is_parked = load.is_parked();
-        if !is_parked && load.is_unstarted() {
+        let is_deferred = load.is_deferred();
+        if !is_deferred && load.is_unstarted() {
             self.pending(session).waiting.insert(asked.op);
         }
         self.loads.insert(key, load);
@@ -121,7 +121,7 @@ impl Transfers {
         for (_, worker) in base.engines.ranks(session).filter(|(_, worker)| worker.since >= asked.step) {
             self.change_part(key, worker.rank, PartEvent::Reported(false), &mut base.cx);
         }
-        match is_parked {
+        match is_deferred {
             true => self.unpark(key, base),
             false => self.dispatch_load(key, base),
         }
@@ -157,9 +157,10 @@ impl Transfers {
             }
             let offset = u64::from(worker.shard) * load.binding.shard_bytes;
             let moves = load.slots.iter().zip(&load.blocks);
-            let pieces = moves.map(|(slot, &block)| Piece { block, offset: slot.offset + offset }).collect();
-            base.cx.took(Timed::Load(Part::Waiting), since);
-            ready.push((CopyOwner { key, rank, direction: Direction::Load }, session, pieces));
+            let pieces =
+                moves.map(|(slot, &block)| RankBlock { block, offset: slot.offset + offset }).collect();
+            base.cx.took(Timed::Load(TimedPart::Waiting), since);
+            ready.push((CopyOwner { key, rank, direction: CopyDirection::Load }, session, pieces));
         }
         if !load.is_unstarted() {
             self.pending(key.0).waiting.remove(&key.1);
@@ -245,24 +246,24 @@ impl Transfers {
         let load = self.loads.remove(&key).expect("the caller found it");
         match load.phase.after(event) {
             Continue(phase) => {
-                self.loads.insert(key, Load { phase, ..load });
+                self.loads.insert(key, RunningLoad { phase, ..load });
             }
-            Break(phase) => self.finish_load(key.0, event, Load { phase, ..load }, cx),
+            Break(phase) => self.finish_load(key.0, event, RunningLoad { phase, ..load }, cx),
         }
     }
 
     /// Ends the holds of a load.
-    fn finish_load(&mut self, session: SessionId, event: LoadEvent, load: Load, cx: &mut Context) {
+    fn finish_load(&mut self, session: SessionId, event: LoadEvent, load: RunningLoad, cx: &mut Context) {
         let holder = load.binding.whose.holder;
         if let LoadEvent::PartsEnded(well) = event {
-            cx.took(Timed::Load(Part::Whole), load.posted);
+            cx.took(Timed::Load(TimedPart::Whole), load.posted);
             if well {
                 let fenced = cx.kept.loaded(&load.slots, holder, &mut cx.dram);
                 self.hand_over(session, load.promise, load.fenced.max(fenced), cx);
             }
         }
         match load.phase {
-            LoadPhase::Parked { held, .. } => {
+            LoadPhase::Deferred { held, .. } => {
                 held.into_iter().for_each(|slot| cx.dram.unhold(slot, holder));
             }
             LoadPhase::Orphan { lease } => {
@@ -312,17 +313,17 @@ impl Transfers {
     }
 
     /// True if a load waits for blocks.
-    pub(crate) fn is_parked(&self, key: OpKey) -> bool {
-        self.loads.get(&key).is_some_and(Load::is_parked)
+    pub(crate) fn is_deferred(&self, key: OpKey) -> bool {
+        self.loads.get(&key).is_some_and(RunningLoad::is_deferred)
     }
 
     /// Handles the end of a block awaited by a load. The load is refused if the block cannot be held.
-    pub(crate) fn tell(&mut self, key: OpKey, ended: Option<&BlockKey>, base: &mut Base) {
+    pub(crate) fn end_block(&mut self, key: OpKey, ended: Option<&BlockKey>, base: &mut Base) {
         let Some(load) = self.loads.get_mut(&key) else { return };
-        let LoadPhase::Parked { missing, held } = &mut load.phase else { return };
+        let LoadPhase::Deferred { missing, held } = &mut load.phase else { return };
         let holder = load.binding.whose.holder;
         let Some(here) = ended.and_then(|block| base.cx.dram.hold(block, holder)) else {
-            return self.refuse_parked(key, base);
+            return self.refuse_deferred(key, base);
         };
         held.push(here);
         *missing -= 1;
@@ -332,14 +333,14 @@ impl Transfers {
     /// Begins a load once all of its blocks are here.
     fn unpark(&mut self, key: OpKey, base: &mut Base) {
         let Some(load) = self.loads.get(&key) else { return };
-        let LoadPhase::Parked { missing: 0, held } = &load.phase else { return };
+        let LoadPhase::Deferred { missing: 0, held } = &load.phase else { return };
         debug_assert_eq!(held.len(), load.slots.len(), "all of its blocks are held");
         let (holder, scheduler) = (load.binding.whose.holder, &base.engines[key.0]);
         // The engine's other leases do not matter: blocks of an early answer are for their load.
         let lease =
             base.cx.dram.promise_held(key.0, holder, scheduler.world_size, &load.slots, base.cx.now_ms);
-        let Some(lease) = lease else { return self.refuse_parked(key, base) };
-        base.cx.took(Timed::Load(Part::Tier), load.posted);
+        let Some(lease) = lease else { return self.refuse_deferred(key, base) };
+        base.cx.took(Timed::Load(TimedPart::Tier), load.posted);
         for (rank, _) in (0..).zip(&load.parts).filter(|(_, part)| part.has_ended()) {
             base.cx.dram.consume(lease, key.0, rank).expect("not all ranks have ended it");
         }
@@ -350,17 +351,18 @@ impl Transfers {
 
     /// Refuses loads that have waited for blocks as long as a question may. The blocks still arrive.
     pub(crate) fn refuse_late(&mut self, base: &mut Base) {
-        let is_late =
-            |load: &Load| load.is_parked() && base.cx.now >= load.posted + Duration::from_millis(WAIT_MS_MAX);
+        let is_late = |load: &RunningLoad| {
+            load.is_deferred() && base.cx.now >= load.posted + Duration::from_millis(WAIT_MS_MAX)
+        };
         let late: Vec<OpKey> =
             self.loads.iter().filter(|(_, load)| is_late(load)).map(|(key, _)| *key).collect();
-        late.into_iter().for_each(|key| self.refuse_parked(key, base));
+        late.into_iter().for_each(|key| self.refuse_deferred(key, base));
     }
 
     /// Refuses a load, because one of its blocks is not to be had. Nothing of it will be written.
-    fn refuse_parked(&mut self, key: OpKey, base: &mut Base) {
+    fn refuse_deferred(&mut self, key: OpKey, base: &mut Base) {
         self.change_load(key, LoadEvent::Refused, &mut base.cx);
-        refuse(key, Status::Absent, base);
+        refuse_load(key, Status::Absent, base);
     }
 }
 
@@ -375,21 +377,21 @@ fn park(
     let (mut missing, mut held, holder) = (0, Vec::new(), binding.whose.holder);
     let Context { dram, arrivals, .. } = cx;
     for (hash, slot) in named {
-        let key = binding.key(hash);
+        let key = binding.block_key(hash);
         let here = dram.hold(&key, holder);
         held.extend(here);
-        let coming = if here.is_none() { arrivals.join(&key, waiter) } else { None };
+        let coming = if here.is_none() { arrivals.join_waiter(&key, waiter) } else { None };
         missing += usize::from(coming.is_some());
         if here.or(coming) != Some(*slot) {
             held.into_iter().for_each(|slot| dram.unhold(slot, holder));
             return Err(Status::Absent);
         }
     }
-    Ok(LoadPhase::Parked { missing, held })
+    Ok(LoadPhase::Deferred { missing, held })
 }
 
 /// Reports a refused load to ranks waiting for this process; the others find out by the slots' generations.
-fn refuse((session, op): OpKey, status: Status, base: &mut Base) {
+fn refuse_load((session, op): OpKey, status: Status, base: &mut Base) {
     base.cx.stats.load_failures += 1;
     base.cx.stats.load_refusals += 1;
     let outcome = Outcome { op: op as u32, value: 0, status };

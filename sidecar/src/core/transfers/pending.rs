@@ -54,7 +54,7 @@ pub(super) struct Pending {
 // === impl Acceptance ===
 
 impl Acceptance {
-    pub(super) fn settle(&mut self, answer: Self) {
+    pub(super) fn accept_answer(&mut self, answer: Self) {
         *self = answer.max(*self);
     }
 }
@@ -103,7 +103,7 @@ impl Pending {
     }
 
     /// Forgets an ended save: it waits for nothing.
-    pub(super) fn forget(&mut self, save: u64, step: u64) {
+    pub(super) fn forget_save(&mut self, save: u64, step: u64) {
         self.waiting.remove(&save);
         self.copied.remove(&save);
         self.unaccepted.remove(&(step, save));
@@ -124,7 +124,7 @@ impl Pending {
 
     /// Notes the acceptance of `step`. Returns the saves waiting for it, of this and of earlier steps, each
     /// with its answer.
-    pub(super) fn accept(&mut self, step: u64) -> Vec<(u64, Acceptance)> {
+    pub(super) fn accept_step(&mut self, step: u64) -> Vec<(u64, Acceptance)> {
         if self.accepted.is_some_and(|accepted| step <= accepted) {
             return Vec::new();
         }

@@ -21,12 +21,12 @@ use self::phases::{SavePhase, Search};
 use super::checks::is_chosen;
 use super::pending::Acceptance;
 use super::{
-    Base, Binding, Context, CopyOwner, Direction, OpKey, Piece, Queries, SessionId, Transfers, Violation,
-    operations,
+    Base, Binding, Context, CopyDirection, CopyOwner, OpKey, Queries, RankBlock, SessionId, Transfers,
+    Violation, operations,
 };
 use crate::core::engines::Proof;
 use crate::core::tier::Notice;
-use crate::core::timing::{Part, Timed};
+use crate::core::timing::{Timed, TimedPart};
 
 /// Slots are taken during a step if the last step for another engine took no longer: an engine waits for them
 /// 2 s at most.
@@ -85,7 +85,7 @@ enum SaveAim {
 }
 
 #[derive(Copy, Clone, Debug)]
-struct Wanted {
+struct WantedSave {
     /// Position within the save, as in a CANCEL.
     index: u32,
     block: u32,
@@ -126,7 +126,7 @@ impl Save {
 // === impl Transfers ===
 
 impl Transfers {
-    pub(crate) fn save(
+    pub(crate) fn begin_save(
         &mut self,
         session: SessionId,
         asked: &request::Save,
@@ -172,7 +172,7 @@ impl Transfers {
         let keys: Vec<BlockHash> = asked.iter().map(|(hash, _)| *hash).collect();
         let compares = |place| checked && is_chosen(place, keys.len(), binding.block_bytes());
         let is_refused = acceptance == Acceptance::Refused;
-        let is_doubted = self.doubts.holds(key.0, binding.namespace, base.cx.now);
+        let is_doubted = self.doubts.doubts_engine(key.0, binding.namespace, base.cx.now);
         let commits = !is_refused && !is_doubted && may_save(key.0, &binding, checked, base);
         let mut end = Saved { op: key.1, ..Saved::default() };
         let mut wanted = Vec::new();
@@ -183,7 +183,7 @@ impl Transfers {
                 Some(_) if !compares(index) && is_kept(&binding, hash, base) => {
                     end.present += 1;
                     if handover.is_some() {
-                        base.cx.keep(&binding.key(&hash), &binding, None);
+                        base.cx.keep(&binding.block_key(&hash), &binding, None);
                     }
                 }
                 Some(_) if is_refused => {
@@ -191,7 +191,7 @@ impl Transfers {
                 }
                 Some(_) if !checked && is_doubted => drop_doubted(&mut end, &mut base.cx),
                 Some(_) if !checked && !commits => drop_unproven(&mut end, &mut base.cx),
-                Some(block) => wanted.push(Wanted { index: index as u32, block, hash }),
+                Some(block) => wanted.push(WantedSave { index: index as u32, block, hash }),
                 None => end.cancelled += 1,
             }
         }
@@ -271,15 +271,15 @@ impl Transfers {
         cx.stats.saves_dropped += u64::from(dropped);
         cx.stats.saves_lost_to_reuse += u64::from(cancelled);
         if let Some(pending) = self.pending.get_mut(&session) {
-            pending.forget(op, save.step);
+            pending.forget_save(op, save.step);
         }
         self.tell_saved(session, Saved { op, cancelled, dropped, ..Saved::default() }, cx);
     }
 
     /// ACCEPT: the engine went on with the output of a step. Whole saves of it are committed in this turn,
     /// after a look at the word for void saves. Earlier steps without an ACCEPT are refused.
-    pub(crate) fn accept(&mut self, session: SessionId, step: u64, base: &mut Base) {
-        for (op, acceptance) in self.pending(session).accept(step) {
+    pub(crate) fn accept_step(&mut self, session: SessionId, step: u64, base: &mut Base) {
+        for (op, acceptance) in self.pending(session).accept_step(step) {
             let key = (session, op);
             if let Some(save) = self.unbound.get_mut(&key) {
                 save.acceptance = acceptance;
@@ -333,7 +333,7 @@ impl Transfers {
         for wanted in wanted.drain(..claims).collect::<Vec<_>>() {
             self.claim(key.0, &mut save, wanted, base);
         }
-        let (claimed, nothing_to_copy) = (save.phase.wanted().is_empty(), save.blocks.is_empty());
+        let (claimed, nothing_to_copy) = (save.phase.wanted_blocks().is_empty(), save.blocks.is_empty());
         self.saves.insert(key, save);
         if !claimed {
             if !self.behind.contains(&key.0) {
@@ -364,18 +364,19 @@ impl Transfers {
     }
 
     /// Takes a slot for one block, unless the block is there or there is no room.
-    fn claim(&mut self, session: SessionId, save: &mut Save, wanted: Wanted, base: &mut Base) {
-        let Wanted { index, block, hash } = wanted;
-        let key = save.binding.key(&hash);
+    fn claim(&mut self, session: SessionId, save: &mut Save, wanted: WantedSave, base: &mut Base) {
+        let WantedSave { index, block, hash } = wanted;
+        let key = save.binding.block_key(&hash);
         let take = |slot, kept| SaveBlock { index, block, hash, slot, kept, cancelled: false, broken: false };
         if save.aim != SaveAim::Keep {
-            let check = self.checks.begin((session, save.end.op), index, &save.binding, &key, &mut base.cx);
+            let check =
+                self.checks.begin_check((session, save.end.op), index, &save.binding, &key, &mut base.cx);
             if let Some((kept, slot)) = check {
                 return save.blocks.push(take(slot, Some(kept)));
             }
         }
         if save.aim == SaveAim::Check {
-            let is_doubted = self.doubts.holds(session, save.binding.namespace, base.cx.now);
+            let is_doubted = self.doubts.doubts_engine(session, save.binding.namespace, base.cx.now);
             let drop = if is_doubted { drop_doubted } else { drop_unproven };
             return drop(&mut save.end, &mut base.cx);
         }
@@ -413,16 +414,16 @@ impl Transfers {
                 !block.cancelled && block.block < worker.blocks && rank % replicas == holder
             };
             let blocks = save.blocks.iter().filter(chosen);
-            let pieces = blocks.map(|b| Piece { block: b.block, offset: b.slot.offset + offset });
-            let pieces: Vec<Piece> = pieces.collect();
+            let pieces = blocks.map(|b| RankBlock { block: b.block, offset: b.slot.offset + offset });
+            let pieces: Vec<RankBlock> = pieces.collect();
             if save.blocks.iter().any(|block| block.block >= worker.blocks) {
-                save.acceptance.settle(Acceptance::Void);
+                save.acceptance.accept_answer(Acceptance::Void);
             }
             if !pieces.is_empty() {
-                ready.push((CopyOwner { key, rank, direction: Direction::Save }, session, pieces));
+                ready.push((CopyOwner { key, rank, direction: CopyDirection::Save }, session, pieces));
             }
         }
-        base.cx.took(Timed::Save(Part::Waiting), save.posted);
+        base.cx.took(Timed::Save(TimedPart::Waiting), save.posted);
         let copies = ready.len() as u32;
         for (owner, session, pieces) in ready {
             self.start_copy(owner, session, pieces, &mut base.cx);
@@ -463,7 +464,7 @@ fn drop_doubted(end: &mut Saved, cx: &mut Context) {
 
 /// True if a block is kept and needs no copy. It is offered to tiers again: one may lack it.
 fn is_kept(binding: &Binding, hash: BlockHash, base: &mut Base) -> bool {
-    let key = binding.key(&hash);
+    let key = binding.block_key(&hash);
     let kept = base.cx.dram.probe(key.namespace, &[hash]) == 1;
     if kept {
         base.sources.tell_tiers(Notice::Offered(key, None, binding), &mut base.cx);

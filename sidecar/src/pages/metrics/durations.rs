@@ -6,7 +6,7 @@ use prometheus::{Histogram, HistogramOpts, HistogramVec, Registry};
 use shm_protocol::source::Source;
 use tiers::dram::LeaseEnd;
 
-use crate::core::{Part, Timed};
+use crate::core::{Timed, TimedPart};
 
 /// Bounds in seconds: from a query with all blocks in DRAM to the longest lease.
 const BUCKETS: [f64; 18] = [
@@ -24,9 +24,9 @@ const FAMILIES: &[Family] = &[
          the engine that computes the prompt; tier: for blocks of a disk or a peer, or for their verification.",
         "part",
         &[
-            ("whole", Timed::Query(Part::Whole)),
-            ("waiting", Timed::Query(Part::Waiting)),
-            ("tier", Timed::Query(Part::Tier)),
+            ("whole", Timed::Query(TimedPart::Whole)),
+            ("waiting", Timed::Query(TimedPart::Waiting)),
+            ("tier", Timed::Query(TimedPart::Tier)),
         ],
     ),
     (
@@ -36,10 +36,10 @@ const FAMILIES: &[Family] = &[
          rank.",
         "part",
         &[
-            ("whole", Timed::Load(Part::Whole)),
-            ("waiting", Timed::Load(Part::Waiting)),
-            ("tier", Timed::Load(Part::Tier)),
-            ("copy", Timed::Load(Part::Copy)),
+            ("whole", Timed::Load(TimedPart::Whole)),
+            ("waiting", Timed::Load(TimedPart::Waiting)),
+            ("tier", Timed::Load(TimedPart::Tier)),
+            ("copy", Timed::Load(TimedPart::Copy)),
         ],
     ),
     (
@@ -48,9 +48,9 @@ const FAMILIES: &[Family] = &[
          waiting: until the end of its step; copy: the copies from a rank.",
         "part",
         &[
-            ("whole", Timed::Save(Part::Whole)),
-            ("waiting", Timed::Save(Part::Waiting)),
-            ("copy", Timed::Save(Part::Copy)),
+            ("whole", Timed::Save(TimedPart::Whole)),
+            ("waiting", Timed::Save(TimedPart::Waiting)),
+            ("copy", Timed::Save(TimedPart::Copy)),
         ],
     ),
     (
@@ -113,8 +113,8 @@ mod tests {
     fn every_part_is_there_from_the_first_look_and_has_its_own_times() {
         let registry = Registry::new();
         let durations = Durations::new(&registry).unwrap();
-        durations.observe(Timed::Load(Part::Copy), Duration::from_micros(15));
-        durations.observe(Timed::Load(Part::Copy), Duration::from_secs(11));
+        durations.observe(Timed::Load(TimedPart::Copy), Duration::from_micros(15));
+        durations.observe(Timed::Load(TimedPart::Copy), Duration::from_secs(11));
         durations.observe(Timed::Lease(LeaseEnd::Expired), Duration::from_millis(1500));
         let text = prometheus::TextEncoder::new().encode_to_string(&registry.gather()).unwrap();
         for line in [

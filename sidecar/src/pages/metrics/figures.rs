@@ -10,15 +10,15 @@ pub(super) type Figure<S> = (&'static str, &'static str, Reading<S>);
 
 /// Counters and gauges of one struct, or with a label of several structs of one type.
 #[derive(Debug)]
-pub(super) struct Figures<S> {
+pub(super) struct MetricFigures<S> {
     /// Each counter with its own label's value, after those of the set.
     counters: Vec<(IntCounterVec, Option<&'static str>, Reading<S>)>,
     gauges: Vec<(IntGaugeVec, Reading<S>)>,
 }
 
-// === impl Figures ===
+// === impl MetricFigures ===
 
-impl<S: Default> Figures<S> {
+impl<S: Default> MetricFigures<S> {
     /// Registers the metrics of one struct, each with a zero.
     pub(super) fn new(
         registry: &Registry,
@@ -38,14 +38,14 @@ impl<S: Default> Figures<S> {
         help: &str,
         reasons: &[(&'static str, Reading<S>)],
     ) -> Result<Self, prometheus::Error> {
-        let all = counters(registry, name, help, &["reason"])?;
+        let all = register_counters(registry, name, help, &["reason"])?;
         self.counters.extend(reasons.iter().map(|&(reason, figure)| (all.clone(), Some(reason), figure)));
         self.publish(&S::default());
         Ok(self)
     }
 }
 
-impl<S> Figures<S> {
+impl<S> MetricFigures<S> {
     /// Registers the metrics of several structs, with a label and a prefix of their names.
     pub(super) fn labelled(
         registry: &Registry,
@@ -64,11 +64,11 @@ impl<S> Figures<S> {
     ) -> Result<Self, prometheus::Error> {
         let name = |name| format!("{prefix}{name}");
         let totals = totals.iter().map(|&(of, help, figure)| {
-            counters(registry, &name(of), help, labels).map(|made| (made, None, figure))
+            register_counters(registry, &name(of), help, labels).map(|made| (made, None, figure))
         });
-        let levels = levels
-            .iter()
-            .map(|&(of, help, figure)| gauges(registry, &name(of), help, labels).map(|made| (made, figure)));
+        let levels = levels.iter().map(|&(of, help, figure)| {
+            register_gauges(registry, &name(of), help, labels).map(|made| (made, figure))
+        });
         Ok(Self { counters: totals.collect::<Result<_, _>>()?, gauges: levels.collect::<Result<_, _>>()? })
     }
 
@@ -85,9 +85,9 @@ impl<S> Figures<S> {
     fn show(&self, set: &[&str], stats: &S) {
         for (all, reason, figure) in &self.counters {
             let labels: Vec<&str> = set.iter().copied().chain(*reason).collect();
-            raise(&all.with_label_values(&labels), figure(stats));
+            raise_counter(&all.with_label_values(&labels), figure(stats));
         }
-        self.gauges.iter().for_each(|(all, figure)| show(&all.with_label_values(set), figure(stats)));
+        self.gauges.iter().for_each(|(all, figure)| show_gauge(&all.with_label_values(set), figure(stats)));
     }
 
     /// Removes the metrics of one label's value.
@@ -98,31 +98,35 @@ impl<S> Figures<S> {
 }
 
 /// Raises a counter to a total. Called by one thread alone, so read-then-add is exact.
-pub fn raise(counter: &IntCounter, total: u64) {
+pub fn raise_counter(counter: &IntCounter, total: u64) {
     counter.inc_by(total.saturating_sub(counter.get()));
 }
 
 /// Sets a gauge.
-pub fn show(gauge: &IntGauge, level: u64) {
+pub fn show_gauge(gauge: &IntGauge, level: u64) {
     gauge.set(i64::try_from(level).unwrap_or(i64::MAX));
 }
 
-pub fn counter(registry: &Registry, name: &str, help: &str) -> Result<IntCounter, prometheus::Error> {
-    register_metric(registry, IntCounter::with_opts(named(name, help))?)
+pub fn register_counter(
+    registry: &Registry,
+    name: &str,
+    help: &str,
+) -> Result<IntCounter, prometheus::Error> {
+    register_metric(registry, IntCounter::with_opts(metric_opts(name, help))?)
 }
 
-pub fn gauge(registry: &Registry, name: &str, help: &str) -> Result<IntGauge, prometheus::Error> {
-    register_metric(registry, IntGauge::with_opts(named(name, help))?)
+pub fn register_gauge(registry: &Registry, name: &str, help: &str) -> Result<IntGauge, prometheus::Error> {
+    register_metric(registry, IntGauge::with_opts(metric_opts(name, help))?)
 }
 
 /// Registers counters of one name with labels.
-pub fn counters(
+pub fn register_counters(
     registry: &Registry,
     name: &str,
     help: &str,
     labels: &[&str],
 ) -> Result<IntCounterVec, prometheus::Error> {
-    register_metric(registry, IntCounterVec::new(named(name, help), labels)?)
+    register_metric(registry, IntCounterVec::new(metric_opts(name, help), labels)?)
 }
 
 /// Registers counters of one name with one label, each of these values with a zero.
@@ -133,23 +137,23 @@ pub fn counters_of(
     label: &str,
     values: &[&str],
 ) -> Result<IntCounterVec, prometheus::Error> {
-    let counters = counters(registry, name, help, &[label])?;
+    let counters = register_counters(registry, name, help, &[label])?;
     values.iter().for_each(|value| counters.with_label_values(&[value]).inc_by(0));
     Ok(counters)
 }
 
 /// Registers gauges of one name with labels.
-pub fn gauges(
+pub fn register_gauges(
     registry: &Registry,
     name: &str,
     help: &str,
     labels: &[&str],
 ) -> Result<IntGaugeVec, prometheus::Error> {
-    register_metric(registry, IntGaugeVec::new(named(name, help), labels)?)
+    register_metric(registry, IntGaugeVec::new(metric_opts(name, help), labels)?)
 }
 
 /// Adds the prefix `pillion_`, common to all metrics.
-fn named(name: &str, help: &str) -> Opts {
+fn metric_opts(name: &str, help: &str) -> Opts {
     Opts::new(format!("pillion_{name}"), help)
 }
 

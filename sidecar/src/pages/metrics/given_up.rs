@@ -3,7 +3,7 @@
 use prometheus::Registry;
 use tiers::given_up::GivenUpCause;
 
-use super::figures::counters;
+use super::figures::register_counters;
 
 const HELP: &str = "Files of earlier sidecars that start empty, by file (pool, or log of a disk) and reason. boot: \
      written before the last reboot; damaged: the header is not intact; sizes: made for other sizes; unfinished: the \
@@ -12,19 +12,19 @@ const HELP: &str = "Files of earlier sidecars that start empty, by file (pool, o
 
 shm_protocol::named! {
     /// The use of a file.
-    pub enum File {
+    pub enum GivenUpFile {
         Pool = "pool",
         Ssd = "ssd",
     }
 }
 
 /// Registers and counts the files; all are known at the start.
-pub fn count(
+pub fn count_given_up(
     registry: &Registry,
-    given_up: impl Iterator<Item = (File, GivenUpCause)>,
+    given_up: impl Iterator<Item = (GivenUpFile, GivenUpCause)>,
 ) -> Result<(), prometheus::Error> {
-    let files = counters(registry, "files_given_up_total", HELP, &["file", "reason"])?;
-    for file in File::ALL {
+    let files = register_counters(registry, "files_given_up_total", HELP, &["file", "reason"])?;
+    for file in GivenUpFile::ALL {
         GivenUpCause::ALL
             .iter()
             .for_each(|cause| files.with_label_values(&[file.name(), cause.name()]).inc_by(0));
@@ -41,11 +41,11 @@ mod tests {
     fn every_reason_is_there_and_each_file_is_counted() {
         let registry = Registry::new();
         let given_up = [
-            (File::Ssd, GivenUpCause::Version),
-            (File::Pool, GivenUpCause::Sizes),
-            (File::Ssd, GivenUpCause::Version),
+            (GivenUpFile::Ssd, GivenUpCause::Version),
+            (GivenUpFile::Pool, GivenUpCause::Sizes),
+            (GivenUpFile::Ssd, GivenUpCause::Version),
         ];
-        count(&registry, given_up.into_iter()).unwrap();
+        count_given_up(&registry, given_up.into_iter()).unwrap();
         let text = prometheus::TextEncoder::new().encode_to_string(&registry.gather()).unwrap();
         for line in [
             "pillion_files_given_up_total{file=\"ssd\",reason=\"version\"} 2",

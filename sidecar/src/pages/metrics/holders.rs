@@ -6,8 +6,8 @@ use prometheus::{IntGaugeVec, Registry};
 use shm_protocol::prefill::PrefillRate;
 use tiers::dram::Holdings;
 
-use super::figures::{Reading, gauges, show};
-use crate::core::{EngineState, Holder};
+use super::figures::{Reading, register_gauges, show_gauge};
+use crate::core::{EngineHolder, EngineState};
 
 /// Characters shown of an engine's name.
 const NAME_MAX: usize = 64;
@@ -44,20 +44,21 @@ impl HoldersMetrics {
     pub(super) fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
         let help = "Bytes of an engine's blocks, by kind. kept: saved or fetched by the engine; filling: being written; \
              leased: held for its queries; promised: held for its planned loads.";
-        let bytes = gauges(registry, "engine_bytes", help, &["engine", "kind"])?;
+        let bytes = register_gauges(registry, "engine_bytes", help, &["engine", "kind"])?;
         let help = "Engines connected, by name and state. serving: loads and saves; idle: its ranks join in its first \
              step; unbound: it sends queries but some of its ranks have not joined, look for PILLION STAYS OUT in its \
              log; barred: its KV differs, see pillion ctl namespaces.";
-        let states = gauges(registry, "engine_state", help, &["engine", "state"])?;
+        let states = register_gauges(registry, "engine_state", help, &["engine", "state"])?;
         let help = "Tokens of a prompt that the engine computes per second, at positions in the prompt, by its last steps; 0 until that \
              is known. Blocks of disks and peers are waited for as long as they come sooner.";
-        let prefill = gauges(registry, "engine_prefill_tokens_per_second", help, &["engine", "position"])?;
+        let prefill =
+            register_gauges(registry, "engine_prefill_tokens_per_second", help, &["engine", "position"])?;
         Ok(Self { bytes, states, prefill, shown: BTreeSet::new() })
     }
 
     /// Publishes the holdings; engines of one name share their metrics. Metrics of disconnected engines are
     /// removed.
-    pub(super) fn publish<'a>(&mut self, holders: impl Iterator<Item = Holder<'a>>) {
+    pub(super) fn publish_holders<'a>(&mut self, holders: impl Iterator<Item = EngineHolder<'a>>) {
         let mut here: BTreeMap<String, (Holdings, [u64; STATES.len()], Option<PrefillRate>)> =
             BTreeMap::new();
         for holder in holders {
@@ -72,13 +73,13 @@ impl HoldersMetrics {
         for (name, (holdings, engines, prefill)) in &here {
             for (label, position) in POSITIONS {
                 let rate = prefill.map_or(0.0, |rate| rate.tokens_per_second(position));
-                show(&self.prefill.with_label_values(&[name.as_str(), label]), rate as u64);
+                show_gauge(&self.prefill.with_label_values(&[name.as_str(), label]), rate as u64);
             }
             for ((state, _), engines) in STATES.iter().zip(engines) {
-                show(&self.states.with_label_values(&[name.as_str(), state]), *engines);
+                show_gauge(&self.states.with_label_values(&[name.as_str(), state]), *engines);
             }
             for (kind, reading) in KINDS {
-                show(&self.bytes.with_label_values(&[name.as_str(), kind]), reading(holdings));
+                show_gauge(&self.bytes.with_label_values(&[name.as_str(), kind]), reading(holdings));
             }
         }
         for gone in self.shown.iter().filter(|name| !here.contains_key(*name)) {
@@ -108,11 +109,11 @@ mod tests {
         let state = EngineState::Serving;
         let holder = |engine, kept| {
             let holdings = Holdings { kept, ..Holdings::default() };
-            Holder { engine, state, holdings, prefill: PrefillRate::new(50_000.0, 0.5) }
+            EngineHolder { engine, state, holdings, prefill: PrefillRate::new(50_000.0, 0.5) }
         };
-        metrics.publish([holder("a", 1), holder("b", 2), holder("b", 3)].into_iter());
-        let unbound = Holder { state: EngineState::Unbound, ..holder("b", 3) };
-        metrics.publish([holder("b", 2), unbound].into_iter());
+        metrics.publish_holders([holder("a", 1), holder("b", 2), holder("b", 3)].into_iter());
+        let unbound = EngineHolder { state: EngineState::Unbound, ..holder("b", 3) };
+        metrics.publish_holders([holder("b", 2), unbound].into_iter());
         let text = prometheus::TextEncoder::new().encode_to_string(&registry.gather()).unwrap();
         let shown: Vec<&str> = text.lines().filter(|line| !line.starts_with('#')).collect();
         let line = |kind, bytes| format!("pillion_engine_bytes{{engine=\"b\",kind=\"{kind}\"}} {bytes}");

@@ -8,7 +8,7 @@ use mesh::refusals::{Reason, RefusalCounts};
 use mesh::transport::PeerNumber;
 use prometheus::{Gauge, IntCounterVec, IntGauge, Registry};
 
-use super::figures::{Figure, Figures, counters_of, gauge, raise, show};
+use super::figures::{Figure, MetricFigures, counters_of, raise_counter, register_gauge, show_gauge};
 use crate::core::{FAULT_NAMES, PeersStats};
 
 const COUNTERS: &[Figure<PeersStats>] = &[
@@ -38,7 +38,7 @@ const COUNTERS: &[Figure<PeersStats>] = &[
     ),
     ("mesh_served_blocks_total", "Blocks sent to peers completely.", |s| s.served_blocks),
     ("mesh_served_bytes_total", "Bytes of blocks sent to peers completely.", |s| s.served_bytes),
-    ("mesh_published_changes_total", "Blocks announced to peers as added or removed.", |s| s.told),
+    ("mesh_published_changes_total", "Blocks announced to peers as added or removed.", |s| s.published),
     (
         "mesh_resyncs_total",
         "Inventories of peers requested again because they outgrew the memory taken for them. A peer that outgrows each at \
@@ -126,11 +126,11 @@ const PEER_COUNTERS: &[Figure<PeerStats>] = &[
 /// Metrics of the mesh as a whole and of each member.
 #[derive(Debug)]
 pub(super) struct PeersMetrics {
-    figures: Figures<PeersStats>,
+    figures: MetricFigures<PeersStats>,
     endpoints_empty: IntGauge,
     names_unresolved: IntGauge,
     pace: Gauge,
-    each: Figures<PeerStats>,
+    each: MetricFigures<PeerStats>,
     faults: IntCounterVec,
     refusals: IntCounterVec,
     /// Members with metrics of their own.
@@ -141,16 +141,16 @@ pub(super) struct PeersMetrics {
 
 impl PeersMetrics {
     pub(super) fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
-        let figures = Figures::new(registry, COUNTERS, GAUGES)?;
+        let figures = MetricFigures::new(registry, COUNTERS, GAUGES)?;
         let help = "Addresses of --peer without a member of this mesh; the log says why.";
-        let endpoints_empty = gauge(registry, "mesh_endpoints_empty", help)?;
+        let endpoints_empty = register_gauge(registry, "mesh_endpoints_empty", help)?;
         let help = "Names of --peer that did not resolve at the last attempt; the log says why.";
-        let names_unresolved = gauge(registry, "mesh_peer_names_unresolved", help)?;
+        let names_unresolved = register_gauge(registry, "mesh_peer_names_unresolved", help)?;
         let help =
             "Seconds between two batches of changes sent to a peer; they grow with the number of peers.";
         let pace = Gauge::new("pillion_mesh_pace_seconds", help)?;
         registry.register(Box::new(pace.clone()))?;
-        let each = Figures::labelled(registry, ("mesh_peer", "peer"), PEER_COUNTERS, PEER_GAUGES)?;
+        let each = MetricFigures::labelled(registry, ("mesh_peer", "peer"), PEER_COUNTERS, PEER_GAUGES)?;
         let help = "Blocks that a peer did not deliver, by kind. absent: it does not have the block; corrupt: the \
              checksum does not match; short: it closed the connection within the block; timeout: it took too long; \
              connection: the connection failed; malformed: it broke the protocol; refused: it refused the request; \
@@ -172,7 +172,7 @@ impl PeersMetrics {
     /// Publishes the counts of refusals. Called by one thread alone.
     pub(super) fn publish_refusals(&self, refusals: &RefusalCounts) {
         for (reason, total) in Reason::ALL.iter().zip(refusals.totals()) {
-            raise(&self.refusals.with_label_values(&[reason.name()]), total);
+            raise_counter(&self.refusals.with_label_values(&[reason.name()]), total);
         }
     }
 
@@ -183,16 +183,16 @@ impl PeersMetrics {
 
     /// Publishes the metrics. Called by one thread alone. Metrics of former members are removed, so there are
     /// never more labels than members.
-    pub(super) fn publish<'a>(
+    pub(super) fn publish_peers<'a>(
         &mut self,
         stats: &PeersStats,
         (endpoints_empty, names_unresolved): (usize, usize),
         name: impl Fn(PeerNumber) -> Option<&'a str>,
     ) {
-        show(&self.endpoints_empty, endpoints_empty as u64);
-        show(&self.names_unresolved, names_unresolved as u64);
+        show_gauge(&self.endpoints_empty, endpoints_empty as u64);
+        show_gauge(&self.names_unresolved, names_unresolved as u64);
         for (kind, total) in FAULT_NAMES.iter().zip(stats.faults) {
-            raise(&self.faults.with_label_values(&[kind]), total);
+            raise_counter(&self.faults.with_label_values(&[kind]), total);
         }
         let mut here = BTreeSet::new();
         for peer in &stats.peers {
@@ -241,8 +241,8 @@ mod tests {
         };
         let name = |number: PeerNumber| Some(["", "a", "b"][number.0 as usize]);
         metrics.publish_pace(Duration::from_micros(249_750));
-        metrics.publish(&stats, (2, 3), name);
-        metrics.publish(&PeersStats { peers: vec![peer(2, 7)], ..stats }, (1, 2), name);
+        metrics.publish_peers(&stats, (2, 3), name);
+        metrics.publish_peers(&PeersStats { peers: vec![peer(2, 7)], ..stats }, (1, 2), name);
         let text = prometheus::TextEncoder::new().encode_to_string(&registry.gather()).unwrap();
         for line in [
             "pillion_mesh_peers 1",

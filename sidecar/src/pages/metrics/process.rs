@@ -6,7 +6,7 @@ use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
 use prometheus::{Counter, Gauge, IntGauge, Registry};
 
-use super::figures::{gauges, show};
+use super::figures::{register_gauges, show_gauge};
 
 /// Metrics read from /proc at each scrape.
 #[derive(Debug)]
@@ -18,10 +18,14 @@ struct ProcessMetrics {
 }
 
 /// Registers the metrics of this process.
-pub(super) fn register(registry: &Registry) -> Result<(), prometheus::Error> {
+pub(super) fn register_process(registry: &Registry) -> Result<(), prometheus::Error> {
     registry.register(Box::new(ProcessMetrics::new()?))?;
-    let build =
-        gauges(registry, "build_info", "1, with the release of this sidecar as label.", &["version"])?;
+    let build = register_gauges(
+        registry,
+        "build_info",
+        "1, with the release of this sidecar as label.",
+        &["version"],
+    )?;
     build.with_label_values(&[env!("CARGO_PKG_VERSION")]).set(1);
     Ok(())
 }
@@ -51,13 +55,13 @@ impl ProcessMetrics {
         [&self.cpu, &self.resident, &self.descriptors, &self.start]
     }
 
-    fn read(&self) -> ProcResult<()> {
+    fn read_process(&self) -> ProcResult<()> {
         let process = Process::myself()?;
         let (stat, ticks) = (process.stat()?, procfs::ticks_per_second() as f64);
         let cpu = (stat.utime + stat.stime) as f64 / ticks;
         self.cpu.inc_by((cpu - self.cpu.get()).max(0.0));
-        show(&self.resident, stat.rss.saturating_mul(procfs::page_size()));
-        show(&self.descriptors, process.fd_count()? as u64);
+        show_gauge(&self.resident, stat.rss.saturating_mul(procfs::page_size()));
+        show_gauge(&self.descriptors, process.fd_count()? as u64);
         self.start.set(procfs::boot_time_secs()? as f64 + stat.starttime as f64 / ticks);
         Ok(())
     }
@@ -70,7 +74,7 @@ impl Collector for ProcessMetrics {
 
     /// Reads /proc. If it cannot be read, the process has no metrics.
     fn collect(&self) -> Vec<MetricFamily> {
-        match self.read() {
+        match self.read_process() {
             Ok(()) => self.all().into_iter().flat_map(Collector::collect).collect(),
             Err(_) => Vec::new(),
         }
@@ -84,7 +88,7 @@ mod tests {
     #[test]
     fn a_scrape_says_what_this_process_is_and_takes() {
         let registry = Registry::new();
-        register(&registry).unwrap();
+        register_process(&registry).unwrap();
         let value = |name: &str| {
             let text = prometheus::TextEncoder::new().encode_to_string(&registry.gather()).unwrap();
             let line = text.lines().find(|line| line.starts_with(name)).map(str::to_owned);

@@ -2,7 +2,7 @@
 
 use prometheus::Registry;
 
-use super::figures::{Figure, Figures};
+use super::figures::{Figure, MetricFigures};
 use crate::core::TierStats;
 
 const COUNTERS: &[Figure<TierStats>] = &[
@@ -22,6 +22,6 @@ const GAUGES: &[Figure<TierStats>] = &[
 ];
 
 /// Registers the metrics of all tiers.
-pub(super) fn register_tiers(registry: &Registry) -> Result<Figures<TierStats>, prometheus::Error> {
-    Figures::labelled(registry, ("tier", "tier"), COUNTERS, GAUGES)
+pub(super) fn register_tiers(registry: &Registry) -> Result<MetricFigures<TierStats>, prometheus::Error> {
+    MetricFigures::labelled(registry, ("tier", "tier"), COUNTERS, GAUGES)
 }

@@ -3,7 +3,7 @@
 use prometheus::{IntCounterVec, Registry};
 use tiers::ssd::{Backend, DeviceStats, FaultKind};
 
-use super::figures::{Figure, Figures, Reading, counters, gauges, raise};
+use super::figures::{Figure, MetricFigures, Reading, raise_counter, register_counters, register_gauges};
 use crate::config::Disk;
 use crate::core::SsdStats;
 
@@ -77,8 +77,8 @@ const BACKEND: &str = "Disks, by what moves their bytes. threads: more CPU time;
 pub(super) struct SsdMetrics {
     /// Names of the devices, by their numbers.
     names: Vec<String>,
-    figures: Figures<SsdStats>,
-    devices: Figures<DeviceStats>,
+    figures: MetricFigures<SsdStats>,
+    devices: MetricFigures<DeviceStats>,
     faults: IntCounterVec,
 }
 
@@ -92,10 +92,10 @@ impl SsdMetrics {
     ) -> Result<Self, prometheus::Error> {
         let name = |disk: &Disk| disk.path.display().to_string();
         let names: Vec<String> = at_work.iter().map(|(disk, _)| name(disk)).collect();
-        let out = gauges(registry, "ssd_left_out", LEFT_OUT, &["device"])?;
+        let out = register_gauges(registry, "ssd_left_out", LEFT_OUT, &["device"])?;
         names.iter().for_each(|name| out.with_label_values(&[name]).set(0));
         left_out.iter().for_each(|disk| out.with_label_values(&[name(disk)]).set(1));
-        let backends = gauges(registry, "ssd_backend", BACKEND, &["backend"])?;
+        let backends = register_gauges(registry, "ssd_backend", BACKEND, &["backend"])?;
         Backend::ALL.iter().for_each(|backend| backends.with_label_values(&[backend.name()]).set(0));
         at_work.iter().for_each(|(_, backend)| backends.with_label_values(&[backend.name()]).inc());
         Self::of_devices(registry, names)
@@ -104,23 +104,23 @@ impl SsdMetrics {
     fn of_devices(registry: &Registry, names: Vec<String>) -> Result<Self, prometheus::Error> {
         let help = "Blocks not written to a disk, by reason. queue_full: too many blocks waited; evicted: the block \
              left DRAM first; down: no disk works; too_large: the block exceeds a segment.";
-        let figures = Figures::new(registry, COUNTERS, GAUGES)?;
+        let figures = MetricFigures::new(registry, COUNTERS, GAUGES)?;
         let figures = figures.with_reasons(registry, "ssd_dropped_blocks_total", help, DROPPED)?;
-        let devices = Figures::labelled(registry, ("ssd", "device"), DEVICE_COUNTERS, DEVICE_GAUGES)?;
+        let devices = MetricFigures::labelled(registry, ("ssd", "device"), DEVICE_COUNTERS, DEVICE_GAUGES)?;
         let help = "Failed reads and writes, by kind. no_space: the file cannot grow; io: the device failed; gone: the \
              device is missing; short: the transfer ended early; corrupt: the checksum does not match; late: it took \
              too long; other: any other error.";
-        let faults = counters(registry, "ssd_faults_total", help, &["device", "kind"])?;
+        let faults = register_counters(registry, "ssd_faults_total", help, &["device", "kind"])?;
         Ok(Self { names, figures, devices, faults })
     }
 
     /// Publishes the metrics. Called by one thread alone, so read-then-add is exact.
-    pub(super) fn publish(&self, stats: &SsdStats) {
+    pub(super) fn publish_disks(&self, stats: &SsdStats) {
         self.figures.publish(stats);
         for (name, device) in self.names.iter().zip(&stats.log.devices) {
             self.devices.show_set(name, device);
             for (kind, count) in FaultKind::ALL.into_iter().zip(device.faults) {
-                raise(&self.faults.with_label_values(&[name.as_str(), kind.name()]), count);
+                raise_counter(&self.faults.with_label_values(&[name.as_str(), kind.name()]), count);
             }
         }
     }
@@ -144,8 +144,8 @@ mod tests {
         ];
         let log = ssd::LogStats { devices, ..ssd::LogStats::default() };
         let stats = SsdStats { log, dropped_evicted: 4, ..SsdStats::default() };
-        metrics.publish(&stats);
-        metrics.publish(&stats);
+        metrics.publish_disks(&stats);
+        metrics.publish_disks(&stats);
         let text = prometheus::TextEncoder::new().encode_to_string(&registry.gather()).unwrap();
         for line in [
             "pillion_ssd_blocks{device=\"/a\"} 3",

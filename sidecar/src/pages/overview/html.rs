@@ -27,7 +27,7 @@ th:first-child, td:first-child { text-align: left; }
 ";
 
 /// The page. Every cell is escaped, because engines and peers choose their names.
-pub fn page(overview: &Overview, ready: &str) -> String {
+pub fn render_page(overview: &Overview, ready: &str) -> String {
     let mut text = String::from(HEAD);
     // Writing to a String cannot fail.
     let _ = writeln!(text, "<h1>{}: {}</h1>", escaped(&overview.heading), escaped(ready));

@@ -16,7 +16,7 @@ pub struct Samples {
 
 impl Samples {
     /// Parses a text and skips lines that are not samples.
-    pub fn read(text: &str) -> Self {
+    pub fn parse_text(text: &str) -> Self {
         let mut samples = Self::default();
         for line in text.lines() {
             if let Some((name, help)) = line.strip_prefix("# HELP ").and_then(|line| line.split_once(' ')) {
@@ -112,12 +112,12 @@ fn quoted(text: &str) -> Option<(String, &str)> {
 }
 
 /// Bytes with a unit, such as `1.5 GiB`.
-pub(super) fn bytes(number: f64) -> String {
+pub(super) fn format_bytes(number: f64) -> String {
     scaled(number, 1024.0, &["B", "KiB", "MiB", "GiB", "TiB"])
 }
 
 /// `12,345`, or `12.3 million` for large numbers.
-pub(super) fn count(number: f64) -> String {
+pub(super) fn format_count(number: f64) -> String {
     if number >= 1e7 {
         return format!("{:.1} million", number / 1e6);
     }
@@ -135,12 +135,12 @@ pub(super) fn per_second(rate: f64, unit: impl Fn(f64) -> String) -> String {
 }
 
 /// A share in percent, or a dash for a share of nothing.
-pub(super) fn share(part: f64, whole: f64) -> String {
+pub(super) fn format_share(part: f64, whole: f64) -> String {
     if whole > 0.0 { format!("{:.1} %", 100.0 * part / whole) } else { "-".into() }
 }
 
 /// `1.5 ms`, or `3 h` for longer times.
-pub(super) fn time(seconds: f64) -> String {
+pub(super) fn format_time(seconds: f64) -> String {
     match seconds {
         long if long >= 172_800.0 => format!("{:.0} d", long / 86_400.0),
         long if long >= 7_200.0 => format!("{:.0} h", long / 3_600.0),

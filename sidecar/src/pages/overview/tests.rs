@@ -39,7 +39,7 @@ const BEFORE: &str =
 
 fn overview(before: Option<&Samples>) -> Overview {
     let before = before.map(|samples| (samples, Duration::from_secs(2)));
-    Overview::new(&Samples::read(NOW), before, Duration::from_secs(1010))
+    Overview::new(&Samples::parse_text(NOW), before, Duration::from_secs(1010))
 }
 
 fn row<'a>(overview: &'a Overview, title: &str, first: &str) -> &'a [String] {
@@ -49,7 +49,7 @@ fn row<'a>(overview: &'a Overview, title: &str, first: &str) -> &'a [String] {
 
 #[test]
 fn figures_are_of_the_time_between() {
-    let found = overview(Some(&Samples::read(BEFORE)));
+    let found = overview(Some(&Samples::parse_text(BEFORE)));
     assert_eq!(found.heading, "Pillion 0.3.0, up for 10.0 s, 1.5 GiB of memory in use");
     assert_eq!(
         row(&found, "Tiers", "memory"),
@@ -85,19 +85,19 @@ fn what_is_wrong_is_said_with_its_remedy() {
 
 #[test]
 fn names_cannot_write_the_page() {
-    let page = page(&overview(None), "ready");
+    let page = render_page(&overview(None), "ready");
     assert!(page.contains("&lt;b&gt;&quot;one&quot;") && !page.contains("<b>"), "{page}");
 }
 
 #[test]
 fn figures_as_people_read_them() {
     assert_eq!(
-        [0.0, 999.0, 1000.0, 123_456.0, 12_345_678.0, 0.25].map(count),
+        [0.0, 999.0, 1000.0, 123_456.0, 12_345_678.0, 0.25].map(format_count),
         ["0", "999", "1,000", "123,456", "12.3 million", "0.2"]
     );
-    assert_eq!([0.0, 1023.0, 1536.0, 5e12].map(bytes), ["0 B", "1023 B", "1.5 KiB", "4.5 TiB"]);
+    assert_eq!([0.0, 1023.0, 1536.0, 5e12].map(format_bytes), ["0 B", "1023 B", "1.5 KiB", "4.5 TiB"]);
     assert_eq!(
-        [0.000_002, 0.0015, 1.5, 600.0, 7200.0, 1e6].map(time),
+        [0.000_002, 0.0015, 1.5, 600.0, 7200.0, 1e6].map(format_time),
         ["2 us", "1.5 ms", "1.5 s", "10 min", "2 h", "12 d"]
     );
 }

@@ -9,34 +9,34 @@ use shm_protocol::key::NamespaceDigest;
 use tokio::sync::oneshot;
 
 use crate::catalog;
-use crate::control::inbox::{Ask, Inbox};
-use crate::core::Kept;
+use crate::control::inbox::{ControlAsk, Inbox};
+use crate::core::KeptCounts;
 
 /// The catalog, and the channel for counts of the data thread's blocks.
 #[derive(Debug)]
-pub struct Known {
+pub struct CatalogListing {
     pub inbox: Arc<Inbox>,
-    pub catalog: catalog::Shared,
+    pub catalog: catalog::SharedCatalog,
 }
 
-impl Listing for Known {
+impl Listing for CatalogListing {
     fn list_namespaces(&self) -> Counted {
         let (reply, answer) = oneshot::channel();
-        let asked = self.inbox.ask(Ask::Survey(reply));
+        let asked = self.inbox.post_ask(ControlAsk::Survey(reply));
         let catalog = self.catalog.clone();
         Box::pin(async move {
             let kept = if asked { answer.await.ok()?.namespaces } else { return None };
-            Some(join(catalog.lock().stated(), kept))
+            Some(merge_namespaces(catalog.lock().stated(), kept))
         })
     }
 }
 
 /// Joins the stated facts and the kept blocks of each namespace.
-fn join(
+fn merge_namespaces(
     stated: Vec<(NamespaceDigest, StatedFacts)>,
-    mut kept: BTreeMap<NamespaceDigest, Kept>,
+    mut kept: BTreeMap<NamespaceDigest, KeptCounts>,
 ) -> Vec<NodeNamespace> {
-    let namespace = |digest, stated, Kept { memory, below: disk }| NodeNamespace {
+    let namespace = |digest, stated, KeptCounts { memory, below: disk }| NodeNamespace {
         digest,
         stated,
         memory_blocks: memory,

@@ -52,7 +52,7 @@ pub(super) struct Request {
     /// The number of its leading blocks with offered or loaded states.
     pub(super) offered: usize,
     /// Number of its blocks known to the policy; `None`: the request begins in its next step.
-    pub(super) told: Option<usize>,
+    pub(super) reported_blocks: Option<usize>,
     /// Words computed or loaded, steps in flight included.
     pub(super) computed: usize,
     /// The same without steps in flight.
@@ -163,7 +163,7 @@ impl Request {
             preemptions: 0,
             blocks: vec![Vec::new(); groups],
             offered: 0,
-            told: None,
+            reported_blocks: None,
             computed: 0,
             settled: 0,
             known: spec.prompt,

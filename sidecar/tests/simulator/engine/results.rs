@@ -72,12 +72,12 @@ impl Scheduler {
             self.mute -= 1;
             return;
         }
-        let untold = self.untold.split_off(&(step + 1));
-        let before = std::mem::replace(&mut self.untold, untold);
+        let unreported = self.unreported.split_off(&(step + 1));
+        let before = std::mem::replace(&mut self.unreported, unreported);
         let mut scheduled = HashMap::new();
         if self.policy.passes_over(step) {
             scheduled.extend(before);
-            scheduled.extend(self.untold.clone());
+            scheduled.extend(self.unreported.clone());
         }
         self.policy.accept_step(step, &scheduled, Some(ctx.instant()));
     }

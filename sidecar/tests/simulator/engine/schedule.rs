@@ -32,7 +32,7 @@ impl Scheduler {
     /// Begins a request after the end of its load: vLLM allocates for it once more.
     fn resume(&mut self, id: u64) {
         let request = &self.requests[&id];
-        if request.told.is_none() {
+        if request.reported_blocks.is_none() {
             let number = request.number;
             self.tell(id);
             assert_eq!(self.policy.allocated(number, 0), None, "request {id} has no other load");
@@ -77,7 +77,7 @@ impl Scheduler {
             return;
         }
         own.iter().flatten().for_each(|block| self.blocks.share(*block));
-        request.told = None;
+        request.reported_blocks = None;
         request.blocks = own;
         for blocks in &mut request.blocks {
             let fresh = end.div_ceil(WORDS) - blocks.len();
@@ -246,18 +246,18 @@ impl Scheduler {
     fn changes(&mut self, ctx: &mut Ctx) -> Changes {
         let mut changes = Changes::default();
         for id in self.scheduled.clone() {
-            if self.requests[&id].told.is_none() {
+            if self.requests[&id].reported_blocks.is_none() {
                 self.tell(id);
             }
             let request = self.requests.get_mut(&id).expect("scheduled requests exist");
             let (number, blocks) = (Some(request.number), &request.blocks);
-            match request.told.replace(blocks[0].len()) {
+            match request.reported_blocks.replace(blocks[0].len()) {
                 None => {
                     let computed = request.computed as u32 * WORD_TOKENS;
                     changes.begun.push(BegunRequest { request: number, blocks: blocks.clone(), computed });
                 }
-                Some(told) if told < blocks[0].len() => {
-                    let grown = blocks.iter().map(|blocks| blocks[told..].to_vec()).collect();
+                Some(reported_blocks) if reported_blocks < blocks[0].len() => {
+                    let grown = blocks.iter().map(|blocks| blocks[reported_blocks..].to_vec()).collect();
                     changes.grown.push((number, grown));
                 }
                 Some(_) => {}
@@ -362,7 +362,7 @@ impl Scheduler {
         shared.judge.post(step);
         self.in_flight.push_back(InFlight { work: ends, number: self.step, fails: fate != Fate::Whole });
         let scheduled = std::mem::take(&mut self.scheduled);
-        self.untold.insert(self.step, scheduled.iter().map(|id| self.requests[id].number).collect());
+        self.unreported.insert(self.step, scheduled.iter().map(|id| self.requests[id].number).collect());
         self.last = scheduled.into_iter().collect();
     }
 

@@ -96,7 +96,7 @@ pub(crate) struct Scheduler {
     pub(super) blocks: Blocks,
     pub(super) in_flight: VecDeque<InFlight>,
     /// The requests computed by each step without a reported output, by their numbers in the policy.
-    pub(super) untold: BTreeMap<u64, Vec<RequestId>>,
+    pub(super) unreported: BTreeMap<u64, Vec<RequestId>>,
     /// Outputs still to withhold from the policy.
     pub(super) mute: u64,
     /// Live requests of the last step.
@@ -171,7 +171,7 @@ impl Scheduler {
             running: Vec::new(),
             blocks: Blocks::new(model.blocks),
             in_flight: VecDeque::new(),
-            untold: BTreeMap::new(),
+            unreported: BTreeMap::new(),
             mute: 0,
             last: BTreeSet::new(),
             scheduled: Vec::new(),

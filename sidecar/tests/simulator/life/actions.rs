@@ -6,8 +6,8 @@ use shm_protocol::key::NamespaceDigest;
 use shm_protocol::message::Status;
 use shm_protocol::namespace;
 use shm_protocol::pool::{SLOT_HEADER_BYTES, SlotRef, slot};
-use sidecar::clients::session::Session;
-use sidecar::core::{Action, Direction, Found, Inspection, Piece, SessionId, TierJob};
+use sidecar::clients::session::ClientSession;
+use sidecar::core::{Action, CopyDirection, Inspection, InspectionResult, RankBlock, SessionId, TierJob};
 
 use super::Life;
 use crate::coverage;
@@ -15,10 +15,10 @@ use crate::ctx::{Actor, Ctx, Micros};
 use crate::origin::WORDS;
 
 /// The slots of a comparison, and their use.
-fn uses(inspection: &Inspection) -> impl Iterator<Item = (Direction, Piece)> {
+fn uses(inspection: &Inspection) -> impl Iterator<Item = (CopyDirection, RankBlock)> {
     inspection.pairs().iter().flat_map(|(kept, computed)| {
-        let place = |slot: &SlotRef| Piece { block: 0, offset: slot.offset };
-        [(Direction::Load, place(kept)), (Direction::Save, place(computed))]
+        let place = |slot: &SlotRef| RankBlock { block: 0, offset: slot.offset };
+        [(CopyDirection::Load, place(kept)), (CopyDirection::Save, place(computed))]
     })
 }
 
@@ -106,7 +106,12 @@ impl Life {
 
     /// Checks the result of a comparison: correct KV with noise never differs, and wrong KV always does. A
     /// contradicted engine gets none of these blocks.
-    pub(super) fn end_comparison(&mut self, inspection: &Inspection, found: &Found, ctx: &mut Ctx) {
+    pub(super) fn end_comparison(
+        &mut self,
+        inspection: &Inspection,
+        found: &InspectionResult,
+        ctx: &mut Ctx,
+    ) {
         let memory = self.pool.region();
         let pairs = inspection.pairs().iter();
         let is_different =
@@ -125,7 +130,7 @@ impl Life {
     }
 
     /// Changes a session that may have ended already.
-    fn on(&mut self, id: SessionId, ctx: &mut Ctx, act: impl FnOnce(&mut Session)) {
+    fn on(&mut self, id: SessionId, ctx: &mut Ctx, act: impl FnOnce(&mut ClientSession)) {
         let Some(peer) = self.sessions.get_mut(&id) else { return };
         act(&mut peer.session);
         peer.session.flush();

@@ -1,6 +1,6 @@
 //! The checksum threads: blocks are queued, and each ends some time after the one before it.
 
-use sidecar::core::Event;
+use sidecar::core::CoreEvent;
 
 use super::Life;
 use crate::ctx::{Ctx, Micros};
@@ -24,7 +24,7 @@ impl Life {
         let whole = self.pool.verify(slot);
         assert!(whole || ctx.changed.contains(&slot.offset), "nobody has changed {slot:?}");
         self.ledger.verified(slot, whole, self.pool.region());
-        self.handle(Event::Verified { key, slot, whole }, ctx);
+        self.handle(CoreEvent::Verified { key, slot, whole }, ctx);
         true
     }
 

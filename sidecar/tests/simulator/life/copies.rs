@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 use shm_protocol::gate::{self, GateMemory};
 use shm_protocol::layout::header;
 use shm_protocol::session::SessionMemory;
-use sidecar::core::{CopyId, Direction, Inspection, Piece};
+use sidecar::core::{CopyDirection, CopyId, Inspection, RankBlock};
 use tiers::pool::Pool;
 
 use crate::connection::Socket;
@@ -32,8 +32,8 @@ pub(super) struct Rank {
 struct Batch {
     copy: CopyId,
     rank: Rc<Rank>,
-    direction: Direction,
-    pieces: Vec<Piece>,
+    direction: CopyDirection,
+    pieces: Vec<RankBlock>,
     load_op: u64,
     open: Cell<usize>,
     ok: Cell<bool>,
@@ -76,15 +76,15 @@ impl Copies {
         &mut self,
         copy: CopyId,
         rank: Rc<Rank>,
-        direction: Direction,
-        pieces: Vec<Piece>,
+        direction: CopyDirection,
+        pieces: Vec<RankBlock>,
         load_op: u64,
         ctx: &mut Ctx,
     ) {
         let count = pieces.len();
         let (open, ok) = (Cell::new(count.div_ceil(TASK_BLOCKS)), Cell::new(true));
         let batch = Rc::new(Batch { copy, rank, direction, pieces, load_op, open, ok });
-        let lane = if direction == Direction::Load { &mut self.loads } else { &mut self.saves };
+        let lane = if direction == CopyDirection::Load { &mut self.loads } else { &mut self.saves };
         lane.extend((0..count).step_by(TASK_BLOCKS).map(|at| {
             let end = count.min(at + TASK_BLOCKS);
             Task { batch: Rc::clone(&batch), at, end, stage: Stage::Begin }
@@ -162,7 +162,7 @@ impl Task {
     fn step(&mut self, pool: &Pool, ctx: &mut Ctx) -> bool {
         let (rank, piece) = (&self.batch.rank, self.batch.pieces[self.at]);
         let region = rank.words.region();
-        let load = self.batch.direction == Direction::Load;
+        let load = self.batch.direction == CopyDirection::Load;
         match self.stage {
             Stage::Begin if rank.stopped.get() => return false,
             Stage::Begin if ctx.knobs.failing_copies > 0 && ctx.rng.one_in(ctx.knobs.failing_copies) => {
@@ -197,12 +197,12 @@ impl Task {
         true
     }
 
-    fn move_word(&self, pool: &Pool, piece: Piece, word: usize) {
+    fn move_word(&self, pool: &Pool, piece: RankBlock, word: usize) {
         let kv = &self.batch.rank.kv;
         let kept = pool.region().word64(piece.offset as usize + word * 8);
         match self.batch.direction {
-            Direction::Save => kept.store(kv.get(piece.block, word), Ordering::Relaxed),
-            Direction::Load => kv.set(piece.block, word, kept.load(Ordering::Relaxed)),
+            CopyDirection::Save => kept.store(kv.get(piece.block, word), Ordering::Relaxed),
+            CopyDirection::Load => kv.set(piece.block, word, kept.load(Ordering::Relaxed)),
         }
     }
 }

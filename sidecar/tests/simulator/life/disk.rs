@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 use shm_protocol::key::NamespaceDigest;
 use shm_protocol::region::Region;
 use sidecar::config::SsdAdmission;
-use sidecar::core::{Direction, NewTier, Piece, disk_tier};
+use sidecar::core::{CopyDirection, NewTier, RankBlock, disk_tier};
 use tiers::ssd::{
     DeviceGeometry, DeviceJob, DevicePlace, DeviceWork, JobDone, JobFault, Label, LogConfig, Recovered,
     SegmentLog,
@@ -52,10 +52,10 @@ pub(super) struct Disk {
 }
 
 /// The slot of a job, and the direction of its use.
-pub(super) fn use_of(job: &DeviceJob) -> Option<(Direction, Piece)> {
+pub(super) fn use_of(job: &DeviceJob) -> Option<(CopyDirection, RankBlock)> {
     match job.work {
-        DeviceWork::Write { from, .. } => Some((Direction::Load, Piece { block: 0, offset: from })),
-        DeviceWork::Read { into, .. } => Some((Direction::Save, Piece { block: 0, offset: into })),
+        DeviceWork::Write { from, .. } => Some((CopyDirection::Load, RankBlock { block: 0, offset: from })),
+        DeviceWork::Read { into, .. } => Some((CopyDirection::Save, RankBlock { block: 0, offset: into })),
         _ => None,
     }
 }

@@ -14,7 +14,7 @@ use shm_protocol::key::NamespaceDigest;
 use shm_protocol::pool::SlotRef;
 use shm_protocol::region::Region;
 use shm_protocol::source::Source;
-use sidecar::core::{Action, Direction, Event, Heard, JobEnd, Piece, TierJob};
+use sidecar::core::{Action, CopyDirection, CoreEvent, JobEnd, MeshEvent, RankBlock, TierJob};
 
 use super::Life;
 use super::disk::words;
@@ -25,7 +25,7 @@ use crate::origin::{Origin, WORDS};
 use crate::rng::mix_bits;
 
 /// Most other pods.
-const SEATS: usize = 3;
+const PLACES: usize = 3;
 /// Moves of the pods in one life: afterwards they only answer.
 const MOVES: u64 = 60;
 /// More keys than a filter for all blocks has room for.
@@ -55,7 +55,7 @@ struct Reading {
 #[derive(Debug, Default)]
 pub(super) struct Mesh {
     /// Members; true: the member has died unnoticed.
-    members: [Option<(PeerNumber, bool)>; SEATS],
+    members: [Option<(PeerNumber, bool)>; PLACES],
     numbers: u32,
     coming: Vec<Coming>,
     asked: BTreeMap<u64, Vec<Label>>,
@@ -64,15 +64,15 @@ pub(super) struct Mesh {
     moves: u64,
     next_move: Micros,
     /// Blocks announced to the members.
-    told: BTreeSet<Digest>,
+    announced: BTreeSet<Digest>,
     /// The last announced promises: the last keys of the promised prompts.
     promised: Vec<Digest>,
     /// Bytes of a block of each namespace with an engine.
     sizes: BTreeMap<NamespaceDigest, u32>,
 }
 
-fn place(offset: u64) -> Piece {
-    Piece { block: 0, offset }
+fn place(offset: u64) -> RankBlock {
+    RankBlock { block: 0, offset }
 }
 
 /// True if a peer has a block that it announces.
@@ -139,24 +139,24 @@ impl Mesh {
     }
 
     /// Makes one random move of the pods.
-    fn act(&mut self, ctx: &mut Ctx) -> Option<Heard> {
+    fn act(&mut self, ctx: &mut Ctx) -> Option<MeshEvent> {
         self.moves += 1;
         self.next_move = ctx.now + ctx.rng.within(100, 4_000);
-        let seat = ctx.rng.below(SEATS as u64) as usize;
-        let Some((peer, dead)) = self.members[seat] else {
+        let place = ctx.rng.below(PLACES as u64) as usize;
+        let Some((peer, dead)) = self.members[place] else {
             self.numbers += 1;
-            self.members[seat] = Some((PeerNumber(self.numbers), false));
-            return Some(Heard::Joined(PeerNumber(self.numbers)));
+            self.members[place] = Some((PeerNumber(self.numbers), false));
+            return Some(MeshEvent::Joined(PeerNumber(self.numbers)));
         };
         let labels = self.labels();
         match ctx.rng.below(12) {
             0 => {
-                self.members[seat] = None;
+                self.members[place] = None;
                 self.stop(|coming| coming.peer == peer, ctx);
-                Some(Heard::Left(peer))
+                Some(MeshEvent::Left(peer))
             }
             1 => {
-                self.members[seat] = Some((peer, true));
+                self.members[place] = Some((peer, true));
                 None
             }
             2..5 => {
@@ -164,23 +164,23 @@ impl Mesh {
                 for label in labels.iter().filter(|_| !ctx.rng.one_in(4)) {
                     assert!(filter.insert(Digest::of_label(label)), "there is room for all");
                 }
-                Some(Heard::Keeps { peer, filter })
+                Some(MeshEvent::Keeps { peer, filter })
             }
             5 if ctx.rng.one_in(4) => {
                 let flood = (0..FLOOD).map(|number| DigestChange::Added(Digest(mix_bits(number))));
-                Some(Heard::Changed { peer, changes: flood.collect() })
+                Some(MeshEvent::Changed { peer, changes: flood.collect() })
             }
             5 | 6 => {
                 let some = labels.iter().filter(|_| ctx.rng.one_in(16));
                 let changes = some.map(|label| DigestChange::Added(Digest::of_label(label))).collect();
-                Some(Heard::Changed { peer, changes })
+                Some(MeshEvent::Changed { peer, changes })
             }
             // Many promised blocks never come, and many promises are never withdrawn: no request may wait for
             // them without limit.
             7 => {
                 let one_in = ctx.rng.within(1, 4);
                 let some = labels.iter().filter(|_| ctx.rng.one_in(one_in));
-                Some(Heard::Promises { peer, promises: some.map(Digest::of_label).collect() })
+                Some(MeshEvent::Promises { peer, promises: some.map(Digest::of_label).collect() })
             }
             _ if dead || labels.is_empty() => None,
             _ => {
@@ -193,7 +193,7 @@ impl Mesh {
                 let blocks: Vec<Label> = (0..count).map(one).collect();
                 self.asks += 1;
                 self.asked.insert(self.asks, blocks.clone());
-                Some(Heard::Asked { ask: self.asks, peer, blocks })
+                Some(MeshEvent::Asked { ask: self.asks, peer, blocks })
             }
         }
     }
@@ -207,11 +207,11 @@ impl Mesh {
     /// Checks announced changes: none repeats the state known to the peers.
     fn publish(&mut self, changes: &[DigestChange]) {
         for change in changes {
-            let news = match change {
-                DigestChange::Added(digest) => self.told.insert(*digest),
-                DigestChange::Removed(digest) => self.told.remove(digest),
+            let is_new = match change {
+                DigestChange::Added(digest) => self.announced.insert(*digest),
+                DigestChange::Removed(digest) => self.announced.remove(digest),
             };
-            assert!(news, "announced twice: {change:?}");
+            assert!(is_new, "announced twice: {change:?}");
         }
     }
 }
@@ -233,7 +233,7 @@ impl Life {
         match action {
             Action::Transfer { job: TierJob::Fetch(fetch), .. } => {
                 for (label, into) in &fetch.blocks {
-                    self.ledger.begin(Direction::Save, &[place(*into)]);
+                    self.ledger.begin(CopyDirection::Save, &[place(*into)]);
                     let form = self.ledger.form_at(*into);
                     assert_eq!(u64::from(label.bytes), form.block_bytes(), "a slot of another size");
                     let spoiled = ctx.taint();
@@ -251,7 +251,7 @@ impl Life {
                 let granted = slots.into_iter().zip(labels);
                 let slots: Vec<_> = granted.filter_map(|(slot, label)| Some((slot?, label))).collect();
                 for (slot, label) in &slots {
-                    self.ledger.begin(Direction::Load, &[place(slot.offset)]);
+                    self.ledger.begin(CopyDirection::Load, &[place(slot.offset)]);
                     assert_eq!(
                         u64::from(label.bytes),
                         self.ledger.form_at(slot.offset).block_bytes(),
@@ -273,7 +273,7 @@ impl Life {
     pub(super) fn hear_mesh(&mut self, ctx: &mut Ctx) -> bool {
         let Some(mesh) = &mut self.mesh else { return false };
         let due = |due: Micros| due <= ctx.now;
-        let heard = if mesh.coming.iter().any(|coming| due(coming.due)) {
+        let event = if mesh.coming.iter().any(|coming| due(coming.due)) {
             let (ended, coming) =
                 std::mem::take(&mut mesh.coming).into_iter().partition(|coming| due(coming.due));
             mesh.coming = coming;
@@ -290,14 +290,14 @@ impl Life {
                 self.ledger.end(&[place(slot.offset)]);
             }
             let sent = ctx.rng.below(reading.slots.len() as u64 + 1) as u32;
-            Heard::Released { ask, sent }
+            MeshEvent::Released { ask, sent }
         } else if mesh.moves < MOVES && due(mesh.next_move) {
-            let Some(heard) = mesh.act(ctx) else { return true };
-            heard
+            let Some(event) = mesh.act(ctx) else { return true };
+            event
         } else {
             return false;
         };
-        self.handle(Event::Mesh(heard), ctx);
+        self.handle(CoreEvent::Mesh(event), ctx);
         true
     }
 
@@ -316,15 +316,15 @@ impl Life {
     /// At rest the members know all blocks of this node and no others.
     pub(super) fn audit_mesh(&self) {
         let Some(mesh) = &self.mesh else { return };
-        let (mut strange, mut untold) = (mesh.told.clone(), Vec::new());
+        let (mut strange, mut unannounced) = (mesh.announced.clone(), Vec::new());
         for (namespace, hash) in self.ledger.kept() {
-            let told = strange.remove(&Digest::new(&namespace, 0, &hash));
+            let announced = strange.remove(&Digest::new(&namespace, 0, &hash));
             let shared = self.namespaces.values().any(|base| *base == namespace);
-            untold.extend((!told && shared).then_some(hash));
+            unannounced.extend((!announced && shared).then_some(hash));
         }
         // A removed block cannot be found, but keeps its slot while readers of an earlier life may use it.
         let removed = self.core.stats().removed_blocks;
-        assert!(untold.len() as u64 <= removed, "blocks not announced to peers: {untold:?}");
+        assert!(unannounced.len() as u64 <= removed, "blocks not announced to peers: {unannounced:?}");
         assert!(strange.is_empty(), "announced blocks that are not here: {strange:?}");
     }
 }

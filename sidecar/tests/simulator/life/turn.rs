@@ -2,9 +2,9 @@
 //! moves. Then sockets, and sleep.
 
 use shm_protocol::request::{Query, SchedulerRequest};
-use sidecar::clients::session::{Session, Violation};
-use sidecar::core::{Event, Findings, Request, SessionId};
-use sidecar::runtime::turn::{self, Host, Source};
+use sidecar::clients::session::{ClientSession, Violation};
+use sidecar::core::{CoreEvent, Findings, RingRequest, SessionId};
+use sidecar::runtime::turn::{self, Host, TurnSource};
 
 use super::Life;
 use crate::coverage;
@@ -23,21 +23,21 @@ struct Living<'a> {
 // === impl Living ===
 
 impl Host for Living<'_> {
-    fn take(&mut self, source: Source) -> usize {
+    fn take_one(&mut self, source: TurnSource) -> usize {
         let (life, ctx) = (&mut *self.life, &mut *self.ctx);
         let found = match source {
-            Source::Copies => life.take_copied(ctx),
+            TurnSource::Copies => life.take_copied(ctx),
             // A rank's memory is open as soon as it is connected.
-            Source::Ranks => false,
-            Source::Tiers => life.take_transfer(ctx),
-            Source::Checksums => life.take_checksum(ctx),
-            Source::Mesh => life.hear_mesh(ctx),
-            Source::Pool => life.open_part(ctx),
+            TurnSource::Ranks => false,
+            TurnSource::Tiers => life.take_transfer(ctx),
+            TurnSource::Checksums => life.take_checksum(ctx),
+            TurnSource::Mesh => life.hear_mesh(ctx),
+            TurnSource::Pool => life.open_part(ctx),
         };
         found.into()
     }
 
-    fn sessions(&mut self) -> impl Iterator<Item = (SessionId, &mut Session)> {
+    fn sessions(&mut self) -> impl Iterator<Item = (SessionId, &mut ClientSession)> {
         let sessions = self.life.sessions.iter_mut().map(|(id, peer)| (*id, &mut peer.session));
         let mut sessions: Vec<_> = sessions.collect();
         if sessions.len() > 1 && self.ctx.rng.one_in(2) {
@@ -46,7 +46,7 @@ impl Host for Living<'_> {
         sessions.into_iter()
     }
 
-    fn session(&mut self, id: SessionId) -> Option<&mut Session> {
+    fn session(&mut self, id: SessionId) -> Option<&mut ClientSession> {
         self.life.sessions.get_mut(&id).map(|peer| &mut peer.session)
     }
 
@@ -56,8 +56,8 @@ impl Host for Living<'_> {
         (self.ctx.knobs.turn_cost, round)
     }
 
-    fn handle(&mut self, event: Event) {
-        if let Event::Message { session, request } = &event {
+    fn handle(&mut self, event: CoreEvent) {
+        if let CoreEvent::Message { session, request } = &event {
             self.ctx.hit(coverage::message(request));
             self.life.sessions.get_mut(session).expect("its ring was read").follow(request);
         }
@@ -72,7 +72,7 @@ impl Host for Living<'_> {
         std::mem::take(&mut self.life.touched)
     }
 
-    fn refuse(&mut self, session: SessionId, violation: Violation) {
+    fn refuse_session(&mut self, session: SessionId, violation: Violation) {
         unreachable!("engines are honest, and session {session} is not: {violation}");
     }
 
@@ -119,7 +119,7 @@ impl Life {
         if let Some((copy, ok)) = self.copies.finished() {
             let pieces = self.places.remove(&copy).expect("a batch ends once");
             self.ledger.end(&pieces);
-            self.handle(Event::Copied { copy, ok }, ctx);
+            self.handle(CoreEvent::Copied { copy, ok }, ctx);
             return true;
         }
         let Some(inspection) = self.copies.inspected() else { return false };
@@ -133,7 +133,7 @@ impl Life {
         if let Findings::Compared(found) = &findings {
             self.end_comparison(&inspection, found, ctx);
         }
-        self.handle(Event::Inspected { save: inspection.save, findings }, ctx);
+        self.handle(CoreEvent::Inspected { save: inspection.save, findings }, ctx);
         true
     }
 
@@ -144,7 +144,7 @@ impl Life {
         }
         if self.draining {
             self.draining = false;
-            self.handle(Event::Drain, ctx);
+            self.handle(CoreEvent::Drain, ctx);
             return 1;
         }
         if let Some(id) = self.hung_up() {
@@ -185,8 +185,8 @@ impl Life {
 
 impl super::Peer {
     /// Records the data of a message that the oracle needs.
-    fn follow(&mut self, request: &Request) {
-        let Request::Scheduler { request, keys, .. } = request else { return };
+    fn follow(&mut self, request: &RingRequest) {
+        let RingRequest::Scheduler { request, keys, .. } = request else { return };
         match *request {
             SchedulerRequest::Open { log } => drop(self.logs.insert(log, Vec::new())),
             SchedulerRequest::Append(append) => self.logs.entry(append.keys.log).or_default().extend(keys),

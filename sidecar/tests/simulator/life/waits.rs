@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use shm_protocol::message::Status;
 use shm_protocol::request::{Query, SchedulerRequest};
-use sidecar::core::{Action, Event, Request, SessionId};
+use sidecar::core::{Action, CoreEvent, RingRequest, SessionId};
 
 use crate::ctx::Micros;
 use crate::engine::HANDOVER_WAIT_MS;
@@ -20,20 +20,22 @@ pub(super) struct Waits(BTreeMap<(SessionId, u32), (u64, Micros)>);
 
 impl Waits {
     /// Follows an event before the core handles it.
-    pub(super) fn follow(&mut self, event: &Event, now: Micros) {
+    pub(super) fn follow(&mut self, event: &CoreEvent, now: Micros) {
         match event {
-            Event::Message { session, request: Request::Scheduler { request, .. } } => match request {
-                SchedulerRequest::Query(Query { op, keys, awaits: true, .. }) => {
-                    // A further query of the log has only the rest of the time.
-                    self.0.entry((*session, keys.log)).or_insert((*op, now)).0 = *op;
+            CoreEvent::Message { session, request: RingRequest::Scheduler { request, .. } } => {
+                match request {
+                    SchedulerRequest::Query(Query { op, keys, awaits: true, .. }) => {
+                        // A further query of the log has only the rest of the time.
+                        self.0.entry((*session, keys.log)).or_insert((*op, now)).0 = *op;
+                    }
+                    SchedulerRequest::Release { log } | SchedulerRequest::Close { log, .. } => {
+                        self.0.remove(&(*session, *log));
+                    }
+                    SchedulerRequest::Salt { .. } | SchedulerRequest::Weights { .. } => self.end(*session),
+                    _ => {}
                 }
-                SchedulerRequest::Release { log } | SchedulerRequest::Close { log, .. } => {
-                    self.0.remove(&(*session, *log));
-                }
-                SchedulerRequest::Salt { .. } | SchedulerRequest::Weights { .. } => self.end(*session),
-                _ => {}
-            },
-            Event::Disconnected { session } => self.end(*session),
+            }
+            CoreEvent::Disconnected { session } => self.end(*session),
             _ => {}
         }
     }

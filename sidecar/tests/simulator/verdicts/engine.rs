@@ -3,7 +3,7 @@
 use shm_protocol::key::BlockHash;
 use shm_protocol::message::{APPEND_CHUNKS, Status};
 use shm_protocol::request::{Append, Load, LoadFlags, LogKeys, Query, Save, SchedulerRequest};
-use sidecar::core::{Event, SessionId};
+use sidecar::core::{CoreEvent, SessionId};
 
 use super::check::Check;
 use super::pod::{Cause, Kv, Pod, RIGHT};
@@ -164,7 +164,7 @@ impl Engine {
     pub(super) fn step(&mut self, chunk: usize, cause: Cause, pod: &mut Pod) {
         let (scheduler, rank) = self.sessions.expect("it has started");
         self.step += 1;
-        pod.tell(Event::Fences { session: rank, start: self.step, done: self.step - 1 });
+        pod.tell(CoreEvent::Fences { session: rank, start: self.step, done: self.step - 1 });
         let mut requests = std::mem::take(&mut self.requests);
         for asked in &mut requests {
             self.end_load(asked, rank, pod);
@@ -176,9 +176,9 @@ impl Engine {
                 format!("{scheduler}: step {step} of cause {cause}: {id} has {known} blocks, last {kv:?}")
             });
         }
-        pod.tell(Event::Fences { session: rank, start: self.step, done: self.step });
+        pod.tell(CoreEvent::Fences { session: rank, start: self.step, done: self.step });
         self.ask(pod, SchedulerRequest::Accept { step: self.step }, &[], &[]);
-        pod.tell(Event::Drained { session: scheduler, void_below: 0 });
+        pod.tell(CoreEvent::Drained { session: scheduler, void_below: 0 });
         let saved = pod.saved(scheduler);
         let sum = |of: fn(&shm_protocol::message::Saved) -> u32| saved.iter().map(of).map(u64::from).sum();
         if self.check.learn(sum(|saved| saved.checked), sum(|saved| saved.differing), self.step) {

@@ -7,8 +7,11 @@ use shm_protocol::handshake::{BlockRegion, Copier, Hello, Role, WorkerHello};
 use shm_protocol::key::BlockHash;
 use shm_protocol::message::{Outcome, Saved};
 use shm_protocol::request::{SchedulerRequest, WorkerRequest};
-use sidecar::compare::{Difference, Number};
-use sidecar::core::{Action, Core, Direction, Event, Findings, Found, Inspection, Piece, Request, SessionId};
+use sidecar::compare::{BlockDifference, Number};
+use sidecar::core::{
+    Action, CopyDirection, Core, CoreEvent, Findings, Inspection, InspectionResult, RankBlock, RingRequest,
+    SessionId,
+};
 use tiers::dram::{Dram, DramConfig};
 
 use crate::rng::mix_bits;
@@ -159,16 +162,16 @@ impl Pod {
         self.names.insert(scheduler, name.to_owned());
         for (session, role) in [(rank, Role::Worker(worker)), (scheduler, Role::Scheduler { run })] {
             let hello = Box::new(Hello::new(name.to_owned(), 1, role));
-            self.tell(Event::Connected { session, hello });
+            self.tell(CoreEvent::Connected { session, hello });
         }
-        let request = Request::Worker(WorkerRequest::Join { run, step: 0 });
-        self.tell(Event::Message { session: rank, request });
+        let request = RingRequest::Worker(WorkerRequest::Join { run, step: 0 });
+        self.tell(CoreEvent::Message { session: rank, request });
         (scheduler, rank)
     }
 
     pub(super) fn disconnect(&mut self, sessions: (SessionId, SessionId)) {
         for session in [sessions.0, sessions.1] {
-            self.tell(Event::Disconnected { session });
+            self.tell(CoreEvent::Disconnected { session });
         }
         self.memories.remove(&sessions.1);
         self.ended.push_front(sessions.1);
@@ -183,19 +186,19 @@ impl Pod {
         keys: &[BlockHash],
         blocks: &[u32],
     ) {
-        let request = Request::Scheduler { request, keys: keys.to_vec(), blocks: blocks.to_vec() };
-        self.tell(Event::Message { session, request });
+        let request = RingRequest::Scheduler { request, keys: keys.to_vec(), blocks: blocks.to_vec() };
+        self.tell(CoreEvent::Message { session, request });
     }
 
     /// Passes an event to the core, and carries out all that follows.
-    pub(super) fn tell(&mut self, event: Event) {
-        if let Event::Fences { session, start, .. } = event {
+    pub(super) fn tell(&mut self, event: CoreEvent) {
+        if let CoreEvent::Fences { session, start, .. } = event {
             self.steps.insert(session, start);
         }
         let mut events = VecDeque::from([event]);
         while let Some(event) = events.pop_front() {
             let compared = match event {
-                Event::Inspected { save, findings: Findings::Compared(_) } => Some(save),
+                CoreEvent::Inspected { save, findings: Findings::Compared(_) } => Some(save),
                 _ => None,
             };
             let mut actions = Vec::new();
@@ -208,7 +211,7 @@ impl Pod {
     }
 
     /// Carries out an action; returns the event at its end.
-    fn carry_out(&mut self, action: Action) -> Option<Event> {
+    fn carry_out(&mut self, action: Action) -> Option<CoreEvent> {
         if let Action::Warn(text) = &action {
             self.note(|| text.clone());
         }
@@ -221,11 +224,11 @@ impl Pod {
             Action::FreeSlot { slot } => _ = self.slots.remove(&slot.offset),
             Action::Copy { copy, session, direction, pieces, .. } => {
                 pieces.iter().for_each(|piece| self.copy(session, direction, *piece));
-                return Some(Event::Copied { copy, ok: true });
+                return Some(CoreEvent::Copied { copy, ok: true });
             }
             Action::Inspect(inspection) => {
                 let (save, found) = (inspection.save, self.compare(&inspection));
-                return Some(Event::Inspected { save, findings: Findings::Compared(found) });
+                return Some(CoreEvent::Inspected { save, findings: Findings::Compared(found) });
             }
             Action::Warn(text) if text.contains("starts again without blocks") => self.retired = true,
             Action::Close { reason, .. } => panic!("the core closed a session: {reason}"),
@@ -234,17 +237,17 @@ impl Pod {
         None
     }
 
-    fn copy(&mut self, rank: SessionId, direction: Direction, piece: Piece) {
+    fn copy(&mut self, rank: SessionId, direction: CopyDirection, piece: RankBlock) {
         let memory = self.memories.get_mut(&rank).expect("a connected rank");
         let slot = self.slots.get_mut(&piece.offset).expect("a filled slot");
         let block = &mut memory[piece.block as usize];
         match direction {
-            Direction::Save => *slot = Kv { saved: (rank, self.steps[&rank]), ..*block },
-            Direction::Load => *block = *slot,
+            CopyDirection::Save => *slot = Kv { saved: (rank, self.steps[&rank]), ..*block },
+            CopyDirection::Load => *block = *slot,
         }
     }
 
-    fn compare(&mut self, inspection: &Inspection) -> Found {
+    fn compare(&mut self, inspection: &Inspection) -> InspectionResult {
         let slots = inspection.pairs().iter().map(|(kept, computed)| {
             let slot = |offset| &self.slots[&offset];
             (slot(kept.offset), slot(computed.offset))
@@ -260,8 +263,8 @@ impl Pod {
             self.differing.insert(inspection.save, said);
         }
         self.note(|| format!("save {:?}: {} pairs, differing {differs:?}", inspection.save, differs.len()));
-        let worst = Difference { layer: 0, number: Number::Float32, amount };
-        Found { differing, first: first as u32, worst }
+        let worst = BlockDifference { layer: 0, number: Number::Float32, amount };
+        InspectionResult { differing, first: first as u32, worst }
     }
 
     /// Handles the core's reaction to a comparison. A contradiction removes a chain or bars its engine.

@@ -23,7 +23,7 @@ impl Scene {
             match action {
                 Action::Copy { copy, load_op, .. } => {
                     copies.push(load_op);
-                    self.event(Event::Copied { copy, ok: true });
+                    self.event(CoreEvent::Copied { copy, ok: true });
                 }
                 Action::Outcome { session, op, outcome } if session == RANKS[0] => {
                     words.push((op, outcome.status));
@@ -202,10 +202,10 @@ fn a_parked_load_is_refused_when_its_blocks_are_late() {
 
 #[test]
 fn whoever_goes_leaves_nothing_held() {
-    let hang_up = |scene: &mut Scene| scene.event(Event::Disconnected { session: SCHEDULER });
-    let lose_rank = |scene: &mut Scene| scene.event(Event::Disconnected { session: RANKS[0] });
+    let hang_up = |scene: &mut Scene| scene.event(CoreEvent::Disconnected { session: SCHEDULER });
+    let lose_rank = |scene: &mut Scene| scene.event(CoreEvent::Disconnected { session: RANKS[0] });
     let salt = |scene: &mut Scene| scene.ask(SchedulerRequest::Salt { salt: [9; 16] });
-    let drain = |scene: &mut Scene| scene.event(Event::Drain);
+    let drain = |scene: &mut Scene| scene.event(CoreEvent::Drain);
     let leave: [Leave<'_>; 4] =
         [("hang-up", &hang_up), ("rank", &lose_rank), ("salt", &salt), ("drain", &drain)];
     for (what, leave) in leave {
@@ -227,7 +227,7 @@ fn a_part_that_its_rank_gave_up_is_not_copied_when_it_is_whole() {
     let (mut scene, fetch, op) = answered();
     let part = scene.load(1, op, 0..8);
     let loaded = WorkerRequest::Loaded { op: part, end: LoadEnd::Failed };
-    scene.event(Event::Message { session: RANKS[0], request: Request::Worker(loaded) });
+    scene.event(CoreEvent::Message { session: RANKS[0], request: RingRequest::Worker(loaded) });
     scene.ask(SchedulerRequest::Release { log: 1 });
     assert_eq!(scene.held_bytes(), 0);
     scene.end_rest(&fetch, Ok(1));

@@ -24,14 +24,14 @@ impl Scene {
     }
 
     /// Takes the promises published since the last look.
-    fn told_promises(&mut self) -> Vec<Vec<Digest>> {
+    fn published_promises(&mut self) -> Vec<Vec<Digest>> {
         std::mem::take(&mut self.promised)
     }
 
     /// The peer promises prompts with these last keys.
     fn hear_promises(&mut self, lasts: &[u32]) {
         let promises = lasts.iter().map(|key| digest(*key)).collect();
-        self.hear(Heard::Promises { peer: A, promises });
+        self.hear(MeshEvent::Promises { peer: A, promises });
     }
 
     /// The engine asks for keys computed by another engine.
@@ -56,7 +56,7 @@ impl Scene {
 }
 
 /// Returns the digests of these keys, sorted: promises are published in this order.
-fn told(keys: &[u32]) -> Vec<Digest> {
+fn digests_of(keys: &[u32]) -> Vec<Digest> {
     let mut digests: Vec<Digest> = keys.iter().map(|key| digest(*key)).collect();
     digests.sort_unstable();
     digests
@@ -72,16 +72,16 @@ fn with_peer() -> Scene {
 fn of_each_promise_the_last_two_keys_are_told_until_its_log_is_closed() {
     let mut scene = with_peer();
     scene.promise(1, 0..4);
-    assert_eq!(scene.told_promises(), [told(&[2, 3])]);
+    assert_eq!(scene.published_promises(), [digests_of(&[2, 3])]);
     scene.append(1, 4, 4..6);
-    assert_eq!(scene.told_promises(), [told(&[4, 5])], "a prompt's keys may come in parts");
+    assert_eq!(scene.published_promises(), [digests_of(&[4, 5])], "a prompt's keys may come in parts");
     scene.promise(2, 10..11);
-    assert_eq!(scene.told_promises(), [told(&[4, 5, 10])]);
+    assert_eq!(scene.published_promises(), [digests_of(&[4, 5, 10])]);
     scene.pass(1000);
-    assert!(scene.told_promises().is_empty(), "nothing has changed");
+    assert!(scene.published_promises().is_empty(), "nothing has changed");
     scene.ask(SchedulerRequest::Close { log: 1, way: 0 });
     scene.ask(SchedulerRequest::Close { log: 2, way: 0 });
-    assert_eq!(scene.told_promises(), [vec![digest(10)], vec![]]);
+    assert_eq!(scene.published_promises(), [vec![digest(10)], vec![]]);
 }
 
 #[test]
@@ -93,25 +93,25 @@ fn a_promise_is_told_until_its_blocks_are_kept_and_behind_that() {
             scene.engine.hand_over(op, LogKeys::new(9, keys));
         }
         scene.take_actions();
-        scene.told_promises();
+        scene.published_promises();
         // P closes the log with its answer, before its step was seen done.
         scene.ask(SchedulerRequest::Close { log: 9, way: 0 });
         scene.pass(500);
-        assert!(scene.told_promises().is_empty(), "nothing was copied");
+        assert!(scene.published_promises().is_empty(), "nothing was copied");
         // P promises another prompt.
         scene.promise(8, 10..11);
-        assert_eq!(scene.told_promises().last().map(Vec::len), Some(3));
+        assert_eq!(scene.published_promises().last().map(Vec::len), Some(3));
         scene.engine.hand_over(3, LogKeys::new(8, 0..1));
         scene.take_actions();
         let copies = scene.engine.copies();
         for (copy, kept) in [(1, 1), (0, 3)] {
-            assert!(scene.told_promises().is_empty(), "not all are kept");
-            scene.event(Event::Copied { copy: copies[copy].0, ok: whole });
+            assert!(scene.published_promises().is_empty(), "not all are kept");
+            scene.event(CoreEvent::Copied { copy: copies[copy].0, ok: whole });
             scene.engine.drained();
             scene.take_actions();
-            assert_eq!(scene.told.len(), if whole { kept } else { 0 });
+            assert_eq!(scene.published.len(), if whole { kept } else { 0 });
         }
-        assert_eq!(scene.told_promises(), [[digest(10)]]);
+        assert_eq!(scene.published_promises(), [[digest(10)]]);
     }
 }
 
@@ -120,21 +120,21 @@ fn a_promise_is_told_while_its_engine_works() {
     let mut scene = with_peer();
     scene.promise(1, 0..4);
     scene.pass(4900);
-    assert_eq!(scene.told_promises(), [told(&[2, 3])]);
+    assert_eq!(scene.published_promises(), [digests_of(&[2, 3])]);
     scene.pass(100);
-    assert_eq!(scene.told_promises(), [vec![]]);
+    assert_eq!(scene.published_promises(), [vec![]]);
     scene.engine.fences(RANKS[0], 1, 1);
     scene.tick(100);
-    assert_eq!(scene.told_promises(), [told(&[2, 3])], "it works again");
+    assert_eq!(scene.published_promises(), [digests_of(&[2, 3])], "it works again");
     scene.engine.disconnect([RANKS[0]]);
     scene.tick(100);
-    assert_eq!(scene.told_promises(), [vec![]]);
+    assert_eq!(scene.published_promises(), [vec![]]);
 
     let mut scene = with_peer();
     scene.promise(1, 0..4);
     scene.engine.disconnect([SCHEDULER, RANKS[0]]);
     scene.take_actions();
-    assert_eq!(scene.told_promises(), [told(&[2, 3]), vec![]]);
+    assert_eq!(scene.published_promises(), [digests_of(&[2, 3]), vec![]]);
 }
 
 #[test]
@@ -143,14 +143,14 @@ fn what_is_promised_in_a_namespace_of_one_engine_alone_is_not_told() {
     scene.ask(SchedulerRequest::Salt { salt: [9; 16] });
     scene.promise(1, 0..4);
     scene.pass(200);
-    assert!(scene.told_promises().is_empty());
+    assert!(scene.published_promises().is_empty());
 }
 
 #[test]
 fn of_one_engine_64_promises_are_told() {
     let mut scene = with_peer();
     (0..70).for_each(|log| scene.promise(log, log..log + 1));
-    assert_eq!(scene.told_promises().last().map(Vec::len), Some(64));
+    assert_eq!(scene.published_promises().last().map(Vec::len), Some(64));
 }
 
 #[test]
@@ -164,7 +164,7 @@ fn of_promises_that_have_ended_before_their_saves_the_newest_are_told() {
         scene.ask(SchedulerRequest::Close { log, way: 0 });
     }
     let newest: Vec<u32> = (72..200).chain([9000]).collect();
-    assert_eq!(scene.told_promises().last(), Some(&told(&newest)));
+    assert_eq!(scene.published_promises().last(), Some(&digests_of(&newest)));
 }
 
 #[test]
@@ -192,15 +192,15 @@ fn what_a_peer_promises_is_waited_for_and_fetched_as_it_comes() {
 fn what_a_peer_has_computed_is_found_where_one_block_in_a_few_is_told() {
     let thinning = Thinning::new(3).unwrap();
     let all = 0..200;
-    let told: Vec<u32> = all.clone().filter(|key| thinning.keeps(digest(*key))).collect();
-    assert!(told[0] > 0, "the first block is none of these");
+    let announced: Vec<u32> = all.clone().filter(|key| thinning.keeps(digest(*key))).collect();
+    assert!(announced[0] > 0, "the first block is none of these");
     let mut scene = Scene::new();
-    scene.hear(Heard::Joined(A));
-    scene.hear(Heard::Keeps { peer: A, filter: Filter::thinned(100, thinning) });
-    scene.hear_promises(&[told[1] + 1]);
-    let op = scene.await_keys(1, 0..told[1] + 2);
+    scene.hear(MeshEvent::Joined(A));
+    scene.hear(MeshEvent::Keeps { peer: A, filter: Filter::thinned(100, thinning) });
+    scene.hear_promises(&[announced[1] + 1]);
+    let op = scene.await_keys(1, 0..announced[1] + 2);
     scene.pass(1000);
-    for (known, upto) in [(0, told[0]), (told[0] + 1, told[1])] {
+    for (known, upto) in [(0, announced[0]), (announced[0] + 1, announced[1])] {
         scene.produce(upto..upto + 1);
         scene.tick(20);
         let fetch = scene.fetch();
@@ -209,7 +209,7 @@ fn what_a_peer_has_computed_is_found_where_one_block_in_a_few_is_told() {
     }
     assert_eq!(scene.answer(op).unwrap().0, Status::Pending);
     scene.hear_promises(&[]);
-    assert_eq!(scene.answer(op), Some((Status::Ok, told[1] + 1)), "the rest is not announced");
+    assert_eq!(scene.answer(op), Some((Status::Ok, announced[1] + 1)), "the rest is not announced");
 }
 
 #[test]
@@ -229,7 +229,7 @@ fn what_begins_with_a_block_that_nobody_is_asked_for_is_not_waited_for_though_it
     let mut scene = with_peer();
     let base = &mut scene.engine.core.base;
     let binding = base.engines[SCHEDULER].binding().unwrap();
-    base.sources.mesh_mut().unwrap().distrust(&BTreeSet::from([binding.key(&hash(0))]), &base.cx);
+    base.sources.mesh_mut().unwrap().distrust(&BTreeSet::from([binding.block_key(&hash(0))]), &base.cx);
     scene.hear_promises(&[3]);
     let op = scene.await_keys(1, 0..4);
     scene.pass(AWAIT_MS);
@@ -247,7 +247,7 @@ fn a_promise_of_a_peer_ends_with_its_word_with_the_peer_or_with_its_breaker() {
         match end {
             "withdrawn" => scene.hear_promises(&[]),
             "replaced" => scene.hear_promises(&[2000]),
-            "left" => scene.hear(Heard::Left(A)),
+            "left" => scene.hear(MeshEvent::Left(A)),
             _ => {
                 scene.produce(500..504);
                 for log in 10..13 {
@@ -320,20 +320,20 @@ fn broken_promises_are_counted_by_promiser_whatever_others_give() {
     let mut scene = with_peer();
     scene.join(B, 500..600);
     let says = |action: &&Action| matches!(action, Action::Warn(text) if text.contains("broke its last 3"));
-    let mut told = 0;
+    let mut announced = 0;
     let waits = (0..7).map(|round| {
         give(&mut scene, 500 + round..501 + round);
         let waits = scene.is_waited_for(round).0;
-        told += scene.engine.out.iter().filter(says).count();
+        announced += scene.engine.out.iter().filter(says).count();
         waits
     });
     assert_eq!(waits.collect::<Vec<_>>(), [true, true, true, false, false, false, false]);
-    assert_eq!(told, 1);
+    assert_eq!(announced, 1);
     let stats = scene.stats();
     assert_eq!(stats.peers.iter().map(|peer| peer.broken_promises_total).collect::<Vec<_>>(), [3, 0]);
     assert_eq!(scene.engine.core.stats().handover_promises_broken, 3);
     // Promises of another peer are waited for as before.
-    scene.hear(Heard::Promises { peer: B, promises: vec![digest(2003)] });
+    scene.hear(MeshEvent::Promises { peer: B, promises: vec![digest(2003)] });
     let op = scene.await_keys(20, 2000..2004);
     scene.pass(20_000);
     assert_eq!(scene.answer(op), Some((Status::Pending, 0)));
@@ -364,9 +364,9 @@ fn of_several_promisers_nobody_is_believed_for_what_one_of_them_gave() {
     scene.join(B, 0..0);
     (0..3).for_each(|round| assert_eq!(scene.is_waited_for(round), (true, true)));
     scene.hear_promises(&[3]);
-    scene.hear(Heard::Promises { peer: B, promises: vec![digest(3)] });
+    scene.hear(MeshEvent::Promises { peer: B, promises: vec![digest(3)] });
     let op = scene.await_keys(5, 0..4);
-    scene.hear(Heard::Changed {
+    scene.hear(MeshEvent::Changed {
         peer: B,
         changes: (0..4).map(|key| DigestChange::Added(digest(key))).collect(),
     });

@@ -165,7 +165,7 @@ fn nobody_waits_unasked_or_without_peers() {
     let mut unasked = Scene::with(A, 0..0);
     assert!(!ask_in_vain(&mut unasked, 1));
     let mut alone = waiting();
-    alone.hear(Heard::Left(A));
+    alone.hear(MeshEvent::Left(A));
     assert!(!ask_in_vain(&mut alone, 1));
     assert_eq!(alone.stats().miss_waits + unasked.stats().miss_waits, 0);
 }
@@ -177,7 +177,7 @@ fn whoever_stops_waiting_is_asked_for_no_more() {
     scene.ask(SchedulerRequest::Release { log: 1 });
     let hang_up = scene.query(2, 0..4);
     scene.answers();
-    scene.event(Event::Drain);
+    scene.event(CoreEvent::Drain);
     assert_eq!(scene.answers(), [(hang_up, Status::Ok, 0)]);
     scene.tick(WINDOW_MS);
     assert!(scene.answers().is_empty() && scene.is_quiet());

@@ -9,8 +9,8 @@ use crate::core::tests::{RUN, changed, hello, rank_hello_of};
 /// An engine with 100 ms for a block, and peer A with these blocks.
 fn judged(keys: Range<u32>) -> Scene {
     let mut scene = Scene::new();
-    scene.event(Event::Disconnected { session: SCHEDULER });
-    scene.event(Event::Disconnected { session: RANKS[0] });
+    scene.event(CoreEvent::Disconnected { session: SCHEDULER });
+    scene.event(CoreEvent::Disconnected { session: RANKS[0] });
     let facts = BTreeMap::from([("block_tokens".to_owned(), "1".to_owned())]);
     scene.engine.connect(RANKS[0], changed(rank_hello_of(1, 0, BLOCK_BYTES), |rank| rank.facts = facts));
     let wait_max_ms = Some(30_000);
@@ -21,10 +21,10 @@ fn judged(keys: Range<u32>) -> Scene {
         let base = &scene.engine.core.base;
         base.engines[SCHEDULER].binding().expect("its rank has joined").digest
     };
-    scene.hear(Heard::Joined(A));
+    scene.hear(MeshEvent::Joined(A));
     let mut filter = Filter::with_capacity(1000);
     keys.for_each(|key| assert!(filter.insert(Digest::new(&namespace, 0, &hash(key)))));
-    scene.hear(Heard::Keeps { peer: A, filter });
+    scene.hear(MeshEvent::Keeps { peer: A, filter });
     scene.engine.out.clear();
     scene
 }
@@ -51,9 +51,9 @@ fn play(scene: &mut Scene, op: u64, every_ms: u64) -> (u64, u32) {
         {
             ends.push(end(ticket, index, Ok(1)));
         }
-        scene.event(Event::Transferred { tier: 0, ends });
+        scene.event(CoreEvent::Transferred { tier: 0, ends });
         if now_ms % 100 == 0 {
-            scene.event(Event::Tick);
+            scene.event(CoreEvent::Tick);
         }
         let answers = scene.answers();
         if let Some((_, _, hits)) = answers.iter().find(|(of, status, _)| *of == op && *status == Status::Ok)

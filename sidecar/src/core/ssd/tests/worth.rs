@@ -25,7 +25,7 @@ fn judged(count: u32, block_ms: Option<u32>, wait_max_ms: Option<u32>) -> Scene 
     let (segment, sequence, blocks) = (3, 0, Vec::new());
     let found =
         Recovered { device: 0, segment, sequence, blocks, unreadable: false, segments_read: 64, last: true };
-    scene.event(Event::Transferred { tier: 0, ends: vec![JobEnd::Recovered(found)] });
+    scene.event(CoreEvent::Transferred { tier: 0, ends: vec![JobEnd::Recovered(found)] });
     scene.engine.join();
     scene.save(5000..5001);
     scene.save(5000..5001);
@@ -55,7 +55,7 @@ fn play(scene: &mut Scene, op: u64, every_ms: impl Fn(u64) -> u64) -> (u64, u32)
             }
         }
         if now_ms % TICK_MS == 0 {
-            scene.event(Event::Tick);
+            scene.event(CoreEvent::Tick);
         }
         let answers = scene.answers();
         if let Some((_, _, hits)) = answers.iter().find(|(of, status, _)| *of == op && *status == Status::Ok)

@@ -36,7 +36,7 @@ fn what_is_kept_in_a_quota_takes_no_room_from_what_its_engine_hands_over_next() 
     let Base { engines, cx, .. } = &mut engine.core.base;
     let whose = engines[SCHEDULER].binding().unwrap().whose;
     let of_another_quota = BlockAccount { quota: None, ..whose };
-    let before = cx.kept.count();
+    let before = cx.kept.block_count();
     let gives = [(of_another_quota, SHARD_BYTES), (whose, 2 * SHARD_BYTES), (whose, SHARD_BYTES)]
         .map(|(whose, bytes)| cx.kept.make_slot(whose, bytes, before, &mut cx.dram).is_some());
     assert_eq!(gives, [false, false, true], "a block stays if it makes no room");
@@ -50,7 +50,7 @@ fn what_is_kept_stays_while_an_engine_of_an_earlier_life_may_read_what_that_left
     let remains = (1000..1004).map(block).collect();
     let used = OpenedSegment::Used { segment: 0, block_bytes: SHARD_BYTES, first: 0, remains };
     for opened in [used, OpenedSegment::Empty { segment: 1 }] {
-        core.handle(Duration::ZERO, Event::Opened(opened), &mut Vec::new());
+        core.handle(Duration::ZERO, CoreEvent::Opened(opened), &mut Vec::new());
     }
     let mut engine = Harness::over(core, 1, SHARD_BYTES);
     engine.join();

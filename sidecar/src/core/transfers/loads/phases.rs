@@ -13,7 +13,7 @@ use tiers::dram::LeaseId;
 #[derive(Debug)]
 pub(super) enum LoadPhase {
     /// So many blocks are missing and on their way, and the others are held.
-    Parked { missing: usize, held: Vec<SlotRef> },
+    Deferred { missing: usize, held: Vec<SlotRef> },
     /// All blocks are here since `ready`.
     Leased { lease: LeaseId, ready: Duration },
     /// The engine is gone: the lease is for running copies alone.
@@ -70,11 +70,11 @@ impl LoadPhase {
     /// Returns the next phase; `Break`: the last phase of an ended load.
     pub(super) fn after(self, event: LoadEvent) -> ControlFlow<Self, Self> {
         use LoadEvent::{Arrived, CopiesEnded, EngineLost, PartsEnded, Refused};
-        use LoadPhase::{Leased, Orphan, Parked};
+        use LoadPhase::{Deferred, Leased, Orphan};
         match (self, event) {
-            (Parked { .. }, Arrived(lease, ready)) => Continue(Leased { lease, ready }),
-            (phase @ Parked { .. }, Refused | EngineLost) => Break(phase),
-            (phase @ (Parked { .. } | Leased { .. }), PartsEnded(_)) => Break(phase),
+            (Deferred { .. }, Arrived(lease, ready)) => Continue(Leased { lease, ready }),
+            (phase @ Deferred { .. }, Refused | EngineLost) => Break(phase),
+            (phase @ (Deferred { .. } | Leased { .. }), PartsEnded(_)) => Break(phase),
             (Leased { lease, .. }, EngineLost) => Continue(Orphan { lease }),
             (phase @ Orphan { .. }, CopiesEnded) => Break(phase),
             (phase, event) => unreachable!("{event:?} of a load in {phase:?}"),

@@ -13,7 +13,7 @@ use tiers::dram::Dram;
 use super::phases::{SaveEvent, SavePhase, Search};
 use super::{Save, SaveAim, SaveBlock};
 use crate::core::tier::Notice;
-use crate::core::timing::{Part, Timed};
+use crate::core::timing::{Timed, TimedPart};
 use crate::core::transfers::checks::{Pair, SaveChain};
 use crate::core::transfers::pending::Acceptance;
 use crate::core::transfers::scans::count_broken;
@@ -31,9 +31,9 @@ impl Save {
     fn commit(&self, block: &SaveBlock, dram: &mut Dram) -> bool {
         match self.parent(block) {
             Some(parent) if self.binding.parentless => {
-                dram.commit_apart(block.slot, &self.binding.key(&parent))
+                dram.commit_apart(block.slot, &self.binding.block_key(&parent))
             }
-            Some(parent) => dram.commit_behind(block.slot, &self.binding.key(&parent)),
+            Some(parent) => dram.commit_behind(block.slot, &self.binding.block_key(&parent)),
             None => dram.commit(block.slot),
         }
     }
@@ -57,7 +57,7 @@ impl Save {
     }
 
     /// Counts the save's end.
-    fn count(&self, cx: &mut Context) {
+    fn count_end(&self, cx: &mut Context) {
         let (cancelled, dropped) = (u64::from(self.end.cancelled), u64::from(self.end.dropped));
         cx.stats.saved_blocks += u64::from(self.end.committed);
         cx.stats.saved_bytes += u64::from(self.end.committed) * self.binding.block_bytes();
@@ -70,7 +70,7 @@ impl Save {
             cx.stats.handover_dropped += dropped;
         }
         if self.handover.is_some() && cancelled + dropped > 0 {
-            cx.lost.note(self.binding.namespace, &self.keys, cx.now_ms, &cx.dram);
+            cx.lost.note_lost(self.binding.namespace, &self.keys, cx.now_ms, &cx.dram);
         }
     }
 }
@@ -82,10 +82,10 @@ impl Transfers {
     /// no such save.
     pub(in crate::core::transfers) fn change_save(&mut self, key: OpKey, event: SaveEvent, base: &mut Base) {
         let Some(save) = self.saves.remove(&key) else { return };
-        let wanted = save.phase.wanted().len();
+        let wanted = save.phase.wanted_blocks().len();
         match save.after(event) {
             Continue(mut save) => {
-                self.unwant(key.0, wanted - save.phase.wanted().len());
+                self.unwant(key.0, wanted - save.phase.wanted_blocks().len());
                 if let Some(slots) = save.to_be_searched() {
                     let is_begun = self.scan(key, save.binding, slots, Vec::new(), base);
                     save.search = if is_begun { Search::Running } else { Search::Ended };
@@ -146,14 +146,14 @@ impl Transfers {
     fn finish_save(&mut self, key: OpKey, mut save: Save, base: &mut Base) {
         let (session, op) = key;
         let (mut committed, mut parents, mut pairs) = (Vec::new(), Vec::new(), Vec::new());
-        save.drop_blocks(save.phase.wanted().len() as u32);
+        save.drop_blocks(save.phase.wanted_blocks().len() as u32);
         let (fenced, whole_since) = match save.phase {
             SavePhase::Whole { fenced, since } => (Some(fenced), Some(since)),
             _ => (None, None),
         };
         let blocks = std::mem::take(&mut save.blocks);
         if !blocks.is_empty() {
-            base.cx.took(Timed::Save(Part::Whole), save.posted);
+            base.cx.took(Timed::Save(TimedPart::Whole), save.posted);
         }
         for block in &blocks {
             let whole = !block.cancelled && !block.broken && save.acceptance == Acceptance::Given;
@@ -163,21 +163,21 @@ impl Transfers {
                     pairs.push(Pair { place: block.index, kept, computed: block.slot });
                     continue;
                 }
-                Some(kept) => self.checks.end(session, kept, block.slot, &mut base.cx),
+                Some(kept) => self.checks.end_check(session, kept, block.slot, &mut base.cx),
                 None if whole && save.commit(block, &mut base.cx.dram) => {
                     save.end.committed += 1;
                     base.cx.actions.push(Action::CommitSlot { slot: block.slot, checksum: 0 });
-                    committed.push((block.slot, save.binding.key(&block.hash)));
+                    committed.push((block.slot, save.binding.block_key(&block.hash)));
                     parents.push(save.parent(block));
-                    base.cx.end_saved(save.binding.key(&block.hash), true);
+                    base.cx.end_saved(save.binding.block_key(&block.hash), true);
                     if save.handover.is_some() {
-                        base.cx.keep(&save.binding.key(&block.hash), &save.binding, fenced);
+                        base.cx.keep(&save.binding.block_key(&block.hash), &save.binding, fenced);
                     }
                     continue;
                 }
                 None => {
                     base.cx.abandon(block.slot);
-                    base.cx.end_saved(save.binding.key(&block.hash), false);
+                    base.cx.end_saved(save.binding.block_key(&block.hash), false);
                 }
             }
             match block.cancelled {
@@ -203,9 +203,9 @@ impl Transfers {
         for (slot, key) in committed {
             base.sources.tell_tiers(Notice::Offered(key, Some(slot), &save.binding), &mut base.cx);
         }
-        save.count(&mut base.cx);
+        save.count_end(&mut base.cx);
         if let Some(pending) = self.pending.get_mut(&session) {
-            pending.forget(op, save.step);
+            pending.forget_save(op, save.step);
         }
         if pairs.is_empty() {
             base.cx.stats.checks_undecided += u64::from(save.aim != SaveAim::Keep);

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use shm_protocol::pool::SlotRef;
 
-use super::{Save, Wanted};
+use super::{Save, WantedSave};
 use crate::core::transfers::pending::Acceptance;
 
 /// A phase of a save, with the facts of this phase alone. [`SavePhase::after`] is the list of the transitions.
@@ -21,7 +21,7 @@ pub(super) enum SavePhase {
     /// The save waits for its step, and for turns to take its slots.
     Wanted {
         /// Blocks without a slot.
-        wanted: Vec<Wanted>,
+        wanted: Vec<WantedSave>,
         /// The time of the first look with a running step.
         runs_since: Option<Duration>,
         /// The time of the first look with the step done on every rank.
@@ -34,7 +34,7 @@ pub(super) enum SavePhase {
     /// The ring was drained at `since`: the save waits for its acceptance.
     Whole { fenced: Duration, since: Duration },
     /// No copy will run: the save waits for a drained ring, so that its CANCELs count.
-    Stopped { wanted: Vec<Wanted> },
+    Stopped { wanted: Vec<WantedSave> },
     /// The engine is gone, and so many copies still run.
     Orphan { running: u32 },
 }
@@ -74,7 +74,7 @@ pub(in crate::core::transfers) enum SaveEvent {
 
 impl SavePhase {
     /// Returns the blocks without a slot.
-    pub(super) fn wanted(&self) -> &[Wanted] {
+    pub(super) fn wanted_blocks(&self) -> &[WantedSave] {
         match self {
             Self::Wanted { wanted, .. } | Self::Stopped { wanted } => wanted,
             _ => &[],
@@ -122,16 +122,17 @@ impl Save {
         let mut decided = false;
         match &event {
             SaveEvent::CopyEnded(false) | SaveEvent::RankLost | SaveEvent::EngineLost => self.void(),
-            SaveEvent::Settled(acceptance) => self.acceptance.settle(*acceptance),
+            SaveEvent::Settled(acceptance) => self.acceptance.accept_answer(*acceptance),
             SaveEvent::Scanned(broken) => {
                 self.search = Search::Ended;
                 let found = self.blocks.iter_mut().filter(|block| broken.contains(&block.slot));
                 found.for_each(|block| block.broken = true);
             }
-            SaveEvent::Overdue => self.acceptance.settle(Acceptance::Refused),
+            SaveEvent::Overdue => self.acceptance.accept_answer(Acceptance::Refused),
             SaveEvent::Cancelled(range) => {
                 self.cancel_blocks(range);
-                decided = self.phase.wanted().is_empty() && self.blocks.iter().all(|block| block.cancelled);
+                decided =
+                    self.phase.wanted_blocks().is_empty() && self.blocks.iter().all(|block| block.cancelled);
             }
             SaveEvent::Drained(_, void_below) => {
                 let is_void = self.end.op < *void_below;
@@ -167,7 +168,7 @@ impl Save {
 
     /// Voids the save: none of its blocks is committed.
     fn void(&mut self) {
-        self.acceptance.settle(Acceptance::Void);
+        self.acceptance.accept_answer(Acceptance::Void);
     }
 
     /// Voids the save in a namespace its engine is barred from: none of its blocks is committed or compared

@@ -19,15 +19,15 @@ use shm_protocol::wait;
 use tiers::dram;
 
 use super::Runtime;
-use crate::catalog::{self, Blocks};
-use crate::clients::greeter::Caller;
-use crate::clients::refusals::Cause;
-use crate::clients::session::Session;
+use crate::catalog::{self, EngineBlocks};
+use crate::clients::handshakes::NewClient;
+use crate::clients::refusals::RefusalCause;
+use crate::clients::session::ClientSession;
 use crate::config::Size;
-use crate::copiers::{Copiers, Rank, RankNews};
-use crate::core::{Action, Event, SessionId};
+use crate::copiers::{Copiers, Rank, RankEvent};
+use crate::core::{Action, CoreEvent, SessionId};
 use crate::pages::metrics::CloseReason;
-use crate::system::poller::Source;
+use crate::system::poller::PollSource;
 
 /// Sessions at once: a host of 16 GPUs with one engine each has 32; this leaves room for eight restarts of
 /// all at once.
@@ -54,21 +54,21 @@ pub(super) struct Entrant {
 impl Runtime {
     /// Begins the session of a client, or refuses it. A rank's GPU memory is opened first; its session begins
     /// later.
-    pub(super) fn admit(&mut self, caller: Caller) {
+    pub(super) fn admit_client(&mut self, caller: NewClient) {
         let id = self.next_session;
         self.next_session += 1;
-        let Caller { socket, process, version, hello, descriptors } = caller;
+        let NewClient { socket, process, version, hello, descriptors } = caller;
         let (engine, role) = (hello.engine.clone(), describe(&hello.role));
         let socket = Arc::new(socket);
-        let room = self.has_room().map_err(|text| (Cause::Full, text));
-        let fits = || self.has_segment_for(&hello).map_err(|text| (Cause::Memory, text));
+        let room = self.has_room().map_err(|text| (RefusalCause::Full, text));
+        let fits = || self.has_segment_for(&hello).map_err(|text| (RefusalCause::Memory, text));
         let memory = room.and_then(|()| fits()).and_then(|()| {
             let made = SessionMemory::create(version, self.terms.epoch, id);
-            made.map_err(|error| (Cause::Resources, error.to_string()))
+            made.map_err(|error| (RefusalCause::Resources, error.to_string()))
         });
         let (memory_fd, memory) = match memory {
             Ok(memory) => memory,
-            Err(why) => return self.refuse(&socket, &engine, &role, why),
+            Err(why) => return self.refuse_client(&socket, &engine, &role, why),
         };
         let entrant = Entrant { id, socket, process, version, hello, descriptors, memory, memory_fd };
         match &entrant.hello.role {
@@ -76,32 +76,34 @@ impl Runtime {
                 let (memory, process) = (&entrant.memory, entrant.process.as_ref());
                 match self.copiers.open_gpu_rank((id, &engine), worker, memory, &entrant.socket, process) {
                     Ok(()) => drop(self.opening.insert(id, entrant)),
-                    Err(text) => self.refuse(&entrant.socket, &engine, &role, (Cause::Memory, text)),
+                    Err(text) => {
+                        self.refuse_client(&entrant.socket, &engine, &role, (RefusalCause::Memory, text))
+                    }
                 }
             }
-            _ => self.enter(entrant, None),
+            _ => self.enter_client(entrant, None),
         }
     }
 
     /// Handles opened and stuck ranks on GPUs. Returns false if there was none.
-    pub(super) fn take_rank_news(&mut self) -> bool {
+    pub(super) fn take_rank_event(&mut self) -> bool {
         let mut worked = false;
-        while let Some((id, news)) = self.copiers.rank_news() {
+        while let Some((id, event)) = self.copiers.next_rank_event() {
             worked = true;
-            match news {
-                RankNews::Parked(engine) => {
+            match event {
+                RankEvent::Parked(engine) => {
                     self.parked.insert(engine);
                     self.closing.push((id, CloseReason::Parked, String::new()));
                     self.close_sessions();
                 }
-                RankNews::Opened(opened) => {
+                RankEvent::Opened(opened) => {
                     let entrant = self.opening.remove(&id).expect("it waits for this");
                     match opened {
-                        Ok(rank) => self.enter(entrant, Some(rank)),
+                        Ok(rank) => self.enter_client(entrant, Some(rank)),
                         Err(text) => {
                             let Entrant { socket, hello, .. } = entrant;
                             let role = describe(&hello.role);
-                            self.refuse(&socket, &hello.engine, &role, (Cause::Memory, text));
+                            self.refuse_client(&socket, &hello.engine, &role, (RefusalCause::Memory, text));
                         }
                     }
                 }
@@ -121,18 +123,18 @@ impl Runtime {
     }
 
     /// Begins the session of a client; `gpu_rank` is its opened rank on a GPU.
-    fn enter(&mut self, entrant: Entrant, gpu_rank: Option<Rank>) {
+    fn enter_client(&mut self, entrant: Entrant, gpu_rank: Option<Rank>) {
         let Entrant { id, socket, process, version, hello, descriptors, memory, memory_fd } = entrant;
         let (engine, role) = (hello.engine.clone(), describe(&hello.role));
         let release = hello.release.clone();
         let blocks = match &hello.role {
-            Role::Worker(worker) => Blocks::of(hello.world_size, worker),
+            Role::Worker(worker) => EngineBlocks::of_worker(hello.world_size, worker),
             Role::Scheduler { .. } => None,
         };
         let digest = blocks.as_ref().map(|blocks| namespace::digest_facts(&blocks.facts));
         let note = match self.examine(&hello, blocks.as_ref()) {
             Ok(note) => join_notes([accepts_nothing(version, &hello), note]),
-            Err(text) => return self.refuse(&socket, &engine, &role, (Cause::Namespace, text)),
+            Err(text) => return self.refuse_client(&socket, &engine, &role, (RefusalCause::Namespace, text)),
         };
         let rank = match &hello.role {
             Role::Worker(worker) if gpu_rank.is_none() => {
@@ -140,22 +142,27 @@ impl Runtime {
             }
             _ => Ok(gpu_rank),
         };
-        let built = rank.map_err(|text| (Cause::Memory, text)).and_then(|rank| {
-            self.build(id, memory, Arc::clone(&socket), rank).map_err(|text| (Cause::Resources, text))
+        let built = rank.map_err(|text| (RefusalCause::Memory, text)).and_then(|rank| {
+            self.build(id, memory, Arc::clone(&socket), rank).map_err(|text| (RefusalCause::Resources, text))
         });
         let mut session = match built {
             Ok(session) => session,
-            Err(why) => return self.refuse(&socket, &engine, &role, why),
+            Err(why) => return self.refuse_client(&socket, &engine, &role, why),
         };
         // If the process cannot be watched, only the socket's hang-up shows its end.
-        session.process = process.filter(|process| self.poller.add(Source::Process(id), process).is_ok());
+        session.process =
+            process.filter(|process| self.poller.add_source(PollSource::Process(id), process).is_ok());
         if let Some(note) = &note {
             tracing::warn!(session = id, engine, "{note}");
         }
         if let Some(blocks) = &blocks {
             self.enroll(&[id], &engine, blocks);
         }
-        self.core.handle(self.now, Event::Connected { session: id, hello: Box::new(hello) }, &mut self.out);
+        self.core.handle(
+            self.now,
+            CoreEvent::Connected { session: id, hello: Box::new(hello) },
+            &mut self.out,
+        );
         self.touched = true;
         let rejected = self.out.iter().find_map(|action| match action {
             Action::Close { session, reason } if *session == id => Some(reason.clone()),
@@ -164,7 +171,7 @@ impl Runtime {
         self.sessions.insert(id, session);
         if let Some(text) = rejected {
             let session = &self.sessions[&id];
-            self.refuse(&session.socket, &engine, &role, (Cause::Contradiction, text));
+            self.refuse_client(&session.socket, &engine, &role, (RefusalCause::Contradiction, text));
         } else if let Err(error) = self.welcome(id, version, &memory_fd, digest, note) {
             self.closing.push((id, CloseReason::HangUp, error.to_string()));
         } else {
@@ -176,7 +183,7 @@ impl Runtime {
 
     /// Compares a worker with the known namespaces, and a scheduler's options with the sidecar. Returns a
     /// note for the user; an error refuses the client.
-    fn examine(&self, hello: &Hello, blocks: Option<&Blocks>) -> Result<Option<String>, String> {
+    fn examine(&self, hello: &Hello, blocks: Option<&EngineBlocks>) -> Result<Option<String>, String> {
         match &hello.role {
             Role::Worker(worker) => self.catalog.lock().examine(&hello.engine, worker, blocks),
             Role::Scheduler { .. } => {
@@ -187,18 +194,18 @@ impl Runtime {
     }
 
     /// Adds an engine's workers to a namespace of the catalog.
-    fn enroll(&self, sessions: &[SessionId], engine: &str, blocks: &Blocks) {
-        if self.catalog.lock().enter(sessions, engine, blocks) {
+    fn enroll(&self, sessions: &[SessionId], engine: &str, blocks: &EngineBlocks) {
+        if self.catalog.lock().enter_sessions(sessions, engine, blocks) {
             // The line has only the facts: users compare it with the engine's line.
             tracing::info!("{}", namespace::format_facts(&blocks.facts));
         }
     }
 
     /// Writes the binding into the sessions of an engine: its ranks, then its scheduler.
-    pub(super) fn show_bound(&mut self, engine: &str, blocks: &Blocks, words: Vec<(SessionId, Bound)>) {
+    pub(super) fn show_bound(&mut self, engine: &str, blocks: &EngineBlocks, words: Vec<(SessionId, Bound)>) {
         let (_, ranks) = words.split_last().expect("a scheduler's at least");
         let ranks: Vec<SessionId> = ranks.iter().map(|(id, _)| *id).collect();
-        let note = self.catalog.lock().note(engine, &blocks.facts);
+        let note = self.catalog.lock().note_near_miss(engine, &blocks.facts);
         if let Some(note) = note {
             tracing::warn!(engine, "{note}");
         }
@@ -259,7 +266,7 @@ impl Runtime {
         memory: SessionMemory,
         socket: Arc<OwnedFd>,
         rank: Option<Rank>,
-    ) -> Result<Session, String> {
+    ) -> Result<ClientSession, String> {
         let doorbell = wait::make_eventfd().map_err(|error| {
             format!(
                 "no eventfd could be made ({error}): raise the limit of \
@@ -268,15 +275,15 @@ impl Runtime {
         })?;
         let watched = self
             .poller
-            .add(Source::Doorbell(id), &doorbell)
-            .and_then(|()| self.poller.add(Source::Socket(id), &socket));
+            .add_source(PollSource::Doorbell(id), &doorbell)
+            .and_then(|()| self.poller.add_source(PollSource::Socket(id), &socket));
         watched.map_err(|error| {
             format!(
                 "the sidecar cannot watch this connection ({error}): raise the limit of open \
              files"
             )
         })?;
-        Ok(Session::new(memory, socket, doorbell, rank))
+        Ok(ClientSession::new(memory, socket, doorbell, rank))
     }
 
     fn welcome(
@@ -308,9 +315,15 @@ impl Runtime {
         transport::send_record(&session.socket, &handshake::encode_record(&reply), &descriptors)
     }
 
-    fn refuse(&self, socket: &OwnedFd, engine: &str, role: &str, (cause, text): (Cause, String)) {
+    fn refuse_client(
+        &self,
+        socket: &OwnedFd,
+        engine: &str,
+        role: &str,
+        (cause, text): (RefusalCause, String),
+    ) {
         tracing::warn!(engine, role, reason = text, "connection refused");
-        self.greeter.refusals().refuse(socket, cause, text);
+        self.handshakes.refusals().send_refusal(socket, cause, text);
     }
 
     /// Closes the session of an ended process. A child process may still hold its socket and other

@@ -22,7 +22,7 @@ const TCP: u64 = 0;
 const RDMA: u64 = 1;
 
 /// TCP, and RDMA on a node with NICs.
-pub(super) struct Carriers {
+pub(super) struct Transports {
     tcp: Box<dyn Transport>,
     rdma: Option<Box<dyn Transport>>,
     /// Members reached over RDMA.
@@ -31,9 +31,9 @@ pub(super) struct Carriers {
 
 // === impl Carriers ===
 
-impl Carriers {
+impl Transports {
     /// Starts the transports of this node, and returns their addresses. Each gets its own `up`.
-    pub(super) fn start<F: Fn(TransportEvent) + Send + Sync + 'static>(
+    pub(super) fn start_transports<F: Fn(TransportEvent) + Send + Sync + 'static>(
         mesh: &Mesh,
         boot: BootId,
         blocks: &PoolBlocks,
@@ -49,7 +49,7 @@ impl Carriers {
         let config = tcp::TcpConfig { streams: mesh.tcp.streams, ..own(mesh.tcp.listen) };
         let tcp = Tcp::start(config, blocks.clone(), move |said| say(tagged(said, TCP)))?;
         let mut at = DataAddresses { tcp: tcp.listen_address(), rdma: None };
-        let mut carriers = Self::new(Box::new(tcp), None);
+        let mut transports = Self::new(Box::new(tcp), None);
         if let Some(nics) = &mesh.rdma {
             let say = up();
             let config = rdma::RdmaConfig {
@@ -58,9 +58,9 @@ impl Carriers {
             };
             let rdma = Rdma::start(config, blocks.clone(), move |said| say(tagged(said, RDMA)))?;
             at.rdma = Some(rdma.listen_address());
-            carriers.rdma = Some(Box::new(rdma));
+            transports.rdma = Some(Box::new(rdma));
         }
-        Ok((carriers, at))
+        Ok((transports, at))
     }
 
     fn new(tcp: Box<dyn Transport>, rdma: Option<Box<dyn Transport>>) -> Self {
@@ -69,11 +69,11 @@ impl Carriers {
 
     /// Adds a member; `rdma` is the address of its RDMA handshakes, if it has NICs. Returns true if its
     /// blocks travel over RDMA.
-    pub(super) fn join(&mut self, number: PeerNumber, peer: Peer, rdma: Option<SocketAddr>) -> bool {
+    pub(super) fn add_peer(&mut self, number: PeerNumber, peer: Peer, rdma: Option<SocketAddr>) -> bool {
         match (&self.rdma, rdma) {
-            (Some(carrier), Some(address)) => {
+            (Some(transport), Some(address)) => {
                 self.by_rdma.insert(number);
-                carrier.add_peer(number, Peer { address, ..peer });
+                transport.add_peer(number, Peer { address, ..peer });
                 true
             }
             _ => {
@@ -84,38 +84,38 @@ impl Carriers {
     }
 
     /// Removes a member.
-    pub(super) fn leave(&mut self, number: PeerNumber) {
-        self.of(number).remove_peer(number);
+    pub(super) fn remove_peer(&mut self, number: PeerNumber) {
+        self.of_peer(number).remove_peer(number);
         self.by_rdma.remove(&number);
     }
 
     pub(super) fn fetch(&self, fetch: Fetch) {
-        self.of(fetch.peer).post_fetch(fetch);
+        self.of_peer(fetch.peer).post_fetch(fetch);
     }
 
     /// Cancels a fetch in both transports.
     pub(super) fn cancel(&self, ticket: u64) {
-        self.all().for_each(|carrier| carrier.cancel(ticket));
+        self.all().for_each(|transport| transport.cancel(ticket));
     }
 
-    pub(super) fn grant(&self, granted: GrantedSlots) {
+    pub(super) fn grant_slots(&self, granted: GrantedSlots) {
         let (ask, whose) = (granted.ask >> 1, granted.ask & 1);
-        let carrier = if whose == RDMA { self.rdma.as_ref() } else { None };
-        carrier.unwrap_or(&self.tcp).grant_slots(GrantedSlots { ask, ..granted });
+        let transport = if whose == RDMA { self.rdma.as_ref() } else { None };
+        transport.unwrap_or(&self.tcp).grant_slots(GrantedSlots { ask, ..granted });
     }
 
     /// Stops accepting new work.
     pub(super) fn drain(&self) {
-        self.all().for_each(|carrier| carrier.drain());
+        self.all().for_each(|transport| transport.drain());
     }
 
-    fn of(&self, peer: PeerNumber) -> &dyn Transport {
+    fn of_peer(&self, peer: PeerNumber) -> &dyn Transport {
         let rdma = self.rdma.as_ref().filter(|_| self.by_rdma.contains(&peer));
         &**rdma.unwrap_or(&self.tcp)
     }
 
     fn all(&self) -> impl Iterator<Item = &dyn Transport> {
-        std::iter::once(&self.tcp).chain(&self.rdma).map(|carrier| &**carrier)
+        std::iter::once(&self.tcp).chain(&self.rdma).map(|transport| &**transport)
     }
 }
 
@@ -175,10 +175,10 @@ mod tests {
         }
     }
 
-    fn carriers(nics: bool) -> (Carriers, Log) {
+    fn transports(nics: bool) -> (Transports, Log) {
         let log = Log::default();
         let recorder = |name| -> Box<dyn Transport> { Box::new(Recorder(name, Arc::clone(&log))) };
-        (Carriers::new(recorder("tcp"), nics.then(|| recorder("rdma"))), log)
+        (Transports::new(recorder("tcp"), nics.then(|| recorder("rdma"))), log)
     }
 
     fn peer() -> Peer {
@@ -198,13 +198,13 @@ mod tests {
 
     #[test]
     fn blocks_travel_by_rdma_between_nodes_that_both_have_nics_and_over_tcp_between_others() {
-        let (mut own, log) = carriers(true);
-        assert!(own.join(PeerNumber(1), peer(), Some(NICS_AT.parse().unwrap())));
-        assert!(!own.join(PeerNumber(2), peer(), None));
+        let (mut own, log) = transports(true);
+        assert!(own.add_peer(PeerNumber(1), peer(), Some(NICS_AT.parse().unwrap())));
+        assert!(!own.add_peer(PeerNumber(2), peer(), None));
         own.fetch(fetch(7, 1));
         own.fetch(fetch(8, 2));
-        own.leave(PeerNumber(1));
-        own.leave(PeerNumber(2));
+        own.remove_peer(PeerNumber(1));
+        own.remove_peer(PeerNumber(2));
         assert_eq!(
             take(&log),
             [
@@ -223,8 +223,8 @@ mod tests {
 
     #[test]
     fn a_node_without_nics_does_not_care_who_has_some() {
-        let (mut own, log) = carriers(false);
-        assert!(!own.join(PeerNumber(1), peer(), Some(NICS_AT.parse().unwrap())));
+        let (mut own, log) = transports(false);
+        assert!(!own.add_peer(PeerNumber(1), peer(), Some(NICS_AT.parse().unwrap())));
         own.fetch(fetch(7, 1));
         own.cancel(7);
         assert_eq!(take(&log), ["tcp: join 1 at 10.0.0.1:2", "tcp: fetch 7 from 1", "tcp: cancel 7"]);
@@ -232,7 +232,7 @@ mod tests {
 
     #[test]
     fn an_answer_goes_to_the_transport_that_asked() {
-        let (own, log) = carriers(true);
+        let (own, log) = transports(true);
         let mut asks = Vec::new();
         for (ask, whose) in [(5, TCP), (5, RDMA), (6, RDMA), (6, TCP)] {
             let asked = tagged(TransportEvent::Asked { ask, peer: PeerNumber(1), blocks: Vec::new() }, whose);
@@ -243,7 +243,7 @@ mod tests {
                 TransportEvent::Release { ask: known, sent: 1 }
             );
             asks.push(known);
-            own.grant(GrantedSlots { ask: known, slots: Vec::new() });
+            own.grant_slots(GrantedSlots { ask: known, slots: Vec::new() });
         }
         assert_eq!(take(&log), ["tcp: grant 5", "rdma: grant 5", "rdma: grant 6", "tcp: grant 6"]);
     }

@@ -350,10 +350,10 @@ fn set_limit(pillion: &Pillion, files: u64) {
 
 const STRANGER: u32 = 54_321;
 const GROUP: u32 = 54_322;
-const TEST: &str = "doorway::callers_are_told_apart_by_their_credentials";
+const TEST: &str = "admission::callers_are_told_apart_by_their_credentials";
 
 /// The part of the test that runs as somebody else: says what it was answered.
-fn call_as_told() -> bool {
+fn call_as_ordered() -> bool {
     let Some(socket) = std::env::var_os("PILLION_TEST_CALL") else { return false };
     let outcome = match transport::connect_socket(Path::new(&socket), WATCHDOG) {
         Err(error) => format!("no connection: {error}"),
@@ -384,7 +384,7 @@ fn call(socket: &Path, options: &[&str]) -> String {
 
 #[test]
 fn callers_are_told_apart_by_their_credentials() {
-    if call_as_told() {
+    if call_as_ordered() {
         return;
     }
     if !rustix::process::geteuid().is_root() {

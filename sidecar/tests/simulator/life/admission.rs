@@ -9,9 +9,9 @@ use copy_engine::HostMemory;
 use shm_protocol::PROTOCOL_VERSION;
 use shm_protocol::region::Access;
 use shm_protocol::session::SessionMemory;
-use sidecar::clients::session::Session;
+use sidecar::clients::session::ClientSession;
 use sidecar::copiers::Copiers;
-use sidecar::core::{Action, Event, SessionId};
+use sidecar::core::{Action, CoreEvent, SessionId};
 
 use super::copies::Rank;
 use super::{Life, Peer};
@@ -46,7 +46,7 @@ impl Life {
             bell: Rc::clone(&ctx.bell),
             pool: Rc::clone(&self.map),
         };
-        self.handle(Event::Connected { session: id, hello: Box::new(hello) }, ctx);
+        self.handle(CoreEvent::Connected { session: id, hello: Box::new(hello) }, ctx);
         let logs = BTreeMap::new();
         let peer = Peer {
             session,
@@ -68,14 +68,14 @@ impl Life {
     }
 
     /// The product's session over this memory. Its descriptors are unused: [`Rank`] moves the bytes.
-    fn session(&self, memory: &SessionMemory, worker: bool) -> Session {
+    fn session(&self, memory: &SessionMemory, worker: bool) -> ClientSession {
         let descriptor = || self.null.try_clone().expect("a descriptor");
         let socket = Arc::new(descriptor());
         let rank = worker.then(|| {
             let none = HostMemory::new(Vec::new(), &[], 1, Access::ReadOnly).expect("no memory is sound");
             Copiers::host_rank(none, memory.clone(), Arc::clone(&socket))
         });
-        Session::new(memory.clone(), socket, descriptor(), rank)
+        ClientSession::new(memory.clone(), socket, descriptor(), rank)
     }
 
     /// A session of a process that has hung up.

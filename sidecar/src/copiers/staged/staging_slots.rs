@@ -6,7 +6,7 @@ use std::time::Duration;
 use shm_protocol::message::StageRequest;
 
 use crate::copiers::Finished;
-use crate::core::{CopyId, Piece};
+use crate::core::{CopyId, RankBlock};
 
 /// Blocks queued for a slot: as many as for copies of host memory. Further saves fail.
 const BLOCKS_WAITING_MAX: usize = 65_536;
@@ -17,10 +17,10 @@ pub(super) const ANSWER: Duration = Duration::from_secs(2);
 
 /// A rank's slots and its queue.
 #[derive(Debug)]
-pub(super) struct Desk {
+pub(super) struct StagingSlots {
     slots: Vec<Slot>,
-    waiting: VecDeque<(CopyId, Piece)>,
-    copies: BTreeMap<CopyId, Open>,
+    waiting: VecDeque<(CopyId, RankBlock)>,
+    copies: BTreeMap<CopyId, OpenBatch>,
     ended: Vec<Finished>,
     next_tag: u64,
     stopped: bool,
@@ -55,7 +55,7 @@ enum Slot {
 
 /// An unfinished batch.
 #[derive(Debug)]
-struct Open {
+struct OpenBatch {
     left: usize,
     ok: bool,
 }
@@ -70,7 +70,7 @@ pub(super) struct Filled {
 
 /// The next work of the thread.
 #[derive(Debug, Default)]
-pub(super) struct Turn {
+pub(super) struct StagingTurn {
     pub(super) asked: Vec<StageRequest>,
     pub(super) filled: Vec<Filled>,
     pub(super) ended: Vec<Finished>,
@@ -78,7 +78,7 @@ pub(super) struct Turn {
 
 // === impl Turn ===
 
-impl Turn {
+impl StagingTurn {
     pub(super) fn is_empty(&self) -> bool {
         self.asked.is_empty() && self.filled.is_empty() && self.ended.is_empty()
     }
@@ -86,7 +86,7 @@ impl Turn {
 
 // === impl Desk ===
 
-impl Desk {
+impl StagingSlots {
     pub(super) fn new(slots: u32, next_tag: u64) -> Self {
         let slots = vec![Slot::Free; slots as usize];
         let (waiting, copies) = (VecDeque::new(), BTreeMap::new());
@@ -95,12 +95,12 @@ impl Desk {
 
     /// Takes a batch of at least one block. Returns `false` if it was stopped, there is no room, or the rank
     /// owes answers for all slots.
-    pub(super) fn post(&mut self, copy: CopyId, pieces: &[Piece]) -> bool {
+    pub(super) fn post_batch(&mut self, copy: CopyId, pieces: &[RankBlock]) -> bool {
         let silent = self.slots.iter().all(|slot| matches!(slot, Slot::Owed { .. }));
         if self.stopped || silent || self.waiting.len() + pieces.len() > BLOCKS_WAITING_MAX {
             return false;
         }
-        self.copies.insert(copy, Open { left: pieces.len(), ok: true });
+        self.copies.insert(copy, OpenBatch { left: pieces.len(), ok: true });
         self.waiting.extend(pieces.iter().map(|piece| (copy, *piece)));
         true
     }
@@ -125,13 +125,13 @@ impl Desk {
     }
 
     /// The work possible now, which the caller must carry out.
-    pub(super) fn turn(&mut self, now: Duration) -> Turn {
+    pub(super) fn next_turn(&mut self, now: Duration) -> StagingTurn {
         let late = |slot: &Slot| matches!(slot, Slot::Asked { since, .. } if now >= *since + ANSWER);
         if self.slots.iter().any(late) {
             tracing::warn!("a rank did not stage its blocks in time: its saves under way are dropped");
             self.give_up();
         }
-        let mut turn = Turn::default();
+        let mut turn = StagingTurn::default();
         for (number, place) in (0..).zip(&mut self.slots) {
             match *place {
                 Slot::Filled { tag, copy, offset } => {
@@ -196,7 +196,7 @@ impl Desk {
         let open = self.copies.get_mut(&copy).expect("a batch outlives its blocks");
         open.left -= 1;
         open.ok &= ok;
-        let Open { left, ok } = *open;
+        let OpenBatch { left, ok } = *open;
         if left == 0 {
             self.copies.remove(&copy);
             self.ended.push(Finished { copy, ok });
@@ -210,104 +210,104 @@ mod tests {
 
     const START: Duration = Duration::from_secs(100);
 
-    fn pieces(count: u32) -> Vec<Piece> {
-        (0..count).map(|block| Piece { block, offset: u64::from(block) * 512 }).collect()
+    fn pieces(count: u32) -> Vec<RankBlock> {
+        (0..count).map(|block| RankBlock { block, offset: u64::from(block) * 512 }).collect()
     }
 
     /// Two slots and a batch of three blocks, two of which are requested.
-    fn asked() -> (Desk, Vec<StageRequest>) {
-        let mut desk = Desk::new(2, 7);
-        assert!(desk.post(1, &pieces(3)));
-        let turn = desk.turn(START);
+    fn asked() -> (StagingSlots, Vec<StageRequest>) {
+        let mut slots = StagingSlots::new(2, 7);
+        assert!(slots.post_batch(1, &pieces(3)));
+        let turn = slots.next_turn(START);
         assert!(turn.filled.is_empty() && turn.ended.is_empty());
-        (desk, turn.asked)
+        (slots, turn.asked)
     }
 
-    fn empty(desk: &mut Desk, ok: bool) -> Turn {
-        let turn = desk.turn(START);
-        turn.filled.iter().for_each(|slot| desk.moved(slot, ok));
+    fn empty(slots: &mut StagingSlots, ok: bool) -> StagingTurn {
+        let turn = slots.next_turn(START);
+        turn.filled.iter().for_each(|slot| slots.moved(slot, ok));
         turn
     }
 
     #[test]
     fn slots_go_round_and_a_batch_ends_with_its_last_block() {
-        let (mut desk, first) = asked();
+        let (mut slots, first) = asked();
         let stage = |tag, block, slot| StageRequest { tag, block, slot };
         assert_eq!(first, [stage(7, 0, 0), stage(8, 1, 1)]);
-        desk.staged(8, 1, true).unwrap();
-        let turn = empty(&mut desk, true);
+        slots.staged(8, 1, true).unwrap();
+        let turn = empty(&mut slots, true);
         assert_eq!(turn.filled, [Filled { slot: 1, tag: 8, offset: 512 }]);
         assert!(turn.asked.is_empty(), "a slot is asked for when it is empty");
-        assert_eq!(desk.turn(START).asked, [stage(9, 2, 1)]);
-        desk.staged(9, 1, true).unwrap();
-        desk.staged(7, 0, true).unwrap();
-        assert_eq!(empty(&mut desk, true).filled.len(), 2);
-        assert_eq!(desk.turn(START).ended, [Finished { copy: 1, ok: true }]);
-        assert!(!desk.is_asking() && !desk.is_over());
+        assert_eq!(slots.next_turn(START).asked, [stage(9, 2, 1)]);
+        slots.staged(9, 1, true).unwrap();
+        slots.staged(7, 0, true).unwrap();
+        assert_eq!(empty(&mut slots, true).filled.len(), 2);
+        assert_eq!(slots.next_turn(START).ended, [Finished { copy: 1, ok: true }]);
+        assert!(!slots.is_asking() && !slots.is_over());
     }
 
     #[test]
     fn one_block_that_fails_on_either_side_fails_its_batch() {
         for (staged, moved) in [(false, true), (true, false)] {
-            let (mut desk, _) = asked();
-            desk.staged(7, 0, staged).unwrap();
-            desk.staged(8, 1, true).unwrap();
-            let turn = empty(&mut desk, moved);
+            let (mut slots, _) = asked();
+            slots.staged(7, 0, staged).unwrap();
+            slots.staged(8, 1, true).unwrap();
+            let turn = empty(&mut slots, moved);
             // A slot that the rank could not fill is requested again in the same turn.
-            let third = turn.asked.into_iter().chain(desk.turn(START).asked).next().unwrap();
-            desk.staged(third.tag, third.slot, true).unwrap();
-            empty(&mut desk, true);
-            assert_eq!(desk.turn(START).ended, [Finished { copy: 1, ok: false }]);
+            let third = turn.asked.into_iter().chain(slots.next_turn(START).asked).next().unwrap();
+            slots.staged(third.tag, third.slot, true).unwrap();
+            empty(&mut slots, true);
+            assert_eq!(slots.next_turn(START).ended, [Finished { copy: 1, ok: false }]);
         }
     }
 
     #[test]
     fn answers_that_nobody_asked_for_are_refused() {
-        let (mut desk, _) = asked();
+        let (mut slots, _) = asked();
         for (tag, slot) in [(8, 0), (7, 1), (6, 0), (7, 2), (7, u32::MAX)] {
-            assert!(desk.staged(tag, slot, true).is_err(), "{tag} {slot}");
+            assert!(slots.staged(tag, slot, true).is_err(), "{tag} {slot}");
         }
-        desk.staged(7, 0, true).unwrap();
-        assert!(desk.staged(7, 0, true).is_err(), "the slot was answered already");
-        empty(&mut desk, true);
-        assert!(desk.staged(7, 0, true).is_err(), "the request has ended");
+        slots.staged(7, 0, true).unwrap();
+        assert!(slots.staged(7, 0, true).is_err(), "the slot was answered already");
+        empty(&mut slots, true);
+        assert!(slots.staged(7, 0, true).is_err(), "the request has ended");
     }
 
     #[test]
     fn a_rank_that_is_silent_holds_its_slots_and_nothing_else() {
-        let (mut desk, _) = asked();
-        desk.staged(7, 0, true).unwrap();
-        let moving = desk.turn(START).filled;
-        assert_eq!(desk.turn(START + ANSWER - Duration::from_millis(1)).ended, []);
-        assert_eq!(desk.turn(START + ANSWER).ended, [], "a block is being moved into the pool");
-        desk.moved(&moving[0], true);
-        assert_eq!(desk.turn(START + ANSWER).ended, [Finished { copy: 1, ok: false }]);
-        assert!(desk.post(2, &pieces(1)), "one slot is free");
-        assert_eq!(desk.turn(START + ANSWER).asked, [StageRequest { tag: 9, block: 0, slot: 0 }]);
+        let (mut slots, _) = asked();
+        slots.staged(7, 0, true).unwrap();
+        let moving = slots.next_turn(START).filled;
+        assert_eq!(slots.next_turn(START + ANSWER - Duration::from_millis(1)).ended, []);
+        assert_eq!(slots.next_turn(START + ANSWER).ended, [], "a block is being moved into the pool");
+        slots.moved(&moving[0], true);
+        assert_eq!(slots.next_turn(START + ANSWER).ended, [Finished { copy: 1, ok: false }]);
+        assert!(slots.post_batch(2, &pieces(1)), "one slot is free");
+        assert_eq!(slots.next_turn(START + ANSWER).asked, [StageRequest { tag: 9, block: 0, slot: 0 }]);
         let late = START + ANSWER + ANSWER;
-        assert_eq!(desk.turn(late).ended, [Finished { copy: 2, ok: false }]);
-        assert!(!desk.post(3, &pieces(1)), "no slot is free");
-        desk.staged(8, 1, true).unwrap();
-        assert!(desk.post(3, &pieces(1)), "the late answer freed a slot");
-        assert_eq!(desk.turn(late).asked, [StageRequest { tag: 10, block: 0, slot: 1 }]);
+        assert_eq!(slots.next_turn(late).ended, [Finished { copy: 2, ok: false }]);
+        assert!(!slots.post_batch(3, &pieces(1)), "no slot is free");
+        slots.staged(8, 1, true).unwrap();
+        assert!(slots.post_batch(3, &pieces(1)), "the late answer freed a slot");
+        assert_eq!(slots.next_turn(late).asked, [StageRequest { tag: 10, block: 0, slot: 1 }]);
     }
 
     #[test]
     fn a_rank_that_left_ends_its_batches_when_nothing_is_moved() {
-        let (mut desk, _) = asked();
-        desk.staged(8, 1, true).unwrap();
-        let moving = desk.turn(START).filled;
-        desk.stop();
-        assert!(desk.turn(START).is_empty() && !desk.is_over());
-        desk.moved(&moving[0], true);
-        assert_eq!(desk.turn(START).ended, [Finished { copy: 1, ok: false }]);
-        assert!(desk.is_over() && !desk.post(2, &pieces(1)));
+        let (mut slots, _) = asked();
+        slots.staged(8, 1, true).unwrap();
+        let moving = slots.next_turn(START).filled;
+        slots.stop();
+        assert!(slots.next_turn(START).is_empty() && !slots.is_over());
+        slots.moved(&moving[0], true);
+        assert_eq!(slots.next_turn(START).ended, [Finished { copy: 1, ok: false }]);
+        assert!(slots.is_over() && !slots.post_batch(2, &pieces(1)));
     }
 
     #[test]
     fn more_than_may_wait_is_refused() {
-        let mut desk = Desk::new(2, 0);
-        assert!(desk.post(1, &pieces(BLOCKS_WAITING_MAX as u32)));
-        assert!(!desk.post(2, &pieces(1)));
+        let mut slots = StagingSlots::new(2, 0);
+        assert!(slots.post_batch(1, &pieces(BLOCKS_WAITING_MAX as u32)));
+        assert!(!slots.post_batch(2, &pieces(1)));
     }
 }

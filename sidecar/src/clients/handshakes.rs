@@ -9,8 +9,8 @@ use shm_protocol::handshake::{self, Hello};
 use shm_protocol::transport;
 
 use crate::clients::listener::{self, Listener};
-use crate::clients::refusals::{Cause, RefusedConnections};
-use crate::system::poller::{Poller, Source};
+use crate::clients::refusals::{RefusalCause, RefusedConnections};
+use crate::system::poller::{PollSource, Poller};
 
 /// Connections without a hello at one time: the listener's backlog.
 const GREETINGS_MAX: usize = 64;
@@ -21,7 +21,7 @@ const PAUSE: Duration = Duration::from_millis(100);
 
 /// A client after its hello.
 #[derive(Debug)]
-pub struct Caller {
+pub struct NewClient {
     pub socket: OwnedFd,
     /// Its process, if the kernel can name it.
     pub process: Option<OwnedFd>,
@@ -35,7 +35,7 @@ pub struct Caller {
 
 /// The listener, and the connections without a hello.
 #[derive(Debug)]
-pub struct Greeter {
+pub struct Handshakes {
     listener: Option<Listener>,
     refusals: RefusedConnections,
     waiting: BTreeMap<u64, Greeting>,
@@ -55,15 +55,15 @@ struct Greeting {
 
 // === impl Greeter ===
 
-impl Greeter {
+impl Handshakes {
     /// Watches `listener` for connections.
     pub fn new(listener: Listener, poller: &Poller, refusals: RefusedConnections) -> Result<Self, Errno> {
-        poller.add(Source::Listener, listener.socket())?;
+        poller.add_source(PollSource::Listener, listener.socket())?;
         Ok(Self { listener: Some(listener), refusals, waiting: BTreeMap::new(), next: 1, paused_until: None })
     }
 
     /// Accepts waiting connections while there is room for more.
-    pub fn accept(&mut self, now: Duration, poller: &Poller) {
+    pub fn accept_waiting(&mut self, now: Duration, poller: &Poller) {
         let Some(listener) = &self.listener else { return };
         while self.waiting.len() < GREETINGS_MAX {
             let socket = match transport::accept_connection(listener.socket()) {
@@ -71,7 +71,7 @@ impl Greeter {
                 Err(Errno::AGAIN) => return,
                 Err(Errno::CONNABORTED | Errno::INTR) => continue,
                 Err(error) => {
-                    self.refusals.count(Cause::Resources);
+                    self.refusals.count_refusal(RefusalCause::Resources);
                     tracing::warn!(%error, "cannot accept a connection: raise the limit of open files");
                     break;
                 }
@@ -79,10 +79,10 @@ impl Greeter {
             // The process has ended already; its connection is dropped.
             let Ok(process) = listener::process_of(&socket) else { continue };
             let stranger = listener.permits(&socket).err();
-            if let Err(error) = poller.add(Source::Greeting(self.next), &socket) {
-                self.refuse(
+            if let Err(error) = poller.add_source(PollSource::Greeting(self.next), &socket) {
+                self.refuse_client(
                     &socket,
-                    Cause::Resources,
+                    RefusalCause::Resources,
                     format!(
                         "the sidecar cannot watch this connection ({error}): raise the limit of open files"
                     ),
@@ -100,7 +100,7 @@ impl Greeter {
 
     /// Reads the hello of a readable connection. Returns `None` if no whole hello came or the client was
     /// refused.
-    pub fn read(&mut self, id: u64, poller: &Poller) -> Option<Caller> {
+    pub fn read_hello(&mut self, id: u64, poller: &Poller) -> Option<NewClient> {
         let received = transport::receive_record(&self.waiting.get(&id)?.socket);
         if received.as_ref().is_err_and(|errno| [Errno::AGAIN, Errno::INTR].contains(errno)) {
             return None;
@@ -108,23 +108,27 @@ impl Greeter {
         let Greeting { socket, process, stranger, .. } = self.waiting.remove(&id)?;
         poller.remove(&socket);
         if let Some(text) = stranger {
-            self.refuse(&socket, Cause::User, text);
+            self.refuse_client(&socket, RefusalCause::User, text);
             return None;
         }
         let (record, descriptors) = match received {
             Ok((record, descriptors)) if !record.is_empty() => (record, descriptors),
             Ok(_) => return None,
             Err(error) => {
-                self.refuse(&socket, Cause::Malformed, format!("the hello could not be read: {error}"));
+                self.refuse_client(
+                    &socket,
+                    RefusalCause::Malformed,
+                    format!("the hello could not be read: {error}"),
+                );
                 return None;
             }
         };
         let hello = handshake::decode_hello(&record, descriptors.len());
         let agreed = hello.and_then(|hello| Ok((handshake::agree_version(&hello.versions())?, hello)));
         match agreed {
-            Ok((version, hello)) => Some(Caller { socket, process, version, hello, descriptors }),
+            Ok((version, hello)) => Some(NewClient { socket, process, version, hello, descriptors }),
             Err(error) => {
-                self.refuse(&socket, Cause::from(&error), error.to_string());
+                self.refuse_client(&socket, RefusalCause::from(&error), error.to_string());
                 None
             }
         }
@@ -135,9 +139,9 @@ impl Greeter {
         while let Some(first) = self.waiting.first_entry().filter(|first| first.get().deadline <= now) {
             let Greeting { socket, .. } = first.remove();
             poller.remove(&socket);
-            self.refuse(
+            self.refuse_client(
                 &socket,
-                Cause::Silent,
+                RefusalCause::Silent,
                 "no hello arrived within two seconds: the client is not a Pillion \
                  engine, or it hangs"
                     .into(),
@@ -146,7 +150,9 @@ impl Greeter {
         if self.paused_until.is_some_and(|until| until <= now) {
             self.paused_until = None;
             let listener = self.listener.as_ref().map(Listener::socket);
-            if let Some(error) = listener.and_then(|socket| poller.add(Source::Listener, socket).err()) {
+            if let Some(error) =
+                listener.and_then(|socket| poller.add_source(PollSource::Listener, socket).err())
+            {
                 tracing::warn!(%error, "cannot watch the listening socket");
                 self.paused_until = Some(now + PAUSE);
             }
@@ -159,9 +165,9 @@ impl Greeter {
         first.into_iter().chain(self.paused_until).min()
     }
 
-    fn refuse(&self, socket: &OwnedFd, cause: Cause, text: String) {
+    fn refuse_client(&self, socket: &OwnedFd, cause: RefusalCause, text: String) {
         tracing::warn!(reason = text, "connection refused");
-        self.refusals.refuse(socket, cause, text);
+        self.refusals.send_refusal(socket, cause, text);
     }
 
     /// The refusals, also for clients after their hello.
@@ -170,7 +176,7 @@ impl Greeter {
     }
 
     /// Drops all connections, stops listening and removes the socket.
-    pub fn close(&mut self) {
+    pub fn stop_listening(&mut self) {
         self.listener = None;
         self.paused_until = None;
         self.waiting.clear();

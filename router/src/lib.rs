@@ -1,5 +1,6 @@
-//! `pillion route`: sends a prompt to one engine that computes it and to another that answers it. The KV goes from one to the
-//! other through their sidecars, by key: the router moves none, and knows no engine but by its address.
+//! `pillion route`: sends each prompt to a prefill engine, which computes it, and to a decode engine, which
+//! answers it. The KV goes from one to the other through their sidecars, by key: the router moves no KV, and
+//! knows an engine by its address alone.
 //!
 //! Job: serve clients ([`server`], [`access`], [`intake`]), read their requests ([`api`], [`body`], [`prompt`]), choose two engines
 //! ([`engines`], [`affinity`]), ask both ([`pairing`], [`requests`]) and pass on their answers ([`forward`], [`computing`], [`passing`]).
@@ -77,10 +78,10 @@ use self::tokens::TokenBytes;
 use sidecar::config::{IpPort, Level, LogFormat, Size, Time};
 
 const REQUEST_ID: &str = "x-request-id";
-/// A longer body is read by a thread of its own: streams go on meanwhile.
+/// A thread of its own reads a longer body, so streams go on meanwhile.
 const LONG_BYTES: usize = 1 << 20;
 
-/// The log tells of refused requests no more often.
+/// Shortest time between two log lines about refused requests.
 const REFUSAL_PAUSE: Duration = Duration::from_secs(60);
 
 /// Options of `pillion route`.
@@ -120,25 +121,27 @@ pub struct Options {
     /// 1s or more. A failed lookup keeps the engines of a name. An engine gets no more requests once it left the list, and ends its own.
     #[arg(long, env = "PILLION_REFRESH_INTERVAL", default_value = "10s", value_name = "TIME")]
     pub refresh_interval: Time,
-    /// Where clients ask
+    /// Address and port for clients
     #[arg(long, env = "PILLION_ROUTE_LISTEN", default_value = "0.0.0.0:8000", value_name = "IP:PORT")]
     pub listen: IpPort,
-    /// The engine that answers also computes a prompt of fewer tokens; how many bytes of a text make one, engines' answers tell
+    /// The decode engine also computes a prompt of fewer tokens; the router learns the bytes of text per
+    /// token from engines' answers
     #[arg(long, env = "PILLION_MIN_REMOTE_TOKENS", default_value_t = 256, value_name = "TOKENS")]
     pub min_remote_tokens: u64,
     /// When the engine that answers is asked: prefill-first, once the prompt is computed; at-once, together with the other engine;
     /// by-load, together where the router has no other prompt at the other engine and this prompt has at most 65,536 tokens
     ///
-    /// Who is asked together with the other engine waits for 30 s at most, whatever --prefill-timeout says, and then computes the prompt too.
-    /// Where prompts take longer, give prefill-first.
+    /// An engine asked together with the other one waits for 30 s at most, with any --prefill-timeout, and
+    /// then computes the prompt too. Give prefill-first if prompts take longer.
     #[arg(long, env = "PILLION_ORDER", value_enum, default_value_t = Order::ByLoad, value_name = "by-load|prefill-first|at-once")]
     pub order: Order,
     /// Stream the first token as soon as the prompt is computed, where the stream stays that of one engine
     ///
-    /// The engine that computes the prompt has the first token: it goes to the client at once, and the other engine goes on behind
-    /// it. For streams of /v1/completions whose request has no other fields than docs/prefill-decode.md names; whatever --order says. Not
-    /// for engines with a presence_penalty or frequency_penalty of their own (generation_config.json, --override-generation-config), or
-    /// with logits processors that look at an answer's tokens: the other engine would not count the first one.
+    /// The engine that computes the prompt has the first token: it goes to the client at once, and the other
+    /// engine goes on behind it. For streams of /v1/completions whose request has no other fields than
+    /// docs/prefill-decode.md names; with any --order. Not for engines with a presence_penalty or
+    /// frequency_penalty of their own (generation_config.json, --override-generation-config), or with logits
+    /// processors over an answer's tokens: the other engine would not count the first one.
     #[arg(long, env = "PILLION_FIRST_TOKEN", num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value_t = false, value_name = "true|false")]
     pub first_token: bool,
     /// The engine that answers computes a prompt itself when the other one has not done so within this time
@@ -152,7 +155,8 @@ pub struct Options {
     pub drain_time: Time,
     /// Memory for bodies of requests that wait for their answer's begin
     ///
-    /// What goes beyond it is refused with status 503. One client, by its address, has half of it: behind a proxy all are one.
+    /// A request beyond it is refused with status 503. One client, by its address, has half of it: behind a
+    /// proxy all are one.
     #[arg(long, env = "PILLION_REQUEST_MEMORY", default_value = "128MiB", value_name = "SIZE")]
     pub request_memory: Size,
     /// Write a line for each request to standard output, as --log-format says
@@ -181,19 +185,20 @@ pub struct Options {
     pub log_format: LogFormat,
 }
 
-/// When the engine that answers is asked.
+/// The time at which the decode engine is asked.
 #[derive(Copy, Clone, Debug, Eq, PartialEq, ValueEnum)]
 pub enum Order {
-    /// With the other one where it has nothing else to do, so that a prompt does not wait its turn; else, and a very long one, once it is
-    /// computed.
+    /// Together with the prefill engine if that has no other work, so that the prompt does not wait its turn;
+    /// otherwise, and for a very long prompt, after the prefill engine computed it.
     ByLoad,
-    /// Once the prompt is computed: it holds none of its memory for a prompt that waits its turn at the other engine.
+    /// After the prompt is computed: the decode engine holds no memory for a prompt that waits its turn at
+    /// the prefill engine.
     PrefillFirst,
-    /// With the other one: it waits while the other one works, for 30 s at most.
+    /// Together with the prefill engine: the decode engine waits meanwhile, for 30 s at most.
     AtOnce,
 }
 
-/// What clients are answered with.
+/// The state of one router.
 #[derive(Debug)]
 struct Router {
     prefill: Engines,
@@ -205,9 +210,9 @@ struct Router {
     lengths: Lengths,
     token_bytes: TokenBytes,
     memory: Arc<Memory>,
-    /// Long bodies are read one by one: of each a copy of its longest name may be made.
+    /// Long bodies are read one by one: the reader of a body may copy its longest name.
     long_bodies: Semaphore,
-    /// When the log last told of a body without room.
+    /// Time of the last log line about a body without room.
     refusal_told: Mutex<Option<Instant>>,
     /// Set after SIGTERM.
     is_draining: AtomicBool,
@@ -318,7 +323,8 @@ impl Router {
         }
     }
 
-    /// What is no prompt: by the engine that has it, by all, or by any.
+    /// Answers a request without a prompt: by the engine with its stored response, by all engines, or by any
+    /// engine.
     async fn pass(&self, asked: Asked) -> Response<Answer> {
         match asked.target {
             Target::Everywhere => {
@@ -337,7 +343,7 @@ impl Router {
         noted.notes().way = Some(way);
     }
 
-    /// Counts a request whose body was not taken.
+    /// Counts a request with an unread body.
     fn refused(&self, unread: &Unread) {
         let Some(reason) = unread.label() else { return };
         self.counters.refused.with_label_values(&[reason]).inc();
@@ -374,7 +380,8 @@ impl Router {
         plain(status, "application/json", counts.to_string())
     }
 
-    /// Asks an engine that answers: its answer, and the engine where it gave the prompt up. `computing` lives as long as the answer is read.
+    /// Asks a decode engine. Returns its answer, and the engine if it gave the prompt up. `computing` lives
+    /// until the answer is read.
     async fn open(
         &self,
         spared: Option<&Engine>,
@@ -393,13 +400,14 @@ impl Router {
         }
     }
 
-    /// The answer of one engine, whatever it is.
+    /// Returns the answer of one decode engine, with any status.
     async fn answer(&self, asked: Asked) -> Response<Answer> {
         self.open(None, asked, None).await.0
     }
 
-    /// Asks the first engine that begins to answer, in the order for this beginning, which is that of the time when it is asked; what the
-    /// client is told where none does. A prompt may be what ends engines: where two broke off on it, another one is not asked.
+    /// Asks decode engines in the order of [`Engines::ranked`], until one begins to answer. Fails with the
+    /// answer for the client if no engine does. A prompt may be the cause of engines' ends: after two engines
+    /// broke off on it, no other engine is asked.
     async fn send(&self, spared: Option<&Engine>, asked: Asked) -> Result<(Opened, Seat), Response<Answer>> {
         let (mut problems, mut status) = (Vec::new(), StatusCode::BAD_GATEWAY);
         let breaks_max = u32::from(asked.api().is_some());
@@ -420,7 +428,7 @@ impl Router {
                 self.decode.note(&asked.trail, &engine, Instant::now());
             }
             let opened = engine.forwarder.open(asked.clone());
-            // There is none after the last: it is waited for, since an engine that was stopped may go on.
+            // The last engine is waited for without a look at its health: a stopped engine may go on.
             let answer = match ranked.peek() {
                 Some(_) => watch::living(&engine, opened).await,
                 None => opened.await,
@@ -428,7 +436,7 @@ impl Router {
             asked.breaks.note(&answer);
             seat.note_answer(code_of(answer.as_ref().map(Opened::status)));
             let error = match answer {
-                // It is up, and has no room: vLLM's limits of its queue.
+                // The engine is up, and its queue is full: vLLM limits it.
                 Ok(opened)
                     if opened.status() == StatusCode::SERVICE_UNAVAILABLE && ranked.peek().is_some() =>
                 {
@@ -436,7 +444,7 @@ impl Router {
                     status = StatusCode::SERVICE_UNAVAILABLE;
                     ForwardError::Status(status)
                 }
-                // Another one stored it: nothing here knows which.
+                // Another engine may have stored the response: the router does not know which.
                 Ok(opened)
                     if matches!(asked.target, Target::Stored(_))
                         && opened.status() == StatusCode::NOT_FOUND
@@ -453,7 +461,7 @@ impl Router {
                     }
                     return Ok((opened, seat));
                 }
-                // Nothing of an answer was sent, and of one that stands still none will be: it is hung up on.
+                // Nothing of an answer was sent to the client. The router hangs up on a hung engine.
                 Err(error) => {
                     if !matches!(error, ForwardError::Broken(_)) || asked.api().is_some() {
                         engine.set_down(Instant::now());

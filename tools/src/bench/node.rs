@@ -1,4 +1,4 @@
-//! One end of the mesh's block path, without a sidecar: blocks that a peer fetches, or memory that they are fetched into.
+//! One end of the mesh's block path, without a sidecar: a server of blocks, or a reader with memory for them.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -17,28 +17,28 @@ use super::{BenchError, memory};
 use sidecar::system::clock::Clock;
 
 const NAMESPACE: NamespaceDigest = NamespaceDigest([7; 16]);
-/// A node has one life: nothing is restarted.
+/// A node has one life here.
 pub const BOOT: BootId = BootId(NonZeroU64::MIN);
 /// The other end's number, at both ends.
 pub const PEER: PeerNumber = PeerNumber(1);
-/// How long a fetch may take: longer than any does that is measured.
+/// The longest time of a fetch: longer than any fetch here.
 pub const DEADLINE: Duration = Duration::from_secs(60);
 
-/// How many blocks there are, and of how many bytes each.
+/// Count of blocks, and bytes of each.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Sizes {
     pub blocks: u32,
     pub block_bytes: u32,
 }
 
-/// A node's memory, and where each block lies in it: at the same place on every node.
+/// A node's memory, and the place of each block in it, equal on every node.
 #[derive(Clone, Debug)]
 pub struct Memory {
     pub blocks: Blocks,
     pub places: Vec<(Label, u64)>,
 }
 
-/// The end that fetches.
+/// The end with fetches.
 pub struct Reader {
     transport: Arc<dyn Transport>,
     ups: Receiver<Up>,
@@ -52,12 +52,12 @@ pub fn peer(name: &str, address: SocketAddr) -> Peer {
     Peer { node: name_of(name), boot: Some(BOOT), address }
 }
 
-/// Tells a node of a bench from the other one.
+/// The name of a node of a benchmark.
 pub fn name_of(name: &str) -> NodeId {
     NodeId::new(name).expect("a name of letters")
 }
 
-/// Answers what a peer asks, for as long as the transport lives. What a sidecar's data thread decides is decided here.
+/// Answers a peer's requests while the transport lives. It decides in place of a sidecar's data thread.
 pub fn serve(transport: &dyn Transport, ups: &Receiver<Up>, memory: &Memory) {
     let grant = |&(label, offset): &(Label, u64)| {
         (label, Grant { slot: SlotRef { offset, generation: 0 }, checksum: None })
@@ -96,7 +96,7 @@ impl Memory {
         Ok(Self { blocks: Blocks::new(region), places: (0..u64::from(sizes.blocks)).map(place).collect() })
     }
 
-    /// Memory for them, without the bytes that are to come.
+    /// Memory for all blocks, filled with zeros.
     pub fn without_blocks(sizes: Sizes) -> Result<Self, BenchError> {
         let memory = Self::with_blocks(sizes)?;
         let zeros = vec![0; sizes.block_bytes as usize];
@@ -110,7 +110,7 @@ impl Memory {
 // === impl Reader ===
 
 impl Reader {
-    /// Fetches from the node of that name at `address`, into `memory`, the one that the transport was started with.
+    /// Fetches from the node `name` at `address` into `memory`, the memory of the transport.
     pub fn new(
         transport: Arc<dyn Transport>,
         ups: Receiver<Up>,
@@ -122,7 +122,7 @@ impl Reader {
         Self { transport, ups, places: memory.places.clone(), ticket: 0, clock: Clock::start() }
     }
 
-    /// Fetches blocks by their numbers; the seconds that it took.
+    /// Fetches blocks by their numbers, and returns the seconds.
     pub fn fetch(&mut self, numbers: std::ops::Range<usize>) -> Result<f64, BenchError> {
         self.ticket += 1;
         let (began, blocks) = (self.clock.now(), self.places[numbers].to_vec());
@@ -145,7 +145,7 @@ impl Reader {
         Ok((self.clock.now() - began).as_secs_f64())
     }
 
-    /// How many blocks there are.
+    /// Count of blocks.
     pub fn blocks(&self) -> usize {
         self.places.len()
     }

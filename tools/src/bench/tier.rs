@@ -1,4 +1,4 @@
-//! The SSD tier on one device, without a sidecar: blocks written and read, so many at a time.
+//! The SSD tier on one device, without a sidecar: blocks written and read at a given depth.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -15,11 +15,11 @@ use super::{BenchError, shuffled};
 use sidecar::system::clock::{self, Clock};
 
 const NAMESPACE: NamespaceDigest = NamespaceDigest([7; 16]);
-/// What waits to be written at most, and how long a transfer may take: more than any load asks for.
+/// The most bytes of waiting writes, and the longest time of a transfer: more than any load needs.
 const WRITE_BYTES_MAX: u64 = 256 << 20;
 const LATE_MS: u64 = 60_000;
 
-/// What is written or read, and how many at a time.
+/// The blocks of a measurement, and how many at a time.
 #[derive(Copy, Clone, Debug)]
 pub struct Load {
     pub block_bytes: u64,
@@ -27,7 +27,7 @@ pub struct Load {
     pub depth: u64,
 }
 
-/// How long a load took, and each block of it.
+/// Seconds of a load, and microseconds of each block.
 #[derive(Debug)]
 pub struct Times {
     pub seconds: f64,
@@ -42,12 +42,12 @@ pub struct BenchTier {
     ups: Receiver<Up>,
     free: Vec<SlotRef>,
     clock: Clock,
-    /// When each slot's job began.
+    /// The begin of each slot's job.
     since: HashMap<u64, Duration>,
     blocks_us: Vec<f64>,
 }
 
-/// The key of a block that is known by its number.
+/// The key of a numbered block.
 pub fn key(number: u64) -> BlockKey {
     let mut random = Random(number);
     let words = [number, random.next(), random.next(), random.next()];
@@ -57,8 +57,8 @@ pub fn key(number: u64) -> BlockKey {
 // === impl BenchTier ===
 
 impl BenchTier {
-    /// On an opened device, whose earlier blocks have been found when this returns. Slots are those of `pool`, from its second
-    /// segment on.
+    /// Starts the tier on an opened device, and waits until its earlier blocks are found. The slots are in
+    /// `pool`, from its second segment on.
     pub fn start(opened: Opened, pool: &Arc<Region>, wanted: Option<Backend>) -> Result<Self, BenchError> {
         let devices = vec![opened.geometry()];
         let log = Log::new(Config { devices, write_bytes_max: WRITE_BYTES_MAX, late_ms: LATE_MS });
@@ -119,7 +119,7 @@ impl BenchTier {
         Ok(())
     }
 
-    /// Runs a load to its end; `begin` says whether there was room for the block.
+    /// Runs a load to its end; `begin` returns false if there was no room for the block.
     fn run(
         &mut self,
         load: Load,
@@ -147,7 +147,7 @@ impl BenchTier {
         Ok(Times { seconds, blocks_us: std::mem::take(&mut self.blocks_us) })
     }
 
-    /// Writes blocks that are numbered from `first` on.
+    /// Writes blocks with numbers from `first` on.
     pub fn write(&mut self, load: Load, first: u64) -> Result<Times, BenchError> {
         self.run(load, |log, number, slot| {
             match log.write(key(first + number), NAMESPACE, load.block_bytes, slot) {
@@ -164,7 +164,7 @@ impl BenchTier {
         })
     }
 
-    /// Reads them in random order; the tier verifies each.
+    /// Reads these blocks in random order; the tier verifies each.
     pub fn read(&mut self, load: Load, first: u64) -> Result<Times, BenchError> {
         let order = shuffled(first..first + load.count);
         self.run(load, |log, number, slot| match log.read(0, &key(order[number as usize]), slot, 1) {
@@ -180,7 +180,7 @@ impl BenchTier {
 // === impl Times ===
 
 impl Times {
-    /// The time that so large a part of the blocks did not take longer than.
+    /// The quantile `part` of the blocks' times.
     pub fn part_us(&mut self, part: f64) -> f64 {
         super::part(&mut self.blocks_us, part)
     }

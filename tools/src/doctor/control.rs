@@ -1,4 +1,4 @@
-//! What a running sidecar says of its engines, by its control socket.
+//! A running sidecar's engines and blocks, by its control socket.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -10,7 +10,7 @@ use super::pair::Engine;
 use super::{Finding, Level, states};
 use crate::ctl::{self, CtlError, Target};
 
-/// As the sidecar answers it.
+/// The sidecar's answer.
 #[derive(Deserialize)]
 struct Page {
     namespaces: Vec<Namespace>,
@@ -32,7 +32,7 @@ struct Peer {
     blocks: u64,
 }
 
-/// What memory of other sizes would have found, by multiples of `--dram`.
+/// Hits forecast for memory of other sizes, by multiples of `--dram`.
 #[derive(Deserialize)]
 struct Forecast {
     asked_blocks: u64,
@@ -60,14 +60,14 @@ struct SourceRate {
     bytes_per_second: f64,
 }
 
-/// Looks at what is kept, and at the engines of every namespace.
+/// Checks the kept blocks, and the engines of every namespace.
 pub(super) fn look(socket: &Path) -> Vec<Finding> {
     let target = Target::Unix(socket.to_owned());
     let get = |path| ctl::request(&target, "GET", path, "");
     match get("/namespaces") {
         Ok(page) => {
             let mut found = judge(&page);
-            // A sidecar of an older release has no such pages.
+            // An older sidecar has no such pages.
             found.extend(get("/forecast").ok().as_deref().and_then(foretold));
             found.extend(get("/rates").ok().as_deref().map(weigh).unwrap_or_default());
             found
@@ -76,7 +76,7 @@ pub(super) fn look(socket: &Path) -> Vec<Finding> {
     }
 }
 
-/// An error whose text ends with the remedy.
+/// An error with the remedy at its end.
 fn unheard(error: &CtlError) -> Finding {
     let text = error.to_string();
     let (text, remedy) = text.split_once(": ").unwrap_or((&text, "look at the sidecar's log"));
@@ -110,7 +110,7 @@ fn judge(page: &str) -> Vec<Finding> {
     found
 }
 
-/// What other sizes of `--dram` would have found, once anything was asked for.
+/// The hits forecast for other sizes of `--dram`; `None` before any query.
 fn foretold(page: &str) -> Option<Finding> {
     let Forecast { asked_blocks, hit_blocks } = serde_json::from_str(page).ok()?;
     let share = |(room, blocks): (&String, &u64)| {

@@ -1,4 +1,4 @@
-//! Two engines' configurations: whether they share, and what keeps them from it.
+//! Two engines' configurations: the differences between their namespaces.
 
 use std::fmt;
 use std::io::Read;
@@ -9,10 +9,11 @@ use shm_protocol::namespace::{self, Facts};
 
 use super::{DoctorError, FILE_BYTES_MAX, Finding, Level};
 
-/// vLLM's policies for blocks that could not be loaded; the other one ends the request.
+/// vLLM's policy for blocks that could not be loaded; its other policy ends the request.
 const RECOMPUTE: &str = "recompute";
 
-/// One engine, as the control socket shows its namespace; the last two are for whoever wants them looked at too.
+/// One engine's namespace entry, as the control socket shows it. A user may add the last two fields, to have
+/// them checked too.
 #[derive(Debug, Deserialize)]
 pub(super) struct Engine {
     #[serde(default)]
@@ -26,7 +27,7 @@ pub(super) struct Engine {
     seed: Option<String>,
 }
 
-/// An engine that its sidecar has closed the namespace to.
+/// An engine barred from its namespace by its sidecar.
 #[derive(Debug, Deserialize)]
 struct Closed {
     engine: String,
@@ -63,17 +64,17 @@ impl Engine {
         Ok(engine.named(path.display().to_string()))
     }
 
-    /// The same under a name by which people know it.
+    /// The same engine with a name for the report.
     pub(super) fn named(self, name: String) -> Self {
         Self { name, ..self }
     }
 
-    /// The facts of it.
+    /// The engine's facts.
     pub(super) fn facts(&self) -> &Facts {
         &self.facts
     }
 
-    /// What is wrong with this one, whoever it is to share with.
+    /// Checks this engine alone, before any comparison.
     pub(super) fn look(&self, found: &mut Vec<Finding>) {
         let name = &self.name;
         let digest = namespace::digest(&self.facts).to_string();
@@ -114,7 +115,7 @@ impl Engine {
     }
 }
 
-/// What keeps two engines from sharing, the most telling first.
+/// The differences between two engines, the most telling first.
 pub(super) fn compare(one: &Engine, other: &Engine) -> Vec<Finding> {
     let mut found = Vec::new();
     one.look(&mut found);

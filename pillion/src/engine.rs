@@ -18,8 +18,8 @@ pub struct JoinOptions {
     pub name: String,
     /// Blocks of memory: a request holds those of its tokens until it is dropped.
     pub blocks: u32,
-    /// Hits from one checked hit to the next: the engine computes the last blocks of a checked hit, and the sidecar compares them. 0: none
-    /// is checked. By default 1,000, and the first hit is one of them.
+    /// Hits from one checked hit to the next: the engine computes the last blocks of a checked hit, and the
+    /// sidecar compares them. 0 checks none. The default is 1,000, and the first hit is checked.
     pub check_every: u32,
     /// Tokens of wholly computed hits for 1,000 loaded ones. By default 2.
     pub check_per_mille: u32,

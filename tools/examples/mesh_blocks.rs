@@ -1,9 +1,9 @@
 //! The Rust half of `benches/run mesh-tcp` and `mesh-rdma`: a server of blocks, or a reader.
 //!
 //! `mesh_blocks certificates FOLDER` makes the files of TLS. `mesh_blocks serve BLOCKS BLOCK_BYTES STREAMS
-//! [FOLDER]` prints its address and serves until its standard input ends; STREAMS of TCP, or `NIC:QUEUE_PAIRS` of RDMA. `mesh_blocks fetch
-//! ADDRESS ...the same` takes a line at a time: `all` fetches every block and prints seconds, `one COUNT` fetches single
-//! blocks and prints the microseconds of each.
+//! [FOLDER]` prints its address and serves until its standard input ends; STREAMS of TCP, or
+//! `NIC:QUEUE_PAIRS` of RDMA. `mesh_blocks fetch ADDRESS ...the same` takes a line at a time: `all` fetches
+//! every block and prints seconds, `one COUNT` fetches single blocks and prints the microseconds of each.
 
 #![expect(clippy::print_stdout, reason = "it reports")]
 

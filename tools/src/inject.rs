@@ -169,7 +169,7 @@ struct ObjectRecords {
 impl Options {
     /// The memory for blocks.
     fn dram(&self) -> Size {
-        self.dram.expect("it is required unless sidecars are removed")
+        self.dram.expect("it is required where something is put in")
     }
 
     /// Returns true if an init container brings the connector into an image without it.

@@ -78,11 +78,7 @@ fn joined(keeper: &Keeper, name: &str) -> Engine {
 fn answer(engine: &Engine, tokens: &[u32], off: f32) -> (u64, usize) {
     let request = engine.load(tokens);
     let loaded = request.held();
-    assert_eq!(
-        engine.read::<f32>(&request).unwrap(),
-        kv(&tokens[..loaded], 0, 0.0),
-        "loaded KV is right"
-    );
+    assert_eq!(engine.read::<f32>(&request).unwrap(), kv(&tokens[..loaded], 0, 0.0), "loaded KV is right");
     (engine.save(&request, tokens, &kv(tokens, loaded, off)).unwrap(), loaded)
 }
 

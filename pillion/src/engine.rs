@@ -23,7 +23,7 @@ pub struct JoinOptions {
     pub check_every: u32,
     /// Tokens of wholly computed hits for 1,000 loaded ones. By default 2.
     pub check_per_mille: u32,
-    /// How long a load waits for blocks that an engine on another node is computing, in ms. By default it does not wait.
+    /// The longest wait of a load for blocks under computation on another node, in ms. By default it does not wait.
     pub miss_wait_ms: Option<u32>,
 }
 
@@ -192,7 +192,7 @@ impl Engine {
         Ok(proven?)
     }
 
-    /// How many leading tokens are kept of these, here or where the sidecar gets them from. Loads nothing.
+    /// The number of kept leading tokens among these, in this sidecar, on its disks or at its peers. Loads nothing.
     pub fn kept(&self, tokens: &[u32]) -> usize {
         let blocks = self.inner.borrow_mut().kept_blocks(tokens) as usize;
         blocks * self.block_tokens()

@@ -178,7 +178,7 @@ class Policy:
         """A step has been scheduled. `begun`: requests with a new block table: number (-1: not followed), blocks by group,
         groups without a session last, their tokens. `grown`: further blocks. `filled`: other blocks the step writes.
         `offered`: states made by the step: request, group, block, and tokens of the state. `copied`: blocks copied before it
-        computes, from and to. Returns the requests due in `end_step`, released blocks, and whether blocks of before may be
+        computes, from and to. Returns the requests due in `end_step`, released blocks, and True if blocks of before may be
         wrong."""
     def end_step(self, due: list[tuple[int, int | None, Numbers]], computes: int) -> PolicyStep:
         """Posts the step's saves. `due`: each such request and its tokens computed by the step. `computes`: the number of all
@@ -257,7 +257,7 @@ class LayerWaits:
     def begin_step(self) -> list[int]:
         """The waits left by a forward that raised, by their cuts."""
     def permits(self, mode: str | None) -> bool:
-        """Whether a forward of this kind may wait cut by cut."""
+        """True if a forward of this kind may wait cut by cut."""
     def expect_blocks(self, blocks: list[int]) -> None:
         """This step's forward waits for these blocks cut by cut."""
     @property
@@ -363,7 +363,7 @@ class SchedulerSession:
         200 ms at most, until every rank has called `set_weights` with this count. A count not above the last one does
         nothing."""
     def end_step(self) -> None:
-        """Publishes, reaps, refills the budget, and looks whether the sidecar is still there."""
+        """Publishes, reaps, refills the budget, and checks that the sidecar is still there."""
     def announce(self) -> None:
         """Has `take_changes` report every block within this engine's reach at the sidecar, and then changes. A further call has
         every block reported again: the router has forgotten all."""
@@ -466,7 +466,7 @@ class WorkerSession:
         """The namespace and its facts in one line, as the sidecar logs it; empty as `namespace` is."""
     def set_weights(self, count: int, digest: bytes | None) -> None:
         """States the weights of this rank, by a digest of 16 bytes, in answer to the scheduler's `weights(count)`; 0:
-        the rank found the change by itself. None: they cannot be sampled, and its blocks are shared with nobody from now on.
+        the rank found the change by itself. None: they cannot be sampled, and its blocks are not shared from now on.
         Loads fail until the engine is bound again."""
     def join(self, run: bytes) -> None:
         """Takes part in the scheduler's run; idempotent. Picks up a new connection."""
@@ -478,7 +478,7 @@ class WorkerSession:
     def load(self, plan: bytes, stream: int = 0, by_cuts: bool = False) -> list[int] | None:
         """A synchronous load: loads now and returns the failed blocks. On a GPU nothing is waited for and none fail: the
         wait for all blocks is enqueued on the stream, or with `by_cuts` left to `wait_cut`. Any other load begins, and
-        `finished` tells its end."""
+        `finished` reports its end."""
     def wait_cut(self, cut: int, stream: int) -> None:
         """Enqueues the wait for cut `cut`, counted from 0, and all before it, of every sync load since `start`."""
     @property

@@ -192,7 +192,7 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing: whole blocks are saved after the step."""
 
     def wait_for_save(self) -> None:
-        """Tells the sidecar of this step's written KV. Waits for nothing."""
+        """Reports this step's written KV to the sidecar. Waits for nothing."""
         if self._worker:
             self._worker.end_step()
 
@@ -248,12 +248,12 @@ class PillionConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.bind(gpu_block_pool)
 
     def on_new_request(self, request: Request) -> None:
-        """Tells the sidecar of the coming query."""
+        """Announces the coming query to the sidecar."""
         if self._scheduler:
             self._scheduler.announced(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """The number of tokens in the cache beyond `num_computed_tokens`, and whether they come asynchronously."""
+        """The number of tokens in the cache beyond `num_computed_tokens`, and True if they come asynchronously."""
         return self._scheduler.match(request, num_computed_tokens) if self._scheduler else (0, False)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # A sleep waits so long for copies of the KV memory. A load of an engine takes at most some hundred milliseconds.
 REST_S = 10.0
-# A step begun after a pause of so many seconds looks whether the weights are still the same. A look takes milliseconds on a
+# A step begun after a pause of so many seconds compares the weights with those of before. That takes milliseconds on a
 # GPU; on a CPU its kernels must be asked, for as long as a decoding step.
 LOOK_AFTER_S_GPU = 1.0
 LOOK_AFTER_S_CPU = 60.0

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from pillion.vllm_compat import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-# Request id, plan made by the shim, whether the step waits for it.
+# Request id, plan made by the shim, True if the step waits for it.
 Load = tuple[str, bytes, bool]
-# A load whose lease was lost before its plan: request id, block ids, whether the step would wait for it.
+# A load whose lease was lost before its plan: request id, block ids, True if the step would have waited for it.
 Lost = tuple[str, list[int], bool]
 
 

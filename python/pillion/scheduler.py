@@ -122,7 +122,7 @@ class Scheduler:
         return request.num_tokens, request.num_computed_tokens, request.num_preemptions, adapter, keys
 
     def match(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens in the cache beyond `computed_tokens`, and whether they come asynchronously; None: ask again."""
+        """Tokens in the cache beyond `computed_tokens`, and True if they come asynchronously; None: ask again."""
         if request.lora_request:
             self._look(request.lora_request)
         number = self._follow(request)

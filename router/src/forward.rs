@@ -92,7 +92,7 @@ pub(super) struct Opened {
 /// The body of an answer.
 pub(super) type Answer = UnsyncBoxBody<Bytes, hyper::Error>;
 
-/// Why an engine did not answer.
+/// The reason why an engine did not answer.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum ForwardError {
     /// The request has not reached the engine.

@@ -49,7 +49,7 @@ enum Configured {
 /// A change of a command line: enough to take it back.
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 pub(super) struct CommandChange {
-    /// A word of its own, or a text within a script.
+    /// A separate word, or a text within a script.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     added: Option<String>,
     /// The value of another connector's option: before, and after.
